@@ -43,7 +43,7 @@ fn schedule() -> Schedule {
         weight_bytes: 1,
         gradient_bytes: 1,
         download_bytes: 1,
-        dealt_bytes: 1,
+        reduce_scatter_bytes: 1,
         encoded: false,
         master_bytes: 1,
         state_bytes: 2,
@@ -116,10 +116,10 @@ async fn step_time<P: Ports<Batch = ()>>(ports: Arc<P>, schedule: &Schedule) -> 
     };
     let mut relay = Relay::start(config, ports);
     let plan = relay.plan(schedule.clone()).expect("pools were made for it");
-    relay.step_plan(plan.clone(), ()).await.expect("nothing fails here"); // warm
+    relay.step(plan.clone(), ()).await.expect("nothing fails here"); // warm
     let begin = Instant::now();
     for _ in 0..STEPS {
-        relay.step_plan(plan.clone(), ()).await.expect("nothing fails here");
+        relay.step(plan.clone(), ()).await.expect("nothing fails here");
     }
     relay.settle().await.expect("nothing fails here");
     let time = begin.elapsed() / STEPS as u32;

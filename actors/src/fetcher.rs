@@ -79,7 +79,7 @@ impl Fetcher {
             arrived = Some(self.context.queue(Order::at(step, visit, work)));
         }
         if schedule.ranks.count > 1 {
-            let mut order = Order::at(step, visit, Work::Complete { block, version, slot });
+            let mut order = Order::at(step, visit, Work::AllGather { block, version, slot });
             order.waits.extend(arrived);
             arrived = Some(self.context.queue(order));
         }
@@ -135,7 +135,7 @@ impl Fetcher {
         visit: &Visit,
         block: BlockId,
     ) -> Result<Option<Staged>, BoxedError> {
-        if !step.plan.schedule.is_fetched(block) {
+        if !step.plan.schedule.passes_host_slot(block) {
             self.context.published(block, step.number, Some(visit.layer)).await?;
             return Ok(None);
         }

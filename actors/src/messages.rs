@@ -46,7 +46,7 @@ impl Staged {
     }
 }
 
-/// Prefetcher → Exchangers of other devices: a shard of a block is on its way to a weight slot.
+/// Prefetcher → PeerCopiers of other devices: a shard of a block is on its way to a weight slot.
 #[derive(Clone, Debug)]
 pub struct Uploaded {
     /// Whose.
@@ -57,7 +57,7 @@ pub struct Uploaded {
     pub arrived: Fence,
 }
 
-/// Prefetcher → Executor, by way of the Exchanger if there is one: the blocks of the next device
+/// Prefetcher → Executor, by way of the PeerCopier if there is one: the blocks of the next device
 /// visit are here or on their way.
 #[derive(Debug)]
 pub struct Weights {

@@ -12,7 +12,7 @@ pub enum ActorName {
     /// Uploads.
     Prefetcher(DeviceId),
     /// Copies shards of blocks from other devices.
-    Exchanger(DeviceId),
+    PeerCopier(DeviceId),
     /// Computes.
     Executor(DeviceId),
     /// Downloads boundaries.
@@ -24,7 +24,7 @@ pub enum ActorName {
 }
 
 impl ActorName {
-    /// All actors of a ring with these pools, in flow order; behind them Exchangers, if it has any.
+    /// All actors of a ring with these pools, in flow order; behind them PeerCopiers, if it has any.
     pub fn all(pools: &Pools) -> Vec<ActorName> {
         let of_device =
             |d| [ActorName::Prefetcher(d), ActorName::Executor(d), ActorName::Stasher(d)];
@@ -32,7 +32,7 @@ impl ActorName {
         let mut all = vec![ActorName::Fetcher];
         all.extend(devices().flat_map(of_device));
         all.extend([ActorName::Reducer, ActorName::Optimizer]);
-        all.extend(devices().filter(|_| pools.shards > 1).map(ActorName::Exchanger));
+        all.extend(devices().filter(|_| pools.shards > 1).map(ActorName::PeerCopier));
         all
     }
 
@@ -45,7 +45,7 @@ impl ActorName {
             ActorName::Stasher(device) => 3 + 3 * usize::from(device),
             ActorName::Reducer => 1 + 3 * devices,
             ActorName::Optimizer => 2 + 3 * devices,
-            ActorName::Exchanger(device) => 3 + 3 * devices + usize::from(device),
+            ActorName::PeerCopier(device) => 3 + 3 * devices + usize::from(device),
         }
     }
 
@@ -53,7 +53,7 @@ impl ActorName {
     pub fn device(self) -> Option<DeviceId> {
         match self {
             ActorName::Prefetcher(device)
-            | ActorName::Exchanger(device)
+            | ActorName::PeerCopier(device)
             | ActorName::Executor(device)
             | ActorName::Stasher(device) => Some(device),
             ActorName::Fetcher | ActorName::Reducer | ActorName::Optimizer => None,
@@ -65,7 +65,7 @@ impl ActorName {
         match self {
             ActorName::Fetcher => "fetcher",
             ActorName::Prefetcher(_) => "prefetcher",
-            ActorName::Exchanger(_) => "exchanger",
+            ActorName::PeerCopier(_) => "peer_copier",
             ActorName::Executor(_) => "executor",
             ActorName::Stasher(_) => "stasher",
             ActorName::Reducer => "reducer",

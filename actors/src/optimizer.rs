@@ -192,7 +192,7 @@ impl Optimizer {
         squares: Vec<Fence>,
     ) -> Result<[f64; 2], BoxedError> {
         let queued = [(Summed::Losses, losses), (Summed::Squares, squares)].map(|(of, waits)| {
-            self.context.queue(Order { waits, ..Order::new(step, Work::Sum { of }) })
+            self.context.queue(Order { waits, ..Order::new(step, Work::AllReduce { of }) })
         });
         let mut sums = [0.0; 2];
         for (sum, fence) in sums.iter_mut().zip(&queued) {

@@ -55,7 +55,7 @@ impl Prefetcher {
         self.weights.send(Flow::Begin(step.clone()));
         for piece in &step.plan.walks[usize::from(self.device)].pieces {
             match *piece {
-                Piece::Weights { device_visit } => self.fetch(step, device_visit).await?,
+                Piece::Weights { device_visit } => self.announce(step, device_visit).await?,
                 Piece::Inputs { device_visit, micro_batch } => {
                     self.bring(step, device_visit, micro_batch).await?;
                 }
@@ -65,18 +65,18 @@ impl Prefetcher {
     }
 
     /// Uploads the blocks of a device visit that are not there yet, and announces the visit.
-    async fn fetch(&mut self, step: &Arc<Step>, device_visit: usize) -> Result<(), BoxedError> {
+    async fn announce(&mut self, step: &Arc<Step>, device_visit: usize) -> Result<(), BoxedError> {
         let visit = step.plan.visit(device_visit);
         let (content, layer) = (Content::Visit(device_visit), Some(visit.layer));
         let credit = self.context.acquire(&mut self.visit_credits, content, layer).await?;
         let (mut blocks, mut arrived) = (Vec::new(), Vec::new());
         for residence in &step.plan.device_visits[device_visit].residences {
-            if residence.fetch {
+            if residence.upload {
                 arrived.push(self.upload(step, visit, residence).await?);
             }
             let tenant = &mut self.resident[residence.slot as usize];
             let held = if residence.last_use { tenant.take() } else { tenant.clone() };
-            blocks.push(held.expect("the plan fetches before it uses"));
+            blocks.push(held.expect("the plan uploads before it uses"));
         }
         self.weights.send(Flow::Datum(Weights { device_visit, credit, blocks, arrived }));
         Ok(())
@@ -113,7 +113,7 @@ impl Prefetcher {
         block: BlockId,
     ) -> Result<Option<Staged>, BoxedError> {
         let layer = Some(visit.layer);
-        if !step.plan.schedule.is_fetched(block) {
+        if !step.plan.schedule.passes_host_slot(block) {
             self.context.published(block, step.number, layer).await?;
             return Ok(None);
         }

@@ -155,7 +155,7 @@ impl Reducer {
             return joined;
         }
         let reduced = landing.slot(Content::Gradient(block, step.number));
-        let work = Work::Deal { block, reduced };
+        let work = Work::ReduceScatter { block, reduced };
         let mut order = Order::gradient(step, layer_of(step, block), work);
         order.waits = vec![joined];
         order.holds = vec![landing.clone()];
@@ -246,7 +246,7 @@ impl Reducer {
         self.all_stashed(step, index).await?;
         let schedule = &step.plan.schedule;
         let visit = &schedule.visits[index];
-        let rows = Order::at(step, visit, Work::Rows { visit: index });
+        let rows = Order::at(step, visit, Work::AllGatherRows { visit: index });
         let rows = schedule.ranks.dealt.then(|| self.context.queue(rows));
         for &block in visit.blocks.iter().filter(|&&id| !schedule.block(id).frozen) {
             // Its region may still feed the update of the step before.

@@ -84,7 +84,6 @@ pub struct Relay<P: Ports> {
     next: Version,
     unresolved: bool,
     ended: bool,
-    last_plan: Option<Arc<StepPlan>>,
     _watchdog: Option<watchdog::Leash>,
 }
 
@@ -113,7 +112,6 @@ impl<P: Ports> Relay<P> {
             next: 0,
             unresolved: false,
             ended: false,
-            last_plan: None,
             _watchdog: None,
         };
         (relay, tasks)
@@ -150,7 +148,7 @@ impl<P: Ports> Relay<P> {
         Ok(())
     }
 
-    /// Runs one step and resolves when its loss and norm are known; updates may be in flight.
+    /// Runs one step by a plan of [`plan`](Relay::plan), and resolves when its loss and norm are known; updates may be in flight.
     ///
     /// When it is cancelled, the step itself continues; the next call waits for it first, and its
     /// result is lost.
@@ -158,23 +156,6 @@ impl<P: Ports> Relay<P> {
     /// # Errors
     /// [`RingError::Refused`] leaves everything as it was; any other error ends the relay.
     pub async fn step(
-        &mut self,
-        schedule: &Schedule,
-        batch: P::Batch,
-    ) -> Result<Resolved, RingError> {
-        let plan = match self.last_plan.take().filter(|plan| plan.schedule == *schedule) {
-            Some(plan) => plan,
-            None => self.plan(schedule.clone())?,
-        };
-        self.last_plan = Some(plan.clone());
-        self.step_plan(plan, batch).await
-    }
-
-    /// [`step`](Relay::step) with a plan of [`plan`](Relay::plan)'s.
-    ///
-    /// # Errors
-    /// As [`step`](Relay::step).
-    pub async fn step_plan(
         &mut self,
         plan: Arc<StepPlan>,
         batch: P::Batch,

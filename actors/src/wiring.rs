@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::config::RingConfig;
 use crate::context::Context;
-use crate::exchanger::Exchanger;
+use crate::peer_copier::PeerCopier;
 use crate::executor::Executor;
 use crate::fetcher::Fetcher;
 use crate::mailbox::{Inbox, Outbox, mailbox};
@@ -107,7 +107,7 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     Wired { ring, tasks, fetcher, resolved }
 }
 
-/// The edges of shards between one device and each other: to their Exchangers, and to its own.
+/// The edges of shards between one device and each other: to their PeerCopiers, and to its own.
 #[derive(Default)]
 struct Peers {
     to: Vec<Outbox<Uploaded>>,
@@ -170,12 +170,12 @@ fn wire_device(
     };
     tasks.push(task(name, ring, lanes, executor));
     if sizes.shards > 1 {
-        let name = ActorName::Exchanger(device);
-        let (to_exchanger, prefetched) = weights_mailbox("prefetched");
-        let weights = std::mem::replace(&mut to_executor, to_exchanger);
+        let name = ActorName::PeerCopier(device);
+        let (to_peer_copier, prefetched) = weights_mailbox("prefetched");
+        let weights = std::mem::replace(&mut to_executor, to_peer_copier);
         let (context, peers) = (context_of(name), peers.from);
-        let exchanger = Exchanger { context, device, prefetched, peers, weights, step: None };
-        tasks.push(task(name, ring, lanes, exchanger));
+        let peer_copier = PeerCopier { context, device, prefetched, peers, weights, step: None };
+        tasks.push(task(name, ring, lanes, peer_copier));
     }
     let name = ActorName::Prefetcher(device);
     let prefetcher = Prefetcher {

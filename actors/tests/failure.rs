@@ -109,7 +109,7 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
                 let observer = relay.observer();
                 let mut failure = None;
                 for _ in 0..STEPS {
-                    failure = failure.or(relay.step(&schedule, ()).await.err());
+                    failure = failure.or(step_of(&mut relay, &schedule, ()).await.err());
                 }
                 let failure = match failure {
                     None => relay.stop().await.err(),
@@ -186,8 +186,8 @@ async fn tasks_gone() {
 /// Drives the ring to its end: what went wrong.
 async fn drive(mut relay: Relay<ThreadLanes<Rehearsal>>, schedule: &Schedule) -> Option<RingError> {
     for _ in 0..STEPS {
-        if let Err(error) = relay.step(schedule, ()).await {
-            let again = relay.step(schedule, ()).await;
+        if let Err(error) = step_of(&mut relay, schedule, ()).await {
+            let again = step_of(&mut relay, schedule, ()).await;
             assert!(matches!(again, Err(RingError::Ended)), "reported once: {again:?}");
             return Some(error);
         }
@@ -390,7 +390,7 @@ fn drop_after(moves: usize, mode: Mode) -> bool {
     }
     world.spawn("main".into(), async move {
         for _ in 0..STEPS {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
         }
         relay.stop().await.expect("nothing fails here");
     });
@@ -458,7 +458,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
             let other = schedule.clone();
             let failing = tokio::spawn(async move { drive(failing, &other).await });
             for step in 0..20 {
-                let resolved = sound.step(&schedule, ()).await.expect("it knows of no failure");
+                let resolved = step_of(&mut sound, &schedule, ()).await.expect("it knows of no failure");
                 assert_eq!(resolved.step, step);
             }
             let error = failing.await.expect("no panic");
@@ -487,7 +487,7 @@ fn steps_start_no_thread_and_no_task() {
             soon("threads have their names", || threads_of_ours() == queues);
             let before = (tasks(), queues);
             for _ in 0..50 {
-                relay.step(&schedule, ()).await.expect("nothing fails here");
+                step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
                 assert_eq!((tasks(), threads_of_ours()), before);
             }
             relay.stop().await.expect("nothing fails here");

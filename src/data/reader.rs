@@ -58,8 +58,8 @@ impl Reader {
     pub(super) fn read_record(&self, columns: Map<String, Value>) -> Result<Vec<Sequence>, String> {
         let (record, mut unused) = Record::of(columns, &self.fields)?;
         let kind = record.kind()?;
-        let of_others = record.unused(kind, self.scores_sequences());
-        unused.extend(of_others.into_iter().map(str::to_string));
+        let remote_bytes = record.unused(kind, self.scores_sequences());
+        unused.extend(remote_bytes.into_iter().map(str::to_string));
         if !unused.is_empty() {
             self.unused.lock().expect("nothing panics inside").extend(unused);
         }

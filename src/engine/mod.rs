@@ -1,9 +1,10 @@
 //! The engine: a ring and its lanes, which run one step after another.
 //!
 //! The [`Purpose`] of a step (train, evaluate, encode, score, generate) decides its schedule. The
-//! engine keeps the last schedule of each kind, counts the steps that began, and gives the result
+//! engine keeps the plans of the last steps, counts the steps that began, and gives the result
 //! of a step as an [`Outcome`]. Training and inference are both built on it.
 
+mod plans;
 mod report;
 
 use std::sync::Arc;
@@ -13,12 +14,13 @@ use tokio::sync::Mutex;
 use tokio::task::JoinHandle;
 
 use l2l_actors::ports::Lanes;
-use l2l_actors::schedule::{Schedule, Version};
+use l2l_actors::schedule::Version;
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Integrity, Observer, Relay, Resolved, RingConfig};
 
 pub use report::{Bottleneck, StepReport, Summary};
 
+use self::plans::{Planned, StepPlans};
 use crate::blocking::unblock;
 use crate::config::{Config, NonFinite};
 use crate::data::Batch;
@@ -38,8 +40,8 @@ pub(crate) struct Engine {
     pub(crate) plan: Arc<Plan>,
     relay: Relay<ThreadLanes<Worker>>,
     lanes: Arc<ThreadLanes<Worker>>,
-    /// The last schedule of a step that does not train, and the last of one that does.
-    schedules: [Option<CachedSchedule>; 2],
+    /// The plans of the last steps.
+    plans: StepPlans,
     /// The number of steps of the ring that began and are counted.
     begun: Version,
     /// The number of training steps that began, those before this run included.
@@ -60,19 +62,6 @@ pub(crate) struct Engine {
     skipped: u64,
     /// Held while the model is read between steps, also by whoever no longer waits for it.
     reading: Arc<Mutex<()>>,
-}
-
-/// A schedule, and the shape of the steps that it is for.
-struct CachedSchedule {
-    shape: StepShape,
-    layers: LayerSelection,
-    schedule: Schedule,
-}
-
-impl CachedSchedule {
-    fn is_of(&self, shape: StepShape, layers: &LayerSelection) -> bool {
-        self.shape == shape && self.layers == *layers
-    }
 }
 
 /// The result of a step.
@@ -115,7 +104,7 @@ impl Engine {
             plan,
             relay,
             lanes,
-            schedules: [None, None],
+            plans: StepPlans::default(),
             begun: 0,
             trained,
             pending: None,
@@ -180,11 +169,12 @@ impl Engine {
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let (batch, dealt) = self.deal(batch, purpose)?;
-        let cached = &mut self.schedules[usize::from(purpose.trains())];
-        if cached.as_ref().is_none_or(|cached| !cached.is_of(shape, layers)) {
+        let make = || {
             let step = StepSpec { layers: Some(layers), ..self.plan.step(shape) };
             let schedule = schedule_of(&self.config, &self.model, step)?;
-            let (needs, has) = (stash::layout(&schedule).floats, self.plan.stash_floats());
+            let stash = stash::layout(&schedule);
+            let needs = stash.floats;
+            let has = self.plan.stash_floats();
             if needs > has {
                 let what = format_args!(
                     "a step of these sequences and layers needs {needs} floats of the stash, and \
@@ -192,17 +182,26 @@ impl Engine {
                 );
                 return Err(Error::argument(what));
             }
-            *cached = Some(CachedSchedule { shape, layers: layers.clone(), schedule });
-        }
-        let CachedSchedule { schedule, .. } = cached.as_ref().expect("it was just made");
-        self.visits += schedule.visits.len() as u64;
+            let plan = self.relay.plan(schedule).map_err(l2l_actors::RingError::from)?;
+            Ok(Planned { plan, stash: Arc::new(stash) })
+        };
+        let Planned { plan, stash } = self.plans.of(shape, layers, make)?;
+        self.visits += plan.schedule.visits.len() as u64;
         self.pending = Some(purpose);
         let (trained, updated) = (self.trained, self.trained - self.skipped);
         let loss_scale = self.loss_scale.filter(|_| purpose.trains()).map(|one| one.scale.into());
         let scaled = loss_scale.unwrap_or(1.0);
-        let input =
-            StepInput { batch, purpose, trained, updated, loss_scale: scaled, cache, dealt };
-        let resolved = self.relay.step(schedule, input).await;
+        let input = StepInput {
+            batch,
+            purpose,
+            stash,
+            trained,
+            updated,
+            loss_scale: scaled,
+            cache,
+            dealt,
+        };
+        let resolved = self.relay.step(plan, input).await;
         self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
         self.worker().resolved(end);

@@ -209,7 +209,7 @@ impl Model {
                 weight_bytes: (tensors.published_len(context.dtype) * size_of::<f32>()) as u64,
                 gradient_bytes,
                 download_bytes: gradient_bytes,
-                dealt_bytes: gradient_bytes,
+                reduce_scatter_bytes: gradient_bytes,
                 encoded: false,
                 master_bytes: (tensors.host_len() * size_of::<f32>()) as u64,
                 state_bytes: 0,

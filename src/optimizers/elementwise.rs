@@ -100,9 +100,9 @@ impl<'a> Masters<'a> {
             }
             Masters::Split { published, remainder } => {
                 let (published, others) = published.split_at_mut(len);
-                let (remainder, of_others) = remainder.split_at_mut(len);
+                let (remainder, remote_bytes) = remainder.split_at_mut(len);
                 let first = Masters::Split { published, remainder };
-                (first, Masters::Split { published: others, remainder: of_others })
+                (first, Masters::Split { published: others, remainder: remote_bytes })
             }
         }
     }

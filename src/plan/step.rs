@@ -148,7 +148,7 @@ fn ring_model(
             let sent = kind.sent_bytes(tensors, &cut(tensors, ranks), rank, ranks);
             // As if each of the ranks sent as much.
             let others = u64::from(ranks - 1).max(1);
-            block.dealt_bytes = sent / others * u64::from(ranks);
+            block.reduce_scatter_bytes = sent / others * u64::from(ranks);
             block.encoded = true;
         }
         let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());

@@ -274,7 +274,7 @@ impl Forecast {
                 let plan = relay.plan(schedule)?;
                 let mut ends = Vec::new();
                 for _ in 0..STEPS {
-                    relay.step_plan(plan.clone(), ()).await?;
+                    relay.step(plan.clone(), ()).await?;
                     ends.push(observer.now());
                 }
                 relay.stop().await?;

@@ -72,7 +72,7 @@ impl Hiding {
             let (gradient, state) =
                 (sum(|block| block.gradient_bytes), sum(|block| block.state_bytes) / own);
             let (landed, dealt) =
-                (sum(|block| block.download_bytes), sum(|block| block.dealt_bytes));
+                (sum(|block| block.download_bytes), sum(|block| block.reduce_scatter_bytes));
             let through = |boundaries: &[BoundaryId]| -> f64 {
                 let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_bytes(1, schedule.positions.into()) as f64;
                 boundaries.iter().map(bytes).sum()

@@ -51,7 +51,7 @@ pub fn label_values(metric: &str, label: &str) -> LabelValues {
         ("actor", _) => Listed(vec![
             "fetcher",
             "prefetcher",
-            "exchanger",
+            "peer_copier",
             "executor",
             "stasher",
             "reducer",

@@ -19,7 +19,7 @@ use crate::folder;
 use crate::machine;
 use crate::models::Model;
 use crate::telemetry::{Ledger, Slice, SliceKind, State, Watch, unix_seconds};
-use crate::worker::{Worker, take_as_long};
+use crate::worker::{Worker, throttle};
 
 /// A checkpoint that was begun and is not known to have ended.
 pub(super) struct Begun {
@@ -195,7 +195,7 @@ impl Writing {
         let mut bytes = 0;
         for id in blocks {
             bytes += draft.write_block(id, eps)?;
-            take_as_long(began, bytes, self.disk_rate);
+            throttle(began, bytes, self.disk_rate);
             if let Some(saving) = saving {
                 saving.saved(id);
             }

@@ -10,7 +10,7 @@ use l2l_actors::work::Placed;
 use l2l_actors::{BoxedError, Operation};
 
 use super::counts::LinkUsed;
-use super::{Used, take_as_long};
+use super::{Used, throttle};
 use crate::config::Config;
 use crate::devices::{Device, KernelTime, ProductTable};
 use crate::error::Error;
@@ -258,7 +258,7 @@ impl DeviceSide {
         copy()?;
         count.fetch_add(bytes as u64, Relaxed);
         let over_link = crosses == Crosses::Always || self.boundaries_cross;
-        take_as_long(begin, bytes as u64, self.link.filter(|_| over_link));
+        throttle(begin, bytes as u64, self.link.filter(|_| over_link));
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 use l2l_actors::work::{Stored, Work};
 use l2l_actors::{BoxedError, Operation};
 
-use super::{Worker, take_as_long};
+use super::{Worker, throttle};
 
 impl Worker {
     /// Reads or writes what the operation says.
@@ -34,7 +34,7 @@ impl Worker {
             ref other => unreachable!("{other} is not of the lane of files"),
         }
         let bytes = operation.work().bytes(&operation.step().plan.schedule);
-        take_as_long(begin, bytes, self.host.disk_rate);
+        throttle(begin, bytes, self.host.disk_rate);
         Ok(())
     }
 }

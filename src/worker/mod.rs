@@ -91,7 +91,7 @@ impl KernelRate {
     ) {
         let layer = visit.layer.0 as usize;
         let flops = model.visit_flops(layer, visit.phase, lengths, self.save);
-        take_as_long(begin, flops as u64, Some(self.flops));
+        throttle(begin, flops as u64, Some(self.flops));
     }
 }
 
@@ -299,7 +299,7 @@ impl LaneWork for Worker {
 }
 
 /// Sleeps until so many bytes at this rate would have taken their time, if there is a rate.
-pub(crate) fn take_as_long(begin: Instant, bytes: u64, rate: Option<f64>) {
+pub(crate) fn throttle(begin: Instant, bytes: u64, rate: Option<f64>) {
     if let Some(rate) = rate {
         let takes = Duration::from_secs_f64(bytes as f64 / rate);
         std::thread::sleep(takes.saturating_sub(begin.elapsed()));

@@ -10,7 +10,7 @@ use l2l_actors::{BoxedError, Operation};
 
 use super::boundaries::Filled;
 use super::step::StepState;
-use super::{Worker, take_as_long};
+use super::{Worker, throttle};
 use crate::eps::RankParts;
 use crate::fabric::Channel;
 use crate::optimizers::{chunks, sum_of_chunks};
@@ -45,19 +45,19 @@ impl Worker {
         let state = self.steps.of(step.number);
         let beat = &|| operation.still_runs();
         match *operation.work() {
-            Work::Complete { block, version, slot } => self.complete(block, version, slot, beat)?,
-            Work::Deal { block, reduced } => self.deal(&state, block, reduced, beat)?,
-            Work::Rows { visit } => {
+            Work::AllGather { block, version, slot } => self.complete(block, version, slot, beat)?,
+            Work::ReduceScatter { block, reduced } => self.deal(&state, block, reduced, beat)?,
+            Work::AllGatherRows { visit } => {
                 self.exchange_rows(operation, &state, &step.plan.schedule.visits[visit], beat)?;
             }
-            Work::Sum { of: Summed::Losses } => {
+            Work::AllReduce { of: Summed::Losses } => {
                 return self.sum_losses(&state, step.plan.schedule.ranks, beat);
             }
-            Work::Sum { of: Summed::Squares } => return self.sum_squares(&state, beat),
+            Work::AllReduce { of: Summed::Squares } => return self.sum_squares(&state, beat),
             ref other => unreachable!("{other} is not of the lanes of exchanges"),
         }
         let bytes = operation.work().bytes(&step.plan.schedule);
-        take_as_long(begin, bytes, self.host.fabric_rate);
+        throttle(begin, bytes, self.host.fabric_rate);
         Ok(0.0)
     }
 

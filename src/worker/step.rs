@@ -12,13 +12,15 @@ use crate::fabric::parts::Parts;
 use crate::kernels::{BatchMetadata, DropoutKey};
 use crate::optimizers::LearningRate;
 use crate::plan::Purpose;
-use crate::stash::{self, StashLayout};
+use crate::stash::StashLayout;
 
 /// What a step of the ring is given.
 #[derive(Clone, Debug)]
 pub(crate) struct StepInput {
     pub(crate) batch: Batch,
     pub(crate) purpose: Purpose,
+    /// Where its boundaries lie in the stash.
+    pub(crate) stash: Arc<StashLayout>,
     /// Training steps before it: the ring's own number counts other steps, and begins anew.
     pub(crate) trained: u64,
     /// Those of them that updated the model.
@@ -62,7 +64,7 @@ pub(super) struct StepState {
     pub(super) updated: u64,
     /// The loss scale: all gradients of the step are multiplied by it.
     pub(super) loss_scale: f64,
-    pub(super) stash: StashLayout,
+    pub(super) stash: Arc<StashLayout>,
     pub(super) cache: Vec<CacheSlot>,
     /// Cached positions of each sequence.
     pub(super) cached_positions: Vec<usize>,
@@ -89,10 +91,11 @@ pub(super) struct MicroBatchRange {
 
 impl StepState {
     pub(super) fn new(step: &Step, input: StepInput, rate: LearningRate) -> StepState {
-        let StepInput { batch, purpose, trained, updated, loss_scale, cache, dealt } = input;
+        let StepInput { batch, purpose, stash, trained, updated, .. } = input;
+        let StepInput { loss_scale, cache, dealt, .. } = input;
         StepState {
             number: step.number,
-            stash: stash::layout(&step.plan.schedule),
+            stash,
             cached_positions: cache.iter().map(|one| one.cached).collect(),
             cache,
             scale: (loss_scale / batch.labelled as f64) as f32,

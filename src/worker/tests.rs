@@ -19,6 +19,7 @@ use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Model;
 use crate::optimizers::StateLayout;
 use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
+use crate::stash;
 use crate::telemetry::Ledger;
 use crate::tensor::{Arena, Packing, View};
 
@@ -82,6 +83,7 @@ impl Subject for Small {
         StepInput {
             batch: Batch::new(&sequences),
             purpose: Purpose::Train,
+            stash: Arc::new(stash::layout(&self.schedule())),
             trained: step,
             updated: step,
             loss_scale: 1.0,
@@ -286,7 +288,8 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
         inject: None,
     };
     let mut relay = Relay::start(config, lanes);
-    let stepped = relay.step(&schedule, small.batch(0)).await;
+    let plan = relay.plan(schedule).expect("a schedule of ours");
+    let stepped = relay.step(plan, small.batch(0)).await;
     let Err(RingError::Failed { cause, integrity }) = stepped else {
         panic!("{fault:?}: {stepped:?}");
     };

@@ -9,7 +9,7 @@ use l2l_actors::work::{GradientAt, MasterAt};
 use super::clipping::Factors;
 use super::host_side::{HostSide, Squares};
 use super::memory::HostLease;
-use super::take_as_long;
+use super::throttle;
 use crate::config::NonFinite;
 use crate::models::Tensor;
 use crate::optimizers::{Update, update_block};
@@ -65,7 +65,7 @@ impl HostSide {
             lease.version = version + 1;
             lease.updates += 1;
         }
-        take_as_long(begin, size_of_val(gradient) as u64, self.update_rate);
+        throttle(begin, size_of_val(gradient) as u64, self.update_rate);
         Ok(squares)
     }
 

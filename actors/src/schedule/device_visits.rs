@@ -20,9 +20,9 @@ pub struct DeviceVisit {
 }
 
 impl DeviceVisit {
-    /// Its blocks that are fetched for it.
-    pub fn fetched(&self) -> impl Iterator<Item = &Residence> {
-        self.residences.iter().filter(|residence| residence.fetch)
+    /// The blocks that are uploaded for it.
+    pub fn uploads(&self) -> impl Iterator<Item = &Residence> {
+        self.residences.iter().filter(|residence| residence.upload)
     }
 }
 

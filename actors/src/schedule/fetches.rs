@@ -87,19 +87,19 @@ pub(super) fn fetches(
 /// What gathers and uploads take, in the order of visits.
 fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
     let staged = |ids: Vec<BlockId>| -> Vec<BlockId> {
-        ids.into_iter().filter(|&id| schedule.is_fetched(id)).collect()
+        ids.into_iter().filter(|&id| schedule.passes_host_slot(id)).collect()
     };
     let mut device = device_visits.iter();
     let mut takes = Vec::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
         if visit.on_device() {
             let resolved = device.next().into_iter().filter(|visit| reads_for(schedule, visit));
-            let fetched = resolved.flat_map(DeviceVisit::fetched);
-            let blocks = staged(fetched.map(|residence| residence.block).collect());
+            let uploads = resolved.flat_map(DeviceVisit::uploads);
+            let blocks = staged(uploads.map(|residence| residence.block).collect());
             takes.push(Take { visit: index, share: None, blocks });
         } else if visit.kind == VisitKind::Gather {
             let take = |share: Share, blocks| Take { visit: index, share: Some(share), blocks };
-            if schedule.fetched(&visit.blocks) == 0 {
+            if schedule.host_slots(&visit.blocks) == 0 {
                 // By micro-batch, so that the first one can go on early.
                 let shares = visit.micro_batches.clone().map(Share::MicroBatch);
                 takes.extend(shares.map(|share| take(share, Vec::new())));

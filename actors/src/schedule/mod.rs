@@ -67,7 +67,7 @@ pub struct Block {
     /// Bytes of that gradient as it leaves the device: what one download moves.
     pub download_bytes: u64,
     /// Bytes of that gradient as several processes exchange it, all parts together.
-    pub dealt_bytes: u64,
+    pub reduce_scatter_bytes: u64,
     /// True when a gradient is encoded on its way, or where it lands. Then each passes a `Join`
     /// behind its download, also where nothing is added to it.
     pub encoded: bool,
@@ -167,18 +167,18 @@ impl Schedule {
         self.visits.iter().filter(|visit| visit.on_device())
     }
 
-    /// True for a block whose master passes through a staging slot on the host: it is on file, or
-    /// other processes have parts of it.
-    pub fn is_fetched(&self, id: BlockId) -> bool {
+    /// True for a block whose master passes through a slot on the host before an upload: it is on
+    /// file, or other ranks have parts of it.
+    pub fn passes_host_slot(&self, id: BlockId) -> bool {
         self.ranks.count > 1 || self.block(id).staged
     }
 
-    /// How many of so many bytes of a block other processes have, if all parts have the same size.
-    pub fn of_others(&self, bytes: u64) -> u64 {
+    /// The share of `bytes` that other ranks hold, if all parts are equal.
+    pub fn remote_bytes(&self, bytes: u64) -> u64 {
         bytes - bytes / u64::from(self.ranks.count)
     }
 
-    /// True if some block's master passes through a staging slot.
+    /// True if some block's master passes through a host slot.
     pub(crate) fn fetches(&self) -> bool {
         self.ranks.count > 1 || self.blocks.iter().any(|block| block.staged)
     }
@@ -188,10 +188,10 @@ impl Schedule {
         self.blocks.get(id.0 as usize).is_some_and(|block| !block.frozen)
     }
 
-    /// How many of these blocks pass through staging slots; of unknown ones, none.
-    fn fetched(&self, blocks: &[BlockId]) -> usize {
+    /// The number of these blocks that pass through host slots; unknown ones count 0.
+    fn host_slots(&self, blocks: &[BlockId]) -> usize {
         let is_known = |id: &&BlockId| (id.0 as usize) < self.blocks.len();
-        blocks.iter().filter(is_known).filter(|&&id| self.is_fetched(id)).count()
+        blocks.iter().filter(is_known).filter(|&&id| self.passes_host_slot(id)).count()
     }
 }
 

@@ -27,7 +27,7 @@ impl Default for Capacities {
 pub struct Pools {
     /// Devices. Each has its own pools of weights, visits, inputs, outputs and gradients.
     pub devices: u32,
-    /// Parts of a block that each device uploads one of; more than 1: each has an Exchanger.
+    /// Parts of a block that each device uploads one of; more than 1: each has an PeerCopier.
     pub shards: u32,
     /// Processes of the run; more than 1: each has lanes for exchanges with the others.
     pub ranks: u32,
@@ -86,7 +86,7 @@ impl Pools {
             parts: kept_gradients(schedule),
             // One block is read while those of a visit are uploaded.
             reads: if schedule.fetches() {
-                fetched_in_a_visit(schedule).saturating_add(1)
+                host_slots_of_a_visit(schedule).saturating_add(1)
             } else {
                 0
             },
@@ -139,7 +139,7 @@ impl Pools {
             }
         }
         if schedule.shards > 1 && self.shards == 1 {
-            return Err(Refusal::of("blocks come in shards, and this ring has no Exchangers"));
+            return Err(Refusal::of("blocks come in shards, and this ring has no PeerCopiers"));
         }
         let (open, has) = (open_gradients(schedule), self.gradients);
         if open > has {
@@ -153,7 +153,7 @@ impl Pools {
             let reason = format!("keeps {kept} gradients for later groups; pool parts has {has}");
             return Err(Refusal::of(reason));
         }
-        if schedule.fetches() && self.reads < fetched_in_a_visit(schedule).max(1) {
+        if schedule.fetches() && self.reads < host_slots_of_a_visit(schedule).max(1) {
             return Err(Refusal::of("pool reads is too small for a visit's blocks"));
         }
         if schedule.blocks.iter().any(|block| block.staged) && self.states < 2 {
@@ -170,7 +170,7 @@ impl Pools {
 }
 
 /// The most blocks that one visit of the device takes from staging slots.
-fn fetched_in_a_visit(schedule: &Schedule) -> u32 {
-    let fetched = schedule.device_visits().map(|visit| schedule.fetched(&visit.blocks) as u32);
-    fetched.max().unwrap_or(0)
+fn host_slots_of_a_visit(schedule: &Schedule) -> u32 {
+    let slots = schedule.device_visits().map(|visit| schedule.host_slots(&visit.blocks) as u32);
+    slots.max().unwrap_or(0)
 }

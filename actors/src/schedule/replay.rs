@@ -1,6 +1,6 @@
 //! Does the walk end? Replays a plan once without tensors and without time.
 //!
-//! Five kinds of actors wait for more than a lane: Fetcher, Prefetchers, Exchangers, Executors,
+//! Five kinds of actors wait for more than a lane: Fetcher, Prefetchers, PeerCopiers, Executors,
 //! Reducer. Each takes from its pools alone and in a fixed order, and a completed operation never
 //! takes anything back. So whether the walk ends does not depend on timing, and one replay, in
 //! which lanes are as fast as they can be, decides for all. A property test holds it against the
@@ -77,11 +77,11 @@ struct Replay<'p> {
 struct OfDevice {
     /// Masters in read slots that the Prefetcher has not taken.
     staged: usize,
-    /// Blocks that were fetched, or their shards.
-    fetched: usize,
+    /// Blocks that were uploaded, or their shards.
+    uploaded: usize,
     /// For each weight slot, which of these fetches it holds.
     tenants: BTreeMap<u32, usize>,
-    /// For each visit that was announced, how many blocks were fetched for it and for earlier
+    /// For each visit that was announced, how many blocks were uploaded for it and for earlier
     /// visits.
     needs: Vec<usize>,
     piece: usize,
@@ -161,7 +161,7 @@ impl<'p> Replay<'p> {
         match share {
             Share::MicroBatch(m) => self.land(&gather.writes, m),
             Share::Block(block) => {
-                self.reads -= u32::from(schedule.is_fetched(block));
+                self.reads -= u32::from(schedule.passes_host_slot(block));
                 if gather.blocks.last() == Some(&block) {
                     gather.micro_batches.clone().for_each(|m| self.land(&gather.writes, m));
                 }
@@ -195,22 +195,22 @@ impl<'p> Replay<'p> {
         if freed.is_some_and(|after| runs.is_some_and(|&runs| after >= runs)) {
             return waits("a slot of pool weights");
         }
-        let is_copied = |nth: &usize| self.peers(device).all(|peer| peer.fetched > *nth);
-        let tenants = resolved.fetched().filter_map(|residence| of.tenants.get(&residence.slot));
+        let is_copied = |nth: &usize| self.peers(device).all(|peer| peer.uploaded > *nth);
+        let tenants = resolved.uploads().filter_map(|residence| of.tenants.get(&residence.slot));
         if !tenants.into_iter().all(is_copied) {
             return waits("other devices, which copy from its slot of pool weights");
         }
-        let fetched = resolved.fetched();
-        let staged = fetched.filter(|residence| schedule.is_fetched(residence.block)).count();
+        let uploads = resolved.uploads();
+        let staged = uploads.filter(|residence| schedule.passes_host_slot(residence.block)).count();
         if staged > of.staged {
             return waits("the read of a block");
         }
         let of = &mut self.devices[device];
-        for residence in resolved.fetched() {
-            of.tenants.insert(residence.slot, of.fetched);
-            of.fetched += 1;
+        for residence in resolved.uploads() {
+            of.tenants.insert(residence.slot, of.uploaded);
+            of.uploaded += 1;
         }
-        of.needs.push(of.fetched);
+        of.needs.push(of.uploaded);
         of.staged -= staged;
         of.announced += 1;
         // A slot of pool reads is free when the last of the devices has what it takes from there.
@@ -247,7 +247,7 @@ impl<'p> Replay<'p> {
         if of.announced <= of.visit {
             return Err(self.waits(resolved.visit, "an operation", "its weights"));
         }
-        if !self.peers(device).all(|peer| peer.fetched >= of.needs[of.visit]) {
+        if !self.peers(device).all(|peer| peer.uploaded >= of.needs[of.visit]) {
             return Err(self.waits(resolved.visit, "an operation", "shards of other devices"));
         }
         if !visit.reads.is_empty() && of.inputs_sent <= of.inputs_used {

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use super::BlockId;
 
-/// One block of one device visit: where it lies and whether it must be fetched.
+/// One block of one device visit: where it lies and whether it must be uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Residence {
     /// The block.
@@ -17,8 +17,8 @@ pub struct Residence {
     /// Its weight slot.
     pub slot: u32,
     /// True when it is uploaded for this visit; false when the slot holds it already.
-    pub fetch: bool,
-    /// The device visit that last used the slot for another block: the fetch stands behind it. An
+    pub upload: bool,
+    /// The upload waits for this visit, the last to use the slot for another block. An
     /// index among the visits of all devices, once each has its own.
     pub after: Option<usize>,
     /// True when the slot holds something else, or nothing, after this visit.
@@ -58,7 +58,7 @@ pub(super) fn residency(visits: &[&[BlockId]], slots: u32) -> Vec<Vec<Residence>
             }
         }
         for (position, &block) in blocks.iter().enumerate() {
-            let (slot, fetch, after) = match placed.get(&block) {
+            let (slot, upload, after) = match placed.get(&block) {
                 Some(&slot) => (slot, false, None),
                 None => {
                     let free = (0..slots).filter(|&s| match tenants[s as usize] {
@@ -80,10 +80,10 @@ pub(super) fn residency(visits: &[&[BlockId]], slots: u32) -> Vec<Vec<Residence>
                     (slot, true, evicted.map(|tenant| tenant.last_visit))
                 }
             };
-            if let Some((visit, at)) = used_at.insert(slot, (now, position)).filter(|_| fetch) {
+            if let Some((visit, at)) = used_at.insert(slot, (now, position)).filter(|_| upload) {
                 all[visit][at].last_use = true;
             }
-            residences.push(Residence { block, slot, fetch, after, last_use: false });
+            residences.push(Residence { block, slot, upload, after, last_use: false });
         }
         all.push(residences);
     }

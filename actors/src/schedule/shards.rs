@@ -67,7 +67,7 @@ impl Schedule {
     }
 }
 
-/// Where blocks are sharded, all devices fetch the same blocks in the same order.
+/// Where blocks are sharded, all devices upload the same blocks in the same order.
 pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Result<(), Refusal> {
     let (shards, devices) = (schedule.shards, schedule.devices());
     if shards == 1 {
@@ -81,18 +81,18 @@ pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Resul
         let reason = format!("blocks come in {shards} shards to {devices} devices");
         return Err(Refusal::of(reason));
     }
-    let fetched: Vec<Vec<(BlockId, usize)>> =
+    let uploads: Vec<Vec<(BlockId, usize)>> =
         (0..schedule.devices()).map(|d| fetches(schedule, device_visits, d as DeviceId)).collect();
-    for (device, of_device) in fetched.iter().enumerate().skip(1) {
+    for (device, of_device) in uploads.iter().enumerate().skip(1) {
         let differs = |nth: &usize| {
             let block = |of: &[(BlockId, usize)]| of.get(*nth).map(|(block, _)| *block);
-            block(of_device) != block(&fetched[0])
+            block(of_device) != block(&uploads[0])
         };
-        let longest = of_device.len().max(fetched[0].len());
+        let longest = of_device.len().max(uploads[0].len());
         let Some(nth) = (0..longest).find(differs) else { continue };
-        let (block, visit) = of_device.get(nth).or(fetched[0].get(nth)).expect("it is not behind");
+        let (block, visit) = of_device.get(nth).or(uploads[0].get(nth)).expect("it is not behind");
         let reason = format!(
-            "{block} comes in shards, and devices 0 and {device} do not fetch it in the same \
+            "{block} comes in shards, and devices 0 and {device} do not upload it in the same \
              order: all devices have to visit the same layers, with as many micro-batches each or \
              with weight slots for all blocks"
         );
@@ -119,7 +119,7 @@ fn fetches(
 ) -> Vec<(BlockId, usize)> {
     let is_own = |visit: &&DeviceVisit| schedule.visits[visit.visit].device() == Some(device);
     let own = device_visits.iter().filter(is_own);
-    own.flat_map(|visit| visit.fetched().map(|residence| (residence.block, visit.visit))).collect()
+    own.flat_map(|visit| visit.uploads().map(|residence| (residence.block, visit.visit))).collect()
 }
 
 #[cfg(test)]

@@ -57,7 +57,7 @@ impl Traffic {
         for resolved in device_visits {
             let visit = &schedule.visits[resolved.visit];
             let shard = schedule.shard_of(visit.device().expect("it is a device's"));
-            for residence in resolved.fetched() {
+            for residence in resolved.uploads() {
                 let all = schedule.block(residence.block).weight_bytes;
                 let uploaded = shard.bytes(all);
                 add(&mut traffic.weights, uploaded);
@@ -86,8 +86,8 @@ impl Traffic {
         let gathers = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Gather);
         let gathered = gathers.flat_map(|visit| &visit.blocks).copied();
         let readers = device_visits.iter().filter(|visit| reads_for(schedule, visit));
-        let fetched = readers.flat_map(DeviceVisit::fetched).map(|residence| residence.block);
-        for block in gathered.chain(fetched).filter_map(staged) {
+        let uploads = readers.flat_map(DeviceVisit::uploads).map(|residence| residence.block);
+        for block in gathered.chain(uploads).filter_map(staged) {
             self.read = self.read.saturating_add(block.master_bytes);
         }
         let mut both_ways = |bytes: u64| {

@@ -125,7 +125,7 @@ impl Touch {
             &Work::Store { block, version, stored, slot } => {
                 touch.store((block, version), stored, slot, &count);
             }
-            &Work::Complete { block, version, slot } => {
+            &Work::AllGather { block, version, slot } => {
                 let (label, whole) = (Label::Block(block, version), Cell::Read(slot));
                 if plan.schedule.block(block).staged {
                     touch.writes.push((whole, Some(label), label));
@@ -134,15 +134,15 @@ impl Touch {
                     touch.write(whole, label);
                 }
             }
-            &Work::Deal { block, reduced } => {
+            &Work::ReduceScatter { block, reduced } => {
                 let label = Label::Gradient(block, now, of_groups(plan, block, None));
                 touch.writes.push((Cell::Landing(reduced), Some(label), label));
             }
-            &Work::Rows { visit } => {
+            &Work::AllGatherRows { visit } => {
                 let visit = &plan.schedule.visits[visit];
                 visit.micro_batches.clone().for_each(|m| touch.read_stash(&visit.reads, m, now));
             }
-            Work::Sum { .. } | Work::Seal => {}
+            Work::AllReduce { .. } | Work::Seal => {}
             &Work::Carry { version } => {
                 let carried = plan.carried.iter();
                 carried.for_each(|&block| touch.publish(Cell::Master(block), block, version));

@@ -142,14 +142,14 @@ pub enum Work {
     Carry { version: Version },
     /// Fetch: makes a block's master whole in a staging slot, of the parts of all processes. That
     /// of this process was read there, if the block is staged.
-    Complete { block: BlockId, version: Version, slot: u32 },
+    AllGather { block: BlockId, version: Version, slot: u32 },
     /// Exchange: in a landing block, replaces a gradient by this process's part of the sum over all
     /// processes. Where the step is not dealt, each process has the sum already.
-    Deal { block: BlockId, reduced: u32 },
+    ReduceScatter { block: BlockId, reduced: u32 },
     /// Exchange: receives what a scatter reads of the micro-batches of other processes.
-    Rows { visit: usize },
+    AllGatherRows { visit: usize },
     /// Exchange: the sum of what operations of all processes reported. Value: that sum.
-    Sum { of: Summed },
+    AllReduce { of: Summed },
 }
 
 /// What is added over the processes of a run, in an order that does not depend on their number.
@@ -276,21 +276,21 @@ impl Work {
             Work::Carry { version: v } => {
                 row(L::Update, K::Carry, "carry of ", S::Version(v), M::Nothing)
             }
-            Work::Complete { block: b, version: v, .. } => {
+            Work::AllGather { block: b, version: v, .. } => {
                 row(L::Fetch, K::Fetch, "fetch of ", S::Published(b, v), M::OtherParts(b))
             }
-            Work::Deal { block: b, .. } => {
+            Work::ReduceScatter { block: b, .. } => {
                 let moves = M::OtherPartsOfGradient(b);
                 row(L::Exchange, K::Exchange, "exchange of gradient of ", S::Block(b), moves)
             }
-            Work::Rows { .. } => {
+            Work::AllGatherRows { .. } => {
                 let title = "exchange of rows of the embedding's gradient";
                 row(L::Exchange, K::Exchange, title, S::Nothing, M::Nothing)
             }
-            Work::Sum { of: Summed::Losses } => {
+            Work::AllReduce { of: Summed::Losses } => {
                 row(L::Exchange, K::Sum, "sum of losses", S::Nothing, M::Nothing)
             }
-            Work::Sum { of: Summed::Squares } => {
+            Work::AllReduce { of: Summed::Squares } => {
                 row(L::Exchange, K::Sum, "sum of squares", S::Nothing, M::Nothing)
             }
         }
@@ -310,8 +310,11 @@ impl Work {
     /// True for an operation whose [`Done`](crate::fence::Done) reports a value: a loss or a sum
     /// of squares.
     pub fn has_value(&self) -> bool {
-        use Work::{Loss, Reduce, Scatter, Sum, Update};
-        matches!(self, Loss { .. } | Reduce { .. } | Scatter { .. } | Update { .. } | Sum { .. })
+        use Work::{AllReduce, Loss, Reduce, Scatter, Update};
+        matches!(
+            self,
+            Loss { .. } | Reduce { .. } | Scatter { .. } | Update { .. } | AllReduce { .. }
+        )
     }
 }
 
@@ -354,9 +357,9 @@ impl Row {
                 state.saturating_add(schedule.block(id).region_bytes)
             }
             Moves::Boundary(id, m) => schedule.stashed_bytes(id, m),
-            Moves::OtherParts(id) => schedule.of_others(schedule.block(id).weight_bytes),
+            Moves::OtherParts(id) => schedule.remote_bytes(schedule.block(id).weight_bytes),
             Moves::OtherPartsOfGradient(_) if !schedule.ranks.dealt => 0,
-            Moves::OtherPartsOfGradient(id) => schedule.of_others(schedule.block(id).dealt_bytes),
+            Moves::OtherPartsOfGradient(id) => schedule.remote_bytes(schedule.block(id).reduce_scatter_bytes),
         }
     }
 }

@@ -6,7 +6,8 @@ pub mod times;
 
 use std::time::Duration;
 
-use l2l_actors::RingConfig;
+use l2l_actors::ports::Ports;
+use l2l_actors::{Relay, Resolved, RingConfig, RingError};
 use l2l_actors::schedule::{
     Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, RingLayer, RingModel, RingStep,
     Role, Schedule, Selection, VisitKind, deal_groups, relay,
@@ -44,7 +45,7 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
             weight_bytes: bytes,
             gradient_bytes: 2 * bytes,
             download_bytes: 2 * bytes,
-            dealt_bytes: 2 * bytes,
+            reduce_scatter_bytes: 2 * bytes,
             encoded: false,
             master_bytes: 3 * bytes,
             state_bytes: 4 * bytes,
@@ -133,6 +134,16 @@ pub fn sharded(model: &RingModel, micro_batches: u32, devices: u32) -> Schedule 
 pub fn on_file(mut model: RingModel) -> RingModel {
     model.blocks.iter_mut().for_each(|block| block.staged = true);
     model
+}
+
+/// Plans a schedule and runs it as a step.
+pub async fn step_of<P: Ports>(
+    relay: &mut Relay<P>,
+    schedule: &Schedule,
+    batch: P::Batch,
+) -> Result<Resolved, RingError> {
+    let plan = relay.plan(schedule.clone())?;
+    relay.step(plan, batch).await
 }
 
 pub fn ticks(count: u64) -> Duration {

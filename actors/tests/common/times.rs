@@ -1,5 +1,6 @@
 //! Steps in virtual time in which each kind of operation takes its own time.
 
+use super::step_of;
 use std::time::Duration;
 
 use l2l_actors::Operation;
@@ -53,7 +54,7 @@ pub fn timeline(
     let durations = move |operation: &Operation| times.of(operation.work());
     let run = virtual_time::run(config, durations, async move |mut relay| {
         for _ in 0..steps {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
         }
         relay.stop().await.expect("nothing fails here");
     });

@@ -20,7 +20,7 @@ fn peaks(layers: u32, micro_batches: u32, capacities: Capacities) -> (Pools, Vec
             ticks(if o.work().lane().name() == slow { 1000 } else { 1 })
         };
         let run = virtual_time::run(config, times, async move |mut relay| {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
             let snapshot = relay.snapshot();
             relay.stop().await.expect("nothing fails here");
             snapshot.pools
@@ -93,12 +93,12 @@ fn two_hundred_steps_of_random_subsets_and_orders() {
                     assert!(is_met && !selection.frozen.contains(block), "{block} at step {step}");
                     updates[block.0 as usize] += 1;
                 }
-                relay.step_plan(plan, ()).await.expect("nothing fails here");
+                relay.step(plan, ()).await.expect("nothing fails here");
                 relay.settle().await.expect("nothing fails here");
                 assert!(relay.snapshot().versions.iter().all(|&version| version == step + 1));
             }
             let too_many: Vec<u32> = (0..44).collect();
-            let refused = relay.step(&relay_of(&model, &some(&model, 1, &too_many)), ()).await;
+            let refused = step_of(&mut relay, &relay_of(&model, &some(&model, 1, &too_many)), ()).await;
             assert!(matches!(refused, Err(RingError::Refused(_))), "{refused:?}");
             relay.stop().await.expect("a refusal leaves the relay as it was");
             updates

@@ -149,7 +149,7 @@ proptest! {
             })
         };
         let run = virtual_time::run(config, times, async move |mut relay| {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
             relay.stop().await.expect("nothing fails here");
         });
         let (_, records) = run.expect("it ends");
@@ -194,7 +194,7 @@ proptest! {
         let two = StepPlan::new(sharded.clone(), Pools::of(&sharded, &depths(2, 1, 1, 64)));
         let two = two.expect("pools were made for it");
         let own = two.walks[0].visits.iter().map(|&visit| &two.device_visits[visit]);
-        let fetches = own.flat_map(|visit| visit.fetched()).count() as u64;
+        let fetches = own.flat_map(|visit| visit.uploads()).count() as u64;
         // At the turn the last block's copy frees the slot that the next upload waits for.
         let shown = if layers > 2 { 2 } else { 1 };
         prop_assert_eq!(end_of(&records), fetches * upload + shown * peer);

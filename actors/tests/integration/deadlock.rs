@@ -154,7 +154,7 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
     let out = versions.clone();
     world.spawn("main".into(), async move {
         for _ in 0..steps {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
         }
         relay.settle().await.expect("nothing fails here");
         *out.lock().expect("one writer") = relay.snapshot().versions;
@@ -235,7 +235,7 @@ proptest! {
         let config = case.config(&schedule);
         let plan = StepPlan::new(schedule.clone(), config.pools).expect("pools were made for it");
         let (resolved, records) = virtual_time::run(config, |_| ticks(3), async |mut relay| {
-            let resolved = relay.step(&schedule, ()).await.expect("nothing fails here");
+            let resolved = step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
             relay.stop().await.expect("nothing fails here");
             (resolved, schedule)
         }).expect("it ends");
@@ -266,7 +266,7 @@ fn a_96_layer_step_takes_well_under_a_second() {
         config,
         |_| ticks(3),
         async move |mut relay| {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
             relay.stop().await.expect("nothing fails here");
         },
     )

@@ -37,7 +37,7 @@ fn replay(
     let reached = phase.clone();
     world.spawn("main".into(), async move {
         for _ in 0..steps {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
             reached.fetch_add(1, Relaxed);
         }
         relay.settle().await.expect("nothing fails here");

@@ -153,7 +153,7 @@ impl Reference<'_> {
                         let credits = self.pools.get_mut("visits").expect("a pool");
                         prefetcher = credits.take(1, prefetcher);
                         let mut arrived = 0;
-                        for residence in residences.iter().filter(|r| r.fetch) {
+                        for residence in residences.iter().filter(|r| r.upload) {
                             let freed = residence.after.map_or(0, |v| self.visit_ends[v]);
                             prefetcher = prefetcher.max(freed);
                             arrived = self.run(Lane::Upload, prefetcher, upload);

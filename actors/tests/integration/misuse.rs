@@ -32,7 +32,7 @@ async fn a_cancelled_step_goes_on_and_leaves_an_idle_ring() {
     let mut relay = Relay::start(config, lanes(&schedule));
     let observer = relay.observer();
     {
-        let mut step = Box::pin(relay.step(&schedule, ()));
+        let mut step = Box::pin(step_of(&mut relay, &schedule, ()));
         let started = std::future::poll_fn(|cx| {
             _ = step.as_mut().poll(cx);
             std::task::Poll::Ready(())
@@ -46,7 +46,7 @@ async fn a_cancelled_step_goes_on_and_leaves_an_idle_ring() {
     while begin.elapsed() < 3 * patience {
         tokio::task::yield_now().await;
     }
-    let resolved = relay.step(&schedule, ()).await.expect("an idle ring is not hung");
+    let resolved = step_of(&mut relay, &schedule, ()).await.expect("an idle ring is not hung");
     assert_eq!(resolved.step, 1, "the cancelled step was step 0");
     relay.stop().await.expect("nothing fails here");
 }
@@ -63,7 +63,7 @@ fn tasks_that_are_dropped_fail_the_ring() {
     }
     drop(theirs);
     let ours = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    let error = ours.block_on(relay.step(&schedule, ())).expect_err("nobody is there");
+    let error = ours.block_on(step_of(&mut relay, &schedule, ())).expect_err("nobody is there");
     assert!(error.to_string().contains("its task was dropped"), "{error}");
 }
 
@@ -75,9 +75,9 @@ async fn a_plan_of_another_ring_is_refused() {
     let plan =
         Arc::new(StepPlan::new(schedule.clone(), two.pools).expect("pools were made for it"));
     let mut relay = Relay::start(one, lanes(&schedule));
-    let refused = relay.step_plan(plan, ()).await;
+    let refused = relay.step(plan, ()).await;
     assert!(matches!(refused, Err(RingError::Refused(_))), "{refused:?}");
-    relay.step(&schedule, ()).await.expect("a refusal leaves the relay as it was");
+    step_of(&mut relay, &schedule, ()).await.expect("a refusal leaves the relay as it was");
     relay.stop().await.expect("nothing fails here");
 }
 

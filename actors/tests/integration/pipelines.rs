@@ -62,7 +62,7 @@ fn run(
     let micro_batches = schedule.micro_batches.len() as u32;
     let config = config(&schedule, &depths(1000, 2, 2, 8 * micro_batches), false);
     let run = virtual_time::run(config, times, async move |mut relay| {
-        relay.step(&schedule, ()).await.expect("nothing fails here");
+        step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
         relay.stop().await.expect("nothing fails here");
     });
     let (_, records) = run.expect("it ends");

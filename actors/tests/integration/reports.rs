@@ -19,7 +19,7 @@ fn after_two_steps(times: Times, inject: Option<FaultInjection>) -> (Option<Ring
     let main = async move |mut relay: Relay<_>| {
         let observer = relay.observer();
         for _ in 0..2 {
-            if let Err(error) = relay.step(&schedule, ()).await {
+            if let Err(error) = step_of(&mut relay, &schedule, ()).await {
                 return (Some(error), observer.snapshot());
             }
         }

@@ -19,7 +19,7 @@ use crate::schedule::{BlockId, DeviceId, Visit};
 use crate::task::Actor;
 use crate::work::{Lane, Work};
 
-pub(crate) struct Exchanger {
+pub(crate) struct PeerCopier {
     pub(crate) context: Context,
     pub(crate) device: DeviceId,
     pub(crate) prefetched: Inbox<Flow<Weights>>,
@@ -31,7 +31,7 @@ pub(crate) struct Exchanger {
 }
 
 #[async_trait]
-impl Actor for Exchanger {
+impl Actor for PeerCopier {
     async fn run(&mut self) -> Result<(), BoxedError> {
         loop {
             let mut flow = self.context.recv(&mut self.prefetched, None).await?;
@@ -49,7 +49,7 @@ impl Actor for Exchanger {
     }
 }
 
-impl Exchanger {
+impl PeerCopier {
     /// Queues the copies of what a device visit is the first to need.
     async fn complete(&mut self, weights: &mut Weights) -> Result<(), BoxedError> {
         let step = self.step.clone().expect("a step begins before its data come");
@@ -59,7 +59,7 @@ impl Exchanger {
         let resolved = &step.plan.device_visits[weights.device_visit];
         let visit = step.plan.visit(weights.device_visit);
         for (residence, held) in resolved.residences.iter().zip(&weights.blocks) {
-            if residence.fetch {
+            if residence.upload {
                 let content = Content::Block(residence.block, step.number);
                 let slot = held.slot(content);
                 weights.arrived.push(self.copy(&step, visit, residence.block, slot).await?);

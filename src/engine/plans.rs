@@ -1,0 +1,58 @@
+//! The plans of the steps that a run alternates between, made once each.
+
+use std::sync::Arc;
+
+use l2l_actors::schedule::StepPlan;
+
+use crate::error::Error;
+use crate::models::LayerSelection;
+use crate::plan::StepShape;
+use crate::stash::StashLayout;
+
+/// Plans that are kept: training, validation and a sample have one shape each, and the last batch
+/// of a file another.
+const KEPT: usize = 8;
+
+/// A step's plan and where its boundaries lie in the stash.
+#[derive(Clone)]
+pub(super) struct Planned {
+    pub(super) plan: Arc<StepPlan>,
+    pub(super) stash: Arc<StashLayout>,
+}
+
+/// What a plan is for.
+#[derive(Clone, PartialEq)]
+struct Key {
+    shape: StepShape,
+    layers: LayerSelection,
+}
+
+/// The plans of the last steps, the latest at the end.
+#[derive(Default)]
+pub(super) struct StepPlans {
+    recent: Vec<(Key, Planned)>,
+}
+
+impl StepPlans {
+    /// The plan of a step of this shape and with these layers. It is made if it is not kept.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub(super) fn of(
+        &mut self,
+        shape: StepShape,
+        layers: &LayerSelection,
+        make: impl FnOnce() -> Result<Planned, Error>,
+    ) -> Result<Planned, Error> {
+        let key = Key { shape, layers: layers.clone() };
+        let planned = match self.recent.iter().position(|(of, _)| *of == key) {
+            Some(at) => self.recent.remove(at).1,
+            None => make()?,
+        };
+        if self.recent.len() == KEPT {
+            self.recent.remove(0);
+        }
+        self.recent.push((key, planned.clone()));
+        Ok(planned)
+    }
+}
