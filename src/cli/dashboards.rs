@@ -1,7 +1,7 @@
 //! `l2l dashboards`: writes the folder `dashboards/` of this project, which the program contains.
 //!
 //! The files there are written by hand, so Grafana's and Prometheus's own tools read them as they
-//! are. The tests below compare what they name with the list of metrics. `METRICS.md` alone is made
+//! are. The tests below compare their queries with the list of metrics. `METRICS.md` alone is made
 //! from that list.
 
 use std::collections::BTreeMap;
@@ -205,7 +205,7 @@ mod tests {
         rules("prometheus/alerts.yml", "- alert: ")
     }
 
-    /// What dashboards, rules and alerts ask Prometheus for.
+    /// All queries of dashboards, rules and alerts.
     fn queries() -> Vec<String> {
         let mut queries = Vec::new();
         for (_, dashboard) in dashboards() {

@@ -306,7 +306,7 @@ impl<'v> Page<'v> {
         done
     }
 
-    /// Takes a token of a prompt, shows what is settled, and decides whether the sequence goes on.
+    /// Takes a token of a prompt, shows the settled text, and decides whether the sequence goes on.
     fn take(
         &mut self,
         prompt: usize,

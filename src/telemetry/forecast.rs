@@ -75,7 +75,7 @@ impl Rates {
         let emulated = config.flops_per_second().ok().flatten();
         let flops = match (emulated, config.device.kind) {
             (Some(emulated), _) => emulated,
-            // Devices of one processor share what it can do.
+            // Devices on one processor share its cores.
             (None, DeviceKind::Cpu) => flops / f64::from(config.devices()),
             (None, DeviceKind::Cuda) => flops,
         };
@@ -324,8 +324,9 @@ impl Forecast {
                 Ok::<_, l2l_actors::RingError>(ends)
             },
         );
-        let (ended, records) =
-            run.map_err(|who| Error::system(format_args!("virtual time stood still: {who:?}")))?;
+        let (ended, records) = run.map_err(|actors| {
+            Error::system(format_args!("virtual time stood still: {actors:?}"))
+        })?;
         let ends = ended?;
         Ok(Forecast::of_records(&records, &ends, model.parts.len(), config.devices()))
     }

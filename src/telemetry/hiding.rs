@@ -4,8 +4,8 @@
 //! While a phase computes, each lane moves blocks, whose bytes do not depend on the tokens, and
 //! boundaries, whose bytes do. With `n` sequences a step a lane keeps up when
 //! `blocks ÷ rate + n × boundaries ÷ rate ≤ n × compute`, summed over the layers: pools let one
-//! layer's spare time serve the next. The slowest lane decides. What stays exposed at the begin and
-//! the end of a step is left out here; a [`Forecast`](super::Forecast) has it.
+//! layer's spare time serve the next. The slowest lane decides. Waits at the begin and the end of
+//! a step are left out here; a [`Forecast`](super::Forecast) has them.
 
 use l2l_actors::schedule::{Block, BoundaryId, Schedule, Visit};
 use serde::Serialize;

@@ -345,7 +345,7 @@ mod tests {
         assert_eq!(tally.layers[0].updates, 1);
     }
 
-    /// What is no longer known is the ring's.
+    /// A wait whose causes are no longer kept is charged to the ring.
     #[test]
     fn a_chain_may_break() {
         let ledger = Ledger::new(1, 1, Vec::new());

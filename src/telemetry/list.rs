@@ -103,7 +103,7 @@ pub const METRICS: &[Metric] = &[
         "Time that a lane was busy with training, the sum of all devices"),
     counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["waited_for"],
         "Time in which the compute lane was idle, by the lane that it waited \
-         for, in the mean of devices. `devices`: kernels of other devices; \
+         for, the mean over the devices. `devices`: kernels of other devices; \
          `ring`: the latency of the actors. \
          Between training steps: `checkpoint`, and `outside` for the rest"),
     counter("l2l_device_lane_seconds_total", Unit::Seconds, &["device", "lane"],
@@ -112,13 +112,13 @@ pub const METRICS: &[Metric] = &[
         "Time in which a device's compute lane was idle within training steps, \
          by the lane that it waited for"),
     gauge("l2l_rank_step", Unit::Count, &["rank"],
-        "Training steps that a rank has done. Metrics of ranks are those of a \
-         run with several, and up to a second old"),
+        "Training steps that a rank has done. Only runs with several ranks have \
+         the metrics of ranks, which are up to a second old"),
     counter("l2l_rank_lane_seconds_total", Unit::Seconds, &["rank", "lane"],
         "Time that a rank's lane was busy with training, the sum of its devices"),
     counter("l2l_rank_wait_seconds_total", Unit::Seconds, &["rank", "waited_for"],
         "Time in which a rank's compute lane was idle within training steps, by \
-         the lane that it waited for, in the mean of its devices"),
+         the lane that it waited for, the mean over its devices"),
     counter("l2l_fabric_bytes_total", Unit::Bytes, &["rank", "direction"],
         "Bytes that a rank sent to other ranks (`sent`) and received from them \
          (`received`)"),
@@ -136,8 +136,8 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_device_memory_bytes", Unit::Bytes, &["device", "kind"],
         "Highest use of device memory so far"),
     gauge("l2l_device_memory_budget_bytes", Unit::Bytes, &["device"],
-        "Device memory that may be used: the ceiling, or else what was free at \
-         the start"),
+        "Device memory that may be used: the ceiling, or else the memory that \
+         was free at the start"),
     gauge("l2l_host_memory_bytes", Unit::Bytes, &["kind"],
         "Host memory in use, by its holder in the plan"),
     gauge("l2l_step", Unit::Count, &[],
@@ -158,7 +158,7 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_validation_loss", Unit::None, &[],
         "Loss of the last validation"),
     gauge("l2l_validation_metric", Unit::None, &["set", "metric"],
-        "What the last validation of each set found, by metric: loss, perplexity, accuracy, ..."),
+        "Values of the last validation of each set, by metric: loss, perplexity, accuracy, ..."),
     gauge("l2l_grad_norm", Unit::None, &[],
         "Gradient norm of the last step, before clipping"),
     gauge("l2l_loss_scale", Unit::None, &[],
