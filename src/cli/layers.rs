@@ -359,17 +359,6 @@ fn nearest<'k>(key: &str, known: &'k [String]) -> Option<&'k String> {
 mod tests {
     use super::*;
 
-    fn error(file: &str, variables: &[(&str, &str)], flags: &[&str]) -> String {
-        let mut layers = Layers::new();
-        let variables = variables.iter().map(|(name, value)| (name.to_string(), value.to_string()));
-        let config = layers
-            .text(Path::new("run.toml"), file)
-            .and_then(|()| layers.environment(variables))
-            .and_then(|()| flags.iter().try_for_each(|flag| layers.flag(flag)))
-            .and_then(|()| layers.config());
-        config.expect_err("a bad one").to_string()
-    }
-
     #[test]
     fn later_layers_win() {
         let mut layers = Layers::new();
@@ -395,77 +384,58 @@ mod tests {
         layers.flag("step.sed=").expect_err("not a key");
     }
 
-    /// A file, variables, flags, and a part of the error.
-    type Case = (
-        &'static str,
-        &'static [(&'static str, &'static str)],
-        &'static [&'static str],
-        &'static str,
-    );
-
-    const BAD: [Case; 20] = [
+    /// Texts of a file, each with a part of the error.
+    const FILES: [(&str, &str); 15] = [
         (
             "[step]\nbatch = 4\nmicro_batch = 8",
-            &[],
-            &[],
             "run.toml, line 3: step.micro_batch is 8, and step.batch is 4",
         ),
-        ("lr = 1", &[], &[], "unknown key lr: it is optimizer.learning_rate here"),
-        ("", &[], &["lora.r=8"], "--set lora.r=8: unknown key lora.r: it is train.lora.rank"),
-        (
-            "[step]\nbach = 3",
-            &[],
-            &[],
-            "run.toml, line 2: unknown key step.bach: did you mean step.batch?",
-        ),
-        ("\n\nstep.batch = 0", &[], &[], "run.toml, line 3: step.batch must be at least 1"),
-        (
-            "[step]\nbatch = \"x\"",
-            &[],
-            &[],
-            "run.toml, line 2: step.batch: invalid type: string \"x\"",
-        ),
-        ("[optimizer]\nbetas = [0.9, \"b\"]", &[], &[], "run.toml, line 2: optimizer.betas: "),
+        ("lr = 1", "unknown key lr: it is optimizer.learning_rate here"),
+        ("[step]\nbach = 3", "run.toml, line 2: unknown key step.bach: did you mean step.batch?"),
+        ("\n\nstep.batch = 0", "run.toml, line 3: step.batch must be at least 1"),
+        ("[step]\nbatch = \"x\"", "line 2: step.batch: invalid type: string \"x\""),
+        ("[optimizer]\nbetas = [0.9, \"b\"]", "run.toml, line 2: optimizer.betas: "),
         (
             "learning_rate = 1",
-            &[],
-            &[],
             "line 1: unknown key learning_rate: did you mean optimizer.learning_rate?",
         ),
-        ("[stp]\nbatch = 1", &[], &[], "line 2: unknown key stp.batch: did you mean step.batch?"),
-        ("step = 3", &[], &[], "step is a section: its keys are batch"),
-        ("[step\n", &[], &[], "run.toml, line 1: "),
-        ("", &[("L2L__STEP__BATCH", "0")], &[], "environment L2L__STEP__BATCH: step.batch must be"),
-        (
-            "",
-            &[("L2L__STEPS", "1")],
-            &[],
-            "environment L2L__STEPS: unknown key steps: did you mean step.steps?",
-        ),
-        (
-            "",
-            &[],
-            &["optimizer.kind=adagrad"],
-            "--set optimizer.kind=adagrad: optimizer.kind: unknown value `adagrad`",
-        ),
-        ("", &[], &["step.batch"], "--set step.batch: write key=value"),
-        ("[bogus]", &[], &[], "run.toml, line 1: unknown key bogus"),
-        ("[validation.more]", &[], &[], "line 1: unknown key validation.more"),
-        ("step.batch = {}", &[], &[], "line 1: step.batch: invalid type: map"),
-        ("step = { steps = 1, epochs = 1 }", &[], &[], "line 1: step.epochs is set together"),
-        (
-            "device.memory = -1",
-            &[],
-            &[],
-            "device.memory: invalid value: integer `-1`, expected \"auto\"",
-        ),
+        ("[stp]\nbatch = 1", "line 2: unknown key stp.batch: did you mean step.batch?"),
+        ("step = 3", "step is a section: its keys are batch"),
+        ("[step\n", "run.toml, line 1: "),
+        ("[bogus]", "run.toml, line 1: unknown key bogus"),
+        ("[validation.more]", "line 1: unknown key validation.more"),
+        ("step.batch = {}", "line 1: step.batch: invalid type: map"),
+        ("step = { steps = 1, epochs = 1 }", "line 1: step.epochs is set together"),
+        ("device.memory = -1", "device.memory: invalid value: integer `-1`, expected \"auto\""),
+    ];
+
+    const VARIABLES: [(&str, &str, &str); 2] = [
+        ("L2L__STEP__BATCH", "0", "environment L2L__STEP__BATCH: step.batch must be"),
+        ("L2L__STEPS", "1", "environment L2L__STEPS: unknown key steps: did you mean step.steps?"),
+    ];
+
+    const FLAGS: [(&str, &str); 3] = [
+        ("lora.r=8", "--set lora.r=8: unknown key lora.r: it is train.lora.rank"),
+        ("optimizer.kind=adagrad", "=adagrad: optimizer.kind: unknown value `adagrad`"),
+        ("step.batch", "--set step.batch: write key=value"),
     ];
 
     #[test]
     fn errors_say_where_and_what_was_meant() {
-        for (file, variables, flags, says) in BAD {
-            let error = error(file, variables, flags);
+        let check = |add: &dyn Fn(&mut Layers) -> Result<(), Error>, says: &str| {
+            let mut layers = Layers::new();
+            let config = add(&mut layers).and_then(|()| layers.config());
+            let error = config.expect_err("a bad one").to_string();
             assert!(error.contains(says), "{says:?} expected in: {error}");
+        };
+        for (text, says) in FILES {
+            check(&|layers| layers.text(Path::new("run.toml"), text), says);
+        }
+        for (name, text, says) in VARIABLES {
+            check(&|layers| layers.environment([(name.into(), text.into())].into_iter()), says);
+        }
+        for (flag, says) in FLAGS {
+            check(&|layers| layers.flag(flag), says);
         }
     }
 }

@@ -85,7 +85,7 @@ impl Curve {
 pub(crate) const FAULTS: [&str; 4] = ["not_finite", "error", "panic", "hang"];
 
 /// The steps, losses, checkpoints and failures of a run so far.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct RunStatus {
     pub(crate) state: State,
     pub(crate) steps: u64,
@@ -134,27 +134,7 @@ pub(crate) fn seconds_of(time: SystemTime) -> f64 {
 
 impl RunStatus {
     pub(crate) fn new(steps: u64) -> RunStatus {
-        RunStatus {
-            state: State::Starting,
-            steps,
-            last: None,
-            last_step: None,
-            validation: Curve::default(),
-            validation_loss: None,
-            measured: Vec::new(),
-            resumed: 0,
-            losses: Curve::default(),
-            bounds: VecDeque::new(),
-            tokens: 0,
-            skipped: 0,
-            model_flops: 0.0,
-            checkpoint: None,
-            checkpoints_since: None,
-            checkpoint_failures: 0,
-            checkpoint_disk: None,
-            faults: [0; FAULTS.len()],
-            started: unix_seconds(),
-        }
+        RunStatus { steps, started: unix_seconds(), ..RunStatus::default() }
     }
 
     /// Training steps done.

@@ -41,16 +41,7 @@ impl WaitCause {
 
     /// Its name in metrics and events.
     pub fn name(self) -> &'static str {
-        match self {
-            WaitCause::Upload => "upload",
-            WaitCause::Download => "download",
-            WaitCause::Host => "host",
-            WaitCause::Update => "update",
-            WaitCause::File => "file",
-            WaitCause::Devices => "devices",
-            WaitCause::Fabric => "fabric",
-            WaitCause::Ring => "ring",
-        }
+        ["upload", "download", "host", "update", "file", "devices", "fabric", "ring"][self as usize]
     }
 
     /// True for copies over the link.

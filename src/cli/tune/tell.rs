@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use toml_edit::{DocumentMut, Item, Table, value};
 
 use super::super::{print, say};
-use super::trial::{Choice, Settings, Trial, WORTH_GROWTH, gain};
+use super::trial::{Choice, Key, Settings, Trial, WORTH_GROWTH, gain};
 
 /// The fields of an event that describe a trial.
 fn event(name: &str, trial: &Trial) -> Value {
@@ -157,15 +157,15 @@ pub(super) fn tuned(
 ) -> Result<String, Error> {
     let mut document: DocumentMut =
         text.parse().map_err(|error| Error::System(format!("the config: {error}")))?;
-    for (section, key, mut new) in kept.settings.changes(written) {
+    for Key { section, name, value: mut new } in kept.settings.changes(written) {
         let section = document.entry(section).or_insert(Item::Table(Table::new()));
         match section.as_table_like_mut() {
             Some(section) => {
                 // Keep the blanks and the comment of the old value.
-                if let Some(old) = section.get(key).and_then(Item::as_value) {
+                if let Some(old) = section.get(name).and_then(Item::as_value) {
                     *new.decor_mut() = old.decor().clone();
                 }
-                section.insert(key, value(new));
+                section.insert(name, value(new));
             }
             None => return Err(Error::System("the config has no such section".into())),
         }

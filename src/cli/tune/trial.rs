@@ -101,44 +101,51 @@ impl Settings {
         config
     }
 
-    /// The keys in which these settings differ from others: section, key and value.
-    pub(super) fn changes(
-        &self,
-        from: &Settings,
-    ) -> Vec<(&'static str, &'static str, toml_edit::Value)> {
-        let mut changes = Vec::new();
-        if self.micro_batch != from.micro_batch {
-            changes.push(("step", "micro_batch", (self.micro_batch as i64).into()));
-        }
-        if self.place != from.place {
-            let place = if self.place == StashPlace::Device { "device" } else { "host" };
-            changes.push(("stash", "place", place.into()));
-        }
-        let names = ["weights", "gradients", "reduced", "stash"];
-        for (index, name) in names.into_iter().enumerate() {
-            if self.depths[index] != from.depths[index] {
-                changes.push(("channels", name, i64::from(self.depths[index]).into()));
-            }
-        }
-        let keys = [("schedule", "kind"), ("parallel", "deal"), ("parallel", "transfer")];
-        let names = self.layout.names().into_iter().zip(from.layout.names());
-        for ((section, key), (to, before)) in keys.into_iter().zip(names) {
-            if to != before {
-                changes.push((section, key, to.into()));
-            }
-        }
-        changes
+    /// The tuned keys with their values.
+    fn keys(&self) -> [Key; 9] {
+        let [weights, gradients, reduced, stash] = self.depths.map(i64::from);
+        let [kind, deal, transfer] = self.layout.names();
+        let key = |section, name, value| Key { section, name, value };
+        [
+            key("step", "micro_batch", (self.micro_batch as i64).into()),
+            key("stash", "place", self.place_name().into()),
+            key("channels", "weights", weights.into()),
+            key("channels", "gradients", gradients.into()),
+            key("channels", "reduced", reduced.into()),
+            key("channels", "stash", stash.into()),
+            key("schedule", "kind", kind.into()),
+            key("parallel", "deal", deal.into()),
+            key("parallel", "transfer", transfer.into()),
+        ]
     }
+
+    /// The keys in which these settings differ from others.
+    pub(super) fn changes(&self, from: &Settings) -> impl Iterator<Item = Key> {
+        let both = self.keys().into_iter().zip(from.keys());
+        let changed = both.filter(|(to, from)| to.value.to_string() != from.value.to_string());
+        changed.map(|(to, _)| to)
+    }
+
+    fn place_name(&self) -> &'static str {
+        if self.place == StashPlace::Device { "device" } else { "host" }
+    }
+}
+
+/// A key of the config and its value.
+pub(super) struct Key {
+    pub(super) section: &'static str,
+    pub(super) name: &'static str,
+    pub(super) value: toml_edit::Value,
 }
 
 impl std::fmt::Display for Settings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let [weights, gradients, reduced, stash] = self.depths;
-        let place = if self.place == StashPlace::Device { "device" } else { "host" };
         write!(
             f,
-            "weights {weights}, gradients {gradients}, reduced {reduced}, stash {stash} on the \
-             {place}, micro-batch {}",
+            "weights {weights}, gradients {gradients}, reduced {reduced}, stash {stash} on the {}, \
+             micro-batch {}",
+            self.place_name(),
             self.micro_batch
         )?;
         match (self.layout.kind, self.layout.deal) {
