@@ -1,4 +1,4 @@
-//! The arguments of each command. Their doc comments are what `--help` shows.
+//! The arguments of each command. `--help` shows their doc comments.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -46,7 +46,7 @@ pub(super) enum Command {
     },
     /// Write a run's model, or the one that the config loads, to a directory for other tools.
     Export(Export),
-    /// Report this machine's cores, memory and rates, and what is missing for CUDA.
+    /// Report this machine's cores, memory and rates, and the libraries that CUDA needs.
     Doctor(DoctorArguments),
     /// Print the resolved config, its JSON schema, or the reference of all keys.
     Config(ConfigArguments),
@@ -81,7 +81,7 @@ pub(super) struct TrainArguments {
     pub(super) resume: bool,
     /// Continue the last run although keys have other values: the learning rate, the number of
     /// steps or epochs, batch and micro-batch, the data and others. Weights and optimizer states
-    /// are kept, and each change is reported. Without it such a run is refused.
+    /// are kept, and each change is reported. Without it, a run with changed keys is refused.
     #[arg(long)]
     pub(super) resume_with_changes: bool,
     /// Fail where the newest checkpoint, or the state in `eps.path`, is damaged. Without it, the
@@ -96,8 +96,8 @@ pub(super) struct TrainArguments {
 pub(super) struct BenchArguments {
     #[command(flatten)]
     pub(super) common: Common,
-    /// Leave out all copies between host and device after the first step, to show what they cost.
-    /// The losses then mean nothing.
+    /// Leave out all copies between host and device after the first step, to show their cost. The
+    /// losses are then meaningless.
     #[arg(long)]
     pub(super) without_copies: bool,
     /// Also measure the device's kernels: the CPU's beside its matrix product and its memory; of
@@ -106,7 +106,7 @@ pub(super) struct BenchArguments {
     pub(super) kernels: bool,
     /// Also time the algorithms that a GPU's library has for each matrix product of the steps, and
     /// store the fastest in `device.kernel_cache`. Later runs on this GPU take them, and have other
-    /// bits; a run without such a table takes the library's first.
+    /// bits. Without this table, a run takes the library's first algorithm.
     #[arg(long)]
     pub(super) products: bool,
 }
@@ -134,10 +134,10 @@ pub(super) struct PlanArguments {
     /// Exit with status 2 if the run does not fit. Without it, a plan that was made is a success.
     #[arg(long)]
     pub(super) check: bool,
-    /// Plan for the first of so many processes, which `mpirun` or `srun` starts.
+    /// Plan for the first of COUNT processes, which `mpirun` or `srun` starts.
     #[arg(long, value_name = "COUNT", default_value_t = NonZeroU32::MIN)]
     pub(super) ranks: NonZeroU32,
-    /// Plan for so many devices of each process, in place of those of the config.
+    /// Plan for COUNT devices in each process, in place of those of the config.
     #[arg(long, value_name = "COUNT")]
     pub(super) devices: Option<NonZeroU32>,
     /// Forecast a step with this machine's rates. They are measured (the disk's with an unnamed
@@ -244,7 +244,7 @@ pub(super) struct SamplingArguments {
     /// Sample from tokens at least P times as probable as the most probable one; 0 means from all.
     #[arg(long, value_name = "P", default_value_t = 0.0)]
     pub(super) min_p: f32,
-    /// Make tokens that were there before less probable: above 1, such as 1.1.
+    /// Make tokens that occurred before less probable, with a value above 1 such as 1.1.
     #[arg(long, value_name = "R", default_value_t = 1.0)]
     pub(super) repetition_penalty: f32,
     /// Seed of the sampling [default: `step.seed`].
@@ -324,7 +324,7 @@ pub(super) struct DoctorArguments {
     /// Check the kernels of one group.
     #[arg(long, requires = "check")]
     pub(super) group: Option<KernelGroup>,
-    /// The seed of the values. Without it, they are others each time.
+    /// The seed of the values. Without it, each check draws new ones.
     #[arg(long, requires = "check")]
     pub(super) seed: Option<u64>,
     /// Check and measure the fabric between processes: `mpirun -n 4 l2l doctor --mpi`, in a program

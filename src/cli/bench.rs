@@ -1,4 +1,4 @@
-//! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
+//! `l2l bench`: runs a few steps of a config, and reports their speed beside the machine's limits.
 
 use l2l::config::DeviceKind;
 use l2l::data::{Batches, Dataset};
@@ -11,7 +11,7 @@ use super::progress::Screen;
 use super::train::runtime;
 use super::{BenchArguments, Ended, output};
 
-/// Steps when nobody names any; the first is not counted.
+/// Steps of a bench whose config names no number; the first is not counted.
 const STEPS: u64 = 6;
 
 pub(super) fn bench(arguments: &BenchArguments) -> Result<Ended, Error> {
@@ -39,12 +39,12 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Ended, Error> {
             reports.push(*report);
         };
         let is_gpu = config.device.kind == DeviceKind::Cuda;
-        let (copies, times_kernels) = (!without_copies, kernels && is_gpu);
-        let how = How { steps, copies, times_kernels, times_products: products };
+        let times_kernels = kernels && is_gpu;
+        let how = How { steps, without_copies, times_kernels, times_products: products };
         let Steps { summary, digest, times, tables } =
             runtime()?.block_on(all_steps(&config, train, how, show))?;
         let more = rates(&reports, product);
-        if kernels && is_gpu {
+        if times_kernels {
             show_times(&times, &mut log, &screen);
         } else if kernels {
             show_kernels(&config, &mut log, &screen)?;
@@ -65,7 +65,7 @@ fn report_event(log: &mut EventLog, screen: &Screen, event: &Value) {
     screen.event(event);
 }
 
-/// How fast the CPU's kernels are, beside its matrix product and its memory.
+/// Reports the speed of the CPU's kernels beside its matrix product and its memory.
 fn show_kernels(config: &Config, log: &mut EventLog, screen: &Screen) -> Result<(), Error> {
     let threads = config.device.threads.unwrap_or_else(machine::cores);
     let stream = optimizers::stream_bytes_per_second(threads)?;
@@ -82,12 +82,13 @@ fn show_kernels(config: &Config, log: &mut EventLog, screen: &Screen) -> Result<
         let mut event = json!({ "event": "kernel", "kernel": kernel, "of": of, "share": share });
         event[unit] = json!(rate);
         report_event(log, screen, &event);
-        screen.kernel(kernel, rate, share, of);
+        let rate = rate / 1e9;
+        screen.say(format_args!("{kernel:<26} {rate:>16.1} G/s, {share:.2} of the {of}'s rate"));
     }
     Ok(())
 }
 
-/// How long each kernel of the GPUs took, and its share of all.
+/// Reports the time of each kernel of the GPUs, and its share of all.
 fn show_times(times: &[KernelTime], log: &mut EventLog, screen: &Screen) {
     let all: f64 = times.iter().map(|time| time.seconds).sum();
     for KernelTime { kernel, launches, seconds } in times {
@@ -104,11 +105,15 @@ fn show_times(times: &[KernelTime], log: &mut EventLog, screen: &Screen) {
                 "share": share,
             }),
         );
-        screen.kernel_time(kernel, *launches, *seconds, share);
+        let percent = 100.0 * share;
+        screen.say(format_args!(
+            "{kernel:<34} {seconds:>9.4} s, {percent:>5.1} %, {launches} launches"
+        ));
     }
 }
 
-/// Only a GPU's library has several algorithms, and the choice needs a place.
+/// Refuses `--products` without a GPU, whose library has several algorithms for a product, or
+/// without a place to store the choice.
 fn check_products(config: &Config) -> Result<(), Error> {
     let refused =
         |key: &str, problem: &str| Err(Error::Config { key: key.into(), problem: problem.into() });
@@ -122,7 +127,7 @@ fn check_products(config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// How long the algorithms of each product took on a GPU, and where the choice is.
+/// Reports the times of the algorithms of each product on a GPU, and the file with the choice.
 fn show_products(table: &ProductTable, log: &mut EventLog, screen: &Screen) {
     for time in &table.products {
         let ProductTime { product, algorithms, first, best } = time;
@@ -137,14 +142,22 @@ fn show_products(table: &ProductTable, log: &mut EventLog, screen: &Screen) {
                 "best_seconds": best,
             }),
         );
-        screen.product_time(time);
+        let [of_first, of_best] = [first, best].map(|seconds| 1e6 * seconds);
+        let share = best / first;
+        screen.say(format_args!(
+            "{product}: first {of_first:.1} µs, best {of_best:.1} µs ({share:.2}) of {algorithms}"
+        ));
     }
     report_event(log, screen, &json!({ "event": "products", "path": table.path }));
-    screen.product_table(table);
+    screen.say(format_args!(
+        "The fastest are stored in {}. Runs on this GPU take them from now on. A run that you \
+         resume gets other bits than it would without this file.",
+        table.path.display()
+    ));
 }
 
-/// How fast the steps were. The first makes schedules and touches memory for the first time: it is
-/// not counted, unless it is the only one.
+/// The speed of the steps. The first plans schedules and touches memory for the first time, so it
+/// is not counted unless it is the only one.
 fn rates(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
     let counted = if reports.len() > 1 { &reports[1..] } else { reports };
     let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
@@ -157,37 +170,37 @@ fn rates(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
     ]
 }
 
-/// What the steps of a bench do.
+/// The options of a bench's steps.
 #[derive(Clone, Copy)]
 struct How {
     steps: u64,
-    /// Whether there are copies between host and device.
-    copies: bool,
-    /// Whether each kernel of the GPUs is timed.
+    /// True to leave out copies between host and device.
+    without_copies: bool,
+    /// True to time each kernel of the GPUs.
     times_kernels: bool,
-    /// Whether the algorithms of each product are.
+    /// True to time the algorithms of each product.
     times_products: bool,
 }
 
-/// How they ended.
+/// The results of a bench's steps.
 struct Steps {
     summary: Summary,
     digest: String,
-    /// Of all steps but the first, if there are more.
+    /// The kernels' times in all steps but the first, if there are more.
     times: Vec<KernelTime>,
-    /// The algorithms that were chosen, by GPU.
+    /// The chosen algorithms, by GPU.
     tables: Vec<ProductTable>,
 }
 
-/// Training steps alone, without validation and checkpoints.
+/// Runs training steps alone, without validation and checkpoints.
 async fn all_steps(
     config: &Config,
     train: Dataset,
-    How { steps, copies, times_kernels, times_products }: How,
+    How { steps, without_copies, times_kernels, times_products }: How,
     mut show: impl FnMut(&StepReport),
 ) -> Result<Steps, Error> {
     let builder = Trainer::builder(config.clone()).steps(steps).trial();
-    let builder = if copies { builder } else { builder.without_copies() };
+    let builder = if without_copies { builder.without_copies() } else { builder };
     let mut trainer = builder.start().await?;
     if times_kernels {
         trainer.time_kernels();

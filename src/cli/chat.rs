@@ -5,7 +5,7 @@ use std::io::{BufRead, IsTerminal};
 use l2l::config::Format;
 use l2l::data::Vocabulary;
 use l2l::hf::Message;
-use l2l::inference::{self, Generator, Room, Then};
+use l2l::inference::{Generator, Room};
 use l2l::{Error, StopRequest, shape_of};
 use serde_json::Value;
 
@@ -23,8 +23,9 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
         let shape = shape_of(&config)?;
         let vocabulary = Vocabulary::of(&config, &shape)?;
         vocabulary.template().map_err(Error::Argument)?;
-        let (ends, how) = (sampling.ends(&from, &vocabulary), sampling.how(&config)?);
-        // The longest conversation: what the model was told to read, or has positions for.
+        let ends = sampling.ends(&from, &vocabulary);
+        let how = sampling.how(&config)?;
+        // A conversation is at most as long as data.sequence_length, or as the model has positions.
         let tokens = config.sequence_length(&shape)?;
         let most = sampling.tokens.unwrap_or(DEFAULT_TOKENS).clamp(1, tokens - 1);
         let room = Room { prompts: 1, prompt: tokens - most, tokens };
@@ -48,13 +49,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
                 let prompt = fitting(&mut messages, first, room.prompt, &vocabulary)?;
                 let prompts = [prompt];
                 let mut page = Page::new(&config, &vocabulary, &sampling.stop, &prompts);
-                let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
-                    let then = page.take(prompt, token, ended, ends.contains(&token));
-                    if stop.is_requested() || has_ended() { Then::EndAll } else { then }
-                };
-                let done = generator.generate(&prompts, most, how, &ends, each).await;
-                page.end();
-                done?;
+                page.fill(&mut generator, &prompts, most, how, &ends, &stop).await?;
                 messages.push(Message::new("assistant", page.text(0)));
                 if stop.is_requested() || has_ended() {
                     break;
@@ -67,7 +62,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
     run().map_err(|error| layers.locate(error))
 }
 
-/// The next line that is written. None at the end.
+/// The next line of standard input; `None` at its end.
 fn next_line(shows: bool) -> Option<String> {
     if shows {
         print_part("> ");
@@ -77,8 +72,8 @@ fn next_line(shows: bool) -> Option<String> {
     (read > 0).then_some(line)
 }
 
-/// The tokens of a conversation, of which the oldest messages behind the `first` ones are left out
-/// until it fits.
+/// The tokens of a conversation. The oldest messages after the `first` ones are left out until it
+/// fits.
 fn fitting(
     messages: &mut Vec<Message>,
     first: usize,

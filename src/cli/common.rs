@@ -1,4 +1,4 @@
-//! What commands have in common: the config that they resolve, and the model that they take.
+//! The parts that commands share: the config that they resolve, and the model that they load.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use super::layers::Layers;
 use super::{Common, ModelArguments, say};
 
 impl ModelArguments {
-    /// Its flags that have keys of their own.
+    /// The flags that set a key: flag, key, value.
     pub(super) fn own_flags(&self) -> [(&'static str, &'static str, Option<String>); 1] {
         [("--unsealed", "model.unsealed", self.unsealed.then(|| "true".into()))]
     }
@@ -20,18 +20,18 @@ impl ModelArguments {
 /// The config of a run without a config file.
 pub(super) const BUILT_IN: &str = include_str!("../../examples/built_in.toml");
 
-/// What somebody is told who names no config file.
+/// The message of a command without a config file.
 pub(super) const NO_FILE: &str = "no config file is named: the built-in config is used \
                                   (examples/built_in.toml), with what --set and L2L__ say";
 
 impl Common {
-    /// Resolves the config of a run from file, environment and flags, and where each value comes
-    /// from. Without a file, every command takes the built-in config, as `train` does, and says so.
+    /// Resolves the config of a run from file, environment and flags, with the origin of each
+    /// value. Without a file it is the built-in config, and a message says so.
     pub(super) fn read(&self) -> Result<(Config, Layers), Error> {
         self.read_and_say([])
     }
 
-    /// The same with flags that have keys of their own.
+    /// Resolves the config as [`read`](Common::read) does, with further flags that set keys.
     pub(super) fn read_and_say<const N: usize>(
         &self,
         own_flags: [(&str, &str, Option<String>); N],
@@ -43,7 +43,7 @@ impl Common {
         Ok((config, layers))
     }
 
-    /// The same without a word, and with flags that have keys of their own: flag, key, value.
+    /// Resolves the config as [`read_and_say`](Common::read_and_say) does, without the message.
     pub(super) fn read_with<const N: usize>(
         &self,
         own_flags: [(&str, &str, Option<String>); N],
@@ -55,8 +55,8 @@ impl Common {
         self.over(layers, own_flags)
     }
 
-    /// The same for commands that take a model and no training: without a file, every key that no
-    /// variable or flag sets has its default.
+    /// Resolves the config of a command that loads a model and does not train. Without a file, each
+    /// key that no variable or flag sets has its default.
     pub(super) fn read_of_model<const N: usize>(
         &self,
         own_flags: [(&str, &str, Option<String>); N],
@@ -91,8 +91,8 @@ impl Common {
     }
 }
 
-/// The directory that a command takes its model from: the one that it names, or a run's newest or
-/// best checkpoint, or else the adapters that the run begins with, or `model.path`.
+/// The directory that a command loads its model from: the one of `--model`, else a run's newest or
+/// best checkpoint, else the adapters that the run begins with, else `model.path`.
 pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
     let best = arguments.best;
     if let Some(directory) = &arguments.model {
@@ -145,7 +145,7 @@ pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<Pa
     }
 }
 
-/// Makes a config load the model of its run, and returns where that is.
+/// Makes a config load the model of its run, and returns the model's directory.
 pub(super) fn load(config: &mut Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
     let from = model_of(config, arguments)?;
     if arguments.model.is_some() {

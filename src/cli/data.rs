@@ -1,4 +1,4 @@
-//! `l2l data`: shows the sequences that the model will see, before anything is trained.
+//! `l2l data`: shows the sequences that the model will see, before a run trains.
 
 use l2l::data::{Batches, Dataset, Overview, Predicts, Sequence};
 use l2l::{Error, config::Format, shape_of};
@@ -122,7 +122,7 @@ fn show(part: &str, data: &Dataset, overview: &Overview) {
     }
 }
 
-/// A sequence as text, with brackets around what is learnt.
+/// A sequence as text, with brackets around the tokens that the model learns to predict.
 fn shown(data: &Dataset, sequence: &Sequence) -> String {
     let decode = |tokens: &[u32]| data.vocabulary().decode(tokens, true);
     let predicts = data.predicts();
@@ -149,7 +149,7 @@ fn shown(data: &Dataset, sequence: &Sequence) -> String {
             text += &decode(&sequence.tokens[span]);
             continue;
         }
-        // Of a masked token, show what the model sees and then the label.
+        // A masked token shows as the model sees it, and then its label.
         let hidden = predicts == Predicts::Own;
         let labels: Vec<u32> = sequence.labels[span.clone()].iter().map(|&l| l as u32).collect();
         let there = if hidden { decode(&sequence.tokens[span]) } else { String::new() };

@@ -1,4 +1,4 @@
-//! `l2l doctor`: reports what this machine has for training, and how fast it is.
+//! `l2l doctor`: reports this machine's cores, memory, libraries and GPUs, and their speed.
 
 use std::process::{Command, Stdio};
 use std::time::SystemTime;
@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use super::{Common, DoctorArguments, print};
 
-/// Compares every kernel of the GPU with the CPU's: a process for each group.
+/// Compares every kernel of the GPU with the CPU's. Each group of kernels has a process of its own,
+/// so a group that crashes does not end the others.
 pub(super) fn check(arguments: &DoctorArguments) -> Result<(), Error> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let seed = arguments.seed.unwrap_or(now.as_nanos() as u64);
@@ -32,7 +33,7 @@ pub(super) fn check(arguments: &DoctorArguments) -> Result<(), Error> {
     for group in KernelGroup::ALL {
         let ended = run(group).map_err(|error| Error::System(error.to_string()))?;
         let says = String::from_utf8_lossy(&ended.stderr);
-        // Before its error a process may have said which config it uses.
+        // Before its error a process may have printed which config it uses.
         let says = says.split_once("error: ").map_or(&*says, |(_, says)| says).trim();
         match ended.status.code() {
             Some(0) => {}
@@ -83,7 +84,7 @@ fn check_group(common: &Common, group: KernelGroup, seed: u64) -> Result<(), Err
     }
 }
 
-/// What was found of this machine.
+/// The report about this machine.
 struct Machine {
     threads: usize,
     /// FLOP/s of a matrix product.
@@ -92,11 +93,11 @@ struct Machine {
     stream: f64,
     /// Bytes a second of AdamW's update: with f32 masters, and with split ones.
     updates: [Option<f64>; 2],
-    /// Bytes a second that are written and read, or why that is not known.
+    /// Bytes a second that a disk writes and reads, or the reason why they were not measured.
     disk: Result<(f64, f64), String>,
     libraries: Vec<devices::Library>,
     gpus: Result<Vec<devices::Gpu>, Error>,
-    /// The rates of the GPU that the config names, if there is a GPU.
+    /// The rates of the config's GPU, if there is a GPU.
     gpu_rates: Option<Result<devices::GpuRates, Error>>,
     dtype: Dtype,
 }
@@ -201,7 +202,8 @@ impl Machine {
         }
         match &self.disk {
             Ok((write, read)) => {
-                let (write, read, place) = (write / 1e9, read / 1e9, std::env::temp_dir());
+                let [write, read] = [write, read].map(|rate| rate / 1e9);
+                let place = std::env::temp_dir();
                 let rates = format_args!("{write:.2} GB/s written, {read:.2} read");
                 line("disk", format_args!("{rates}, {}", place.display()));
             }

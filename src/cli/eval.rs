@@ -1,4 +1,4 @@
-//! `l2l eval`: how good a model is on what was kept aside.
+//! `l2l eval`: evaluates a model on its validation sets.
 
 use l2l::config::{Format, Labels};
 use l2l::data::Dataset;

@@ -25,7 +25,8 @@ pub(super) fn export(arguments: &Export) -> Result<(), Error> {
         if let Some(bytes) = config.export.shard_size.bytes() {
             options.shard_bytes = bytes;
         }
-        // A model that was named has nothing to do with the run, unless it is of adapters.
+        // A model of --model does not belong to the run, except adapters, which need its base
+        // model.
         let is_of_run = model.model.is_none() || from.join("adapter_config.json").is_file();
         let base = config.model.path.as_deref().filter(|_| is_of_run);
         hf::export(&from, base, to, options)?;

@@ -1,5 +1,5 @@
-//! Several processes, which a launcher started: the fabric of `l2l train` between them, how they
-//! end together, and `l2l doctor --mpi`, which checks and measures the fabric.
+//! Runs of several processes, which a launcher started: the fabric of `l2l train` between them,
+//! their common end, and `l2l doctor --mpi`, which checks and measures the fabric.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use super::{Common, print, say};
 /// Bytes of the messages whose rate is measured.
 const LARGE: usize = 64 << 20;
 
-/// How often each time is measured.
+/// The number of times that each exchange is measured.
 const ROUNDS: usize = 5;
 
 pub(super) fn check(common: &Common) -> Result<(), Error> {
@@ -30,7 +30,7 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
     Ok(())
 }
 
-/// The median time of an exchange of so many bytes between all pairs of ranks.
+/// The median time of an exchange of `bytes` between all pairs of ranks.
 fn seconds(fabric: &dyn Fabric, bytes: usize) -> Result<f64, Error> {
     let from = vec![1; bytes];
     let others: Vec<Rank> = (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect();
@@ -69,8 +69,8 @@ fn show(config: &Config, ranks: u32, small: f64, large: f64) {
     }
 }
 
-/// The fabric of a run: that of MPI where a launcher started several processes, or the config asks
-/// for it.
+/// The fabric of a run. It is MPI's if a launcher started several processes or the config asks for
+/// it, and there is none otherwise.
 ///
 /// # Errors
 /// The config forbids several processes, or this program was built without MPI.
@@ -105,16 +105,16 @@ pub(super) fn choose_gpu(device: &mut DeviceConfig) {
     }
 }
 
-/// How long a rank may be silent.
+/// The longest time that a rank may be silent.
 fn patience(config: &Config) -> Duration {
     Duration::from_secs_f64(config.watchdog.seconds)
 }
 
-/// How long the first rank has to say why a run ended, before another ends its process.
+/// The time that the first rank has to say why a run ended, before another rank ends its process.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Ends this process if a launcher started others before it. The first one says the same, and then
-/// the launcher ends this one; if not, the error is this process's own.
+/// Ends this process unless it is the first of a launcher's. The first usually reports the same
+/// error, and then the launcher ends this process. If it does not, this process reports the error.
 pub(super) fn leave_it_to_the_first(error: &Error) {
     if let Some((rank @ 1.., _)) = fabric::launched() {
         thread::sleep(LAST_WORDS);
@@ -123,10 +123,11 @@ pub(super) fn leave_it_to_the_first(error: &Error) {
     }
 }
 
-/// Ends this process after a run that failed. If all ranks failed, the first one says why, for all;
-/// else each says it for itself.
+/// Ends this process after a run that failed. If all ranks failed, the first reports all errors,
+/// each once; otherwise each rank reports its own.
 pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
-    let (own, begin) = (error.to_string(), Instant::now());
+    let own = error.to_string();
+    let begin = Instant::now();
     let tag = Tag::new(Channel::End, 0);
     let all = fabric::gather(fabric, tag, own.as_bytes(), &|| begin.elapsed() < 2 * LAST_WORDS);
     let rank = fabric.rank();
@@ -137,7 +138,7 @@ pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
             say(format_args!("error: {error}"));
             let other = |text: &[u8]| String::from_utf8_lossy(text).into_owned();
             let others = all.iter().map(|text| other(text)).enumerate().skip(1);
-            // What another rank heard from the first, the first has said.
+            // Another rank may have the error from the first, which has just reported it.
             let is_said = |text: &str| text == own || text.starts_with("rank 0: ");
             for (rank, text) in others.filter(|(_, text)| !is_said(text)) {
                 say(format_args!("error: rank {rank}: {text}"));
@@ -148,11 +149,11 @@ pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
     process::exit(error.exit_code().into())
 }
 
-/// Refuses to run a command that a launcher started in several processes: each process would do the
-/// same work.
+/// Refuses to run a command that a launcher started in several processes, because each process
+/// would do the same work.
 ///
 /// # Errors
-/// There are several processes. The first one says so.
+/// There are several processes. Only the first one returns.
 pub(super) fn refuse_ranks(what: &str) -> Result<(), Error> {
     let Some((_, ranks)) = fabric::launched() else { return Ok(()) };
     let error = Error::Argument(format!(

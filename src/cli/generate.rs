@@ -1,4 +1,4 @@
-//! `l2l generate`: text from a model, as it comes.
+//! `l2l generate`: shows the text that a model generates, as it comes.
 
 use std::io::{IsTerminal, Read};
 use std::path::Path;
@@ -25,7 +25,6 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         let vocabulary = Vocabulary::of(&config, &shape)?;
         let prompts = prompts(arguments, &vocabulary, shape.vocabulary)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        // As many as were asked for, or as the model has positions for.
         let left = shape.positions.saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
         let most = arguments.sampling.tokens.unwrap_or(left);
         let tokens = longest.saturating_add(most);
@@ -42,13 +41,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
             let signals = Signals::stop(&stop, true);
             let mut page = Page::new(&config, &vocabulary, &arguments.sampling.stop, &prompts);
             let mut generator = Generator::start(config.clone(), room).await?;
-            let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
-                let then = page.take(prompt, token, ended, ends.contains(&token));
-                if stop.is_requested() || has_ended() { Then::EndAll } else { then }
-            };
-            let done = generator.generate(&prompts, most, how, &ends, each).await;
-            page.end();
-            done?;
+            page.fill(&mut generator, &prompts, most, how, &ends, &stop).await?;
             generator.stop().await?;
             Ok(signals.ended())
         })
@@ -56,14 +49,14 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
     run().map_err(|error| layers.locate(error))
 }
 
-/// Tokens that are generated when nobody says how many.
+/// The most tokens that are generated without `--tokens`.
 pub(super) const DEFAULT_TOKENS: usize = 128;
 
 impl SamplingArguments {
-    /// How tokens are drawn.
+    /// The settings by which tokens are drawn.
     ///
     /// # Errors
-    /// That is no way to draw.
+    /// A setting is out of range, or a stop string is empty.
     pub(super) fn how(&self, config: &Config) -> Result<Sampling, Error> {
         let &SamplingArguments { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self;
         let seed = self.seed.unwrap_or(config.step.seed);
@@ -74,7 +67,7 @@ impl SamplingArguments {
         how.check().map(|()| how)
     }
 
-    /// The tokens that end a text, of the model in a directory.
+    /// The tokens that end a text of the model in the directory `model`.
     pub(super) fn ends(&self, model: &Path, vocabulary: &Vocabulary) -> Vec<u32> {
         if self.ignore_end {
             return Vec::new();
@@ -93,7 +86,8 @@ struct Line {
     input_ids: Option<Vec<u32>>,
 }
 
-/// The tokens of every prompt: from `--prompt` and `--prompts`, or else from stdin.
+/// The tokens of every prompt, from `--prompt` and `--prompts`, or else from stdin. `known` is the
+/// size of the vocabulary.
 fn prompts(
     arguments: &GenerateArguments,
     vocabulary: &Vocabulary,
@@ -129,8 +123,8 @@ fn prompts(
     }
 }
 
-/// The tokens of a text: as it is, or as a user's message in a chat, perhaps behind a message of
-/// the system.
+/// The tokens of a text. With `chats` the text is a user's message in a chat, after the system's
+/// message if there is one.
 fn encode(
     vocabulary: &Vocabulary,
     text: &str,
@@ -199,20 +193,22 @@ fn prompt_of_line(
     }
 }
 
-/// What was generated of a prompt.
+/// The text that continues a prompt, so far.
 struct Writing {
-    /// With the prompt's.
+    /// All tokens, those of the prompt first.
     tokens: Vec<u32>,
+    /// The number of the prompt's tokens.
     prompt: usize,
     /// The text that was shown.
     shown: String,
+    /// The reason that it ended.
     ended: Option<&'static str>,
-    /// True when the last token is no text, but ends it.
+    /// True when the last token ends the text and is not a part of it.
     is_cut: bool,
 }
 
 impl Writing {
-    /// All of what was generated, as text, up to the first of the stop strings.
+    /// The generated text up to the first of the stop strings, and whether there was one.
     fn text(&self, vocabulary: &Vocabulary, stops: &[String]) -> (String, bool) {
         let from = self.prompt.saturating_sub(CONTEXT);
         let to = self.tokens.len() - usize::from(self.is_cut);
@@ -223,9 +219,9 @@ impl Writing {
         (text, stop.is_some())
     }
 
-    /// Says what is new in the text, and counts it as shown.
+    /// The part of the text that was not shown yet, which counts as shown from now on.
     fn show<'t>(&mut self, text: &'t str) -> &'t str {
-        // Bytes of a broken character may wait again that were shown.
+        // The text may be shorter than before, if a broken character waits for its other bytes.
         if self.shown.starts_with(text) {
             return "";
         }
@@ -235,19 +231,20 @@ impl Writing {
     }
 }
 
-/// Tokens that what stands behind them is decoded with: a space may depend on them.
+/// Tokens of the prompt that the generated ones are decoded with, because a space may depend on
+/// them.
 const CONTEXT: usize = 4;
 
-/// What a text adds to one that it begins with, or nearly: bytes of a broken character are shown
-/// otherwise when more of them come.
+/// The part of `with` behind its common beginning with `before`. The two may differ at the end of
+/// `before`: a broken character is decoded otherwise once more of its bytes are there.
 fn behind<'t>(before: &str, with: &'t str) -> &'t str {
     let alike = before.chars().zip(with.chars()).take_while(|(a, b)| a == b);
     let alike: usize = alike.map(|(a, _)| a.len_utf8()).sum();
     &with[alike..]
 }
 
-/// The bytes of a text that stay as they are, whatever comes: not those of a character that may not
-/// be complete, nor the beginning of a stop string.
+/// The number of bytes of a text that no further token can change: all up to a character that may
+/// not be complete, or to the beginning of a stop string.
 fn settled(text: &str, stops: &[String]) -> usize {
     // A character has four bytes at most, and each broken one is shown as U+FFFD.
     let whole = text.trim_end_matches('\u{fffd}');
@@ -260,7 +257,7 @@ fn settled(text: &str, stops: &[String]) -> usize {
     text.len() - stops.iter().filter_map(begins).max().unwrap_or(0)
 }
 
-/// Shows tokens as text, as they come when there is one prompt, else when a sequence has ended.
+/// Shows generated text: of a single prompt as it comes, of several at the end.
 pub(super) struct Page<'v> {
     vocabulary: &'v Vocabulary,
     format: Format,
@@ -286,8 +283,31 @@ impl<'v> Page<'v> {
         Page { vocabulary, format: config.log.format, stops, all }
     }
 
-    /// Takes a token, and says what follows.
-    pub(super) fn take(
+    /// Generates until each prompt's text ends, and shows it. All end early if `stop` is requested,
+    /// or if nobody reads the output.
+    ///
+    /// # Errors
+    /// A prompt does not fit, or the ring failed.
+    pub(super) async fn fill(
+        &mut self,
+        generator: &mut Generator,
+        prompts: &[Vec<u32>],
+        most: usize,
+        how: Sampling,
+        ends: &[u32],
+        stop: &StopRequest,
+    ) -> Result<(), Error> {
+        let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
+            let then = self.take(prompt, token, ended, ends.contains(&token));
+            if stop.is_requested() || has_ended() { Then::EndAll } else { then }
+        };
+        let done = generator.generate(prompts, most, how, ends, each).await;
+        self.end();
+        done
+    }
+
+    /// Takes a token of a prompt, shows the settled text, and decides whether the sequence goes on.
+    fn take(
         &mut self,
         prompt: usize,
         token: u32,
@@ -318,12 +338,13 @@ impl<'v> Page<'v> {
         if is_stopped { Then::EndSequence } else { Then::GoOn }
     }
 
-    /// The text of a prompt's sequence.
+    /// The text that continues a prompt.
     pub(super) fn text(&self, prompt: usize) -> String {
         self.all[prompt].text(self.vocabulary, self.stops).0
     }
 
-    pub(super) fn end(&self) {
+    /// Shows the texts as they ended.
+    fn end(&self) {
         for (index, one) in self.all.iter().enumerate() {
             match self.format {
                 Format::Json => print(json!({
@@ -345,7 +366,7 @@ mod tests {
     use super::settled;
 
     #[test]
-    fn what_may_be_the_beginning_of_a_stop_string_waits() {
+    fn a_possible_beginning_of_a_stop_string_waits() {
         let stops = ["\nUser:".to_string(), "##".to_string()];
         for (text, to) in [("Hi", 2), ("Hi\n", 2), ("Hi\nUse", 2), ("Hi\nX", 4), ("a#", 1)] {
             assert_eq!(settled(text, &stops), to, "{text:?}");

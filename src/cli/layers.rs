@@ -1,5 +1,5 @@
-//! Resolves the config: file < environment < flags. Each value keeps its origin, so that an error
-//! can say where a bad value was written, and which key an unknown one was probably meant to be.
+//! Resolves the config: file < environment < flags. Each value keeps its origin, so an error can say
+//! where a bad value was written, and which key an unknown one was probably meant to be.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use toml::{Spanned, Table, Value};
 
 use super::other_names;
 
-/// Where a value was written.
+/// The place where a value was written.
 #[derive(Clone, Debug, PartialEq)]
 enum Origin {
     /// The config of a run without a config file.
@@ -32,7 +32,7 @@ enum Origin {
 }
 
 impl Origin {
-    /// The place of its layer: a later one wins.
+    /// The rank of its layer. The value of the highest layer wins.
     fn layer(&self) -> u8 {
         match self {
             Origin::BuiltIn { .. } | Origin::File { .. } => 0,
@@ -41,7 +41,7 @@ impl Origin {
         }
     }
 
-    /// The text of a value that was not written in a file.
+    /// The text of a value from a variable or a flag.
     fn text(&self) -> Option<&str> {
         match self {
             Origin::BuiltIn { .. } | Origin::File { .. } => None,
@@ -65,7 +65,7 @@ impl fmt::Display for Origin {
 /// The prefix of our environment variables: `L2L__STEP__BATCH` is `step.batch`.
 const PREFIX: &str = "L2L__";
 
-/// Values by key, each from the last layer that has it.
+/// Values by key, each from the highest layer that has it.
 pub(super) struct Layers {
     values: BTreeMap<String, (Value, Origin)>,
     known: Vec<String>,
@@ -131,8 +131,9 @@ impl Layers {
                 "--set {text}: write key=value, for example step.batch=8"
             )));
         };
-        let (key, value, origin) =
-            (key.trim(), value.trim(), Origin::Flag(format!("--set {text}")));
+        let key = key.trim();
+        let value = value.trim();
+        let origin = Origin::Flag(format!("--set {text}"));
         let section = format!("{key}.");
         if value.is_empty() && self.known.iter().any(|known| known.starts_with(&section)) {
             self.values.retain(|known, _| known != key && !known.starts_with(&section));
@@ -155,7 +156,7 @@ impl Layers {
 
     fn set(&mut self, key: &str, value: Value, origin: Origin) -> Result<(), Error> {
         if self.known.iter().any(|known| known == key) {
-            // steps and epochs both set the length of a run: the later layer wins.
+            // Steps and epochs both set the length of a run: the higher layer wins.
             let other = match key {
                 "step.epochs" => "step.steps",
                 "step.steps" => "step.epochs",
@@ -184,7 +185,7 @@ impl Layers {
         Err(refused(format_args!("{origin}: {what}")))
     }
 
-    /// The config: all values over the defaults.
+    /// Makes the config: all values over the defaults.
     pub(super) fn config(&self) -> Result<Config, Error> {
         let mut all = Table::new();
         for (key, (value, _)) in &self.values {
@@ -196,7 +197,7 @@ impl Layers {
             place.insert(key.into(), value.clone());
         }
         let mut read = serde_path_to_error::deserialize(Value::Table(all.clone()));
-        // A value that looks like a number may be meant as text.
+        // A value that parsed as a number may be meant as text.
         while let Err(error) = &read {
             let key = error.path().to_string();
             let text = self.values.get(&key).and_then(|(_, origin)| origin.text());
@@ -223,8 +224,9 @@ impl Layers {
             refused(format_args!("{at}{whole}: {what}"))
         })?;
         config.check().map_err(|error| self.locate(error))?;
-        // The default is for any batch; a value that somebody gave is meant.
-        let (batch, micro_batch) = (config.step.batch, config.step.micro_batch);
+        // The default micro-batch shrinks to the batch; one that the user gave is checked.
+        let batch = config.step.batch;
+        let micro_batch = config.step.micro_batch;
         if self.is_given("step.micro_batch") && micro_batch > batch {
             let problem = format_args!(
                 "is {micro_batch}, and step.batch is {batch}: a step has no more sequences, so set \
@@ -238,8 +240,7 @@ impl Layers {
         Ok(config)
     }
 
-    /// True if somebody gave a key a value: a file, the environment or a flag, and not the built-in
-    /// config.
+    /// True if a file, the environment or a flag gave a key a value; false for the built-in config.
     pub(super) fn is_given(&self, key: &str) -> bool {
         let given = |(_, origin): &(Value, Origin)| !matches!(origin, Origin::BuiltIn { .. });
         self.values.get(key).is_some_and(given)
@@ -249,7 +250,7 @@ impl Layers {
         self.values.get(key).map(|(_, origin)| format!("{origin}: ")).unwrap_or_default()
     }
 
-    /// Adds to an error about a key where that key was written.
+    /// Adds the place where a key was written to an error about that key.
     pub(super) fn locate(&self, error: Error) -> Error {
         match error {
             Error::Config { key, problem } => {
@@ -260,7 +261,7 @@ impl Layers {
     }
 }
 
-/// A message about a type, in a user's words.
+/// Replaces Rust's words for types in a message.
 fn plain(message: &str) -> String {
     const WORDS: [(&str, &str); 7] = [
         ("expected f64", "expected a number"),
@@ -282,7 +283,7 @@ fn line_of(text: &str, at: usize) -> usize {
     text.bytes().take(at).filter(|&byte| byte == b'\n').count() + 1
 }
 
-/// The leaves of a table, and where they are written.
+/// Collects the leaves of a table: key, value and offset in the text.
 fn flatten(
     prefix: &str,
     values: &Table,
@@ -290,9 +291,10 @@ fn flatten(
     flat: &mut Vec<(String, Value, usize)>,
 ) {
     for (key, spanned) in spans.iter() {
-        let (name, at) = (format!("{prefix}{}", key.get_ref()), Spanned::span(key).start);
+        let name = format!("{prefix}{}", key.get_ref());
+        let at = Spanned::span(key).start;
         match (&values[key.get_ref().as_ref()], spanned.get_ref()) {
-            // An empty table is a mistake, unless it is a section.
+            // An empty table that is not a section is a value of the wrong type.
             (Value::Table(values), DeValue::Table(spans))
                 if is_section(&name) || !values.is_empty() =>
             {
@@ -303,7 +305,7 @@ fn flatten(
     }
 }
 
-/// True if this is the name of a section.
+/// True if a section has this name.
 fn is_section(name: &str) -> bool {
     let all = serde_json::to_value(Config::default()).expect("a config is plain data");
     all.get(name).is_some_and(serde_json::Value::is_object)
@@ -316,10 +318,10 @@ fn parse(text: &str) -> Value {
     value.unwrap_or_else(|| Value::String(text.into()))
 }
 
-/// A section that is absent by default. Naming it is enough to have it.
+/// A section that is absent by default, and present once it is named.
 const OPTIONAL: &str = "train.lora";
 
-/// Every key, with its section.
+/// All keys, with their sections.
 pub(super) fn known_keys() -> Vec<String> {
     let mut config = Config::default();
     config.train.lora = Some(LoraConfig::default());
@@ -339,13 +341,13 @@ fn list_keys(prefix: &str, values: &serde_json::Value, keys: &mut Vec<String>) {
     }
 }
 
-/// The known key that is most similar to a wrong one, with its section or without.
+/// The known key that is most similar to a wrong one, which may lack its section.
 fn nearest<'k>(key: &str, known: &'k [String]) -> Option<&'k String> {
     let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_string();
     let likeness = |known: &&String| {
         let whole = strsim::jaro_winkler(key, known);
         let end = strsim::jaro_winkler(&last(key), &last(known));
-        // If the ends are alike, the same section decides.
+        // Between keys with similar ends, the one of the same section is nearer.
         let section = f64::from(key.split('.').next() == known.split('.').next());
         whole.max(0.97 * end + 0.03 * section)
     };
@@ -356,17 +358,6 @@ fn nearest<'k>(key: &str, known: &'k [String]) -> Option<&'k String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn error(file: &str, variables: &[(&str, &str)], flags: &[&str]) -> String {
-        let mut layers = Layers::new();
-        let variables = variables.iter().map(|(name, value)| (name.to_string(), value.to_string()));
-        let config = layers
-            .text(Path::new("run.toml"), file)
-            .and_then(|()| layers.environment(variables))
-            .and_then(|()| flags.iter().try_for_each(|flag| layers.flag(flag)))
-            .and_then(|()| layers.config());
-        config.expect_err("a bad one").to_string()
-    }
 
     #[test]
     fn later_layers_win() {
@@ -393,79 +384,58 @@ mod tests {
         layers.flag("step.sed=").expect_err("not a key");
     }
 
+    /// Texts of a file, each with a part of the error.
+    const FILES: [(&str, &str); 15] = [
+        (
+            "[step]\nbatch = 4\nmicro_batch = 8",
+            "run.toml, line 3: step.micro_batch is 8, and step.batch is 4",
+        ),
+        ("lr = 1", "unknown key lr: it is optimizer.learning_rate here"),
+        ("[step]\nbach = 3", "run.toml, line 2: unknown key step.bach: did you mean step.batch?"),
+        ("\n\nstep.batch = 0", "run.toml, line 3: step.batch must be at least 1"),
+        ("[step]\nbatch = \"x\"", "line 2: step.batch: invalid type: string \"x\""),
+        ("[optimizer]\nbetas = [0.9, \"b\"]", "run.toml, line 2: optimizer.betas: "),
+        (
+            "learning_rate = 1",
+            "line 1: unknown key learning_rate: did you mean optimizer.learning_rate?",
+        ),
+        ("[stp]\nbatch = 1", "line 2: unknown key stp.batch: did you mean step.batch?"),
+        ("step = 3", "step is a section: its keys are batch"),
+        ("[step\n", "run.toml, line 1: "),
+        ("[bogus]", "run.toml, line 1: unknown key bogus"),
+        ("[validation.more]", "line 1: unknown key validation.more"),
+        ("step.batch = {}", "line 1: step.batch: invalid type: map"),
+        ("step = { steps = 1, epochs = 1 }", "line 1: step.epochs is set together"),
+        ("device.memory = -1", "device.memory: invalid value: integer `-1`, expected \"auto\""),
+    ];
+
+    const VARIABLES: [(&str, &str, &str); 2] = [
+        ("L2L__STEP__BATCH", "0", "environment L2L__STEP__BATCH: step.batch must be"),
+        ("L2L__STEPS", "1", "environment L2L__STEPS: unknown key steps: did you mean step.steps?"),
+    ];
+
+    const FLAGS: [(&str, &str); 3] = [
+        ("lora.r=8", "--set lora.r=8: unknown key lora.r: it is train.lora.rank"),
+        ("optimizer.kind=adagrad", "=adagrad: optimizer.kind: unknown value `adagrad`"),
+        ("step.batch", "--set step.batch: write key=value"),
+    ];
+
     #[test]
     fn errors_say_where_and_what_was_meant() {
-        type Case<'c> = (&'c str, &'c [(&'c str, &'c str)], &'c [&'c str], &'c str);
-        let cases: [Case<'_>; 20] = [
-            (
-                "[step]\nbatch = 4\nmicro_batch = 8",
-                &[],
-                &[],
-                "run.toml, line 3: step.micro_batch is 8, and step.batch is 4",
-            ),
-            ("lr = 1", &[], &[], "unknown key lr: it is optimizer.learning_rate here"),
-            ("", &[], &["lora.r=8"], "--set lora.r=8: unknown key lora.r: it is train.lora.rank"),
-            (
-                "[step]\nbach = 3",
-                &[],
-                &[],
-                "run.toml, line 2: unknown key step.bach: did you mean step.batch?",
-            ),
-            ("\n\nstep.batch = 0", &[], &[], "run.toml, line 3: step.batch must be at least 1"),
-            (
-                "[step]\nbatch = \"x\"",
-                &[],
-                &[],
-                "run.toml, line 2: step.batch: invalid type: string \"x\"",
-            ),
-            ("[optimizer]\nbetas = [0.9, \"b\"]", &[], &[], "run.toml, line 2: optimizer.betas: "),
-            (
-                "learning_rate = 1",
-                &[],
-                &[],
-                "line 1: unknown key learning_rate: did you mean optimizer.learning_rate?",
-            ),
-            (
-                "[stp]\nbatch = 1",
-                &[],
-                &[],
-                "line 2: unknown key stp.batch: did you mean step.batch?",
-            ),
-            ("step = 3", &[], &[], "step is a section: its keys are batch"),
-            ("[step\n", &[], &[], "run.toml, line 1: "),
-            (
-                "",
-                &[("L2L__STEP__BATCH", "0")],
-                &[],
-                "environment L2L__STEP__BATCH: step.batch must be",
-            ),
-            (
-                "",
-                &[("L2L__STEPS", "1")],
-                &[],
-                "environment L2L__STEPS: unknown key steps: did you mean step.steps?",
-            ),
-            (
-                "",
-                &[],
-                &["optimizer.kind=adagrad"],
-                "--set optimizer.kind=adagrad: optimizer.kind: unknown value `adagrad`",
-            ),
-            ("", &[], &["step.batch"], "--set step.batch: write key=value"),
-            ("[bogus]", &[], &[], "run.toml, line 1: unknown key bogus"),
-            ("[validation.more]", &[], &[], "line 1: unknown key validation.more"),
-            ("step.batch = {}", &[], &[], "line 1: step.batch: invalid type: map"),
-            ("step = { steps = 1, epochs = 1 }", &[], &[], "line 1: step.epochs is set together"),
-            (
-                "device.memory = -1",
-                &[],
-                &[],
-                "device.memory: invalid value: integer `-1`, expected \"auto\"",
-            ),
-        ];
-        for (file, variables, flags, says) in cases {
-            let error = error(file, variables, flags);
+        let check = |add: &dyn Fn(&mut Layers) -> Result<(), Error>, says: &str| {
+            let mut layers = Layers::new();
+            let config = add(&mut layers).and_then(|()| layers.config());
+            let error = config.expect_err("a bad one").to_string();
             assert!(error.contains(says), "{says:?} expected in: {error}");
+        };
+        for (text, says) in FILES {
+            check(&|layers| layers.text(Path::new("run.toml"), text), says);
+        }
+        for (name, text, says) in VARIABLES {
+            check(&|layers| layers.environment([(name.into(), text.into())].into_iter()), says);
+        }
+        for (flag, says) in FLAGS {
+            check(&|layers| layers.flag(flag), says);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The command line: it parses arguments and config layers, calls the library, and shows what it
-//! returns. One file a command.
+//! The command line: it parses arguments and config layers, calls the library, and shows the
+//! result. Each command has a file of its own.
 
 mod arguments;
 mod bench;
@@ -31,13 +31,13 @@ use l2l::Error;
 use arguments::*;
 use output::print;
 
-/// How a command ended.
+/// The end of a command that had no error.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ended {
     Well,
-    /// By this signal, after a clean end.
+    /// A signal with this number asked for the end.
     Signalled(u8),
-    /// The plan does not fit, and `plan --check` was to tell.
+    /// `plan --check` found that the plan does not fit.
     DoesNotFit,
 }
 
@@ -52,9 +52,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
         }
     };
     match arguments.command {
-        Command::Train(arguments) => {
-            return train::train(arguments);
-        }
+        Command::Train(arguments) => return train::train(arguments),
         Command::Data(arguments) => data::data(&arguments)?,
         Command::Eval(arguments) => return eval::eval(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
@@ -88,7 +86,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
     Ok(Ended::Well)
 }
 
-/// The exit status of the program, after it has said what went wrong.
+/// Reports an error, and returns the exit status of the program.
 pub(crate) fn status(outcome: Result<Ended, Error>) -> u8 {
     match outcome {
         Ok(Ended::Well) => output::status(),
@@ -101,7 +99,7 @@ pub(crate) fn status(outcome: Result<Ended, Error>) -> u8 {
     }
 }
 
-/// Prints a line to standard error. A closed standard error is not a failure.
+/// Prints a line to standard error. It does not matter if standard error is closed.
 fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

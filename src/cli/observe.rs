@@ -1,5 +1,5 @@
-//! Files that `--trace` and `--report` name. What cannot be written is found before anything is
-//! trained; what cannot be written at the end of a run does not undo the run, and is no success.
+//! The files of `--trace` and `--report`. A file that cannot be written is refused before the run
+//! trains. If writing fails at the end, the run stands, and the command ends with status 1.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,19 +10,19 @@ use l2l::{Config, Error, Prepared, Trainer};
 use super::output::{lose, refused};
 use super::{ObserveArguments, say};
 
-/// See the [module](self).
+/// The timeline and the report of a run, each with its path.
 pub(super) struct OutputFiles {
     trace: Option<(Arc<Trace>, PathBuf)>,
     report: Option<(Report, PathBuf)>,
-    /// Once the run has started.
+    /// The run, once it has started.
     watch: Option<Watch>,
 }
 
 impl OutputFiles {
-    /// Opens what the arguments name.
+    /// Opens the files that the arguments name.
     ///
     /// # Errors
-    /// Which of them cannot be written.
+    /// One of them cannot be written, or is a file that the config names, too.
     pub(super) fn open(config: &Config, arguments: &ObserveArguments) -> Result<Self, Error> {
         let ObserveArguments { trace, report, .. } = arguments;
         let report = report.as_deref().map(|folder| match Report::create(folder) {
@@ -34,11 +34,12 @@ impl OutputFiles {
             Ok(trace) => Ok((trace, path.to_path_buf())),
             Err(error) => Err(refused("--trace", path, error)),
         });
-        let (trace, report) = (trace.transpose()?, report.transpose()?);
+        let trace = trace.transpose()?;
+        let report = report.transpose()?;
         if let Some((_, path)) = &trace {
             let is_same = |other: &Path| path.canonicalize().ok() == other.canonicalize().ok();
-            let (metrics, log) = (&config.metrics.file, &config.log.file);
-            for (key, file) in [("metrics.file", metrics), ("log.file", log)] {
+            let others = [("metrics.file", &config.metrics.file), ("log.file", &config.log.file)];
+            for (key, file) in others {
                 if file.as_deref().is_some_and(is_same) {
                     let at = path.display();
                     return Err(Error::Argument(format!("--trace {at}: {key} is the same file")));
@@ -48,7 +49,7 @@ impl OutputFiles {
         Ok(OutputFiles { trace, report, watch: None })
     }
 
-    /// Lets the timeline hear of every operation.
+    /// Makes the timeline an observer of the run.
     pub(super) fn attach(&self, prepared: Prepared) -> Prepared {
         match &self.trace {
             Some((trace, _)) => prepared.trace(trace.clone()),
@@ -56,7 +57,7 @@ impl OutputFiles {
         }
     }
 
-    /// From now on there is a run to report.
+    /// Takes the run to report from its trainer.
     pub(super) fn started(&mut self, trainer: &Trainer) {
         self.watch = Some(trainer.watch());
     }

@@ -1,7 +1,7 @@
-//! The names that other tools give to keys of the config: transformers' trainer, PEFT, TRL,
+//! The names that other tools have for keys of the config: transformers' trainer, PEFT, TRL,
 //! axolotl, Lightning, nanoGPT and fairseq.
 
-/// Names of other tools, and for each the key here and what is different about it.
+/// Names of other tools, each with the key here and a note on the difference.
 const NAMES: &[(&[&str], &str, &str)] = &[
     (&["lr", "learning_rates", "max_lr", "peak_lr"], "optimizer.learning_rate", ""),
     (&["min_lr", "lr_end", "eta_min"], "optimizer.min_learning_rate", ""),
@@ -102,7 +102,7 @@ const NAMES: &[(&[&str], &str, &str)] = &[
     (&["run_name"], "metrics.run", ""),
 ];
 
-/// The key that another tool's name stands for, and what is different about it, or "".
+/// The key that another tool's name stands for, with a note on the difference, or "".
 pub(super) fn key_of(name: &str) -> Option<(&'static str, &'static str)> {
     let name = name.to_lowercase().replace('-', "_");
     let last = name.rsplit('.').next().unwrap_or_default();
@@ -125,7 +125,7 @@ mod tests {
             assert!(known.iter().any(|known| known == key), "{key}");
             for name in *names {
                 assert!(met.insert(name), "{name} twice");
-                // It would never be looked up.
+                // Names that are keys here are never looked up.
                 assert!(!known.iter().any(|known| known.ends_with(&format!(".{name}"))), "{name}");
             }
         }

@@ -1,8 +1,9 @@
-//! What the command line writes: the one door to standard output, and files that flags name.
+//! The output of the command line: the only way to standard output, and files that flags name.
 //!
-//! Lost output is no success. Each loss is said on standard error when it is found, and a command
-//! that did its work all the same ends with status 1. A reader that went away (`| head`) is no
-//! loss: the command ends early and quietly, with the status of SIGPIPE, as other tools do.
+//! A command that loses output does not end with status 0. Each loss is reported on standard error
+//! when it is found, and a command that did its work all the same ends with status 1. A reader that
+//! went away (`| head`) is not a loss: the command ends early and quietly, with the status of
+//! SIGPIPE, as other tools do.
 
 use std::fmt::Display;
 use std::fs::{File, OpenOptions};
@@ -18,13 +19,13 @@ use super::say;
 /// The status of a command whose reader went away: 128 and the number of SIGPIPE.
 const READER_GONE: u8 = 141;
 
-/// Whether standard output was a pipe that nobody reads any more.
+/// True once standard output is a pipe that nobody reads any more.
 static READER_IS_GONE: AtomicBool = AtomicBool::new(false);
 
-/// Whether standard output cannot be written to for another reason.
+/// True once standard output cannot be written for another reason.
 static HAS_FAILED: AtomicBool = AtomicBool::new(false);
 
-/// Whether any output is lost.
+/// True once any output is lost.
 static IS_LOST: AtomicBool = AtomicBool::new(false);
 
 /// Prints a line and flushes it.
@@ -32,8 +33,8 @@ pub(super) fn print(line: impl Display) {
     print_part(format_args!("{line}\n"));
 }
 
-/// Prints a part of a line and flushes it. Once a write has failed, nothing more is printed: what
-/// is there ends where it ends, and has no holes.
+/// Prints a part of a line and flushes it. Once a write has failed, nothing more is printed, so the
+/// output has no gaps.
 pub(super) fn print_part(text: impl Display) {
     if has_ended() {
         return;
@@ -51,17 +52,17 @@ pub(super) fn print_part(text: impl Display) {
     }
 }
 
-/// Whether nothing more can be printed. Commands that only print end then.
+/// True once nothing more can be printed. Commands that only print end then.
 pub(super) fn has_ended() -> bool {
     reader_is_gone() || HAS_FAILED.load(Relaxed)
 }
 
-/// Whether nobody reads what is printed any more.
+/// True once nobody reads standard output any more.
 pub(super) fn reader_is_gone() -> bool {
     READER_IS_GONE.load(Relaxed)
 }
 
-/// Says which output is lost and why. The command goes on, and does not end with status 0.
+/// Reports lost output and the reason. The command goes on, and ends with status 1.
 pub(super) fn lose(what: impl Display) {
     IS_LOST.store(true, Relaxed);
     say(format_args!("error: {what}"));
@@ -76,27 +77,27 @@ pub(super) fn status() -> u8 {
     }
 }
 
-/// A file or folder that a flag names, and that cannot be written. It is a bad argument (status 2),
-/// unless the disk is full (status 1).
+/// The error for a file or folder that a flag names and that cannot be written. It is a bad
+/// argument (status 2), unless the disk is full (status 1).
 pub(super) fn refused(flag: &str, path: &Path, source: io::Error) -> Error {
     use ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     let started = matches!(source.kind(), StorageFull | QuotaExceeded | FileTooLarge);
     Error::Storage { place: format!("{flag} {}", path.display()), source, started }
 }
 
-/// A file that a flag names, for one text. What is there stays until the text is complete.
+/// A file that a flag names, for one text. Its old content stays until the text is complete.
 pub(super) struct OutputFile<'p> {
     flag: &'static str,
     path: &'p Path,
-    /// What is no regular file: a device or a pipe.
+    /// The open file, if it is a device or a pipe.
     stream: Option<File>,
 }
 
 impl<'p> OutputFile<'p> {
-    /// Checks that the file can be written, as far as that can be found out.
+    /// Checks that the file can be opened for writing.
     ///
     /// # Errors
-    /// It cannot.
+    /// It cannot be opened.
     pub(super) fn open(flag: &'static str, path: &'p Path) -> Result<OutputFile<'p>, Error> {
         let there = match OpenOptions::new().append(true).open(path) {
             Ok(file) => Some(file),
@@ -107,8 +108,8 @@ impl<'p> OutputFile<'p> {
         Ok(OutputFile { flag, path, stream: there.filter(is_stream) })
     }
 
-    /// Finds out whether there is room for a text like this one, before the work that makes the
-    /// text. A device or a pipe gets a comment, which begins the text.
+    /// Checks that there is room for a text of this length, before the work that makes the text. A
+    /// device or a pipe gets `comment`, with which the text begins.
     ///
     /// # Errors
     /// There is no room.

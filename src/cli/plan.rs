@@ -1,4 +1,4 @@
-//! `l2l plan`: the memory and the traffic of a run, before it starts.
+//! `l2l plan`: reports the memory and the traffic of a run before it starts.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -48,7 +48,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
     Ok(if *check && !fits { Ended::DoesNotFit } else { Ended::Well })
 }
 
-/// Sets how many devices there are, the first ones of the machine.
+/// Sets the number of devices. Of several GPUs it takes the first.
 fn set_devices(device: &mut DeviceConfig, count: u32) {
     match device.kind {
         DeviceKind::Cpu => device.count = Some(count),
@@ -58,7 +58,7 @@ fn set_devices(device: &mut DeviceConfig, count: u32) {
     }
 }
 
-/// A step simulated with given rates.
+/// A step simulated with given rates, and the tokens that hide its transfers.
 pub(super) struct Outlook {
     forecast: Forecast,
     eager: Hiding,
@@ -74,7 +74,8 @@ impl Outlook {
     ) -> Result<Outlook, Error> {
         let rates = rates(config, model, given)?;
         let hiding = |deferred| Hiding::of(config, model, plan, &rates, deferred);
-        let (eager, deferred) = (hiding(false)?, hiding(true)?);
+        let eager = hiding(false)?;
+        let deferred = hiding(true)?;
         let forecast = Forecast::of_plan(config, model, plan, &rates)?;
         Ok(Outlook { forecast, eager, deferred })
     }
@@ -115,7 +116,7 @@ fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Resul
     write_file("--draw", to, &telemetry::draw(&title, &forecast.slices))
 }
 
-/// The rates of the arguments; rates that are not given are measured.
+/// The rates of the arguments. Rates that are not given are measured.
 pub(super) fn rates(
     config: &Config,
     model: &Model,
@@ -186,7 +187,7 @@ impl RateArguments {
     }
 }
 
-/// Everything that does not fit: the plan, or the run's checkpoints.
+/// The parts of the plan that do not fit, and the run's checkpoints if they do not.
 fn misfits(config: &Config, plan: &Plan, model: &Model, space: Option<Space>) -> Vec<Misfit> {
     let of_plan = plan.misfits(model, &config.update_rule()).into_iter();
     let directory = config.checkpoint.directory.as_deref();
@@ -198,9 +199,11 @@ fn space_of(config: &Config, plan: &Plan, model: &Model) -> Option<Space> {
     Space::of(config, model, &config.update_rule()).filter(|_| plan.trains())
 }
 
-/// Shows a plan; for training also what would fit and, with rates, how a step would go.
+/// Shows a plan. For training it also shows the smallest device and the largest micro-batch that
+/// fit and, with rates, the time of a step.
 pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<&Outlook>) {
-    let (rule, space) = (config.update_rule(), space_of(config, plan, model));
+    let rule = config.update_rule();
+    let space = space_of(config, plan, model);
     let ceiling = plan.budget().filter(|_| plan.trains());
     let least = Plan::least(config, model, &rule).filter(|_| plan.trains());
     let shown = Shown {
@@ -221,10 +224,10 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
     }
 }
 
-/// A plan and what follows from it.
+/// A plan and the numbers that are shown with it.
 struct Shown<'p> {
     plan: &'p Plan,
-    /// Of the devices.
+    /// The names of the devices.
     names: Vec<String>,
     model: &'p Model,
     outlook: Option<&'p Outlook>,
@@ -232,11 +235,11 @@ struct Shown<'p> {
     /// The space of its checkpoints, if it writes any.
     space: Option<Space>,
     bytes_of_parameter: usize,
-    /// Bytes of the device that the smallest plan of such a step needs.
+    /// Bytes of the device that the smallest plan of this step needs.
     least: Option<u64>,
     /// The device's ceiling, `device.memory`.
     ceiling: Option<u64>,
-    /// Sequences of the largest micro-batch below the ceiling.
+    /// The number of sequences of the largest micro-batch below the ceiling.
     most: Option<usize>,
 }
 
@@ -293,7 +296,8 @@ impl Shown<'_> {
         event
     }
 
-    /// What the EPS of this process holds for each parameter of the model.
+    /// The bytes that the EPS of this process holds for each parameter of the model: masters,
+    /// optimizer states, gradient regions.
     fn eps_bytes_a_parameter(&self) -> [f64; 3] {
         let parameters = self.model.parameters().max(1) as f64;
         self.plan.eps_bytes().map(|bytes| bytes as f64 / parameters)
@@ -312,7 +316,7 @@ impl Shown<'_> {
         }
     }
 
-    /// What the plan holds and moves.
+    /// Prints the bytes that the plan holds and moves.
     fn print_bytes(&self) {
         let plan = self.plan;
         number("parameters", self.model.parameters() as u64, "");
@@ -371,7 +375,7 @@ impl Shown<'_> {
         self.names.iter().zip(&self.plan.link_bytes)
     }
 
-    /// What decides whether it fits.
+    /// Prints the numbers that decide whether it fits.
     fn print_limits(&self) {
         let (layer, parameters) = largest_layer(self.model);
         let bytes = (parameters * self.bytes_of_parameter) as u64;

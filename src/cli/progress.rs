@@ -1,11 +1,10 @@
-//! What a run shows while it goes: JSON lines, a bar on a terminal, or plain lines elsewhere.
+//! The screen of a run: JSON lines, a progress bar on a terminal, or plain lines elsewhere.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use l2l::config::{ByteSize, Format};
-use l2l::devices::{ProductTable, ProductTime};
 use l2l::inference::Evaluation;
 use l2l::telemetry::Point;
 use l2l::{StepReport, Summary};
@@ -13,25 +12,26 @@ use serde_json::Value;
 
 use super::print;
 
-/// Plain lines that a run prints about its steps, about.
+/// About how many plain lines a run prints about its steps.
 const LINES: u64 = 20;
 
-/// See the [module](self).
+/// Shows a run in the format that the config asks for.
 pub(super) struct Screen {
     format: Format,
     bar: Option<ProgressBar>,
     steps: u64,
     /// The validation set whose loss is shown with each step, and its last loss.
     validation: Option<(Option<String>, f64)>,
-    /// Bytes of the device that may be in use.
+    /// Bytes of the device that may be in use; 0 if unknown.
     ceiling: u64,
-    /// The step before the first, and when it was.
+    /// The number of steps that were done before this run.
     first: u64,
     began: Instant,
+    /// The time from `began` to the last plain line.
     last_line: Duration,
 }
 
-/// In the first minute a line comes at least so often, so that somebody who waits sees it train.
+/// In the first minute there is a line at least this often, so that the reader soon sees the loss.
 const FIRST_LINES: Duration = Duration::from_secs(5);
 const FIRST_MINUTE: Duration = Duration::from_secs(60);
 
@@ -44,18 +44,26 @@ impl Screen {
                 .with_position(first)
                 .with_style(style.expect("a template of ours"))
         });
-        let (began, last_line) = (Instant::now(), Duration::ZERO);
-        Screen { format, bar, steps, validation: None, ceiling, first, began, last_line }
+        Screen {
+            format,
+            bar,
+            steps,
+            validation: None,
+            ceiling,
+            first,
+            began: Instant::now(),
+            last_line: Duration::ZERO,
+        }
     }
 
-    /// An event, which is shown as it is in the format for tools.
+    /// Shows an event, in the format for tools.
     pub(super) fn event(&self, event: &Value) {
         if self.format == Format::Json {
             print(event);
         }
     }
 
-    /// A step, for people.
+    /// Shows a step, in the format for people.
     pub(super) fn step(&mut self, report: &StepReport) {
         match (&self.bar, self.format) {
             (_, Format::Json) => {}
@@ -64,7 +72,8 @@ impl Screen {
                 bar.set_position(report.step);
             }
             (None, Format::Pretty) => {
-                let (every, elapsed) = (self.steps.div_ceil(LINES), self.began.elapsed());
+                let every = self.steps.div_ceil(LINES);
+                let elapsed = self.began.elapsed();
                 let waits = elapsed < FIRST_MINUTE && elapsed - self.last_line >= FIRST_LINES;
                 if report.step.is_multiple_of(every)
                     || [1, self.first + 1, self.steps].contains(&report.step)
@@ -86,13 +95,14 @@ impl Screen {
         let StepReport { loss, tokens, seconds, exposed_wait_seconds, bottleneck, .. } = report;
         let StepReport { learning_rate, grad_norm, step, .. } = report;
         let elapsed = self.began.elapsed();
-        let (done, left) = (step.saturating_sub(self.first).max(1), self.steps - step);
+        let done = step.saturating_sub(self.first).max(1);
+        let left = self.steps - step;
         let remaining = elapsed.mul_f64(left as f64 / done as f64);
         let slowest = report.slowest_device.map(|(device, share)| {
             format!("  slowest device {device} (computes {:.0} %)", 100.0 * share)
         });
         let ceiling = match self.ceiling {
-            0 => String::new(), // nobody has looked for one
+            0 => String::new(),
             ceiling => format!(" of {}", ByteSize::from(ceiling)),
         };
         let validation = self.validation.as_ref().map(|(_, loss)| format!(" (held out {loss:.4})"));
@@ -113,7 +123,7 @@ impl Screen {
         )
     }
 
-    /// The loss of the run as a line of bars, for people.
+    /// Shows the loss of the run as a line of bars, in the format for people.
     pub(super) fn chart(&self, losses: &[Point]) {
         let bars = bars(&losses.iter().map(|point| point.loss).collect::<Vec<_>>());
         if let (Some(bars), [first, .., last]) = (bars, losses) {
@@ -121,7 +131,7 @@ impl Screen {
         }
     }
 
-    /// A validation, for people.
+    /// Shows a validation, in the format for people.
     pub(super) fn validation(&mut self, step: u64, evaluation: &Evaluation) {
         let set = evaluation.set.as_ref().map(|set| format!(" ({set})")).unwrap_or_default();
         let loss = evaluation.loss;
@@ -134,7 +144,7 @@ impl Screen {
         self.say(format_args!("step {step}: held-out{set} {}", shown.join(", ")));
     }
 
-    /// A line to read, above the bar; nothing for tools.
+    /// Shows a line above the bar, in the format for people.
     pub(super) fn say(&self, line: impl std::fmt::Display) {
         match (&self.bar, self.format) {
             (_, Format::Json) => {}
@@ -143,49 +153,7 @@ impl Screen {
         }
     }
 
-    /// One line of how fast a kernel is, in billions a second, and as a share of a limit.
-    pub(super) fn kernel(&self, kernel: &str, rate: f64, share: f64, of: &str) {
-        if self.format != Format::Json {
-            let rate = rate / 1e9;
-            print(format_args!("{kernel:<26} {rate:>16.1} G/s, {share:.2} of the {of}'s rate"));
-        }
-    }
-
-    /// One line of how long a GPU's kernel took, and its share of all kernels.
-    pub(super) fn kernel_time(&self, kernel: &str, launches: u64, seconds: f64, share: f64) {
-        if self.format != Format::Json {
-            let percent = 100.0 * share;
-            print(format_args!(
-                "{kernel:<34} {seconds:>9.4} s, {percent:>5.1} %, {launches} launches"
-            ));
-        }
-    }
-
-    /// One line of how long the algorithms of a GPU's product took.
-    pub(super) fn product_time(&self, time: &ProductTime) {
-        if self.format != Format::Json {
-            let ProductTime { product, algorithms, first, best } = time;
-            let [of_first, of_best] = [first, best].map(|seconds| 1e6 * seconds);
-            let share = best / first;
-            print(format_args!(
-                "{product}: first {of_first:.1} µs, best {of_best:.1} µs ({share:.2}) of \
-                 {algorithms}"
-            ));
-        }
-    }
-
-    /// Where the choice of a GPU's products is, for people.
-    pub(super) fn product_table(&self, table: &ProductTable) {
-        if self.format != Format::Json {
-            print(format_args!(
-                "The fastest are stored in {}. Runs on this GPU take them from now on. A run that \
-                 you resume gets other bits than it would without this file.",
-                table.path.display()
-            ));
-        }
-    }
-
-    /// The summary of a run, for people, with values that a command adds.
+    /// Shows the summary of a run, with values that a command adds, in the format for people.
     pub(super) fn summary(
         &mut self,
         summary: &Summary,
@@ -219,18 +187,18 @@ impl Screen {
     }
 }
 
-/// A time as a clock shows it: minutes and seconds, with hours before them if there are any.
+/// A time as minutes and seconds, with hours before them if there are any.
 fn clock(time: Duration) -> String {
     let seconds = time.as_secs();
-    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-    match hours {
-        0 => format!("{minutes}:{seconds:02}"),
-        _ => format!("{hours}:{minutes:02}:{seconds:02}"),
+    let minutes = seconds / 60 % 60;
+    match seconds / 3600 {
+        0 => format!("{minutes}:{:02}", seconds % 60),
+        hours => format!("{hours}:{minutes:02}:{:02}", seconds % 60),
     }
 }
 
-/// Values as bars, each the mean of some of them. None of values that are all the same, or not
-/// finite.
+/// Draws values as bars, each the mean of some neighbours. `None` if all values are equal, or one
+/// is not finite.
 fn bars(values: &[f64]) -> Option<String> {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     const WIDTH: usize = 48;

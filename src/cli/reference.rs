@@ -34,7 +34,7 @@ pub(super) fn page() -> String {
     page
 }
 
-/// A row for each key of a section; those of a section inside it come behind its own row.
+/// Writes a row for each key of a section. The keys of a section inside it follow its own row.
 fn rows(page: &mut String, prefix: &str, schema: &Value, section: &Value, defaults: &Value) {
     for (key, of_key) in section["properties"].as_object().into_iter().flatten() {
         let default = match &defaults[key] {

@@ -1,5 +1,5 @@
-//! Signals that end a command in an orderly way: an interrupt from the keyboard, a request to end,
-//! and a terminal that hangs up.
+//! Signals that end a command in an orderly way: an interrupt (Ctrl-C), a termination, and a hangup
+//! of the terminal.
 
 use std::process;
 use std::sync::Arc;
@@ -9,18 +9,19 @@ use l2l::StopRequest;
 
 use super::{Ended, say};
 
-/// See the [module](self). Clones share the signal.
+/// Listens to signals. Clones share the first signal that came.
 #[derive(Clone)]
 pub(super) struct Signals {
     stop: StopRequest,
-    /// The first one that came, or 0.
+    /// The number of the first signal, or 0.
     first: Arc<AtomicU8>,
+    /// True to tell the user that the command is about to end.
     says: bool,
 }
 
 impl Signals {
-    /// Requests a stop at the first signal, and `says` so. A second signal ends the process at
-    /// once. It is called on a runtime.
+    /// Requests a stop at the first signal, with a message if `says`. A second signal ends the
+    /// process at once. Must be called on a tokio runtime.
     pub(super) fn stop(stop: &StopRequest, says: bool) -> Signals {
         let signals = Signals { stop: stop.clone(), first: Arc::default(), says };
         signals.listen();
@@ -64,7 +65,7 @@ impl Signals {
         }
     }
 
-    /// How a command ended that stopped if a signal asked it to.
+    /// The end of a command: by the first signal, if there was one.
     pub(super) fn ended(&self) -> Ended {
         match self.first.load(Relaxed) {
             0 => Ended::Well,
@@ -73,9 +74,9 @@ impl Signals {
     }
 }
 
-/// Whether whoever started this process wants it to outlive its terminal, as `nohup` does: a
-/// hangup that was ignored at the start stays ignored. Where the system does not report it, a
-/// hangup is left to the system.
+/// True if hangups were ignored when this process started, as `nohup` does so that a process
+/// outlives its terminal. They stay ignored. Where the system does not report it, hangups are left
+/// to the system.
 #[cfg(unix)]
 fn ignores_hangup() -> bool {
     const HANGUP: u64 = 1; // the lowest bit of the mask is signal 1

@@ -1,4 +1,5 @@
-//! `l2l train`: the library's `fit`, with signals that end it and a screen that shows it.
+//! `l2l train`: calls the library's `fit`, with signals that end the run and a screen that shows
+//! it.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -17,7 +18,7 @@ use super::progress::Screen;
 use super::signals::Signals;
 use super::{Ended, ObserveArguments, TrainArguments, fabric, output, say};
 
-/// A tokio runtime: a worker for the ring and for signals, beside the main thread.
+/// Makes a tokio runtime with one worker, for the ring and for signals, beside the main thread.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -92,7 +93,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
     outcome
 }
 
-/// Lets the first process collect this one's timeline. The run does not depend on it.
+/// Adds a timeline that the first process collects. The run goes on without it if there is no file.
 fn traced(prepared: Prepared) -> Prepared {
     match telemetry::Trace::unnamed() {
         Ok(trace) => prepared.trace(trace),
@@ -103,7 +104,7 @@ fn traced(prepared: Prepared) -> Prepared {
     }
 }
 
-/// What somebody who stopped a run may want to know.
+/// The message about a run that was stopped: how to resume it, or why that is impossible.
 fn how_to_go_on(config: &Config, file: Option<&Path>, step: u64) -> String {
     let keeps = config.checkpoint.directory.is_some() || config.eps.tier == EpsTier::File;
     match (keeps, file) {
@@ -121,8 +122,8 @@ fn how_to_go_on(config: &Config, file: Option<&Path>, step: u64) -> String {
     }
 }
 
-/// How a run ended. One that no signal stopped here was stopped by its reader, who went away; or
-/// with another process of the run, which a signal asked to end.
+/// The end of a run. A run can stop without a signal to this process: because nobody reads its
+/// output any more, or because another process of the run got a signal.
 fn ended(fitted: &Fitted, signals: &Signals) -> Ended {
     const TERMINATE: u8 = 15;
     match (fitted.end, signals.ended()) {
@@ -136,7 +137,7 @@ fn ended(fitted: &Fitted, signals: &Signals) -> Ended {
 struct Terminal {
     is_built_in: bool,
     config: Config,
-    /// Once the run has started.
+    /// The screen, once the run has started.
     screen: Option<Screen>,
     files: OutputFiles,
 }

@@ -1,9 +1,10 @@
-//! Who may ask the listener, and how many at once. What is refused is told what to do.
+//! The rules for requests to the listener, and for the number of connections. A refusal says how to
+//! ask instead.
 //!
-//! A browser lets a page read what comes from the page's own name. Whoever owns that name can have
-//! it point at 127.0.0.1 (DNS rebinding), and the page reads this run. Its requests still have the
-//! name in their `Host`: so the listener answers to a name only if the config lists it. An IP
-//! address points nowhere else, and nobody owns `localhost`.
+//! A browser lets a page read answers that come from the page's own name. The owner of that name
+//! can let it point at 127.0.0.1 (DNS rebinding), and then the page reads this run. Its requests
+//! still have the name in their `Host`. So the listener answers to a name only if the config lists
+//! it. An IP address cannot be pointed elsewhere, and nobody owns `localhost`.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -12,21 +13,22 @@ use hyper::header::HOST;
 use hyper::http::uri::Authority;
 use hyper::{Method, Request, StatusCode, Version};
 
-/// Connections at once, at most.
+/// The most connections at once.
 pub(super) const CONNECTIONS: usize = 128;
-/// Connections of one client, at most: no single client can hold them all.
+/// The most connections of one client, so that no client can hold them all.
 const OF_A_CLIENT: usize = CONNECTIONS / 4;
-/// Header lines of a request, at most: browsers send about 20.
+/// The most header lines of a request. Browsers send about 20.
 pub(super) const HEADERS: usize = 64;
-/// Bytes of a request's head, at most. The cookies of all of a browser's `localhost` are in it.
+/// The most bytes of a request's head. It has the cookies of all servers on a browser's
+/// `localhost`.
 pub(super) const HEAD_BYTES: usize = 16 << 10;
-/// Bytes of what a request asks for, at most: the longest that is here has 10.
+/// The most bytes of a request's path and query. The longest path here has 10.
 const TARGET_BYTES: usize = 1 << 10;
 
 /// The status and the text that a refused request gets.
 pub(super) type Refusal = (StatusCode, String);
 
-/// Whether a request is answered, by a listener that answers to these names.
+/// Refuses a request to a listener that answers to these names, or admits it.
 pub(super) fn admit<B: Body>(request: &Request<B>, names: &[String]) -> Result<(), Refusal> {
     check_host(request, names)?;
     let refuse = |status, text: String| Err((status, text));
@@ -55,7 +57,7 @@ fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Refusal> 
             Err(_) => return bad("the Host header is no text"),
         },
         (Some(_), Some(_)) => return bad("the request has several Host headers: send one"),
-        // Probes of HTTP/1.0 may do without. A browser always says whom it asks.
+        // Probes that speak HTTP/1.0 need no Host header. A browser always sends one.
         (None, _) if request.version() < Version::HTTP_11 => match authority {
             Some(authority) => authority,
             None => return Ok(()),
@@ -92,7 +94,8 @@ fn is_answered(name: &str, names: &[String]) -> bool {
     }
 }
 
-/// The client that an address stands for: of IPv6, the network that one host has to itself.
+/// The client that an address stands for. With IPv6 it is the network (/64), because one host can
+/// use all addresses of its network.
 pub(super) fn client(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (!0 << 64)).into(),
@@ -100,9 +103,10 @@ pub(super) fn client(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Which of the open connections, given by their clients and the oldest first, is closed for a new
-/// one of this client: the oldest of a client that has too many. So a new one is always accepted,
-/// and whoever asks at once is answered, whatever others hold open.
+/// The index of the open connection that is closed for a new one, if any: the oldest of a client
+/// that has too many. `open` has the clients of all connections, the oldest first. So a new
+/// connection is always accepted, and a client that asks at once is answered, whatever others hold
+/// open.
 pub(super) fn to_close(open: &[IpAddr], new: IpAddr) -> Option<usize> {
     let held = |client: IpAddr| open.iter().filter(|other| **other == client).count();
     let of = match held(new) {
@@ -131,7 +135,7 @@ mod tests {
         assert_eq!(to_close(&open, ip(2)), None, "others lose nothing");
     }
 
-    /// With all places taken, whoever has most of them loses one: not who has one.
+    /// With all places taken, the client with most of them loses one, and not a client with one.
     #[test]
     fn a_crowd_makes_room_for_one() {
         let mut open = vec![ip(9)];

@@ -1,5 +1,5 @@
-//! What `metrics.listen` and `metrics.file` ask for: a server for the run's metrics and live page,
-//! and a file for its last metrics. What cannot be opened is refused before anything is trained.
+//! The exporter opens the server of `metrics.listen` (metrics and the live page) and the file of
+//! `metrics.file` (the last metrics). If one cannot be opened, the run is refused before it trains.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -14,17 +14,18 @@ use crate::error::Error;
 /// How long a run that ended waits for a last scrape.
 const LAST_SCRAPE: Duration = Duration::from_secs(15);
 
-/// See the [module](self).
+/// The server and the file that a config asks for, both optional.
 pub(crate) struct Exporter {
     server: Option<Server>,
     file: Option<PathBuf>,
 }
 
 impl Exporter {
-    /// Opens what a config asks for, for the run of this name.
+    /// Opens the server and the file that a config asks for. `run` names the run.
     ///
     /// # Errors
-    /// The address is none, may not be listened on, or is taken; the file cannot be written.
+    /// `metrics.listen` is not an address, is public without `metrics.public`, or is taken; or the
+    /// file cannot be written.
     pub(crate) fn open(config: &MetricsConfig, run: &str) -> Result<Exporter, Error> {
         let address = config.listen.as_deref().map(|listen| address(listen, config.public));
         let address = address.transpose()?;
@@ -43,7 +44,7 @@ impl Exporter {
         Ok(Exporter { server, file: config.file.clone() })
     }
 
-    /// Whether the config asks for anything.
+    /// True if the config asks for the server or the file.
     pub(crate) fn is_active(&self) -> bool {
         self.server.is_some()
     }
@@ -53,7 +54,7 @@ impl Exporter {
         self.server.as_ref()?.address()
     }
 
-    /// The histograms, which need every operation.
+    /// The histograms, which have to hear of every operation.
     pub(crate) fn observer(&self) -> Option<Arc<dyn Observe>> {
         Some(self.server.as_ref()?.histograms())
     }
@@ -65,24 +66,24 @@ impl Exporter {
         }
     }
 
-    /// Writes the last metrics to `metrics.file`. Returns what went wrong if that fails: the run is
-    /// over.
+    /// Writes the last metrics to `metrics.file`. Returns a message if that fails: the run is over,
+    /// so it cannot fail any more.
     pub(crate) fn write_file(&self) -> Option<String> {
-        let (path, server) = (self.file.as_ref()?, self.server.as_ref()?);
-        let error = replace(path, &server.text()).err()?;
+        let path = self.file.as_ref()?;
+        let error = replace(path, &self.server.as_ref()?.text()).err()?;
         Some(format!("metrics.file {}: {error}", path.display()))
     }
 
-    /// What to tell whoever waits for the end of a run whose metrics were scraped, if they were.
+    /// The message that the run will wait for a last scrape, if its metrics were scraped.
     pub(crate) fn waits_for_last_scrape(&self) -> Option<String> {
         self.server.as_ref().filter(|server| server.was_scraped())?;
         let seconds = LAST_SCRAPE.as_secs();
         Some(format!("waits for a last scrape of the metrics, {seconds} s at most"))
     }
 
-    /// Waits until the end of a run has been scraped, however it ended, if its metrics were scraped
-    /// before: so that a run that ended is not taken for one that vanished. It blocks its thread
-    /// for 15 seconds at most.
+    /// Waits for one more scrape if the run's metrics were scraped before, however the run ended.
+    /// So a run that ended is not taken for one that vanished. Blocks the thread for 15 seconds at
+    /// most.
     pub(crate) fn wait_for_last_scrape(&self) {
         if let Some(server) = &self.server {
             server.linger(LAST_SCRAPE);

@@ -4,16 +4,16 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Checks that a file can be written, and leaves its content as it is.
+/// Checks that a file can be written, and does not change its content.
 pub(crate) fn may_write(path: &Path) -> io::Result<()> {
     OpenOptions::new().append(true).create(true).open(path).map(drop)
 }
 
-/// Checks that there is room for a text like this one beside a file, where [`replace`] writes
+/// Checks that there is room for a text of this length beside a file, where [`replace`] writes
 /// first.
 ///
 /// # Errors
-/// There is no room, or nothing can be written there.
+/// There is no room, or the folder cannot be written.
 pub fn has_room(path: &Path, like: &str) -> io::Result<()> {
     let beside = beside(&target(path));
     let written = write(&beside, like);
@@ -21,11 +21,11 @@ pub fn has_room(path: &Path, like: &str) -> io::Result<()> {
     written.and(removed)
 }
 
-/// Replaces a file's content as a whole, wherever a link leads: a reader sees the old content or
-/// the new. What is no regular file is written to.
+/// Replaces a file's content as a whole, also behind a symbolic link: a reader sees the old content
+/// or the new. A device or a pipe is written to.
 ///
 /// # Errors
-/// It cannot be written; then the old content is there still.
+/// The file cannot be written; its old content is kept.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let path = &target(path);
     if path.exists() && !path.is_file() {
@@ -41,7 +41,7 @@ pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     written.inspect_err(|_| _ = fs::remove_file(&beside))
 }
 
-/// What a path names, behind all links.
+/// The path behind all symbolic links.
 fn target(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_path_buf()) // there is nothing yet
 }
@@ -52,7 +52,8 @@ fn beside(path: &Path) -> PathBuf {
     beside.into()
 }
 
-/// Writes a file, and waits until it is on the disk: some disks say only then that they are full.
+/// Writes a file, and waits until it is on the disk: some disks report only then that they are
+/// full.
 fn write(path: &Path, text: &str) -> io::Result<()> {
     let mut file = File::create(path)?;
     file.write_all(text.as_bytes())?;

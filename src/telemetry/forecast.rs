@@ -1,5 +1,5 @@
-//! What a step of a config would take: its real schedule, run by the real actors in virtual time,
-//! each operation as long as rates say.
+//! Forecasts the time of a config's step: the real actors run its real schedule in virtual time,
+//! and rates give each operation its duration.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,24 +16,24 @@ use crate::hf::shape_of;
 use crate::models::{LayerSelection, Model};
 use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
 
-/// How fast lanes are. Times are in seconds, rates in bytes a second.
+/// The speed of each lane. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
-    /// By layer and phase: of one sequence.
+    /// Seconds of one sequence in a layer and a phase.
     compute: HashMap<(u32, Phase), f64>,
-    /// Blocks to the device, and gradients from it.
+    /// Of blocks to the device, and of gradients from it.
     pub(super) link: [f64; 2],
-    /// From device to device.
+    /// Of copies between devices.
     pub(super) peers: f64,
-    /// Boundaries to the device, and from it, when the stash is on the host.
+    /// Of boundaries to the device, and from it, when the stash is on the host.
     pub(super) boundaries: [f64; 2],
-    /// The same when the stash is on the device.
+    /// Of boundaries from the stash to the slots, and back, when the stash is on the device.
     pub(super) on_device: [f64; 2],
-    /// Of one sequence, on the host: gathers and losses.
+    /// Seconds of one sequence on the host lane: gathers and losses.
     host: f64,
-    /// Sums of gradients, and scatters.
+    /// Of sums of gradients, and of scatters.
     pub(super) reduce: f64,
-    /// Updates.
+    /// Of updates.
     pub(super) update: f64,
     /// Of the EPS's file.
     pub(super) file: f64,
@@ -41,13 +41,12 @@ pub struct Rates {
     pub(super) fabric: f64,
 }
 
-/// All phases.
 const PHASES: [Phase; 2] = [Phase::Forward, Phase::Backward];
 
-/// Bytes a second of a disk that nobody measured.
+/// Bytes a second of a disk that was not measured.
 const DISK: f64 = 1e9;
 
-/// The same of a fabric: 10 Gbit/s.
+/// Bytes a second of a fabric that was not measured: 10 Gbit/s.
 const FABRIC: f64 = 1.25e9;
 
 impl Rates {
@@ -57,26 +56,26 @@ impl Rates {
         self.compute.get(&(layer, phase)).copied()
     }
 
-    /// With a file on a disk of so many bytes a second.
+    /// Replaces the rate of the disk under the EPS's file, in bytes a second.
     #[must_use]
     pub fn with_disk(self, rate: f64) -> Rates {
         Rates { file: rate, ..self }
     }
 
-    /// With a fabric of so many bytes a second.
+    /// Replaces the rate of the fabric, in bytes a second.
     #[must_use]
     pub fn with_fabric(self, rate: f64) -> Rates {
         Rates { fabric: rate, ..self }
     }
 
-    /// Of a device of so many FLOP/s behind a link of so many bytes a second, beside a host whose
-    /// memory moves so many.
+    /// Derives all rates from three: `flops` of the device a second, and the bytes a second that
+    /// the `link` and the `host`'s memory move.
     pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
         let positions = config.sequence_length(&model.shape).unwrap_or(1) as f64;
         let emulated = config.flops_per_second().ok().flatten();
         let flops = match (emulated, config.device.kind) {
             (Some(emulated), _) => emulated,
-            // Devices of one processor share what it can do.
+            // Devices on one processor share its cores.
             (None, DeviceKind::Cpu) => flops / f64::from(config.devices()),
             (None, DeviceKind::Cuda) => flops,
         };
@@ -86,7 +85,7 @@ impl Rates {
         for layer in 1..model.parts.len() {
             for phase in PHASES {
                 let products = model.visit_flops(layer, phase, [positions as usize], save);
-                // What is read and written at least, in proportion to products.
+                // Each product reads and writes memory at least once, in proportion to its FLOPs.
                 let forward = model.visit_flops(layer, Phase::Forward, [positions as usize], save);
                 let moved = 2.0 * bytes * (products / forward.max(1.0)) / host;
                 let moved = if emulated.is_some() { 0.0 } else { moved };
@@ -107,18 +106,12 @@ impl Rates {
         }
     }
 
-    /// As slices of whole steps of this config came out; what is not among them, as `else_by` says.
+    /// Takes rates from the slices of whole steps of this config, and those that no slice shows
+    /// from `else_by`.
     pub fn measured(slices: &[Slice], config: &Config, plan: &Plan, else_by: Rates) -> Rates {
         let mut rates = else_by;
-        let time = |is: &dyn Fn(&Slice) -> bool| {
-            let of_kind = slices.iter().filter(|slice| is(slice));
-            of_kind.fold((0.0, 0.0, 0.0), |(seconds, bytes, count), slice| {
-                let more = (slice.took().as_secs_f64(), slice.bytes as f64);
-                (seconds + more.0, bytes + more.1, count + 1.0)
-            })
-        };
         let set = |rate: &mut f64, kind: WorkKind| {
-            let (seconds, bytes, _) = time(&|slice| slice.kind == kind);
+            let Sums { seconds, bytes, .. } = Sums::of(slices, &[kind]);
             if seconds > 0.0 && bytes > 0.0 {
                 *rate = bytes / seconds;
             }
@@ -135,46 +128,47 @@ impl Rates {
         if config.stash.place == StashPlace::Device {
             rates.boundaries = rates.link;
         }
-        let sequences = |slice: &Slice| {
-            let micro_batch = slice.micro_batch.map_or(0, |m| m as usize);
-            plan.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
-        };
-        let mut met: HashMap<(u32, Phase), (f64, f64)> = HashMap::new();
-        let mut hosts = (0.0, 0.0);
-        for slice in slices {
-            let took = slice.took().as_secs_f64();
-            match (slice.lane, slice.kind, slice.layer) {
-                (Lane::Compute, _, Some(layer)) => {
-                    let is_backward = slice.phase == Some("backward");
-                    let phase = if is_backward { Phase::Backward } else { Phase::Forward };
-                    let sum = met.entry((layer, phase)).or_default();
-                    *sum = (sum.0 + took, sum.1 + sequences(slice));
-                }
-                (_, SliceKind::Work(WorkKind::Gather), _) => {
-                    hosts = (hosts.0 + took, hosts.1 + sequences(slice))
-                }
-                _ => {}
-            }
-        }
-        for ((layer, phase), (took, count)) in met {
-            rates.compute.insert((layer, phase), took / count);
-        }
-        if hosts.1 > 0.0 {
-            rates.host = hosts.0 / hosts.1;
-        }
+        rates.measure_sequences(slices, plan);
         let block = plan.largest_gradient as f64 * size_of::<f32>() as f64;
         let reduces = &[WorkKind::Reduce, WorkKind::Scatter][..];
         let updates = &[WorkKind::Update][..];
         for (rate, kinds) in [(&mut rates.reduce, reduces), (&mut rates.update, updates)] {
-            let is_one = |slice: &Slice| kinds.iter().any(|&kind| slice.kind == kind);
-            let (seconds, _, count) = time(&is_one);
+            let Sums { seconds, operations, .. } = Sums::of(slices, kinds);
             if seconds > 0.0 {
-                *rate = count * block / seconds; // as if all blocks were as large as the largest
+                *rate = operations * block / seconds; // as if all blocks had the largest one's size
             }
         }
         rates
     }
 
+    /// Takes the seconds of one sequence, in each layer and on the host lane, from slices.
+    fn measure_sequences(&mut self, slices: &[Slice], plan: &Plan) {
+        let sequences = |slice: &Slice| {
+            let micro_batch = slice.micro_batch.map_or(0, |m| m as usize);
+            plan.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
+        };
+        let mut layers: HashMap<(u32, Phase), PerSequence> = HashMap::new();
+        let mut host = PerSequence::default();
+        for slice in slices {
+            match (slice.lane, slice.kind, slice.layer) {
+                (Lane::Compute, _, Some(layer)) => {
+                    let is_backward = slice.phase == Some("backward");
+                    let phase = if is_backward { Phase::Backward } else { Phase::Forward };
+                    layers.entry((layer, phase)).or_default().add(slice, sequences(slice));
+                }
+                (_, SliceKind::Work(WorkKind::Gather), _) => host.add(slice, sequences(slice)),
+                _ => {}
+            }
+        }
+        for ((layer, phase), sum) in layers {
+            self.compute.insert((layer, phase), sum.mean());
+        }
+        if host.sequences > 0.0 {
+            self.host = host.mean();
+        }
+    }
+
+    /// The duration of an operation.
     fn time(&self, operation: &Operation, on_device: bool) -> Duration {
         let plan = &operation.step().plan;
         let row = operation.work().row();
@@ -197,7 +191,7 @@ impl Rates {
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];
                 let all: u32 = plan.schedule.micro_batches.iter().sum();
-                self.host * f64::from(all) / visit.blocks.len() as f64
+                self.host * f64::from(all) / visit.blocks().len() as f64
             }
             (_, &Work::Gather { share: Share::MicroBatch(micro_batch), .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),
@@ -211,7 +205,45 @@ impl Rates {
     }
 }
 
-/// What takes longer than any run.
+/// Operations of some kinds, added up.
+#[derive(Default)]
+struct Sums {
+    seconds: f64,
+    bytes: f64,
+    operations: f64,
+}
+
+impl Sums {
+    fn of(slices: &[Slice], kinds: &[WorkKind]) -> Sums {
+        let mut sums = Sums::default();
+        for slice in slices.iter().filter(|slice| kinds.iter().any(|&kind| slice.kind == kind)) {
+            sums.seconds += slice.took().as_secs_f64();
+            sums.bytes += slice.bytes as f64;
+            sums.operations += 1.0;
+        }
+        sums
+    }
+}
+
+/// The time that operations took, and the sequences that they were for.
+#[derive(Default)]
+struct PerSequence {
+    seconds: f64,
+    sequences: f64,
+}
+
+impl PerSequence {
+    fn add(&mut self, slice: &Slice, sequences: f64) {
+        self.seconds += slice.took().as_secs_f64();
+        self.sequences += sequences;
+    }
+
+    fn mean(&self) -> f64 {
+        self.seconds / self.sequences
+    }
+}
+
+/// Stands for durations that are not finite; longer than any run.
 const ENDLESS: Duration = Duration::from_secs(1 << 32);
 
 /// A step in virtual time.
@@ -219,53 +251,57 @@ const ENDLESS: Duration = Duration::from_secs(1 << 32);
 pub struct Forecast {
     /// From the end of one step to the end of the next, once the ring is warm.
     pub seconds: f64,
-    /// That step.
+    /// The operations of that step.
     pub slices: Vec<Slice>,
-    /// All steps that were run for it, added up.
+    /// The sums over all steps that the forecast ran.
     pub tally: Tally,
-    /// How many devices there are.
+    /// The number of devices.
     pub devices: u32,
 }
 
-/// Steps that are run: the first finds the ring cold.
+/// Steps that a forecast runs. In the first the ring is cold.
 const STEPS: usize = 3;
 
 impl Forecast {
-    /// Seconds of that step in which a device's compute lane stood still, in the mean of devices.
+    /// Seconds of that step in which a compute lane was idle, the mean over the devices.
     pub fn exposed_seconds(&self) -> f64 {
         let busy = self.slices.iter().filter(|slice| slice.lane == Lane::Compute).map(Slice::took);
         let busy = busy.sum::<Duration>().as_secs_f64() / f64::from(self.devices);
         (self.seconds - busy).max(0.0)
     }
 
-    /// Of a config's step of the longest sequences, with the layers that a run begins with.
+    /// Forecasts a config's step of the longest sequences, with the layers that a run begins with.
     ///
     /// # Errors
-    /// The config's schedule, or its plan, cannot be.
+    /// There is no schedule or no plan for this config.
     pub fn of(config: &Config, model: &Model, rates: &Rates) -> Result<Forecast, Error> {
         Forecast::of_plan(config, model, &Plan::new(config, model, &config.update_rule())?, rates)
     }
 
-    /// The same of a plan of this config: that of one of several processes, for instance, of which
-    /// the others keep pace.
+    /// Forecasts a step of a plan for this config. The plan may be that of one of several
+    /// processes; then the others are taken to be as fast.
     ///
     /// # Errors
-    /// The config's schedule cannot be.
+    /// There is no schedule for this config.
     pub fn of_plan(
         config: &Config,
         model: &Model,
         plan: &Plan,
         rates: &Rates,
     ) -> Result<Forecast, Error> {
-        let (sequences, positions) = (config.step.batch, plan.positions);
-        let step = StepShape { sequences, positions, purpose: Purpose::Train };
+        let step = StepShape {
+            sequences: config.step.batch,
+            positions: plan.positions,
+            purpose: Purpose::Train,
+        };
         let begins_with = match config.model.max_layers {
             Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
             None => LayerSelection::default(),
         };
         let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
         let schedule = schedule_of(config, model, step)?;
-        let (rates, on_device) = (rates.clone(), plan.stash_on_device);
+        let rates = rates.clone();
+        let on_device = plan.stash_on_device;
         let run = virtual_time::run(
             ring_config(model, plan, None),
             move |operation| rates.time(operation, on_device),
@@ -281,8 +317,9 @@ impl Forecast {
                 Ok::<_, l2l_actors::RingError>(ends)
             },
         );
-        let (ended, records) =
-            run.map_err(|who| Error::system(format_args!("virtual time stood still: {who:?}")))?;
+        let (ended, records) = run.map_err(|actors| {
+            Error::system(format_args!("virtual time stood still: {actors:?}"))
+        })?;
         let ends = ended?;
         Ok(Forecast::of_records(&records, &ends, model.parts.len(), config.devices()))
     }
@@ -290,7 +327,8 @@ impl Forecast {
     fn of_records(records: &[Record], ends: &[Duration], layers: usize, devices: u32) -> Forecast {
         let ledger = Ledger::new(layers, devices, Vec::new());
         ledger.begins(Duration::ZERO, 0, true);
-        let (mut slices, mut resolved) = (Vec::new(), ends.iter().copied().peekable());
+        let mut slices = Vec::new();
+        let mut resolved = ends.iter().copied().peekable();
         for record in records {
             while let Some(end) = resolved.next_if(|&end| end < record.end) {
                 ledger.resolves(end);

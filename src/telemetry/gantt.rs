@@ -1,5 +1,5 @@
-//! A step as textbooks draw it: a row for each lane of each device, a bar for each operation, time
-//! to the right. As SVG.
+//! Draws a step as an SVG: a row for each lane of each device, a bar for each operation, and time
+//! to the right.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -13,7 +13,7 @@ const LEFT: f64 = 76.0;
 const ROW: f64 = 34.0;
 const TOP: f64 = 46.0;
 
-/// The colour of a layer among so many: its hue goes round once.
+/// The colour of one of `layers` layers. Their hues go round the colour circle once.
 fn colour(layer: Option<u32>, layers: u32, phase: Option<&str>) -> String {
     let Some(layer) = layer else { return "#888".into() };
     let hue = 360.0 * f64::from(layer) / f64::from(layers.max(1));
@@ -21,7 +21,8 @@ fn colour(layer: Option<u32>, layers: u32, phase: Option<&str>) -> String {
     format!("hsl({hue:.0} 65% {light}%)")
 }
 
-/// Draws slices under a title. Forward is light, backward dark; a layer has one hue.
+/// Draws slices under a title. Each layer has a hue, light in the forward pass and dark in the
+/// backward pass.
 pub fn draw(title: &str, slices: &[Slice]) -> String {
     let begin = slices.iter().map(|slice| slice.begin).min().unwrap_or_default();
     let end = slices.iter().map(|slice| slice.end).max().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What the values of each metric's labels can be.
+//! The values that the labels of each metric can have.
 
 use l2l_actors::work::Lane;
 
@@ -9,16 +9,16 @@ use crate::plan::{DEVICE_TERMS, HOST_TERMS};
 /// The values of a label.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LabelValues {
-    /// One of these.
+    /// The label has one of these values.
     Listed(Vec<&'static str>),
-    /// Others, as described here.
+    /// The label has other values, which this text describes.
     Described(&'static str),
 }
 
-/// What the values of a metric's label can be.
+/// The values that a metric's label can have.
 ///
 /// # Panics
-/// No metric of the list has such a label.
+/// If no metric of the list has this label.
 pub fn label_values(metric: &str, label: &str) -> LabelValues {
     use LabelValues::{Described, Listed};
     let lanes = |is_there: fn(Lane) -> bool| {

@@ -3,10 +3,10 @@
 //!
 //! The charge follows the chain of causes back. An operation begins when the last thing it needs
 //! has ended: the operation before it on its lane, an operation it waits on, or the one whose end
-//! moved an actor to queue it. A wait of the compute lane is covered, from its end to its
-//! beginning, by the operations of that chain. Each covers with its own lane; the time between the
-//! end of one and the begin of the next is the ring's own latency. So causes add up to the wait,
-//! and a slow update is charged even where an upload behind it came last.
+//! moved an actor to queue it. The operations of that chain cover a wait of the compute lane from
+//! its end to its beginning. Each covers the time in which it ran, and the cause is its lane. The
+//! time between the end of one and the begin of the next is the ring's own latency. So causes add
+//! up to the wait, and a slow update is charged even if the upload that waited for it ended last.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -32,23 +32,23 @@ struct Link {
     released_by: Option<u64>,
 }
 
-/// Links that are kept: a chain goes back within a wait.
+/// Links that are kept. They only have to reach back to the begin of a wait.
 const LINKS: usize = 1 << 12;
 
-/// Slices that are kept to look at.
+/// Slices that are kept for the live page and the report.
 const SLICES: usize = 1 << 15;
 
-/// Steps whose operations may still run.
+/// Steps of the ring whose operations may still run.
 const STEPS: usize = 4;
 
 struct Inner {
     tally: Tally,
     /// True from a training step's begin until it is resolved.
     runs: bool,
-    /// The last steps of the ring that do not train: what they do counts as outside.
+    /// The last steps of the ring that do not train. Their operations count as outside.
     others: VecDeque<u64>,
-    /// Of each device: all time of its compute lane before is accounted for, and the layer that was
-    /// computed last.
+    /// For each device, the time until which its compute lane is accounted for, and the layer that
+    /// it computed last.
     standing: Vec<(Duration, usize)>,
     /// The operation that ended last.
     last: Option<u64>,
@@ -60,12 +60,12 @@ struct Inner {
 /// Adds up slices as they end: times by lane, by layer, and waits of the compute lane by cause.
 pub struct Ledger {
     inner: Mutex<Inner>,
-    /// With whether they are still told: one that panicked is not.
+    /// Each with a flag that is true until the observer panics. Then it hears nothing more.
     observers: Vec<(Arc<dyn Observe>, AtomicBool)>,
 }
 
 impl Ledger {
-    /// Of so many layers and devices; each slice is handed on to the observers.
+    /// Makes a ledger for a model of `layers` layers, which hands each slice on to the observers.
     pub fn new(layers: usize, devices: u32, observers: Vec<Arc<dyn Observe>>) -> Ledger {
         let layers = vec![LayerTally::default(); layers];
         let count = devices.max(1) as usize;
@@ -77,7 +77,7 @@ impl Ledger {
             standing: vec![(Duration::ZERO, 0); count],
             last: None,
             links: vec![Link::default(); LINKS],
-            recent: VecDeque::with_capacity(SLICES), // nothing grows while a run is on its way
+            recent: VecDeque::with_capacity(SLICES), // a run allocates at its start alone
             kept_all: true,
         };
         let observers = observers.into_iter().map(|observer| (observer, AtomicBool::new(true)));
@@ -89,8 +89,9 @@ impl Ledger {
         self.inner.lock().expect("nothing panics inside")
     }
 
-    /// A step of the ring begins: until now, nothing was asked of the compute lane. What does not
-    /// train (a look at what was kept aside, a sample) is told to observers, and counts as outside.
+    /// Notes that a step of the ring begins: until now, the compute lane had nothing to do.
+    /// Observers hear of steps that do not train (validation, generation), and these count as
+    /// outside.
     pub fn begins(&self, now: Duration, step: u64, trains: bool) {
         let mut inner = self.lock();
         inner.rest(now);
@@ -103,12 +104,13 @@ impl Ledger {
         }
     }
 
-    /// A step is resolved: what it had to wait for behind its last kernel is charged, too.
+    /// Notes that a step is resolved, and charges the wait behind its last kernel, too.
     pub fn resolves(&self, now: Duration) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.runs) {
             for device in 0..inner.standing.len() {
-                let (last, (_, layer)) = (inner.last, inner.standing[device]);
+                let last = inner.last;
+                let (_, layer) = inner.standing[device];
                 inner.charge(device, now, last, layer);
                 inner.account(device, now);
             }
@@ -117,32 +119,32 @@ impl Ledger {
         }
     }
 
-    /// An operation ended.
+    /// Adds up an operation that ended.
     pub fn heard(&self, slice: &Slice) {
         self.lock().take(slice);
         self.tell(|observer| observer.heard(slice));
     }
 
-    /// The run stood still for a checkpoint.
+    /// Adds a time in which the run waited for a checkpoint.
     pub fn waited_for_checkpoint(&self, waited: Duration) {
         self.lock().tally.checkpoints += waited;
     }
 
-    /// A training step ended.
+    /// Tells observers that a training step ended.
     pub fn stepped(&self, report: &StepReport) {
         self.tell(|observer| observer.stepped(report));
     }
 
     fn tell(&self, what: impl Fn(&dyn Observe)) {
         for (observer, is_told) in self.observers.iter().filter(|(_, told)| told.load(Relaxed)) {
-            // Whatever becomes of an observer, the model is not to suffer.
+            // An observer that panics must not end the run.
             if catch_unwind(AssertUnwindSafe(|| what(&**observer))).is_err() {
                 is_told.store(false, Relaxed);
             }
         }
     }
 
-    /// Everything so far, and the time outside steps until now.
+    /// All sums so far, with the time outside steps until now.
     pub fn tally(&self, now: Duration) -> Tally {
         let inner = self.lock();
         let mut tally = inner.tally.clone();
@@ -152,17 +154,17 @@ impl Ledger {
         tally
     }
 
-    /// True while no slice had to make room for another.
+    /// True while no slice had to be dropped for a newer one.
     pub fn kept_all(&self) -> bool {
         self.lock().kept_all
     }
 
-    /// Slices of the last training steps, at most so many steps.
+    /// The slices of the last training steps, at most `steps` of them.
     pub fn recent(&self, steps: u64) -> Vec<Slice> {
         let inner = self.lock();
         let newest = inner.recent.back().map_or(0, |slice| slice.step);
-        // A step's updates may end among the next one's operations: a step more is looked through,
-        // and no further, for lanes wait for this.
+        // Updates of a step may end among the operations of the next, so the search goes one step
+        // further back. It ends there, because lanes wait for the lock meanwhile.
         let within = |slice: &&Slice, steps: u64| slice.step.saturating_add(steps) > newest;
         let late =
             inner.recent.iter().rev().take_while(|slice| within(slice, steps.saturating_add(1)));
@@ -174,13 +176,13 @@ impl Ledger {
 }
 
 impl Inner {
-    /// Nothing was asked of the compute lane until now.
+    /// Counts the time until now as outside steps: the compute lanes had nothing to do.
     fn rest(&mut self, now: Duration) {
         self.tally.outside += self.rested(now);
         (0..self.standing.len()).for_each(|device| self.account(device, now));
     }
 
-    /// Time until now that is not accounted for, in the mean of devices.
+    /// Time until now that is not accounted for, the mean over the devices.
     fn rested(&self, now: Duration) -> Duration {
         let rested = |&(accounted, _): &(Duration, usize)| now.saturating_sub(accounted);
         self.standing.iter().map(rested).sum::<Duration>() / self.standing.len() as u32
@@ -244,7 +246,7 @@ impl Inner {
         of_layer.visits[usize::from(slice.phase == Some("backward"))][column] += took;
     }
 
-    /// Charges the standstill of a device's compute lane until `end`, which `released_by` ended.
+    /// Charges the wait of a device's compute lane until `end`. Operation `released_by` ended it.
     fn charge(&mut self, device: usize, end: Duration, mut released_by: Option<u64>, layer: usize) {
         let (begin, _) = self.standing[device];
         let devices = self.standing.len() as u32;
@@ -316,7 +318,7 @@ mod tests {
         }
     }
 
-    /// An upload of one second that had to wait for an update of six: the update is to blame.
+    /// An upload of one second had to wait for an update of six: the update is charged.
     #[test]
     fn a_wait_is_charged_along_the_chain_of_causes() {
         let ledger = Ledger::new(1, 1, Vec::new());
@@ -328,9 +330,9 @@ mod tests {
         ledger.heard(&slice(3, Lane::Compute, 11, 12, Some(2)));
         ledger.heard(&slice(4, Lane::Download, 12, 14, Some(3)));
         ledger.resolves(at(15));
-        ledger.begins(at(18), 1, false); // a look
-        let look = Slice { step: 1, ..slice(5, Lane::Compute, 18, 19, Some(4)) };
-        ledger.heard(&look);
+        ledger.begins(at(18), 1, false); // a validation
+        let validation = Slice { step: 1, ..slice(5, Lane::Compute, 18, 19, Some(4)) };
+        ledger.heard(&validation);
         ledger.resolves(at(19));
         let tally = ledger.tally(at(20));
         let of = |cause: WaitCause| tally.waited[cause as usize].as_secs();
@@ -343,7 +345,7 @@ mod tests {
         assert_eq!(tally.layers[0].updates, 1);
     }
 
-    /// What is no longer known is the ring's.
+    /// A wait whose causes are no longer kept is charged to the ring.
     #[test]
     fn a_chain_may_break() {
         let ledger = Ledger::new(1, 1, Vec::new());
@@ -383,7 +385,7 @@ mod tests {
 
     impl Observe for Fragile {
         fn heard(&self, _: &Slice) {
-            panic!("an observer of somebody's");
+            panic!("an application's observer");
         }
     }
 

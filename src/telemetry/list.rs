@@ -1,15 +1,16 @@
-//! The one list of metrics: exporter, table, dashboards and tests are made from it.
+//! The one list of metrics. The exporter and METRICS.md are made from it, and a test compares the
+//! dashboards, rules and alerts with it.
 
 use super::{DeviceView, RunView, State};
 
-/// What a metric is.
+/// The kind of a metric, as Prometheus distinguishes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetricKind {
-    /// Only grows.
+    /// A number that only grows.
     Counter,
-    /// Goes up and down.
+    /// A number that goes up and down.
     Gauge,
-    /// Observations by size.
+    /// The number of observations up to each size.
     Histogram,
 }
 
@@ -20,18 +21,18 @@ impl MetricKind {
     }
 }
 
-/// What a metric's value is in.
+/// The unit of a metric's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// How many.
+    /// A number of things.
     Count,
     /// Seconds.
     Seconds,
     /// Bytes.
     Bytes,
-    /// A share, 1 being all.
+    /// A share: 1 is all.
     Ratio,
-    /// Nothing that has a name.
+    /// A number without a unit.
     None,
 }
 
@@ -40,15 +41,15 @@ pub enum Unit {
 pub struct Metric {
     /// Its name.
     pub name: &'static str,
-    /// What it is.
+    /// Its kind.
     pub kind: MetricKind,
-    /// What its value is in.
+    /// The unit of its value.
     pub unit: Unit,
     /// Its labels, beside `run`.
     pub labels: &'static [&'static str],
     /// Upper bounds of a histogram's buckets.
     pub buckets: &'static [f64],
-    /// What it says.
+    /// The help text that Prometheus gets.
     pub help: &'static str,
 }
 
@@ -56,7 +57,7 @@ impl Metric {
     /// The metric of this name.
     ///
     /// # Panics
-    /// There is none.
+    /// If no metric of the list has this name.
     pub fn named(name: &str) -> &'static Metric {
         let found = METRICS.iter().find(|metric| metric.name == name);
         found.unwrap_or_else(|| panic!("{name} is not on the list of metrics"))
@@ -84,7 +85,7 @@ const fn gauge(
     Metric { name, kind: MetricKind::Gauge, unit, labels, buckets: &[], help }
 }
 
-/// All of them.
+/// All metrics.
 #[rustfmt::skip]
 pub const METRICS: &[Metric] = &[
     counter("l2l_visit_seconds_total", Unit::Seconds, &["layer", "phase", "lane"],
@@ -102,7 +103,7 @@ pub const METRICS: &[Metric] = &[
         "Time that a lane was busy with training, the sum of all devices"),
     counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["waited_for"],
         "Time in which the compute lane was idle, by the lane that it waited \
-         for, in the mean of devices. `devices`: kernels of other devices; \
+         for, the mean over the devices. `devices`: kernels of other devices; \
          `ring`: the latency of the actors. \
          Between training steps: `checkpoint`, and `outside` for the rest"),
     counter("l2l_device_lane_seconds_total", Unit::Seconds, &["device", "lane"],
@@ -111,13 +112,13 @@ pub const METRICS: &[Metric] = &[
         "Time in which a device's compute lane was idle within training steps, \
          by the lane that it waited for"),
     gauge("l2l_rank_step", Unit::Count, &["rank"],
-        "Training steps that a rank has done. Metrics of ranks are those of a \
-         run with several, and up to a second old"),
+        "Training steps that a rank has done. Only runs with several ranks have \
+         the metrics of ranks, which are up to a second old"),
     counter("l2l_rank_lane_seconds_total", Unit::Seconds, &["rank", "lane"],
         "Time that a rank's lane was busy with training, the sum of its devices"),
     counter("l2l_rank_wait_seconds_total", Unit::Seconds, &["rank", "waited_for"],
         "Time in which a rank's compute lane was idle within training steps, by \
-         the lane that it waited for, in the mean of its devices"),
+         the lane that it waited for, the mean over its devices"),
     counter("l2l_fabric_bytes_total", Unit::Bytes, &["rank", "direction"],
         "Bytes that a rank sent to other ranks (`sent`) and received from them \
          (`received`)"),
@@ -135,8 +136,8 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_device_memory_bytes", Unit::Bytes, &["device", "kind"],
         "Highest use of device memory so far"),
     gauge("l2l_device_memory_budget_bytes", Unit::Bytes, &["device"],
-        "Device memory that may be used: the ceiling, or else what was free at \
-         the start"),
+        "Device memory that may be used: the ceiling, or else the memory that \
+         was free at the start"),
     gauge("l2l_host_memory_bytes", Unit::Bytes, &["kind"],
         "Host memory in use, by its holder in the plan"),
     gauge("l2l_step", Unit::Count, &[],
@@ -157,7 +158,7 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_validation_loss", Unit::None, &[],
         "Loss of the last validation"),
     gauge("l2l_validation_metric", Unit::None, &["set", "metric"],
-        "What the last validation of each set found, by metric: loss, perplexity, accuracy, ..."),
+        "Values of the last validation of each set, by metric: loss, perplexity, accuracy, ..."),
     gauge("l2l_grad_norm", Unit::None, &[],
         "Gradient norm of the last step, before clipping"),
     gauge("l2l_loss_scale", Unit::None, &[],
@@ -207,8 +208,8 @@ pub const METRICS: &[Metric] = &[
         "Threads of the process"),
 ];
 
-/// Calls `report` for every series of a run but its histograms: with the metric, the values of its
-/// labels, and its own value.
+/// Calls `report` with the metric, the values of its labels and its value, for every series of a
+/// run except those of histograms.
 pub fn samples(view: &RunView, mut report: impl FnMut(&'static Metric, &[&str], f64)) {
     let report = &mut |name: &str, labels: &[&str], value: f64| {
         report(Metric::named(name), labels, value);
@@ -221,7 +222,7 @@ pub fn samples(view: &RunView, mut report: impl FnMut(&'static Metric, &[&str], 
     samples_of_process(report);
 }
 
-/// Receives a metric's name, the values of its labels, and its own value.
+/// A function of a metric's name, the values of its labels, and its value.
 type Report<'r> = dyn FnMut(&str, &[&str], f64) + 'r;
 
 fn samples_of_layers(view: &RunView, report: &mut Report<'_>) {
@@ -296,7 +297,7 @@ fn samples_of_ranks(view: &RunView, report: &mut Report<'_>) {
 }
 
 fn samples_of_memory(view: &RunView, report: &mut Report<'_>) {
-    // Each device has as much as the one that used most.
+    // The peaks are those of the device that used most, and each device has as much.
     for DeviceView { name, .. } in &view.devices {
         for memory in &view.device_memory {
             report("l2l_device_memory_bytes", &[name, memory.kind], memory.used as f64);

@@ -1,6 +1,6 @@
 //! The run's log: every event as a JSON line in `log.file`, and its numbers in `log.tensorboard`.
 //!
-//! A log that can no longer be written ends there, and says so. Training does not stop for it.
+//! A file that can no longer be written ends there, with a warning. Training goes on.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -12,7 +12,7 @@ use super::tensorboard::EventFile;
 use crate::config::LogConfig;
 use crate::error::Error;
 
-/// The run's log: every event, as a JSON line and for TensorBoard.
+/// The files of a run's events: JSON lines, and an event file of TensorBoard.
 pub struct EventLog {
     lines: Option<File>,
     board: Option<EventFile>,
@@ -38,7 +38,7 @@ impl EventLog {
         Ok(EventLog { lines: lines.transpose()?, board: board.transpose()? })
     }
 
-    /// Writes an event. Returns what is lost: each file that ends here because it cannot be
+    /// Writes an event. Returns a warning for each file that ends here because it cannot be
     /// written.
     pub fn write(&mut self, event: &Value) -> Vec<String> {
         let mut warnings = Vec::new();

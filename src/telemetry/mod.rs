@@ -1,4 +1,4 @@
-//! Telemetry: operations measured on the lanes, summed once, shown in many ways.
+//! Telemetry: the lanes measure each operation, a ledger sums once, and many views show the sums.
 //!
 //! ```text
 //!  lanes ──▶ Slice ──▶ Ledger ──▶ Tally ─┐
@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Each operation becomes a [`Slice`] as it ends, and the ledger adds it up. A program takes a
-//! [`RunView`] of the run through its [`Watch`]. Training never waits for those who look.
+//! [`RunView`] of the run through its [`Watch`]. Reading telemetry never delays a lane.
 
 #[cfg(feature = "prometheus")]
 mod door;

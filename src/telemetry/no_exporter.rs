@@ -1,4 +1,4 @@
-//! What `metrics.listen` and `metrics.file` ask for, without the feature `prometheus`: a refusal.
+//! The exporter without the feature `prometheus`: it refuses `metrics.listen` and `metrics.file`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use super::{Observe, Watch};
 use crate::config::MetricsConfig;
 use crate::error::Error;
 
-/// Exports nothing.
+/// An exporter that exports nothing.
 pub(crate) struct Exporter;
 
 impl Exporter {

@@ -15,11 +15,11 @@ use crate::machine;
 
 const TEXT: &str = include_str!("page.html");
 
-/// The page, with its policy in it.
+/// The page, with its policy filled in.
 static PAGE: LazyLock<String> = LazyLock::new(|| TEXT.replacen("{policy}", policy(), 1));
 
-/// What a browser lets the page do: run this script, use this style, and ask its own server. Text
-/// of a run that got into the page as markup could do nothing.
+/// The content security policy: a browser lets the page run this script, use this style and ask its
+/// own server. So text of a run that got into the page as markup could do nothing.
 pub(super) fn policy() -> &'static str {
     static POLICY: LazyLock<String> = LazyLock::new(|| {
         let hash = |begin, end| {
@@ -27,7 +27,8 @@ pub(super) fn policy() -> &'static str {
             let (text, _) = text.split_once(end).expect("it ends");
             base64(&Sha256::digest(text))
         };
-        let (script, style) = (hash("<script>", "</script>"), hash("<style>", "</style>"));
+        let script = hash("<script>", "</script>");
+        let style = hash("<style>", "</style>");
         format!(
             "default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; \
              connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -78,7 +79,7 @@ impl Report {
         Ok(Report { path })
     }
 
-    /// Writes the run as it is now, with one typical step, and the config it was made from.
+    /// Writes a view of the run, with the slices of one typical step, and its config.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -105,7 +106,7 @@ impl Report {
 fn page_of(view: &RunView, tables: &[(&str, Value)]) -> String {
     let more = tables.iter().map(|(title, value)| json!([title, value])).collect::<Value>();
     let data = json!({ "view": view, "more": more }).to_string();
-    // No text in it can end the script that holds it.
+    // Without `<`, no text in the data can end the script element around it.
     let data = data.replace('<', "\\u003c");
     let embedded = PLACE.replace("></", &format!(">{data}</"));
     PAGE.replacen(PLACE, &embedded, 1)
@@ -125,8 +126,8 @@ mod tests {
         assert_eq!(base64(&[0xff, 0xfe, 0xfd]), "//79");
     }
 
-    /// A browser computes the hash of what is between the tags: there is one of each, and nothing
-    /// that the policy would block.
+    /// A browser hashes the text between the tags. So there is one of each, and no markup that the
+    /// policy would block.
     #[test]
     fn the_page_keeps_its_policy() {
         assert_eq!(live().matches("<script>").count(), 1);

@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 use super::{Slice, SliceKind};
 use crate::fabric::{ClockOffset, Rank};
 
-/// Which of several ranks a timeline is of, and how its clock differs from the first rank's.
+/// The rank that a timeline belongs to, and the offset of its clock from the first rank's.
 pub(super) type Place = (Rank, ClockOffset);
 
-/// The numbers of threads, and of arrows, that each rank has for its own.
+/// Each rank numbers its threads and arrows from a multiple of these.
 const THREADS: u64 = 1 << 12;
 const ARROWS: u64 = 1 << 32;
 
@@ -21,17 +21,17 @@ const ARROWS: u64 = 1 << 32;
 pub(super) struct Events {
     rank: u64,
     clock: ClockOffset,
-    /// Rows that have a name, beside those that are always there.
+    /// Rows that have a name, besides those of lanes that every run has.
     named: BTreeSet<(Lane, Option<u8>)>,
-    /// Arrows that have begun, by block: of its upload to its first use, and of its gradient to
-    /// its update.
+    /// Arrows that have begun, by block: from its upload to its first use, and from its gradient
+    /// to its update.
     uploads: HashMap<u32, u64>,
     gradients: HashMap<u32, u64>,
     next_arrow: u64,
 }
 
 impl Events {
-    /// Of a rank, or of the only process.
+    /// Begins the events of a rank; without a place, of the only process.
     pub(super) fn new(place: Option<Place>) -> Events {
         let (rank, clock) = place.unwrap_or_default();
         let rank = u64::from(rank);
@@ -50,14 +50,15 @@ impl Events {
         1 + self.rank
     }
 
-    /// A row's thread: none is that of its process, which viewers take for its main one. The lanes
-    /// of the host and of the first device come first, then those of each other device.
+    /// The number of a row's thread. It differs from the process's number, which viewers take for
+    /// the main thread. The lanes of the host and of the first device come first, then those of
+    /// each other device.
     fn thread(&self, lane: Lane, device: Option<u8>) -> u64 {
         let row = lane as usize + Lane::ALL.len() * usize::from(device.unwrap_or_default());
         self.rank * THREADS + 2 + row as u64
     }
 
-    /// The events that name the process and the rows that are always there.
+    /// The events that name the process and the rows that every run has.
     pub(super) fn head(&self, name: &str) -> Vec<Value> {
         let mut events = vec![self.about("process_name", json!({ "name": name }))];
         if self.rank > 0 {
@@ -87,8 +88,11 @@ impl Events {
             Some(device) => format!("{} of device {device}", lane.name()),
             None => lane.name().to_string(),
         };
-        let (name, order) = (json!({ "name": name }), json!({ "sort_index": tid }));
-        [("thread_name", name), ("thread_sort_index", order)].map(|(what, args)| {
+        let names = [
+            ("thread_name", json!({ "name": name })),
+            ("thread_sort_index", json!({ "sort_index": tid })),
+        ];
+        names.map(|(what, args)| {
             let mut event = self.about(what, args);
             event["tid"] = json!(tid);
             event
@@ -100,8 +104,8 @@ impl Events {
         (time.as_nanos() as i64 + self.clock.nanos) as f64 / 1e3
     }
 
-    /// The events of a slice: itself, the arrows that begin or end there, and before them its row's
-    /// name, if it is the first there.
+    /// The events of a slice: the slice itself, and the arrow that begins or ends there. The first
+    /// slice of a row without a name is preceded by the name.
     pub(super) fn of(&mut self, slice: &Slice) -> Vec<Value> {
         let mut events = Vec::new();
         let other = slice.device.filter(|&device| device > 0);
@@ -109,7 +113,8 @@ impl Events {
         if !is_named && self.named.insert((slice.lane, other)) {
             events.extend(self.row_names(slice.lane, other));
         }
-        let (pid, tid) = (self.process(), self.thread(slice.lane, slice.device));
+        let pid = self.process();
+        let tid = self.thread(slice.lane, slice.device);
         let name = match (slice.layer, slice.micro_batch) {
             (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind.name()),
             (Some(layer), None) => format!("{} {layer}", slice.kind.name()),

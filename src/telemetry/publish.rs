@@ -1,4 +1,4 @@
-//! A run's metrics, told to a recorder of the `metrics` crate: any application's own, or ours.
+//! Gives a run's metrics to a recorder of the `metrics` crate: an application's own, or ours.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::engine::StepReport;
 
 static METADATA: Metadata<'static> = Metadata::new("l2l", Level::INFO, Some("l2l"));
 
-/// Tells a recorder what each metric means. Once, before anything is published.
+/// Gives a recorder the description of each metric. To be called once, before [`publish`].
 pub fn describe(recorder: &dyn Recorder) {
     for metric in METRICS {
         let name = KeyName::from_const_str(metric.name);
@@ -33,8 +33,8 @@ pub fn describe(recorder: &dyn Recorder) {
 }
 
 impl Metric {
-    /// Counters of the `metrics` crate are whole numbers. What counts seconds is told as a gauge
-    /// that only grows; our own listener names it a counter to Prometheus.
+    /// True for counters of whole numbers, which are counters of the `metrics` crate. A counter of
+    /// seconds is a gauge there; our own listener calls it a counter when Prometheus asks.
     pub(super) fn counts_whole(&self) -> bool {
         self.unit != Unit::Seconds
     }
@@ -47,7 +47,7 @@ impl Metric {
     }
 }
 
-/// Tells a recorder all of a run but its histograms. Whenever somebody is about to look.
+/// Sets all metrics of a run but its histograms. To be called before the recorder is read.
 pub fn publish(view: &RunView, recorder: &dyn Recorder) {
     samples(view, |metric, labels, value| {
         let key = metric.key(&view.run, labels);
@@ -60,14 +60,14 @@ pub fn publish(view: &RunView, recorder: &dyn Recorder) {
     });
 }
 
-/// Tells a recorder how long each operation and each step took, as they end.
+/// Gives a recorder the time of each operation and of each step, as they end.
 pub struct Histograms {
     lanes: [metrics::Histogram; Lane::ALL.len()],
     steps: metrics::Histogram,
 }
 
 impl Histograms {
-    /// Of a run of this name.
+    /// Makes the histograms of the run `run`.
     pub fn new(run: &str, recorder: &dyn Recorder) -> Arc<Histograms> {
         let operation = Metric::named("l2l_operation_seconds");
         let of_track = |track: Lane| {

@@ -1,4 +1,4 @@
-//! What each rank of a run did so far, as it reports it to the others with its beats.
+//! The work of each rank of a run so far. A rank reports it to the others with its heartbeats.
 
 use l2l_actors::work::Lane;
 use serde::Serialize;
@@ -7,35 +7,36 @@ use super::{WaitCause, Watch};
 use crate::fabric::{NUMBERS, Numbers};
 use crate::machine;
 
-/// What one rank did so far. Other ranks' numbers are a second old, and final after the run's end.
+/// The work of one rank so far. The numbers of other ranks are up to a second old, and final after
+/// the run's end.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RankView {
     /// The rank.
     pub rank: u32,
     /// Training steps done.
     pub step: u64,
-    /// Seconds that each lane worked, the sum of the rank's devices. Lanes that not every run has
-    /// are there if they worked.
+    /// Seconds that each lane worked, the sum over the rank's devices. A lane that not every run
+    /// has is there if it worked.
     pub lanes: Vec<(&'static str, f64)>,
-    /// Seconds that its compute lane waited within steps, by cause, in the mean of its devices.
+    /// Seconds that its compute lane waited within steps, by cause, the mean over its devices.
     pub waited: Vec<(&'static str, f64)>,
     /// Bytes it sent to other ranks.
     pub sent_bytes: u64,
     /// Bytes it received from other ranks.
     pub received_bytes: u64,
-    /// Bytes of its process that are in memory.
+    /// Resident bytes of its process.
     pub resident_bytes: u64,
     /// The highest use of device memory.
     pub device_bytes: u64,
 }
 
-/// Numbers of a report before those of lanes and causes.
+/// The numbers of a report that come before those of lanes and causes.
 const COUNTS: usize = 5;
 
 const _: () = assert!(COUNTS + Lane::ALL.len() + WaitCause::ALL.len() <= NUMBERS);
 
 impl RankView {
-    /// Of a rank that reported these [`numbers`](Watch::numbers).
+    /// The view of a rank that reported these [`numbers`](Watch::numbers).
     fn of(rank: u32, numbers: &Numbers) -> RankView {
         let [step, sent, received, resident, device] = std::array::from_fn(|nth| numbers[nth]);
         let (lanes, waited) = numbers[COUNTS..].split_at(Lane::ALL.len());
@@ -55,7 +56,7 @@ impl RankView {
 }
 
 impl Watch {
-    /// What this rank reports of itself.
+    /// The report of this rank.
     pub(crate) fn numbers(&self) -> Numbers {
         let tally = self.tally();
         let step = self.status().step();
@@ -71,7 +72,7 @@ impl Watch {
         numbers
     }
 
-    /// All ranks that have reported, in order. Empty for a run of one process.
+    /// The views of all ranks that have reported, in order. Empty for a run of one process.
     pub(super) fn ranks(&self) -> Vec<RankView> {
         let Some(reports) = &self.0.reports else { return Vec::new() };
         let mut all = reports.last();

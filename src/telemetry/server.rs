@@ -1,8 +1,8 @@
 //! A server in the process: metrics for Prometheus, the live page, and health checks.
 //!
-//! All of it is on one thread of its own, which also keeps the recorder small; training never waits
-//! for it. Clients that send nothing, or never read, hold one of a few connections for a while, and
-//! lose it when others ask ([`door`]).
+//! It runs on one thread of its own, which also keeps the recorder small. Training never waits for
+//! it. A client that sends nothing, or never reads, holds one of a few connections for a while, and
+//! loses it when others ask ([`door`]).
 
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -26,17 +26,17 @@ use tokio::task::AbortHandle;
 
 use super::{Histograms, METRICS, MetricKind, State, Watch, describe, door, live, page, publish};
 
-/// What a client may take to say what it wants.
+/// The time that a client has to send its request.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// What a connection, which is for one answer, may take in all.
+/// The time that a connection has in all. It is for one answer.
 const LIFETIME: Duration = Duration::from_secs(5);
-/// Between two times that the recorder is kept small.
+/// The time between two clean-ups of the recorder.
 const UPKEEP: Duration = Duration::from_secs(1);
-/// Steps that the live page shows, and slices of them.
+/// The most steps that the live page shows, and the most slices of them.
 const STEPS: u64 = 2;
 const SLICES: usize = 4096;
 
-/// A recorder with the buckets of the list.
+/// Makes a recorder with the buckets of the list.
 pub fn recorder() -> PrometheusRecorder {
     let mut builder = PrometheusBuilder::new();
     for metric in METRICS.iter().filter(|metric| metric.kind == MetricKind::Histogram) {
@@ -48,7 +48,7 @@ pub fn recorder() -> PrometheusRecorder {
     recorder
 }
 
-/// Serves a run. Dropped, it stops.
+/// Serves a run until it is dropped.
 pub struct Server {
     shared: Arc<Shared>,
     histograms: Arc<Histograms>,
@@ -65,23 +65,24 @@ struct Shared {
     scraped: Condvar,
 }
 
-/// Which answers with metrics have been sent, to the last byte.
+/// The answers with metrics that have been sent, to the last byte.
 #[derive(Default)]
 struct Scrapes {
     any: bool,
-    /// Somebody waits for one more.
+    /// True once the end of the run waits for one more.
     awaited: bool,
-    /// One was made and sent while somebody waited for it.
+    /// True once one was made and sent after that.
     last: bool,
 }
 
 impl Server {
-    /// Listens, if there is an address, for a run of this name. What is there to see comes later.
-    /// Requests that name another host than an IP address, `localhost` or one of `hosts` are
-    /// refused: a site whose name points here could read the run (DNS rebinding).
+    /// Starts the server of the run `run`, which listens if there is an address. The run's view is
+    /// given later ([`show`](Server::show)). Requests that name another host than an IP address,
+    /// `localhost` or one of `hosts` are refused: a site whose name points here could read the run
+    /// (DNS rebinding).
     ///
     /// # Errors
-    /// It cannot listen there.
+    /// It cannot listen at the address, or cannot start its thread.
     pub fn start(
         address: Option<SocketAddr>,
         hosts: &[String],
@@ -114,28 +115,28 @@ impl Server {
         Ok(Server { shared, histograms, address, _stop: stop })
     }
 
-    /// Where it listens.
+    /// The address that it listens at.
     pub fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
-    /// What is to hear of every operation.
+    /// The histograms, an observer that has to hear of every operation.
     pub fn histograms(&self) -> Arc<Histograms> {
         self.histograms.clone()
     }
 
-    /// Shows this run. A server shows one: of further ones nothing is seen.
+    /// Shows this run. A server shows one run, and ignores further ones.
     pub fn show(&self, watch: Watch) {
-        _ = self.shared.watch.set(watch); // the first is shown
+        _ = self.shared.watch.set(watch);
     }
 
-    /// Whether anybody has been sent the metrics.
+    /// True once the metrics have been sent to a client.
     pub fn was_scraped(&self) -> bool {
         self.shared.scrapes().any
     }
 
-    /// Waits until the metrics as they are from now on have been sent to somebody, if they were
-    /// sent before, but no longer than this: so that the end of a run is seen.
+    /// If the metrics have been sent before, waits until they are sent once more, for `most` at
+    /// most. So Prometheus sees the end of a run.
     pub fn linger(&self, most: Duration) {
         let mut scrapes = self.shared.scrapes();
         if scrapes.any {
@@ -157,7 +158,8 @@ impl Shared {
         self.scrapes.lock().expect("nothing panics inside")
     }
 
-    /// The metrics have been sent; whether somebody already waited for them when they were made.
+    /// Notes that metrics have been sent. `awaited` tells whether the end of the run already waited
+    /// when they were made.
     fn sent(&self, awaited: bool) {
         let mut scrapes = self.scrapes();
         scrapes.any = true;
@@ -179,7 +181,7 @@ impl Shared {
         text
     }
 
-    /// What the page may do, and that no other page may frame it.
+    /// The page's policy, which also forbids other pages to frame it.
     fn policy(&self) -> HeaderValue {
         let policy = format!("{}; frame-ancestors 'none'", page::policy());
         HeaderValue::from_str(&policy).expect("ASCII")
@@ -214,7 +216,8 @@ impl Shared {
         }
     }
 
-    /// What to send. `awaited` is set if it is the metrics: to whether somebody waits for them.
+    /// The answer to a request. If it has metrics, `awaited` is set: to whether the end of the run
+    /// waits for them.
     fn answer(
         &self,
         request: &Request<Incoming>,
@@ -288,11 +291,11 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     let listener =
         listener.set_nonblocking(true).and_then(|()| tokio::net::TcpListener::from_std(listener));
     let Ok(listener) = listener else { return };
-    // The oldest first.
+    // Open connections, the oldest first.
     let mut open: Vec<(IpAddr, AbortHandle)> = Vec::new();
     loop {
         let Ok((stream, from)) = listener.accept().await else {
-            // No file to open, say: it may pass.
+            // The process may have too many open files, which can pass.
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
@@ -304,8 +307,8 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
         }
         let connection = tokio::spawn(shared.clone().answer_one(stream));
         open.push((client, connection.abort_handle()));
-        // Accepted faster than they are read, new connections would close others before their
-        // requests are seen.
+        // If connections were accepted faster than they are read, new ones would close others
+        // before their requests are seen.
         tokio::task::yield_now().await;
     }
 }

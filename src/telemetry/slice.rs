@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 
 use crate::engine::StepReport;
 
-/// What a piece of work was.
+/// The kind of a piece of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SliceKind {
     /// An operation of the ring.
@@ -19,7 +19,7 @@ pub enum SliceKind {
 }
 
 impl SliceKind {
-    /// Its name in timelines and JSON: that of the work, or `checkpoint`.
+    /// Its name in timelines and JSON: the name of the work, or `checkpoint`.
     pub fn name(self) -> &'static str {
         match self {
             SliceKind::Work(kind) => kind.name(),
@@ -34,37 +34,37 @@ impl PartialEq<WorkKind> for SliceKind {
     }
 }
 
-/// One piece of work. Times are from an origin that all of a run share.
+/// One piece of work on one lane. All slices of a run count time from the same origin.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Slice {
-    /// The operation's number in the ring; of a checkpoint, none.
+    /// The operation's number in the ring; `None` for a checkpoint.
     pub number: Option<u64>,
-    /// Where it ran.
+    /// The lane that it ran on.
     #[serde(rename = "track", serialize_with = "name_of")]
     pub lane: Lane,
-    /// The device whose lane that is; `None`: the host's.
+    /// The device of that lane; `None` for lanes of the host.
     pub device: Option<u8>,
-    /// What it was.
+    /// The kind of work.
     #[serde(serialize_with = "kind_name")]
     pub kind: SliceKind,
-    /// The step of the ring, of any purpose, from 1.
+    /// The step of the ring, from 1, whether it trains or not.
     pub step: u64,
-    /// Index of its layer.
+    /// The index of its layer.
     pub layer: Option<u32>,
-    /// `forward` or `backward`: of the visit it served.
+    /// The phase of its visit: `forward` or `backward`.
     pub phase: Option<&'static str>,
-    /// Index of its micro-batch.
+    /// The index of its micro-batch.
     pub micro_batch: Option<u32>,
-    /// Index of its block.
+    /// The index of its block.
     pub block: Option<u32>,
     /// The version of the block that it read.
     pub version: Option<u64>,
     /// Bytes it moved between host and device, or to the disk.
     pub bytes: u64,
-    /// When it began.
+    /// The time at which it began.
     #[serde(serialize_with = "seconds")]
     pub begin: Duration,
-    /// When it ended.
+    /// The time at which it ended.
     #[serde(serialize_with = "seconds")]
     pub end: Duration,
     /// The operation whose end let it begin.
@@ -91,7 +91,7 @@ fn name(phase: Phase) -> &'static str {
 }
 
 impl Slice {
-    /// Of an operation's record.
+    /// Makes the slice of an operation's record.
     pub fn of(record: &Record) -> Slice {
         Slice {
             number: Some(record.number),
@@ -111,13 +111,14 @@ impl Slice {
         }
     }
 
-    /// How long it took.
+    /// The time from its begin to its end.
     pub fn took(&self) -> Duration {
         self.end.saturating_sub(self.begin)
     }
 }
 
-/// Whoever hears of every slice, on the thread that did the work: be brief, and never wait.
+/// Hears of every slice, on the thread that did the work. Lanes are delayed by an implementation
+/// that is slow or waits.
 pub trait Observe: Send + Sync + 'static {
     /// A slice ended.
     fn heard(&self, slice: &Slice);

@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::engine::StepReport;
 use crate::error::NotFinite;
 
-/// What a run does now.
+/// The present state of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
@@ -29,7 +29,7 @@ pub enum State {
 }
 
 impl State {
-    /// All.
+    /// All states, in the order of their numbers.
     pub const ALL: [State; 6] = [
         State::Starting,
         State::Training,
@@ -45,7 +45,7 @@ impl State {
     }
 }
 
-/// A step's value.
+/// A point of a loss curve.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Point {
     /// The step.
@@ -54,7 +54,7 @@ pub struct Point {
     pub loss: f64,
 }
 
-/// A curve that never has more than so many points: when it is full, every second goes.
+/// A curve of at most [`POINTS`] points. When it is full, every second point is dropped.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Curve {
     points: Vec<Point>,
@@ -81,11 +81,11 @@ impl Curve {
     }
 }
 
-/// Kinds of faults: a loss that is no number, an error, a panic, a standstill.
+/// The kinds of failures: a loss that is not finite, an error, a panic, a hang.
 pub(crate) const FAULTS: [&str; 4] = ["not_finite", "error", "panic", "hang"];
 
-/// See the [module](self).
-#[derive(Clone, Debug)]
+/// The steps, losses, checkpoints and failures of a run so far.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct RunStatus {
     pub(crate) state: State,
     pub(crate) steps: u64,
@@ -93,30 +93,30 @@ pub(crate) struct RunStatus {
     pub(crate) last_step: Option<f64>,
     pub(crate) validation: Curve,
     pub(crate) validation_loss: Option<f64>,
-    /// What the last validation of each set found: set, metric, value.
+    /// The values of each set's last validation: set, metric, value.
     pub(crate) measured: Vec<(String, &'static str, f64)>,
-    /// Steps that were done before it.
+    /// Steps that were done before the run resumed.
     pub(crate) resumed: u64,
     pub(crate) losses: Curve,
-    /// The last steps' number in the ring, begin and end by the lanes' clock.
+    /// The last steps: number in the ring, begin and end by the lanes' clock.
     pub(crate) bounds: VecDeque<(u64, Duration, Duration)>,
     pub(crate) tokens: u64,
-    /// Steps that changed nothing.
+    /// Steps that changed nothing, because their gradients were not finite.
     pub(crate) skipped: u64,
     pub(crate) model_flops: f64,
     pub(crate) checkpoint: Option<f64>,
     pub(crate) checkpoints_since: Option<f64>,
     pub(crate) checkpoint_failures: u64,
-    /// Bytes of the last checkpoint, and bytes that its disk had free behind it.
+    /// Bytes of the last checkpoint, and bytes that were free on its disk afterwards.
     pub(crate) checkpoint_disk: Option<(u64, u64)>,
     pub(crate) faults: [u64; FAULTS.len()],
     pub(crate) started: f64,
 }
 
-/// Bounds of steps that are kept.
+/// Steps whose begin and end are kept.
 const BOUNDS: usize = 64;
 
-/// A name for a run that no other run is likely to have.
+/// Makes up a name for a run, which no other run is likely to have.
 pub fn made_up_name() -> String {
     let millis = (unix_seconds() * 1e3) as u64;
     format!("{millis:x}-{:x}", std::process::id())
@@ -134,27 +134,7 @@ pub(crate) fn seconds_of(time: SystemTime) -> f64 {
 
 impl RunStatus {
     pub(crate) fn new(steps: u64) -> RunStatus {
-        RunStatus {
-            state: State::Starting,
-            steps,
-            last: None,
-            last_step: None,
-            validation: Curve::default(),
-            validation_loss: None,
-            measured: Vec::new(),
-            resumed: 0,
-            losses: Curve::default(),
-            bounds: VecDeque::new(),
-            tokens: 0,
-            skipped: 0,
-            model_flops: 0.0,
-            checkpoint: None,
-            checkpoints_since: None,
-            checkpoint_failures: 0,
-            checkpoint_disk: None,
-            faults: [0; FAULTS.len()],
-            started: unix_seconds(),
-        }
+        RunStatus { steps, started: unix_seconds(), ..RunStatus::default() }
     }
 
     /// Training steps done.
@@ -171,14 +151,14 @@ impl RunStatus {
         self.model_flops += report.model_flops;
     }
 
-    /// The values of a validation set, by metric, in place of those before.
+    /// Replaces the values of a validation set.
     pub(crate) fn measured(&mut self, set: &str, values: &[(&'static str, f64)]) {
         self.measured.retain(|(of, ..)| of != set);
         let new = values.iter().map(|&(metric, value)| (set.to_string(), metric, value));
         self.measured.extend(new);
     }
 
-    /// A validation ended.
+    /// Notes the loss of a validation.
     pub(crate) fn validated(&mut self, point: Point) {
         self.validation_loss = Some(point.loss);
         self.validation.push(point);
@@ -191,7 +171,7 @@ impl RunStatus {
         self.bounds.push_back((step, begin, end));
     }
 
-    /// The ring failed.
+    /// Notes that the ring failed.
     pub(crate) fn failed(&mut self, problem: &Problem) {
         let is_not_finite = |error: &BoxedError| error.downcast_ref::<NotFinite>().is_some();
         let kind = match problem {

@@ -1,17 +1,17 @@
-//! What the ledger adds up: times by lane, by device and by layer, and waits by cause.
+//! The sums that the ledger keeps: times by lane, by device and by layer, and waits by cause.
 
 use std::time::Duration;
 
 use l2l_actors::work::Lane;
 
-/// What the compute lane stood still for.
+/// The reason that a compute lane was idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WaitCause {
-    /// Something on its way to the device.
+    /// A copy to the device.
     Upload,
-    /// Something on its way from it.
+    /// A copy from the device.
     Download,
-    /// The host's work: gathers, losses, sums.
+    /// Work of the host: gathers, losses, sums.
     Host,
     /// An update.
     Update,
@@ -21,12 +21,13 @@ pub enum WaitCause {
     Devices,
     /// Exchanges with other processes.
     Fabric,
-    /// The ring itself: between an end and the begin that it allows.
+    /// The latency of the ring: the time between the end of an operation and the begin of the one
+    /// that waited for it.
     Ring,
 }
 
 impl WaitCause {
-    /// All.
+    /// All causes, in the order of their numbers.
     pub const ALL: [WaitCause; 8] = [
         WaitCause::Upload,
         WaitCause::Download,
@@ -40,19 +41,10 @@ impl WaitCause {
 
     /// Its name in metrics and events.
     pub fn name(self) -> &'static str {
-        match self {
-            WaitCause::Upload => "upload",
-            WaitCause::Download => "download",
-            WaitCause::Host => "host",
-            WaitCause::Update => "update",
-            WaitCause::File => "file",
-            WaitCause::Devices => "devices",
-            WaitCause::Fabric => "fabric",
-            WaitCause::Ring => "ring",
-        }
+        ["upload", "download", "host", "update", "file", "devices", "fabric", "ring"][self as usize]
     }
 
-    /// True for what crosses the link.
+    /// True for copies over the link.
     pub fn is_transfer(self) -> bool {
         matches!(self, WaitCause::Upload | WaitCause::Download)
     }
@@ -70,24 +62,24 @@ impl WaitCause {
     }
 }
 
-/// What a track did.
+/// The work of one lane.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LaneTally {
-    /// Time it worked.
+    /// The time it worked.
     pub busy: Duration,
-    /// Operations.
+    /// The number of operations.
     pub operations: u64,
 }
 
-/// What was done for a layer.
+/// The work for one layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LayerTally {
     /// Time of visits, forward and backward, on the lanes of upload, compute, download and host
     /// (gathers and scatters).
     pub visits: [[Duration; 4]; 2],
-    /// Time in which the compute lane stood still for it, by [`WaitCause`].
+    /// Time in which the compute lane was idle at this layer, by [`WaitCause`].
     pub waited: [Duration; WaitCause::ALL.len()],
-    /// Updates of its blocks.
+    /// The number of updates of its blocks.
     pub updates: u64,
 }
 
@@ -97,33 +89,33 @@ impl LayerTally {
         self.visits.iter().map(|phase| phase[0] + phase[2]).sum()
     }
 
-    /// Time in which the compute lane stood still for it, because of transfers or not.
+    /// Time in which the compute lane was idle at this layer, for transfers or for other causes.
     pub fn waited(&self, transfer: bool) -> Duration {
         let of = |cause: &&WaitCause| cause.is_transfer() == transfer;
         WaitCause::ALL.iter().filter(of).map(|&cause| self.waited[cause as usize]).sum()
     }
 }
 
-/// What one device did.
+/// The work of one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DeviceTally {
-    /// By [`Lane`]; of the device's own.
+    /// By [`Lane`]; the host's lanes are zero.
     pub lanes: [LaneTally; Lane::ALL.len()],
-    /// Time in which its compute lane stood still within steps, by [`WaitCause`].
+    /// Time in which its compute lane was idle within steps, by [`WaitCause`].
     pub waited: [Duration; WaitCause::ALL.len()],
 }
 
-/// Everything added up.
+/// All sums of a run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// By [`Lane`], those of all devices in one.
+    /// By [`Lane`], the sum over all devices.
     pub lanes: [LaneTally; Lane::ALL.len()],
-    /// Time in which a compute lane stood still within steps, by [`WaitCause`], in the mean of
+    /// Time in which a compute lane was idle within steps, by [`WaitCause`], the mean over the
     /// devices.
     pub waited: [Duration; WaitCause::ALL.len()],
     /// By device.
     pub devices: Vec<DeviceTally>,
-    /// Time in which the run stood still for a checkpoint, outside steps.
+    /// Time outside steps in which the run waited for a checkpoint.
     pub checkpoints: Duration,
     /// Time outside steps: between the end of one and the begin of the next.
     pub outside: Duration,
@@ -132,7 +124,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Exposed wait: all of [`waited`](Tally::waited).
+    /// Exposed wait: the sum of [`waited`](Tally::waited).
     pub fn exposed(&self) -> Duration {
         self.waited.iter().sum()
     }

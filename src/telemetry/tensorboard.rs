@@ -42,7 +42,7 @@ fn checksum(bytes: &[u8]) -> [u8; 4] {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// CRC-32C (Castagnoli), a bit at a time: a record has some hundred bytes.
+/// CRC-32C (Castagnoli), a bit at a time, because a record has only some hundred bytes.
 fn crc32c(bytes: &[u8]) -> u32 {
     const POLYNOMIAL: u32 = 0x82f6_3b78;
     let next = |crc: u32, _| (crc >> 1) ^ if crc & 1 == 1 { POLYNOMIAL } else { 0 };
@@ -50,7 +50,8 @@ fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, of_byte)
 }
 
-/// An `Event` with a `Summary` of simple values, as `tensorflow/core/util/event.proto` has them.
+/// An `Event` with a `Summary` of simple values, as `tensorflow/core/util/event.proto` defines
+/// them.
 fn summary(step: u64, scalars: &[(String, f64)]) -> Vec<u8> {
     let value = |(tag, value): &(String, f64)| {
         let mut inner = bytes(1, tag.as_bytes());
@@ -101,7 +102,7 @@ mod tests {
         assert_eq!(event[9..], behind.concat());
     }
 
-    /// The check value of the CRC catalogue, and one of RFC 3720.
+    /// The check values are those of the CRC catalogue and of RFC 3720.
     #[test]
     fn the_checksum_is_crc_32c() {
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);

@@ -1,9 +1,9 @@
 //! The timeline as a file for Perfetto (ui.perfetto.dev) and Chrome: the Trace Event Format's array
 //! of objects, one a line, written as operations end.
 //!
-//! A thread of its own writes. Operations wait for it in a queue of fixed length; an operation that
-//! comes when the queue is full is left out and counted. The file of a run that was killed lacks
-//! the last bracket, which its readers accept.
+//! A thread of its own writes. Slices wait for it in a queue of fixed length; one that comes when
+//! the queue is full is left out and counted. The file of a run that was killed lacks the last
+//! bracket, which its readers accept.
 //!
 //! In a run of several ranks each writes its own events. When the run ends well, the first rank
 //! collects the others' in its file. If a rank is lost, the file has the first rank's events.
@@ -22,16 +22,16 @@ use super::perfetto::{Events, Place};
 use super::{Observe, Slice};
 use crate::fabric::{ClockOffset, Exchanges, Lost, Rank};
 
-/// Slices that wait to be written, at most.
+/// The most slices that wait to be written.
 const QUEUE: usize = 1 << 14;
 
-/// What the rest of a file may take to be written, at the end.
+/// How long the end of a run waits for the rest of the file.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Bytes of another rank's events that are sent at once, at most.
+/// The most bytes of another rank's events that are sent at once.
 const PIECE: u64 = 4 << 20;
 
-/// What is between two events.
+/// Stands between two events.
 const SEPARATOR: &str = ",\n";
 
 /// Writes a timeline.
@@ -42,9 +42,10 @@ pub struct Trace {
     left_out: Arc<AtomicU64>,
 }
 
-/// What became of a timeline's file.
+/// The file of a timeline, once its writer has ended.
 struct Output {
-    /// Says what the writer wrote: the file if there is anything in it. `None` once it has said so.
+    /// Receives the file from the writer's thread, or `None` if nothing was written to it. It is
+    /// `None` itself once the writer has ended.
     writer: Option<Receiver<io::Result<Option<File>>>>,
     /// The file without its last bracket.
     file: Option<File>,
@@ -53,12 +54,12 @@ struct Output {
 }
 
 impl Trace {
-    /// Opens a file, whose old content stays until there is something to write. What is no regular
-    /// file gets the first bracket at once. `run` names it in the viewer. In a run of several ranks
-    /// it is for the first.
+    /// Opens the file of a run's timeline; with several ranks, of the first rank's. Its old content
+    /// stays until there is something to write. A device or a pipe gets the first bracket at once.
+    /// `run` names the timeline in the viewer.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub fn create(path: &Path, run: &str) -> io::Result<Arc<Trace>> {
         let mut open = File::options();
         let mut file = open.create(true).write(true).truncate(false).open(path)?;
@@ -74,12 +75,12 @@ impl Trace {
         })
     }
 
-    /// The timeline of a rank that is not the first: a file without a name in the system's folder
-    /// of temporary files, which the first rank collects. See
-    /// [`Builder::trace`](crate::trainer::Builder::trace).
+    /// Opens the timeline of a rank that is not the first: a file without a name in the system's
+    /// folder of temporary files. The first rank collects its events
+    /// ([`Builder::trace`](crate::trainer::Builder::trace)).
     ///
     /// # Errors
-    /// There can be no such file.
+    /// The file cannot be created.
     pub fn unnamed() -> io::Result<Arc<Trace>> {
         let name = |place: Option<Place>| format!("rank {}", place.unwrap_or_default().0);
         Trace::start(tempfile::tempfile()?, SEPARATOR, name)
@@ -92,29 +93,31 @@ impl Trace {
         name: impl FnOnce(Option<Place>) -> String + Send + 'static,
     ) -> io::Result<Arc<Trace>> {
         let (slices, received) = sync_channel(QUEUE);
-        let (left_out, place) = (Arc::new(AtomicU64::new(0)), Arc::new(OnceLock::new()));
-        let (missed, told) = (left_out.clone(), place.clone());
+        let left_out = Arc::new(AtomicU64::new(0));
+        let missed = left_out.clone();
+        let place = Arc::new(OnceLock::new());
+        let told = place.clone();
         let (done, writer) = channel();
         std::thread::Builder::new().name("l2l-trace".into()).spawn(move || {
             let written = received.recv().ok().map(|first| {
-                let place = told.get().copied(); // it is known before anything is done
+                let place = told.get().copied(); // set before the first step
                 let mut events = Events::new(place);
                 let head = events.head(&name(place));
                 write(file, opens, head, &mut events, first, &received, &missed)
             });
             _ = done.send(written.transpose());
         })?;
-        let output = Output { writer: Some(writer), file: None, problem: None };
-        let (slices, output) = (Mutex::new(Some(slices)), Mutex::new(output));
-        Ok(Arc::new(Trace { slices, output, place, left_out }))
+        let output = Mutex::new(Output { writer: Some(writer), file: None, problem: None });
+        Ok(Arc::new(Trace { slices: Mutex::new(Some(slices)), output, place, left_out }))
     }
 
-    /// Says whose timeline it is, in a run of several ranks and before its first step.
+    /// Sets the rank of this timeline. It is called before the first step of a run of several
+    /// ranks.
     pub(crate) fn is_of(&self, rank: Rank, clock: ClockOffset) {
         _ = self.place.set((rank, clock));
     }
 
-    /// Lets the writer end.
+    /// Lets the writer end, and takes the file from it.
     fn settle(&self) -> MutexGuard<'_, Output> {
         self.slices.lock().expect("nothing panics inside").take();
         let mut output = self.output.lock().expect("nothing panics inside");
@@ -130,10 +133,11 @@ impl Trace {
         output
     }
 
-    /// Ends the file; how many slices were left out, of all ranks that it has.
+    /// Ends the file, and returns the number of slices that were left out, the sum over the ranks
+    /// in it.
     ///
     /// # Errors
-    /// It could not be written, or lacks what another rank did.
+    /// The file could not be written, or lacks the operations of another rank.
     pub fn finish(&self) -> io::Result<u64> {
         let mut output = self.settle();
         if output.file.is_some() {
@@ -143,8 +147,9 @@ impl Trace {
         output.problem.take().map_or_else(|| Ok(self.left_out.load(Relaxed)), Err)
     }
 
-    /// Collects the events of all ranks in the first rank's file. All ranks call it once, those
-    /// without a timeline too. What goes wrong is said by [`finish`](Trace::finish) of the first.
+    /// Collects the events of all ranks in the first rank's file. Collective: every rank calls it
+    /// once, also one without a timeline. [`finish`](Trace::finish) of the first rank returns what
+    /// went wrong.
     pub(crate) fn collect(trace: Option<&Trace>, exchanges: &Exchanges) {
         let mut output = trace.map(Trace::settle);
         let left_out = trace.map_or(0, |trace| trace.left_out.load(Relaxed));
@@ -168,7 +173,7 @@ impl Observe for Trace {
     }
 }
 
-/// Writes events until there are no more slices; not the last bracket.
+/// Writes events until the queue of slices closes, without the last bracket.
 fn write(
     file: File,
     opens: &str,
@@ -212,8 +217,8 @@ impl Output {
         }
     }
 
-    /// What a rank says of its timeline: the bytes of its events, how many slices were left out,
-    /// and what went wrong.
+    /// The report of a rank about its timeline: the bytes of its events, the number of slices that
+    /// were left out, and the problem, if there is one.
     fn said(&mut self, left_out: u64) -> Vec<u8> {
         let bytes = self.file.as_mut().map_or(Ok(0), |file| {
             let bytes = file.stream_position()?;
@@ -228,7 +233,7 @@ impl Output {
     }
 }
 
-/// See [`Trace::collect`]; how many slices the other ranks left out.
+/// Does the work of [`Trace::collect`]. Returns the number of slices that other ranks left out.
 fn collect(
     mut output: Option<&mut Output>,
     left_out: u64,
@@ -245,13 +250,15 @@ fn collect(
         return Ok(0);
     }
     let word = |said: &[u8]| u64::from_le_bytes(said.try_into().expect("eight bytes"));
-    let (mut others, mut piece) = (0, Vec::new());
+    let mut others = 0;
+    let mut piece = Vec::new();
     for (rank, said) in (0..).zip(&all).skip(1).filter(|(_, said)| !said.is_empty()) {
         others += word(&said[8..16]);
         if let (0, Some(output), [_, ..]) = (own, &mut output, &said[16..]) {
             output.fails(format!("rank {rank}: {}", String::from_utf8_lossy(&said[16..])));
         }
-        let (mut left, mut lines) = (word(&said[..8]), Vec::new());
+        let mut left = word(&said[..8]);
+        let mut lines = Vec::new();
         while left > 0 {
             piece.resize(left.min(PIECE) as usize, 0);
             if let (true, Some(Output { file: Some(file), .. })) = (own == rank, &mut output)
@@ -272,7 +279,7 @@ fn collect(
     Ok(if own == 0 { others } else { 0 })
 }
 
-/// The bytes of events that are there to their end. Each begins with the [`SEPARATOR`].
+/// The number of bytes of whole events. Each event begins with the [`SEPARATOR`].
 fn whole_events(lines: &[u8], is_last: bool) -> usize {
     if is_last && lines.ends_with(b"}") {
         return lines.len();
@@ -286,15 +293,17 @@ mod tests {
     use super::*;
     use crate::fabric::threads;
 
-    /// A rank that is lost while it sends its events: what came of them is there, and whole.
+    /// A rank is lost while it sends its events: the file has those that arrived, each of them
+    /// whole.
     #[test]
-    fn a_rank_that_is_lost_on_its_last_words_leaves_a_whole_file() {
+    fn a_rank_that_is_lost_while_it_sends_leaves_a_whole_file() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("trace.json");
         let patience = Duration::from_secs(1);
         let fabrics = threads(2).into_iter();
         let mut all = fabrics.map(|fabric| Exchanges::new(Arc::new(fabric), patience));
-        let (first, other) = (all.next().expect("the first"), all.next().expect("another"));
+        let first = all.next().expect("the first");
+        let other = all.next().expect("another");
         let trace = Trace::create(&path, "tested").expect("a folder of ours");
         trace.heard(&slice());
         std::thread::scope(|scope| {

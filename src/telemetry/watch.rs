@@ -1,6 +1,7 @@
 //! A snapshot of a run, as plain data, and the handle that takes it.
 
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use l2l_actors::work::Lane;
 use l2l_actors::{Observer, pool};
@@ -8,17 +9,17 @@ use serde::Serialize;
 
 use super::ledger::Ledger;
 use super::status::{FAULTS, RunStatus, unix_seconds};
-use super::tally::DeviceTally;
+use super::tally::{DeviceTally, LayerTally};
 use super::{Point, RankView, Slice, State, Tally, WaitCause};
 use crate::fabric::Reports;
-use crate::plan::Plan;
+use crate::plan::{Plan, Term};
 use crate::worker::Used;
 
-/// A handle that shows a run, from any thread, also after its end.
+/// A handle that takes views of a run, from any thread, also after the run's end.
 #[derive(Clone)]
 pub struct Watch(pub(crate) Arc<Watched>);
 
-/// What is watched.
+/// The sources of a view.
 pub(crate) struct Watched {
     pub(crate) run: String,
     /// The devices' names, such as `cpu0`.
@@ -28,14 +29,14 @@ pub(crate) struct Watched {
     pub(crate) status: Mutex<RunStatus>,
     pub(crate) observer: Observer,
     pub(crate) plan: Arc<Plan>,
-    /// What all ranks report, if there are several.
+    /// The reports of all ranks, if there are several.
     pub(crate) reports: Option<Arc<Reports>>,
     pub(crate) link: Option<String>,
-    /// Of each layer, whether the device meets it, and whether a block is its own.
+    /// For each layer, whether the device visits it, and whether it is the first to use a block.
     pub(crate) layers: Vec<(bool, bool)>,
-    /// Bytes of the device that may be in use: the ceiling, or what the machine had.
+    /// Bytes of the device that may be in use: the ceiling, or else the memory that was free.
     pub(crate) budget: u64,
-    /// FLOP/s that the machine's product reaches, once it was measured.
+    /// FLOP/s of a large matrix product on the device, once it was measured.
     pub(crate) peak_flops: Mutex<Option<f64>>,
 }
 
@@ -44,13 +45,13 @@ pub(crate) struct Watched {
 pub struct RunView {
     /// The run's name.
     pub run: String,
-    /// What it does now.
+    /// Its present state.
     pub state: State,
-    /// When it began, in Unix time.
+    /// The time at which it began, in Unix time.
     pub started: f64,
-    /// Now, in Unix time.
+    /// The time of this view, in Unix time.
     pub now: f64,
-    /// The age of its lanes.
+    /// The time since its lanes began.
     pub seconds: f64,
     /// Training steps done.
     pub step: u64,
@@ -58,69 +59,70 @@ pub struct RunView {
     pub steps: u64,
     /// Training steps that were done before it resumed.
     pub resumed: u64,
-    /// Of the last step.
+    /// The loss of the last step.
     pub loss: Option<f64>,
     /// The loss of the last validation.
     pub validation_loss: Option<f64>,
-    /// What the last validation of each set found: set, metric, value.
+    /// The values of each set's last validation: set, metric, value.
     pub measured: Vec<(String, &'static str, f64)>,
-    /// Of the last step.
+    /// The gradient norm of the last step, before clipping.
     pub grad_norm: Option<f64>,
-    /// Of the last step, if there is one.
+    /// The factor of the loss in the last step, if the run scales it.
     pub loss_scale: Option<f64>,
     /// Steps of this process's run that changed nothing, as their gradients were not finite.
     pub skipped: u64,
-    /// Of the last step.
+    /// The learning rate of the last step.
     pub learning_rate: Option<f64>,
-    /// Of the last step.
+    /// The time of the last step.
     pub step_seconds: Option<f64>,
-    /// Of the last step.
+    /// The time in the last step that the compute lane waited.
     pub exposed_wait_seconds: Option<f64>,
-    /// Of the last step.
+    /// The lane that limited the last step.
     pub bottleneck: Option<&'static str>,
-    /// When the last step ended, or else the run began, in Unix time.
+    /// The time at which the last step ended, or else the run began, in Unix time.
     pub last_step: f64,
     /// Tokens trained on.
     pub tokens: u64,
     /// Tokens a second in the last step.
     pub tokens_per_second: Option<f64>,
-    /// See [`Model::training_flops`](crate::models::Model::training_flops).
+    /// The FLOPs of all training steps so far, as
+    /// [`Model::training_flops`](crate::models::Model::training_flops) counts them.
     pub model_flops: f64,
-    /// The last step's model FLOP/s ÷ those of the machine's product.
+    /// The model FLOP/s of the last step ÷ [`peak_flops`](RunView::peak_flops).
     pub speed_of_light: Option<f64>,
-    /// FLOP/s of the machine's product, once it was measured.
+    /// FLOP/s of a large matrix product on the device, once it was measured.
     pub peak_flops: Option<f64>,
-    /// When the last checkpoint was written, in Unix time.
+    /// The time at which the last checkpoint was written, in Unix time.
     pub checkpoint: Option<f64>,
-    /// When the run began, if it writes checkpoints.
+    /// The time at which the run began, in Unix time, if it writes checkpoints.
     pub checkpoints_since: Option<f64>,
     /// Checkpoints that could not be written.
     pub checkpoint_failures: u64,
-    /// Bytes of the last checkpoint, and bytes that its disk had free behind it.
+    /// Bytes of the last checkpoint, and bytes that were free on its disk afterwards.
     pub checkpoint_disk: Option<(u64, u64)>,
-    /// What failed, by kind.
+    /// The number of failures of each kind.
     pub faults: Vec<(&'static str, u64)>,
     /// The devices.
     pub devices: Vec<DeviceView>,
     /// The ranks of a run that has several.
     pub ranks: Vec<RankView>,
-    /// The device's memory.
+    /// The memory of the device that used most, by holder.
     pub device_memory: Vec<MemoryView>,
-    /// Bytes of it that may be in use.
+    /// Bytes of the device's memory that may be in use.
     pub device_budget: u64,
-    /// The host's memory.
+    /// The host's memory, by holder.
     pub host_memory: Vec<MemoryView>,
-    /// Bytes to the device.
+    /// Bytes copied to the devices.
     pub bytes_uploaded: u64,
-    /// Bytes from the device.
+    /// Bytes copied from the devices.
     pub bytes_downloaded: u64,
     /// Bytes that devices copied from each other.
     pub bytes_between_devices: u64,
-    /// The emulated link.
+    /// The rate of the emulated link, if there is one.
     pub link: Option<String>,
     /// Pools of slots.
     pub channels: Vec<ChannelView>,
-    /// Actors.
+    /// Actors, by role.
     pub actors: Vec<ActorView>,
     /// Lanes.
     pub lanes: Vec<LaneView>,
@@ -128,28 +130,28 @@ pub struct RunView {
     pub waited: Vec<(&'static str, f64)>,
     /// Time outside steps.
     pub outside: f64,
-    /// The part of it in which the run waited for a checkpoint.
+    /// The part of [`outside`](RunView::outside) in which the run waited for a checkpoint.
     pub checkpoints: f64,
     /// Layers.
     pub layers: Vec<LayerView>,
-    /// Loss by step, thinned out.
+    /// Loss by step; of a long run, not of every step.
     pub losses: Vec<Point>,
     /// Validation loss by step.
     pub validations: Vec<Point>,
-    /// True while every slice of training is still there.
+    /// True while every slice of training is still kept.
     pub kept_all: bool,
     /// Slices of the last steps, if the caller asked for them.
     pub slices: Vec<Slice>,
-    /// Number in the ring, begin and end of the last steps.
+    /// The last steps: number in the ring, begin and end.
     pub bounds: Vec<(u64, f64, f64)>,
 }
 
 impl RunView {
-    /// With the slices of one step alone: of those that are there whole, the one whose time is in
-    /// the middle; with none, if none is.
+    /// Keeps the slices of one step: of the steps that have all their slices, the one with the
+    /// median time. Keeps no slice if there is no such step.
     pub fn typical(mut self) -> RunView {
         let first = self.slices.first().map_or(0, |slice| slice.step);
-        // Of a run's first step nothing is gone if nothing at all is.
+        // The first kept step may have lost slices, except where no slice was dropped at all.
         let is_whole =
             |(step, ..): &&(u64, f64, f64)| *step > first || (*step == 1 && self.kept_all);
         let mut whole: Vec<_> = self.bounds.iter().filter(is_whole).collect();
@@ -168,9 +170,9 @@ impl RunView {
 pub struct MemoryView {
     /// Its name in the plan.
     pub kind: &'static str,
-    /// Bytes it uses at most, so far.
+    /// The most bytes it used so far.
     pub used: u64,
-    /// Bytes it has.
+    /// Bytes that the plan gives it.
     pub planned: u64,
 }
 
@@ -181,9 +183,9 @@ pub struct ChannelView {
     pub name: &'static str,
     /// Slots in use.
     pub depth: usize,
-    /// Slots in use at most, so far.
+    /// The most slots that were in use so far.
     pub peak: u32,
-    /// Slots.
+    /// Number of slots.
     pub capacity: usize,
 }
 
@@ -192,11 +194,11 @@ pub struct ChannelView {
 pub struct ActorView {
     /// Its name.
     pub name: String,
-    /// It ran.
+    /// The time it ran.
     pub busy: f64,
-    /// It waited for whoever is before it.
+    /// The time it waited for actors before it.
     pub starved: f64,
-    /// It waited for whoever is after it.
+    /// The time it waited for actors after it.
     pub blocked: f64,
 }
 
@@ -216,22 +218,22 @@ pub struct DeviceView {
 pub struct LaneView {
     /// Its name.
     pub name: &'static str,
-    /// Time it worked.
+    /// The time it worked.
     pub busy: f64,
-    /// Operations.
+    /// The number of operations.
     pub operations: u64,
 }
 
 /// A layer's work.
 #[derive(Clone, Debug, Serialize)]
 pub struct LayerView {
-    /// Its index, padded so that layers sort.
+    /// Its index, padded with zeros so that names sort.
     pub layer: String,
     /// True when the device computes it.
     pub on_device: bool,
     /// True when it is the first layer that uses a block.
     pub owns: bool,
-    /// Time by phase and lane; of what it has.
+    /// Phase, lane and time of its visits, without zeros.
     pub visits: Vec<(&'static str, &'static str, f64)>,
     /// Time of its transfers.
     pub transfer: f64,
@@ -241,7 +243,7 @@ pub struct LayerView {
     pub waited_host: f64,
     /// The share of its transfers' time in which the compute lane worked.
     pub overlap: Option<f64>,
-    /// Updates.
+    /// The number of updates of its blocks.
     pub updates: u64,
 }
 
@@ -255,17 +257,17 @@ impl Watch {
         self.0.status.lock().expect("nothing panics inside")
     }
 
-    /// Everything that was added up so far.
+    /// All sums so far.
     pub fn tally(&self) -> Tally {
         self.0.ledger.tally(self.0.observer.now())
     }
 
-    /// Sets the FLOP/s of the fastest matrix product on this device, to compare the run with.
+    /// Sets the FLOP/s of a large matrix product on this device, which the run is compared with.
     pub fn set_peak_flops(&self, flops_per_second: f64) {
         *self.0.peak_flops.lock().expect("nothing panics inside") = Some(flops_per_second);
     }
 
-    /// The run ended well.
+    /// Notes that the run ended well.
     pub(crate) fn set_ended(&self) {
         let mut status = self.status();
         if status.state != State::Failed {
@@ -273,7 +275,7 @@ impl Watch {
         }
     }
 
-    /// The run failed.
+    /// Notes that the run failed.
     pub(crate) fn set_failed(&self) {
         let mut status = self.status();
         if status.state != State::Failed {
@@ -282,10 +284,9 @@ impl Watch {
         }
     }
 
-    /// The peak use of device memory, by the plan's terms.
+    /// The peak use of device memory, by the plan's terms, on the device that used most.
     pub(crate) fn device_memory(&self) -> Vec<MemoryView> {
         let pools = self.0.observer.pools();
-        // Of the device that used most.
         let peak = |name: &str| {
             let peaks = pools.iter().filter(|pool| pool.name == name).map(|pool| pool.peak);
             peaks.max().unwrap_or(0) as usize
@@ -293,27 +294,38 @@ impl Watch {
         let plan = &self.0.plan;
         let used = plan.regions.peaks(peak, self.0.used.workspace() as usize);
         let terms = used.into_iter().zip(&plan.device);
-        terms
-            .map(|(used, planned)| MemoryView {
-                kind: planned.name,
-                used: used.bytes,
-                planned: planned.bytes,
-            })
-            .collect()
+        let view = |(used, planned): (Term, &Term)| MemoryView {
+            kind: planned.name,
+            used: used.bytes,
+            planned: planned.bytes,
+        };
+        terms.map(view).collect()
     }
 
-    /// The run now, with slices of so many of its last steps.
+    /// The use of host memory, which is taken at the start.
+    fn host_memory(&self) -> Vec<MemoryView> {
+        let view =
+            |term: &Term| MemoryView { kind: term.name, used: term.bytes, planned: term.bytes };
+        self.0.plan.host.iter().map(view).collect()
+    }
+
+    fn layers(&self, tally: &Tally) -> Vec<LayerView> {
+        let digits = tally.layers.len().saturating_sub(1).to_string().len();
+        let all = tally.layers.iter().zip(&self.0.layers).enumerate();
+        let view = |(index, (of, &(on_device, owns))): (usize, (&LayerTally, &(bool, bool)))| {
+            layer(format!("{index:0digits$}"), on_device, owns, of)
+        };
+        all.map(view).collect()
+    }
+
+    /// The run now, with the slices of its last `steps` steps.
     pub fn view(&self, steps: u64) -> RunView {
         let tally = self.tally();
         let slices = if steps > 0 { self.0.ledger.recent(steps) } else { Vec::new() };
         let status = self.status().clone();
         let last = status.last;
-        let plan = &self.0.plan;
         let peak_flops = *self.0.peak_flops.lock().expect("nothing panics inside");
         let flops = last.map(|step| step.model_flops / step.seconds);
-        let host = plan.host.iter();
-        let digits = tally.layers.len().saturating_sub(1).to_string().len();
-        let layers = tally.layers.iter().enumerate();
         let moved = self.0.used.all_links();
         RunView {
             run: self.0.run.clone(),
@@ -349,9 +361,7 @@ impl Watch {
             ranks: self.ranks(),
             device_memory: self.device_memory(),
             device_budget: self.0.budget,
-            host_memory: host
-                .map(|term| MemoryView { kind: term.name, used: term.bytes, planned: term.bytes })
-                .collect(),
+            host_memory: self.host_memory(),
             bytes_uploaded: moved.upload,
             bytes_downloaded: moved.download,
             bytes_between_devices: moved.peers,
@@ -359,14 +369,10 @@ impl Watch {
             channels: channels(&self.0.observer.pools()),
             actors: actors(self.0.observer.spent()),
             lanes: lanes(&tally).map(|track| lane(track, &tally)).collect(),
-            waited: WaitCause::ALL
-                .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))
-                .into(),
+            waited: waited(&tally.waited),
             outside: tally.outside.as_secs_f64(),
             checkpoints: tally.checkpoints.as_secs_f64(),
-            layers: layers
-                .map(|(index, of)| layer(format!("{index:0digits$}"), self.0.layers[index], of))
-                .collect(),
+            layers: self.layers(&tally),
             losses: status.losses.points().to_vec(),
             validations: status.validation.points().to_vec(),
             kept_all: self.0.ledger.kept_all(),
@@ -380,7 +386,7 @@ impl Watch {
     }
 }
 
-/// The lanes that every run has, and those of others that did something.
+/// The lanes that every run has, and further ones that did something.
 fn lanes(tally: &Tally) -> impl Iterator<Item = Lane> + Clone {
     let worked = Lane::ALL.map(|lane| tally.lanes[lane as usize].operations > 0);
     Lane::ALL.into_iter().filter(move |&lane| lane.is_always_there() || worked[lane as usize])
@@ -394,19 +400,22 @@ fn devices(names: &[String], tally: &Tally) -> Vec<DeviceView> {
             .clone()
             .map(|lane| (lane.name(), of.lanes[lane as usize].busy.as_secs_f64()))
             .collect(),
-        waited: WaitCause::ALL
-            .map(|cause| (cause.name(), of.waited[cause as usize].as_secs_f64()))
-            .into(),
+        waited: waited(&of.waited),
     };
     names.iter().zip(&tally.devices).map(view).collect()
 }
 
-/// The pools by name, those of all devices in one.
+fn waited(times: &[Duration; WaitCause::ALL.len()]) -> Vec<(&'static str, f64)> {
+    WaitCause::ALL.map(|cause| (cause.name(), times[cause as usize].as_secs_f64())).into()
+}
+
+/// The pools by name, each the sum over all devices.
 fn channels(pools: &[pool::Occupancy]) -> Vec<ChannelView> {
     let mut channels: Vec<ChannelView> = Vec::new();
     for pool in pools {
         let name = if pool.name == "inputs" { "stash" } else { pool.name };
-        let (depth, capacity) = (pool.holders.iter().flatten().count(), pool.holders.len());
+        let depth = pool.holders.iter().flatten().count();
+        let capacity = pool.holders.len();
         match channels.iter_mut().find(|channel| channel.name == name) {
             Some(channel) => {
                 channel.depth += depth;
@@ -419,7 +428,7 @@ fn channels(pools: &[pool::Occupancy]) -> Vec<ChannelView> {
     channels
 }
 
-/// The actors by role, those of all devices in one.
+/// The actors by role, each the sum over all devices.
 fn actors(spent: Vec<(l2l_actors::ActorName, l2l_actors::meter::Spent)>) -> Vec<ActorView> {
     let mut actors: Vec<ActorView> = Vec::new();
     for (actor, spent) in spent {
@@ -443,15 +452,15 @@ fn lane(track: Lane, tally: &Tally) -> LaneView {
     LaneView { name: track.name(), busy: of.busy.as_secs_f64(), operations: of.operations }
 }
 
-fn layer(name: String, is: (bool, bool), of: &super::LayerTally) -> LayerView {
-    let (on_device, owns) = is;
+fn layer(name: String, on_device: bool, owns: bool, of: &LayerTally) -> LayerView {
     let lanes = [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host].map(Lane::name);
     let mut visits = Vec::new();
     for (phase, times) in ["forward", "backward"].into_iter().zip(of.visits) {
         let times = lanes.into_iter().zip(times).filter(|(_, time)| !time.is_zero());
         visits.extend(times.map(|(lane, time)| (phase, lane, time.as_secs_f64())));
     }
-    let (transfer, waited) = (of.transfer().as_secs_f64(), of.waited(true).as_secs_f64());
+    let transfer = of.transfer().as_secs_f64();
+    let waited = of.waited(true).as_secs_f64();
     LayerView {
         layer: name,
         on_device,

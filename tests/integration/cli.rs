@@ -1,5 +1,5 @@
-//! The program from the command line: what it prints, how it ends, and that it resumes where it was
-//! stopped.
+//! The program from the command line: it prints its events, ends with the documented status, and
+//! resumes where it was stopped.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -50,7 +50,8 @@ fn the_main_job() {
     assert_eq!(of_kind(&events, "step").len(), 3);
     assert_eq!(of_kind(&events, "validation").len(), 1);
     let baseline = of_kind(&events, "baseline")[0];
-    let (unigram, bigram) = (baseline["unigram"].as_f64(), baseline["bigram"].as_f64());
+    let unigram = baseline["unigram"].as_f64();
+    let bigram = baseline["bigram"].as_f64();
     assert!(bigram < unigram && bigram > Some(1.0), "{baseline}");
     let sample = of_kind(&events, "sample")[0];
     assert!(sample["text"].as_str().expect("text").len() > 100);
@@ -64,8 +65,8 @@ fn the_main_job() {
     assert_eq!(events.last().expect("a summary")["event"], "summary");
 }
 
-/// A run that was sent a signal after its first step: its output and status. A link makes steps
-/// long enough.
+/// Sends a run a signal after its first step, and returns its output and status. The run's config has
+/// a slow link, so that the signal comes before the end.
 #[cfg(unix)]
 fn signalled(mut run: Command, signal: &str) -> (String, Option<i32>) {
     let mut child =
@@ -79,7 +80,7 @@ fn signalled(mut run: Command, signal: &str) -> (String, Option<i32>) {
     (text, child.wait().expect("it is ours").code())
 }
 
-/// Whether hangups are ignored, as under `nohup`: a run that was started so goes on.
+/// True if hangups are ignored here, as under `nohup`. A run that is started from here then goes on.
 #[cfg(unix)]
 fn ignores_hangups() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -87,8 +88,8 @@ fn ignores_hangups() -> bool {
     ignored.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask & 1 == 1))
 }
 
-/// An interrupt, a request to end and a terminal that hangs up end the run after its step, with a
-/// checkpoint and a summary, and with status 128 and the signal's number.
+/// An interrupt, a termination and a hangup of the terminal end the run after its step, with a
+/// checkpoint and a summary. The status is 128 plus the signal's number.
 #[cfg(unix)]
 #[test]
 fn interrupted_and_resumed() {
@@ -114,7 +115,7 @@ fn interrupted_and_resumed() {
     }
 }
 
-/// What `nohup` started outlives its terminal.
+/// A run that `nohup` started outlives its terminal.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_hangup_that_was_ignored_stays_ignored() {
@@ -183,7 +184,7 @@ fn exports() {
     let beside = folder.path().join("out.partial");
     fs::create_dir(&beside).expect("a directory of ours");
     good(&["export", &config, "--to", &(at("out") + "/")]);
-    assert!(beside.exists(), "what is somebody else's stays");
+    assert!(beside.exists(), "a folder that the export did not make stays");
     good(&["export", &config, "--best", "--to", &at("best")]);
     for file in ["config.json", "model.safetensors"] {
         assert!(folder.path().join("out").join(file).is_file(), "{file}");
@@ -223,7 +224,7 @@ fn texts_and_epochs() {
     let train = format!("data.train={}", text.display());
     let sets = [&train, "data.sequence_length=16", "step.epochs=2", "step.batch=5"];
     let mut arguments = vec!["train", "--format", "json", "--set", "model.layers=1"];
-    // The config of the main job has steps of its own.
+    // An empty config takes the place of the built-in one, which sets a number of steps.
     let empty = folder.path().join("empty.toml");
     fs::write(&empty, "").expect("a directory of ours");
     arguments.insert(1, empty.to_str().expect("UTF-8"));
@@ -290,7 +291,7 @@ fn one_config_without_a_file() {
     let file = "examples/built_in.toml";
     for command in [&["plan"][..], &["data"], &["config", "show"], &["plan", "--format", "json"]] {
         let named: Vec<&str> = command.iter().copied().chain([file]).collect();
-        // A value of the built-in config is nobody's: it gives way to a smaller batch.
+        // The built-in micro-batch was not chosen by the user, so it shrinks to a smaller batch.
         let micro_batch = ["step.micro_batch=4"];
         assert_eq!(of(command, &micro_batch), of(&named, &micro_batch), "{command:?}");
         of(command, &[]);
@@ -309,12 +310,12 @@ fn one_config_without_a_file() {
     assert_eq!(digest(&trained), digest(&of_file));
     let measured = events(&of(&[&["eval", "--batches", "2"], &json[..]].concat(), &[&directory]));
     assert_eq!(measured[0]["loss"], of_kind(&trained, "validation")[0]["loss"]);
-    // The steps of the built-in config are for training.
+    // The built-in config's number of steps is for training; a bench has its own.
     let benched = events(&of(&[&["bench"], &json[..]].concat(), &[]));
     assert_eq!(of_kind(&benched, "step").len(), 6);
 }
 
-/// A plan that does not fit is an answer. `--check` makes it a failure.
+/// A plan that does not fit is reported with status 0, and with `--check` with status 2.
 #[test]
 fn a_plan_is_checked() {
     let folder = folder();
@@ -342,8 +343,8 @@ fn the_reference_is_up_to_date() {
     assert!(is_same, "l2l config reference > CONFIG.md");
 }
 
-/// Several processes of one command would all do the same work, where they cannot share it. The
-/// first says so; another says it a second later, if its launcher has not ended it by then.
+/// Several processes that cannot share the work would all do the same, so they are refused. The first
+/// reports it at once, and each other a second later if its launcher has not ended it by then.
 #[test]
 fn ranks_of_a_launcher_are_refused() {
     let folder = folder();

@@ -30,8 +30,8 @@ fn data_is_shown() {
     let folder = tempfile::tempdir().expect("a place for files");
     let line = json!({ "prompt": "The ring", "completion": " turns." }).to_string();
     let file = write(&folder, "data.jsonl", &format!("{line}\n").repeat(9));
-    let (model, train) =
-        (format!("model.path={}", goldens("text/bpe")), format!("data.train={file}"));
+    let model = format!("model.path={}", goldens("text/bpe"));
+    let train = format!("data.train={file}");
     let sets = ["--set", &model, "--set", &train, "--set", "step.batch=4"];
     let shown = good(&[&["data"], &sets[..]].concat());
     assert!(
@@ -60,7 +60,7 @@ fn text_is_generated() {
     let generated = all.last().expect("an end");
     assert_eq!(generated["ended"], "length");
     assert_eq!(format!("{}\n", generated["text"].as_str().expect("a text")), plain);
-    // A prompt gives the same text together with others.
+    // A prompt is continued by the same text when there are others.
     let lines = [
         json!({ "prompt": "a" }),
         json!({ "prompt": "The ring" }),
@@ -150,11 +150,11 @@ fn a_run_is_evaluated_and_continued() {
          validation = { every_steps = 3, batches = 2 }\n",
     );
     let trained = events(&good(&["train", &config, "--set", &run, "--format", "json"]));
-    let looks: Vec<&Value> =
+    let validations: Vec<&Value> =
         trained.iter().filter(|event| event["event"] == "validation").collect();
     let eval = ["eval", &config, "--set", &run, "--format", "json", "--batches", "2"];
     let found = &events(&good(&eval))[0];
-    assert_eq!(found["loss"], looks[1]["loss"], "the last look");
+    assert_eq!(found["loss"], validations[1]["loss"], "the last validation");
     assert_eq!(found["perplexity"].as_f64(), found["loss"].as_f64().map(f64::exp));
     assert!(
         good(&["eval", &config, "--set", &run, "--best", "--batches", "1"]).contains("perplexity")

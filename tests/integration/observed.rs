@@ -1,5 +1,5 @@
-//! Metrics, timelines and reports of the command line: what is written agrees with the run, and a
-//! place that cannot be written is refused before anything starts.
+//! Metrics, timelines and reports of the command line agree with the run, and a place that cannot be
+//! written is refused before a run starts.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -29,7 +29,7 @@ fn path(folder: &TempDir, name: &str) -> String {
     folder.path().join(name).to_str().expect("UTF-8").into()
 }
 
-/// The value of a series whose line begins so.
+/// The sum of the series whose lines have this beginning.
 fn series(text: &str, begin: &str) -> f64 {
     let values = text.lines().filter(|line| line.starts_with(begin));
     values.map(|line| line.rsplit(' ').next().expect("a value").parse::<f64>().expect("it")).sum()
@@ -38,7 +38,8 @@ fn series(text: &str, begin: &str) -> f64 {
 #[test]
 fn metrics_timeline_and_report_say_what_the_run_said() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (trace, report) = (path(&folder, "trace.json"), path(&folder, "report"));
+    let trace = path(&folder, "trace.json");
+    let report = path(&folder, "report");
     let last = format!("metrics.file={}", path(&folder, "last.prom"));
     let config = config(&folder);
     let arguments = ["train", &config, "--format", "json", "--trace", &trace, "--report", &report];
@@ -119,7 +120,7 @@ fn what_cannot_be_written_is_said_first() {
     }
 }
 
-/// A run that ends well and whose metrics were scraped waits for one scrape more: without it, it
+/// A run that ends well and whose metrics were scraped waits for one more scrape. Without it, the run
 /// would look as if it had vanished before its last step.
 #[test]
 fn a_run_that_ends_well_is_scraped_once_more() {
@@ -154,7 +155,7 @@ fn a_run_that_ends_well_is_scraped_once_more() {
     assert!(child.wait().expect("it is ours").success());
 }
 
-/// Alerts link their pages at the address that somebody gives.
+/// With `--runbooks`, alerts link their pages at that address.
 #[test]
 fn runbooks_have_an_address() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -176,8 +177,9 @@ fn runbooks_have_an_address() {
 #[test]
 fn what_was_written_before_stays() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (config, trace, report) =
-        (config(&folder), path(&folder, "trace.json"), path(&folder, "report"));
+    let config = config(&folder);
+    let trace = path(&folder, "trace.json");
+    let report = path(&folder, "report");
     let arguments = ["train", &config, "--trace", &trace, "--report", &report];
     good(&arguments);
     let page = path(&folder, "report/report.html");
@@ -193,7 +195,8 @@ fn what_was_written_before_stays() {
 #[test]
 fn a_step_is_drawn() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (config, picture) = (config(&folder), path(&folder, "step.svg"));
+    let config = config(&folder);
+    let picture = path(&folder, "step.svg");
     let rates = ["--tflops", "1", "--link-gbps", "1", "--host-gbps", "10"];
     good(&[&["plan", &config, "--draw", &picture][..], &rates].concat());
     let drawn = fs::read_to_string(&picture).expect("it is there");
@@ -211,7 +214,8 @@ fn a_step_is_drawn() {
 #[test]
 fn a_tuned_config_is_the_users_own() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (config, tuned) = (config(&folder), path(&folder, "tuned.toml"));
+    let config = config(&folder);
+    let tuned = path(&folder, "tuned.toml");
     let arguments = ["--rounds", "2", "--steps", "2", "--format", "json", "--to", &tuned];
     let told = events(&good(&[&["tune", &config][..], &arguments].concat()));
     let kept = told.last().expect("an end");

@@ -1,5 +1,5 @@
-//! Output that is lost is no success: a command whose output cannot be written says which, and ends
-//! with status 1. A reader that goes away ends a command quietly.
+//! A command whose output cannot be written reports which output is lost, and ends with status 1. A
+//! reader that goes away ends a command quietly.
 
 use std::fs;
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::process::{Command, Output, Stdio};
 
 use crate::program::{events, good, l2l, of_kind};
 
-/// A small run, of which a checkpoint is written at every step.
+/// A small run, which writes a checkpoint at every step.
 fn config(folder: &Path) -> String {
     let path = folder.join("config.toml");
     let text = format!(
@@ -27,7 +27,7 @@ fn says(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The device on which no byte has room.
+/// A device that is always full.
 fn full() -> Stdio {
     File::options().write(true).open("/dev/full").expect("Linux has it").into()
 }
@@ -37,7 +37,7 @@ fn unread() -> Stdio {
     pipe().expect("a pipe").1.into()
 }
 
-/// Commands that print, one behind the other.
+/// Commands that print, to be run one after another.
 fn printing(config: &str) -> Vec<Vec<&str>> {
     [
         "--help",
@@ -70,7 +70,7 @@ fn a_full_disk_behind_standard_output_is_no_success() {
         assert_eq!(says.matches("error: ").count(), 1, "{arguments:?}: {says}");
         assert!(says.contains("error: standard output: No space left"), "{arguments:?}: {says}");
     }
-    // Training went on to its end all the same.
+    // Training did not stop early.
     assert!(folder.path().join("checkpoints/step-00000005").is_dir());
 }
 
@@ -107,7 +107,7 @@ fn a_run_without_a_reader_stops_with_a_checkpoint() {
     assert_eq!(digest(&rest), digest(&whole));
 }
 
-/// The program on a full disk: it can open files, and write no byte to them.
+/// Runs the program as on a full disk: it can open files, and cannot write to them.
 fn without_room(arguments: &[&str]) -> Output {
     Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 0; exec \"$@\"", "sh"])
@@ -117,7 +117,7 @@ fn without_room(arguments: &[&str]) -> Output {
         .expect("there is a shell")
 }
 
-/// Files that a run cannot write: it goes on to its end, says each, and ends with status 1.
+/// A run that cannot write a file goes on to its end, reports the file, and ends with status 1.
 #[test]
 fn files_of_a_run_that_cannot_be_written_are_no_success() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -129,21 +129,23 @@ fn files_of_a_run_that_cannot_be_written_are_no_success() {
     {
         let arguments = [&["train", &*config, "--set", "checkpoint="], more].concat();
         let output = without_room(&arguments);
-        let (says, text) = (says(&output), String::from_utf8_lossy(&output.stdout).into_owned());
+        let says = says(&output);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert_eq!(output.status.code(), Some(1), "{lost}: {says}");
         assert!(says.contains(&format!("error: {lost}")), "{lost}: {says}");
         assert!(text.contains("\nweights "), "{lost}: it went on to its end: {text}");
     }
 }
 
-/// What is known to be lost is said before the run.
+/// A file that cannot be written is refused before the run, if that can be found out.
 #[test]
 fn files_are_checked_before_the_run() {
     let folder = tempfile::tempdir().expect("a place for files");
     let config = config(folder.path());
     let at = |name: &str| folder.path().join(name).display().to_string();
     fs::write(at("file"), "").expect("a directory of ours");
-    let (below, folder_itself) = (at("file") + "/below", at(""));
+    let below = at("file") + "/below";
+    let folder_itself = at("");
     for (arguments, lost, status) in [
         (["train", &config, "--trace", "/dev/full"], "--trace /dev/full", 1),
         (["train", &config, "--trace", &below], "--trace", 2),
@@ -164,16 +166,16 @@ fn files_are_checked_before_the_run() {
     assert_eq!(output.status.code(), Some(1), "{}", says(&output));
     assert!(says(&output).contains("error: --report") && output.stdout.is_empty());
     let tuned = at("tuned.toml");
-    fs::write(&tuned, "of somebody").expect("a directory of ours");
+    fs::write(&tuned, "old content").expect("a directory of ours");
     let output = without_room(&["tune", &config, "--to", &tuned]);
     assert_eq!(output.status.code(), Some(1), "{}", says(&output));
     assert!(says(&output).contains("error: --to") && !says(&output).contains("round 0"));
-    assert_eq!(fs::read_to_string(&tuned).expect("it is there"), "of somebody");
+    assert_eq!(fs::read_to_string(&tuned).expect("it is there"), "old content");
     assert!(!Path::new(&(tuned + ".partial")).exists());
     assert!(!folder.path().join("checkpoints").join("step-00000001").exists());
 }
 
-/// Files that a command writes at its end.
+/// A command that cannot write the file of its result ends with status 1, and leaves no half of it.
 #[test]
 fn files_that_are_cut_short_are_no_success() {
     let folder = tempfile::tempdir().expect("a place for files");

@@ -1,5 +1,5 @@
-//! A run of several ranks is seen as one: each rank knows what all did, and the timeline has all of
-//! them in the time of one clock. The ranks here are threads.
+//! A run of several ranks is shown as one: each rank has the numbers of all, and the timeline has the
+//! operations of all in the time of one clock. The ranks here are threads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,8 +16,8 @@ use serde_json::Value;
 
 use crate::ranks::{Late, relay};
 
-/// A fabric of ranks whose lanes start at different times: each rank stops for a while when ranks
-/// have agreed on the run, which they do in the first two exchanges between steps.
+/// A fabric of ranks whose lanes start at different times. Ranks agree on the run in the first two
+/// exchanges between steps, and then each sleeps for a time of its own.
 struct Apart(Arc<Late>);
 
 impl Fabric for Apart {
@@ -54,17 +54,17 @@ impl Observe for Counted {
     }
 }
 
-/// What a rank saw.
+/// The results of one rank.
 struct Saw {
-    /// After the end.
+    /// The view after the end.
     view: Result<RunView, Error>,
-    /// Bytes that it sent on all channels but that of beats.
+    /// Bytes that it sent on all channels but that of heartbeats.
     sent: u64,
     slices: usize,
 }
 
-/// Trains for so many steps on each rank, the first of which writes a timeline. A rank that does
-/// fewer steps than the first leaves the run.
+/// Trains on one rank for each element of `steps`, for that number of steps. The first rank writes a
+/// timeline. A rank with fewer steps than the first leaves the run.
 fn trained(steps: &[usize], path: &Path) -> Vec<Saw> {
     let train = |fabric: ThreadFabric| {
         let late = Late::new(fabric);
@@ -118,19 +118,19 @@ fn events(path: &Path) -> Vec<Value> {
     serde_json::from_str(&text).expect("an array of objects")
 }
 
-/// The events of a rank that are of one kind.
+/// The events of a rank with this `ph`.
 fn of<'e>(events: &'e [Value], ph: &'e str, rank: usize) -> impl Iterator<Item = &'e Value> {
     events.iter().filter(move |event| event["pid"] == 1 + rank && event["ph"] == *ph)
 }
 
-/// The texts that events of this name say about a rank and its rows.
+/// The texts of the events of this name about a rank and its rows.
 fn texts<'e>(events: &'e [Value], name: &str, rank: usize) -> Vec<&'e str> {
     let about = of(events, "M", rank).filter(|event| event["name"] == *name);
     let text = |event: &'e Value| event["args"].as_object()?.values().next()?.as_str();
     about.filter_map(text).collect()
 }
 
-/// After the end, the numbers of all ranks are whole, and those that each rank has of itself.
+/// After the end, each rank has the final numbers of all ranks.
 #[test]
 fn each_rank_knows_what_all_did() {
     const STEPS: usize = 3;
@@ -151,7 +151,7 @@ fn each_rank_knows_what_all_did() {
             assert_eq!(told.device_bytes, own.device_bytes);
             assert!(told.resident_bytes > 0);
         }
-        // The rank's sums are those of its own ledger.
+        // The rank's sums equal those of its own ledger.
         for lane in &view.lanes {
             assert!(own.lanes.contains(&(lane.name, lane.busy)), "{lane:?} {:?}", own.lanes);
         }
@@ -177,7 +177,8 @@ fn the_timeline_has_all_ranks_in_one_time() {
     let seen = trained(&[3; 3], &path);
     let events = events(&path);
     let mut exchanges = BTreeMap::<(&str, usize), Vec<[f64; 2]>>::new();
-    let (mut threads, mut arrows) = (BTreeSet::new(), BTreeSet::new());
+    let mut threads = BTreeSet::new();
+    let mut arrows = BTreeSet::new();
     let mut within = 0.0;
     for (rank, saw) in seen.iter().enumerate() {
         let name = if rank == 0 { "l2l tested, rank 0".into() } else { format!("rank {rank}") };
@@ -213,14 +214,14 @@ fn the_timeline_has_all_ranks_in_one_time() {
         assert_eq!(times.len(), 3, "{exchange:?}");
         let last_begin = times.iter().map(|time| time[0]).fold(f64::MIN, f64::max);
         let first_end = times.iter().map(|time| time[1]).fold(f64::MAX, f64::min);
-        // Two ranks may err in opposite directions.
+        // The clocks of two ranks may deviate in opposite directions.
         assert!(last_begin <= first_end + 2.0 * within, "{exchange:?}, {within} µs: {times:?}");
     }
     println!("clocks within {within} µs");
     assert!(within < 20_000.0, "less than lanes start apart: {within} µs");
 }
 
-/// When a rank is lost, the timeline has the operations of the first, and ends as it should.
+/// When a rank is lost, the timeline has the operations of the first rank, and its last bracket.
 #[test]
 fn the_timeline_of_a_run_that_failed_is_whole() {
     let (_folder, path) = place();

@@ -2,9 +2,11 @@
 //! and observers neither change nor delay training.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use l2l::config::{DeviceKind, StashPlace};
@@ -61,13 +63,15 @@ fn run(config: Config, steps: usize, observers: Vec<Arc<dyn Observe>>) -> Ran {
             builder = builder.observe(observer);
         }
         let mut trainer = builder.start().await.expect("a case of ours");
-        let (watch, plan) = (trainer.watch(), trainer.plan().clone());
+        let watch = trainer.watch();
+        let plan = trainer.plan().clone();
         let mut reports = Vec::new();
         for _ in 0..steps {
             let batch = batches.next().await.expect("random data");
             reports.push(trainer.step(batch).await.expect("nothing fails here"));
         }
-        let (view, tally) = (watch.view(u64::MAX), watch.tally());
+        let view = watch.view(u64::MAX);
+        let tally = watch.tally();
         let digest = trainer.digest().await.expect("nothing fails here");
         let slices = std::mem::take(&mut *heard.0.lock().expect("nothing panics inside"));
         Ran { reports, slices, views: [view, watch.view(u64::MAX)], tally, digest, plan }
@@ -79,7 +83,7 @@ fn close(what: &str, a: f64, b: f64, within: f64) {
     assert!((a - b).abs() <= within * a.abs().max(b.abs()), "{what}: {a} and {b}");
 }
 
-/// The sums agree within 2 %, and the delay that a busy machine may put between two clock readings.
+/// The sums agree within 2 % and 50 ms, which a busy machine may put between two clock readings.
 #[track_caller]
 fn adds_up(what: &str, sum: f64, seconds: f64) {
     assert!((sum - seconds).abs() <= 0.02 * seconds + 0.05, "{what}: {sum} of {seconds}");
@@ -188,7 +192,8 @@ fn series_are_few() {
     (deep.step.batch, deep.data.sequence_length) = (2, Some(4));
     deep.optimizer.clip_norm = Some(1.0);
     let Ran { views: [_, view], .. } = run(deep, 1, Vec::new());
-    let (mut layers, mut all) = (vec![0; view.layers.len()], 0);
+    let mut layers = vec![0; view.layers.len()];
+    let mut all = 0;
     samples(&view, |metric, labels, _| {
         all += 1;
         if metric.labels.first() == Some(&"layer") {
@@ -202,7 +207,7 @@ fn series_are_few() {
     assert!(sorted.is_sorted(), "names of layers sort");
 }
 
-/// Labels have the values that the table of metrics promises.
+/// Labels have values that the table of metrics lists.
 #[test]
 fn labels_have_the_values_that_are_listed() {
     let mut config = config(3);
@@ -289,7 +294,7 @@ fn memory_is_flat_over_a_million_observations() {
     let mut after_warm_up = 0;
     for round in 0..21 {
         (0..50_000).for_each(|nth| histograms.heard(&slice(nth)));
-        let text = server.text(); // does what upkeep does every second
+        let text = server.text(); // empties the buffers, as upkeep does every second
         let count = format!(
             "l2l_operation_seconds_count{{run=\"tested\",lane=\"file\"}} {}\n",
             50_000 * (round + 1)
@@ -303,7 +308,7 @@ fn memory_is_flat_over_a_million_observations() {
     assert!(grown < 8 << 20, "{grown} bytes more after a million");
 }
 
-fn ask(address: std::net::SocketAddr, request: &str) -> String {
+fn ask(address: SocketAddr, request: &str) -> String {
     let mut stream = TcpStream::connect(address).expect("it listens");
     stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a time");
     _ = stream.write_all(request.as_bytes());
@@ -312,12 +317,27 @@ fn ask(address: std::net::SocketAddr, request: &str) -> String {
     answer
 }
 
-fn get(address: std::net::SocketAddr, path: &str) -> String {
+fn get(address: SocketAddr, path: &str) -> String {
     ask(address, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
 }
 
-/// Silent, slow, malformed and many clients of the metrics page, before, during and after a run:
-/// the run ends the same.
+/// Clients that ask again and again, until `stop`. Each returns the number of its answers.
+fn clients(address: SocketAddr, stop: &Arc<AtomicBool>) -> Vec<JoinHandle<usize>> {
+    let client = |path: &'static str| {
+        let stop = stop.clone();
+        std::thread::spawn(move || {
+            let mut answers = 0;
+            while !stop.load(Relaxed) {
+                answers += usize::from(get(address, path).starts_with("HTTP/1.1"));
+            }
+            answers
+        })
+    };
+    ["/metrics", "/live.json", "/", "/nowhere"].map(client).into()
+}
+
+/// Clients that are silent, slow or many, or send nonsense, do not change a run, before, during and
+/// after it.
 #[test]
 fn clients_may_do_what_they_like() {
     let quiet = run(config(3), 8, Vec::new());
@@ -335,20 +355,8 @@ fn clients_may_do_what_they_like() {
         let said = [&b""[..], b"GET /metr", b"\x00\xff\x13garbage\r\n\r\n", b"POST / HTTP/1.1\r\n"];
         _ = stream.write_all(said[index % said.len()]);
     }
-    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let clients: Vec<_> = ["/metrics", "/live.json", "/", "/nowhere"]
-        .into_iter()
-        .map(|path| {
-            let stop = stop.clone();
-            std::thread::spawn(move || {
-                let mut answers = 0;
-                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    answers += usize::from(get(address, path).starts_with("HTTP/1.1"));
-                }
-                answers
-            })
-        })
-        .collect();
+    let stop = Arc::new(AtomicBool::new(false));
+    let clients = clients(address, &stop);
     let observed = {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.expect("a runtime").block_on(async {
@@ -365,7 +373,7 @@ fn clients_may_do_what_they_like() {
             crate::stop(trainer).await.expect("nothing fails here").weights_digest
         })
     };
-    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    stop.store(true, Relaxed);
     for client in clients {
         assert!(client.join().expect("it ends") > 0);
     }
@@ -408,7 +416,8 @@ fn the_timeline_is_complete() {
     let bytes: u64 =
         of("X").iter().map(|event| event["args"]["bytes"].as_u64().expect("some")).sum();
     assert_eq!(bytes, slices.iter().map(|slice| slice.bytes).sum::<u64>());
-    let (starts, ends) = (of("s"), of("f"));
+    let starts = of("s");
+    let ends = of("f");
     let uploads = slices.iter().filter(|slice| slice.kind == WorkKind::Weights).count();
     let updates = slices.iter().filter(|slice| slice.kind == WorkKind::Update).count();
     assert_eq!(ends.len(), uploads + updates, "an arrow to each first use and to each update");
@@ -428,7 +437,7 @@ fn the_timeline_is_complete() {
     let tracks = of("M").iter().filter(|event| event["name"] == "thread_name").count();
     let always = Lane::ALL.into_iter().filter(|lane| lane.is_always_there()).count();
     assert_eq!(tracks, always, "one process with one device exchanges nothing");
-    // A disk that is full, say.
+    // A folder that is missing stands for every place that cannot be written.
     assert!(Trace::create(&folder.path().join("no/where"), "tested").is_err());
 }
 
@@ -456,7 +465,8 @@ fn virtual_time_knows_what_depth_is_worth() {
         let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
         let rates = Rates::measured(&slices, &config, &plan, otherwise);
         let forecast = Forecast::of(&config, &model, &rates).expect("a schedule of ours");
-        let (real, predicted) = (overlap(&tally), overlap(&forecast.tally));
+        let real = overlap(&tally);
+        let predicted = overlap(&forecast.tally);
         assert!((real - predicted).abs() < 0.15, "weights {weights}: {real}, {predicted} foretold");
         assert!(view.layers.iter().any(|layer| layer.overlap.is_some()));
         overlaps.push(real);

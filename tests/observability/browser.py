@@ -31,7 +31,7 @@ def browser(dark=False):
 
 
 def quiet(driver, origin):
-    """Nothing on the console, nothing asked of anybody else."""
+    """The page writes nothing to the console, and sends requests to its own server alone."""
     console = driver.get_log("browser")
     assert not console, console
     for entry in driver.get_log("performance"):
@@ -48,7 +48,7 @@ def shares(driver, table):
 
 
 def usable(driver):
-    """A name for every picture and section; everything that moves the page is reached by keys."""
+    """Every picture and section has a name, and the keyboard reaches everything that scrolls."""
     for picture in driver.find_elements(By.CSS_SELECTOR, "svg[role=img]"):
         assert picture.get_attribute("aria-label"), picture
         assert picture.get_attribute("tabindex") == "0"
@@ -62,7 +62,7 @@ def usable(driver):
 
 
 def bars_are(view, driver):
-    """What is drawn is what the view says."""
+    """The drawings have the numbers of the view."""
     memory = [share(one["used"], one["planned"]) for one in view["device_memory"]]
     assert all(map(near, shares(driver, "memory"), memory)), (memory, shares(driver, "memory"))
     layers = [one["overlap"] or 0 for one in view["layers"] if one["on_device"]]

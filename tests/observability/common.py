@@ -1,4 +1,4 @@
-"""What the checks with real tools share: a run of the program, and what it says."""
+"""Shared parts of the checks with real tools: a run of the program, its output, and Prometheus."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARDS = ROOT / "dashboards"
 
-# A model that is small, and deep enough for layers to be seen.
+# A small model with several layers.
 MODEL = {
     "model.layers": 6,
     "model.hidden": 128,
@@ -25,7 +25,7 @@ MODEL = {
     "step.steps": 100000,
     "metrics.run": "checked",
 }
-# Layers that the device meets: positions and dropout, the stack, the last norm, a tile of the head.
+# Layers that the device visits: positions and dropout, the stack, the last norm, a tile of the head.
 DEVICE_LAYERS = 9
 # Layers with a block of their own: the head's tile is the embedding's.
 OWNERS = 9
@@ -38,7 +38,7 @@ def free_port():
 
 
 def until(what, ask, seconds=60):
-    """Asks until there is an answer."""
+    """Calls `ask` until it returns an answer."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         answer = ask()
@@ -77,13 +77,13 @@ class Run:
         return [event for event in events if kind in (None, event["event"])]
 
     def stop(self):
-        """An interrupt: the run finishes its step and ends."""
+        """Interrupts the run, which finishes its step and ends."""
         self.process.send_signal(2)
         assert self.process.wait(120) == 130, self.process.returncode
 
 
 class Prometheus:
-    """Debian's Prometheus, scraping one run every second with the project's own rules."""
+    """Debian's Prometheus. It scrapes one run every second, with the project's own rules."""
 
     def __init__(self, port):
         self.folder = tempfile.TemporaryDirectory()

@@ -1,4 +1,4 @@
-"""The dashboards are what Grafana's own types say that a dashboard is.
+"""Checks the dashboards with Grafana's own TypeScript types.
 
     python3 tests/observability/grafana.py FOLDER, where npm may install @grafana/schema and typescript
 """
@@ -24,7 +24,7 @@ def main():
     count = 0
     for path in sorted((DASHBOARDS / "grafana/dashboards").glob("*.json")):
         dashboard = json.loads(path.read_text())
-        # The type of a dashboard lets a panel be anything that has a few fields: each on its own.
+        # The type of a dashboard accepts any panel with a few fields, so each panel is checked alone.
         for panel in dashboard.pop("panels"):
             lines.append(f"export const panel{count}: Panel = {json.dumps(panel)};")
             count += 1

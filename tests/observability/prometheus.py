@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes real runs: every panel and rule has what it shows, what it shows is what
-the run's own JSON lines say, and each of four regimes is named by rule, step line and `l2l tune`.
+"""A real Prometheus scrapes real runs. Every panel and rule has data, the data equals the run's own
+JSON lines, and rule, step line and `l2l tune` name the bottleneck of each of four regimes.
 
     python3 tests/observability/prometheus.py target/release/l2l
 """
@@ -48,7 +48,7 @@ def panels_have_data(program):
 
 
 def values_are_the_runs(run, prometheus):
-    """At every scrape, gauges and counters are those of the step that the run had done."""
+    """At every scrape, gauges and counters equal those of the run's last step."""
     steps = {event["step"]: event for event in run.events("step")}
     tokens, total = {}, 0
     for step, event in sorted(steps.items()):
@@ -89,7 +89,7 @@ REGIMES = {
         "checkpoint.directory": ROOT / "target/observed",
     },
 }
-# Worse than need be: what tune has to find its way from.
+# Channels that are too shallow, which tune has to improve.
 SHALLOW = {
     "channels.weights": 1,
     "channels.gradients": 1,
@@ -143,8 +143,8 @@ def main():
     print(f"overlap: {deep:.2f} with two weight slots, {shallow:.2f} with one")
     for name, settings in REGIMES.items():
         if name == "upload":
-            # A device of this rate computes for about half of the time that the link takes,
-            # whatever this machine's speed is: so much is there to hide.
+            # A device of this rate computes for about half of the time that the link takes, on
+            # any machine. So tune can hide half of the transfers.
             settings = {**settings, "device.flop_rate": "30GFLOP/s"}
         kept = tuned(program, name, settings)
         if name == "upload":

@@ -1,5 +1,5 @@
-//! What of a setting's device memory grows with the model's depth. The plan of the same settings
-//! for a deeper model says so: no list of keys is needed.
+//! The part of a setting's device memory that grows with the model's depth. It is found from plans
+//! for deeper models, so no list of keys is needed.
 
 use l2l::models::{Model, Shape};
 use l2l::plan::Term;
@@ -7,18 +7,18 @@ use l2l::{Config, Plan, hf};
 
 use super::trial::Settings;
 
-/// The depth from which on a plan is compared with one of twice the depth. Shallower models may
-/// have fewer blocks than a pool has slots.
+/// The smallest depth whose plan is compared with that of twice the depth. A shallower model may have
+/// fewer blocks than a pool has slots.
 const DEEP: usize = 8;
 
-/// Bytes of the device that each further layer of the model adds, term by term; none if it adds
-/// nothing, or if these settings are of one depth alone (a schedule's file).
+/// Bytes of the device that each further layer of the model adds, term by term. Empty if it adds
+/// none, or if the settings work for one depth alone (a schedule's file).
 pub(super) fn of(config: &Config, model: &Model, settings: Settings) -> Vec<Term> {
     let at = |layers: usize| {
         let shape = Shape { layers, ..model.shape };
         let deeper = hf::model_of(config, shape).ok()?;
         let mut settings = settings;
-        // A device of a pipeline keeps its layers, also those of a deeper model.
+        // A device of a pipeline holds all its layers, also those that a deeper model adds.
         if settings.layout.kind.is_pipeline() {
             settings.depths[0] = settings.depths[0].max(deeper.parts.len() as u32);
         }

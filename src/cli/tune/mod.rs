@@ -1,10 +1,10 @@
-//! `l2l tune`: finds the channel depths, the micro-batch, the place of the stash and, of several
-//! devices, how they share a step, that are best on this machine.
+//! `l2l tune`: finds the best settings on this machine: channel depths, micro-batch, place of the
+//! stash and, with several devices, the way in which they share a step.
 //!
-//! A first trial measures how fast each lane is. A simulation in virtual time with those rates
-//! finds settings that could be better. These are tried, in turns with the user's own. A setting
-//! wins if it is faster by more than trials differ among themselves; of equals, the one with less
-//! memory. One whose device memory grows with depth must be faster by 5 %.
+//! A first trial measures the speed of each lane. A simulation in virtual time with those rates
+//! finds settings that could be better. These are tried in turns with the user's own. A setting wins
+//! if it is faster by more than its trials differ among themselves. Of equally fast settings, the one
+//! with less memory wins. A setting whose device memory grows with depth must be faster by 5 %.
 
 mod growth;
 mod tell;
@@ -22,13 +22,13 @@ use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, hf, largest_shap
 
 use super::common::BUILT_IN;
 use super::output::{OutputFile, has_ended, lose, print};
-use super::plan::rates;
 use super::train::runtime;
-use super::{RateArguments, TuneArguments, say};
+use super::{RateArguments, TuneArguments, plan, say};
 use tell::{conclude, tell, tuned};
 use trial::{Layout, Settings, Trial, best_of};
 
-/// Depths (weights, gradients, reduced, stash) that are surely large enough, and smaller ones.
+/// Depths (weights, gradients, reduced, stash) that are large enough for any run, and smaller ones to
+/// try.
 const GENEROUS: [u32; 4] = [3, 3, 4, 16];
 const SMALLER: [&[u32]; 4] = [&[1, 2], &[1, 2], &[1, 2], &[1, 2, 4, 8]];
 
@@ -41,7 +41,8 @@ const CANDIDATES: usize = 4;
 pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let TuneArguments { common, to, steps, rounds } = arguments;
     let (mut config, layers) = common.read()?;
-    let (text, format) = (source(common.config.as_deref())?, config.log.format);
+    let text = source(common.config.as_deref())?;
+    let format = config.log.format;
     // The settings of the file itself, without the environment and flags.
     let written = Config::parse(&text).map_or_else(|_| Settings::of(&config), |c| Settings::of(&c));
     let mut to = to.as_deref().map(|path| OutputFile::open("--to", path)).transpose()?;
@@ -52,60 +53,25 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         to.check_room(&text, "# a config that l2l tune found\n")?;
     }
     let every = config.checkpoint.every_steps;
-    let directory = config.checkpoint.directory.clone();
-    let saves = every.zip(directory.map(|directory| parent_of(&directory)));
-    (config.checkpoint, config.validation) = Default::default();
+    let directory = config.checkpoint.directory.take();
+    let saves = every.and(directory).map(|directory| parent_of(&directory));
+    config.checkpoint = Default::default();
+    config.validation = Default::default();
     config.step.steps = Some(steps + 1);
     config.step.epochs = None;
-    // Without a file, all that it finds is printed.
-    let has_file = to.is_some();
     let run = || {
         let model = hf::model_of(&config, largest_shape_of(&config)?)?;
         let batches = runtime()?.block_on(first_batches(&config, steps + 1))?;
-        let own = Settings::of(&config);
-        let place = saves.as_ref().map(|(_, place)| place.as_path());
-        let mut first = try_once(&config, own, &batches, place)?;
-        first.trial.growth = growth::of(&config, &model, own);
-        tell(format, &first.trial, 0);
-        let of_machine = RateArguments::default();
-        let otherwise = rates(&config, &model, &of_machine)?;
-        let plan = Plan::new(&config, &model, &config.update_rule())?;
-        let rates = Rates::measured(&first.slices, &config, &plan, otherwise);
-        first.trial.predicted = Forecast::of(&config, &model, &rates)?.seconds;
-        let mut trials = vec![first.trial];
-        for (settings, predicted) in candidates(&config, &model, &rates, own) {
-            if has_ended() && !has_file {
-                return Ok(());
-            }
-            match try_once(&settings.on(&config), settings, &batches, None) {
-                Ok(Tried { trial, .. }) => {
-                    let growth = growth::of(&config, &model, settings);
-                    let trial = Trial { predicted, growth, ..trial };
-                    tell(format, &trial, 0);
-                    trials.push(trial);
-                }
-                Err(error) => say(format_args!("left out: {settings}: {error}")),
-            }
-        }
-        for round in 1..*rounds {
-            for trial in &mut trials {
-                if has_ended() && !has_file {
-                    return Ok(());
-                }
-                let settings = trial.settings;
-                let again = try_once(&settings.on(&config), settings, &batches, None)?.trial;
-                let again = Trial { growth: trial.growth.clone(), ..again };
-                tell(format, &again, round);
-                trial.seconds.extend(again.seconds);
-                (trial.bottleneck, trial.exposed) = (again.bottleneck, again.exposed);
-            }
-        }
+        let search = Search { config: &config, model, batches, prints_all: to.is_none() };
+        let Some(Found { trials, checkpoint }) = search.run(saves.as_deref(), *rounds)? else {
+            return Ok(());
+        };
         let choice = best_of(&trials);
-        let disk = every.zip(first.checkpoint).map(|(every, seconds)| seconds / every as f64);
+        let disk = every.zip(checkpoint).map(|(every, seconds)| seconds / every as f64);
         let text = tuned(&text, &written, &trials[choice.best], &trials[0])?;
         conclude(format, &trials, &choice, disk, &text);
         let is_written = to.map(|to| to.write(&text).map_err(lose).is_ok());
-        // What could not be written to its file is not lost with it.
+        // A config that could not be written to its file is printed.
         if is_written != Some(true) && format == Format::Pretty {
             print(text);
         }
@@ -114,22 +80,128 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     run().map_err(|error| layers.locate(error))
 }
 
+/// A search for better settings than those of a config.
+struct Search<'c> {
+    config: &'c Config,
+    model: Model,
+    /// The batches of each trial.
+    batches: Vec<Batch>,
+    /// True if the result is printed and has no file. Then the search ends when nobody reads it.
+    prints_all: bool,
+}
+
+/// The trials of a search, the first with the user's own settings.
+struct Found {
+    trials: Vec<Trial>,
+    /// Seconds of a checkpoint.
+    checkpoint: Option<f64>,
+}
+
+impl Search<'_> {
+    /// Tries the user's own settings and the candidates, each in all rounds. With `saves`, the first
+    /// trial also writes a checkpoint below that folder. Returns `None` if nobody reads the output
+    /// any more.
+    fn run(&self, saves: Option<&Path>, rounds: usize) -> Result<Option<Found>, Error> {
+        let Search { config, model, .. } = self;
+        let format = config.log.format;
+        let own = Settings::of(config);
+        let first = self.try_once(own, saves)?;
+        tell(format, &first.trial, 0);
+        let rates = plan::rates(config, model, &RateArguments::default())?;
+        let plan = Plan::new(config, model, &config.update_rule())?;
+        let rates = Rates::measured(&first.slices, config, &plan, rates);
+        let mut trials = vec![first.trial];
+        for (settings, predicted) in candidates(config, model, &rates, own) {
+            if self.has_ended() {
+                return Ok(None);
+            }
+            match self.try_once(settings, None) {
+                Ok(Tried { mut trial, .. }) => {
+                    trial.predicted = Some(predicted);
+                    tell(format, &trial, 0);
+                    trials.push(trial);
+                }
+                Err(error) => say(format_args!("left out: {settings}: {error}")),
+            }
+        }
+        for round in 1..rounds {
+            for trial in &mut trials {
+                if self.has_ended() {
+                    return Ok(None);
+                }
+                let again = self.try_once(trial.settings, None)?.trial;
+                tell(format, &again, round);
+                trial.seconds.extend(again.seconds);
+                trial.bottleneck = again.bottleneck;
+                trial.exposed = again.exposed;
+            }
+        }
+        Ok(Some(Found { trials, checkpoint: first.checkpoint }))
+    }
+
+    fn has_ended(&self) -> bool {
+        self.prints_all && has_ended()
+    }
+
+    /// Runs one trial: one step that does not count, then those that do.
+    fn try_once(&self, settings: Settings, saves: Option<&Path>) -> Result<Tried, Error> {
+        let config = settings.on(self.config);
+        let growth = growth::of(&config, &self.model, settings);
+        runtime()?.block_on(async {
+            let slices = Arc::new(Slices::default());
+            let mut trainer =
+                Trainer::builder(config).observe(slices.clone()).trial().start().await?;
+            let device_bytes = trainer.plan().device_bytes();
+            let mut reports: Vec<StepReport> = Vec::new();
+            for batch in &self.batches {
+                reports.push(trainer.step(batch.clone()).await?);
+            }
+            let mut checkpoint = None;
+            if let Some(place) = saves {
+                let folder = tempfile::tempdir_in(place)
+                    .map_err(|error| Error::System(error.to_string()))?;
+                let begin = Instant::now();
+                trainer.checkpoint(&folder.path().join("trial")).await?;
+                checkpoint = Some(begin.elapsed().as_secs_f64());
+            }
+            trainer.stop().await?;
+            let counted = &reports[1..];
+            let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
+            let seconds = sum(|report| report.seconds);
+            let most = |of: Bottleneck| counted.iter().filter(|one| one.bottleneck == of).count();
+            let all = counted.iter().map(|report| report.bottleneck);
+            let trial = Trial {
+                settings,
+                predicted: None,
+                device_bytes,
+                growth,
+                seconds: vec![seconds / counted.len() as f64],
+                bottleneck: all.max_by_key(|&of| most(of)).expect("a trial has steps"),
+                exposed: sum(|report| report.exposed_wait_seconds) / seconds,
+            };
+            let mut slices = std::mem::take(&mut *slices.0.lock().expect("nothing panics inside"));
+            slices.retain(|slice| slice.step > 1); // the first touches memory for the first time
+            Ok(Tried { trial, slices, checkpoint })
+        })
+    }
+}
+
 /// The nearest existing folder above a path.
 fn parent_of(place: &Path) -> PathBuf {
     let found = place.ancestors().find(|folder| folder.is_dir());
     found.map_or_else(std::env::temp_dir, Path::to_path_buf)
 }
 
-/// The text of the config that is tuned.
+/// The text of the config to tune.
 fn source(path: Option<&Path>) -> Result<String, Error> {
     let Some(path) = path else { return Ok(BUILT_IN.into()) };
     std::fs::read_to_string(path)
         .map_err(|error| Error::Argument(format!("{}: {error}", path.display())))
 }
 
-/// The same batches for all trials.
+/// The first `count` batches of the training data.
 async fn first_batches(config: &Config, count: u64) -> Result<Vec<Batch>, Error> {
-    let mut batches = Batches::open(config)?; // the same batches as in training
+    let mut batches = Batches::open(config)?;
     let mut taken = Vec::new();
     for _ in 0..count {
         taken.push(batches.next().await?);
@@ -137,7 +209,7 @@ async fn first_batches(config: &Config, count: u64) -> Result<Vec<Batch>, Error>
     Ok(taken)
 }
 
-/// Collects every operation of a trial.
+/// Collects the operations of a trial.
 #[derive(Default)]
 struct Slices(Mutex<Vec<Slice>>);
 
@@ -147,6 +219,7 @@ impl Observe for Slices {
     }
 }
 
+/// The results of one trial.
 struct Tried {
     trial: Trial,
     slices: Vec<Slice>,
@@ -154,53 +227,8 @@ struct Tried {
     checkpoint: Option<f64>,
 }
 
-/// One trial: one step that does not count, then those that do.
-fn try_once(
-    config: &Config,
-    settings: Settings,
-    batches: &[Batch],
-    saves: Option<&Path>,
-) -> Result<Tried, Error> {
-    runtime()?.block_on(async {
-        let slices = Arc::new(Slices::default());
-        let mut trainer =
-            Trainer::builder(config.clone()).observe(slices.clone()).trial().start().await?;
-        let device_bytes = trainer.plan().device_bytes();
-        let mut reports: Vec<StepReport> = Vec::new();
-        for batch in batches {
-            reports.push(trainer.step(batch.clone()).await?);
-        }
-        let mut checkpoint = None;
-        if let Some(place) = saves {
-            let folder =
-                tempfile::tempdir_in(place).map_err(|error| Error::System(error.to_string()))?;
-            let begin = Instant::now();
-            trainer.checkpoint(&folder.path().join("trial")).await?;
-            checkpoint = Some(begin.elapsed().as_secs_f64());
-        }
-        trainer.stop().await?;
-        let counted = &reports[1..];
-        let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
-        let seconds = sum(|report| report.seconds);
-        let most = |of: Bottleneck| counted.iter().filter(|one| one.bottleneck == of).count();
-        let bottleneck = counted.iter().map(|report| report.bottleneck).max_by_key(|&of| most(of));
-        let trial = Trial {
-            settings,
-            predicted: f64::NAN,
-            device_bytes,
-            growth: Vec::new(),
-            seconds: vec![seconds / counted.len() as f64],
-            bottleneck: bottleneck.expect("a trial has steps"),
-            exposed: sum(|report| report.exposed_wait_seconds) / seconds,
-        };
-        let mut slices = std::mem::take(&mut *slices.0.lock().expect("nothing panics inside"));
-        slices.retain(|slice| slice.step > 1); // the first touches memory for the first time
-        Ok(Tried { trial, slices, checkpoint })
-    })
-}
-
-/// The best settings by simulation, with their predicted times: for each micro-batch, layout and
-/// place, the smallest depths that are as good as generous ones and fit the ceiling.
+/// The best settings by simulation, with their predicted times. For each micro-batch, layout and
+/// place they have the smallest depths that are as fast as generous ones and fit the ceiling.
 fn candidates(
     config: &Config,
     model: &Model,
@@ -228,12 +256,12 @@ fn candidates(
         for &(layout, place) in &ways {
             let mut depths = GENEROUS;
             if layout.kind.is_pipeline() {
-                depths[0] = model.parts.len() as u32; // a device keeps its layers
+                depths[0] = model.parts.len() as u32; // a device holds all its layers
             }
             let mut at = Settings { micro_batch, place, depths, layout };
             let mut best = predict(&at);
             if best.is_none() {
-                // Generous depths do not fit: take the user's own.
+                // Generous depths do not fit; the user's own may.
                 at.depths = own.depths;
                 best = predict(&at);
             }
@@ -255,7 +283,7 @@ fn candidates(
         }
     }
     found.sort_by(|a, b| a.1.total_cmp(&b.1).then(a.2.cmp(&b.2)));
-    // What grows with depth is compared with what does not: one of these is tried, too.
+    // If the memory of all candidates grows with depth, one whose memory does not is tried, too.
     let grows = |settings| !growth::of(config, model, settings).is_empty();
     if found.iter().take(CANDIDATES).all(|(settings, ..)| grows(*settings)) {
         let constant = found.iter().skip(CANDIDATES).find(|(settings, ..)| !grows(*settings));
@@ -284,11 +312,12 @@ mod tests {
         config
     }
 
-    /// Bound by the link, by updates or by kernels: the first candidate is as good as the best of
-    /// all depths.
+    /// Whether the link, updates or kernels limit a step: the first candidate is as fast as the best
+    /// of all depths.
     #[test]
     fn virtual_time_leads_to_the_best_depths() {
-        let (config, own) = (config(), Settings::of(&config()));
+        let config = config();
+        let own = Settings::of(&config);
         let model = Model::new(largest_shape_of(&config).expect("a shape of ours"));
         for (name, flops, link, host) in [
             ("link", 1e11, 2e7, 1e10),

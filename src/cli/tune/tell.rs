@@ -1,31 +1,39 @@
-//! The output of `l2l tune`: each trial, the settings that won and why, and the tuned config.
+//! The output of `l2l tune`: each trial, the settings that won with the reason, and the tuned config.
 
 use l2l::config::{ByteSize, Format, StashPlace};
 use l2l::{Bottleneck, Error};
-use serde_json::json;
+use serde_json::{Value, json};
 use toml_edit::{DocumentMut, Item, Table, value};
 
 use super::super::{print, say};
-use super::trial::{Choice, Settings, Trial, WORTH_GROWTH, gain};
+use super::trial::{Choice, Key, Settings, Trial, WORTH_GROWTH, gain};
 
+/// The fields of an event that describe a trial.
+fn event(name: &str, trial: &Trial) -> Value {
+    let Settings { micro_batch, place, depths, layout } = trial.settings;
+    let [weights, gradients, reduced, stash] = depths;
+    let [schedule, deal, transfer] = layout.names();
+    json!({
+        "event": name, "weights": weights, "gradients": gradients, "reduced": reduced,
+        "stash": stash, "micro_batch": micro_batch,
+        "stash_on_device": place == StashPlace::Device,
+        "schedule": schedule, "deal": deal, "transfer": transfer,
+        "device_bytes": trial.device_bytes,
+        "device_bytes_a_layer": trial.device_bytes_a_layer(),
+        "bottleneck": trial.bottleneck.name(),
+    })
+}
+
+/// Reports one trial.
 pub(super) fn tell(format: Format, trial: &Trial, round: usize) {
     let seconds = trial.seconds[0];
     if format == Format::Json {
-        let [weights, gradients, reduced, stash] = trial.settings.depths;
-        let predicted = trial.predicted.is_finite().then_some(trial.predicted);
-        return print(json!({
-            "event": "trial", "round": round, "weights": weights, "gradients": gradients,
-            "reduced": reduced, "stash": stash, "micro_batch": trial.settings.micro_batch,
-            "stash_on_device": trial.settings.place == StashPlace::Device,
-            "step_seconds": seconds, "predicted_seconds": predicted,
-            "device_bytes": trial.device_bytes,
-            "device_bytes_a_layer": trial.device_bytes_a_layer(),
-            "bottleneck": trial.bottleneck.name(),
-            "exposed_wait_fraction": trial.exposed,
-            "schedule": trial.settings.layout.names()[0],
-            "deal": trial.settings.layout.names()[1],
-            "transfer": trial.settings.layout.names()[2],
-        }));
+        let mut event = event("trial", trial);
+        event["round"] = json!(round);
+        event["step_seconds"] = json!(seconds);
+        event["predicted_seconds"] = json!(trial.predicted);
+        event["exposed_wait_fraction"] = json!(trial.exposed);
+        return print(event);
     }
     say(format_args!(
         "round {round}: {seconds:.3} s a step, device {}{}, bottleneck {}, {}: {}",
@@ -35,15 +43,15 @@ pub(super) fn tell(format: Format, trial: &Trial, round: usize) {
             bytes => format!(" (grows by {} a layer)", ByteSize::from(bytes)),
         },
         trial.bottleneck.name(),
-        match trial.predicted.is_finite() {
-            true => format!("predicted {:.3}", trial.predicted),
-            false => format!("exposed wait {:.0} %", 100.0 * trial.exposed),
+        match trial.predicted {
+            Some(predicted) => format!("predicted {predicted:.3}"),
+            None => format!("exposed wait {:.0} %", 100.0 * trial.exposed),
         },
         trial.settings
     ));
 }
 
-/// Reports the settings that won, and why.
+/// Reports the settings that won, and the reason. `disk` is the time of checkpoints in each step.
 pub(super) fn conclude(
     format: Format,
     trials: &[Trial],
@@ -51,12 +59,46 @@ pub(super) fn conclude(
     disk: Option<f64>,
     config: &str,
 ) {
-    let (own, kept) = (&trials[0], &trials[choice.best]);
+    let own = &trials[0];
+    let kept = &trials[choice.best];
     let step = kept.median();
     let of_disk = disk.filter(|disk| *disk > 0.1 * (step + disk));
     let of_disk = of_disk.filter(|disk| *disk > kept.exposed * step);
     let bottleneck = of_disk.map_or(own.bottleneck, |_| Bottleneck::Disk).name();
-    let why = if let Some(faster) = choice.passed_over.map(|index| &trials[index]) {
+    let why = why(trials, choice);
+    let advice = of_disk.map(|disk| {
+        format!(
+            "checkpoints cost {disk:.3} s a step; with checkpoint.every_steps {} times as large \
+             they cost a twentieth of the time",
+            (disk / (0.05 * step)).ceil()
+        )
+    });
+    let warning = grows(kept);
+    if format == Format::Json {
+        let mut event = event("tuned", kept);
+        event["kept_bottleneck"] = event["bottleneck"].take();
+        event["bottleneck"] = json!(bottleneck);
+        event["step_seconds"] = json!(step);
+        event["own_step_seconds"] = json!(own.median());
+        event["spread_seconds"] = json!(kept.spread());
+        event["own_spread_seconds"] = json!(own.spread());
+        event["disk_seconds"] = json!(disk);
+        event["why"] = json!(why);
+        event["advice"] = json!(advice);
+        event["warning"] = json!(warning);
+        event["config"] = json!(config);
+        return print(event);
+    }
+    say(format_args!("bottleneck {bottleneck}; chosen: {}: {why}", kept.settings));
+    advice.into_iter().chain(warning).for_each(say);
+}
+
+/// The reason for a choice.
+fn why(trials: &[Trial], choice: &Choice) -> String {
+    let own = &trials[0];
+    let kept = &trials[choice.best];
+    let step = kept.median();
+    if let Some(faster) = choice.passed_over.map(|index| &trials[index]) {
         format!(
             "{step:.3} s a step, and its device memory does not grow with the number of layers; \
              another setting's does, by {} a layer, for a gain of {:.1} %, under {:.0} %: {}",
@@ -86,37 +128,10 @@ pub(super) fn conclude(
             kept.spread(),
             own.spread()
         )
-    };
-    let advice = of_disk.map(|disk| {
-        format!(
-            "checkpoints cost {disk:.3} s a step; with checkpoint.every_steps {} times as large \
-             they cost a twentieth of the time",
-            (disk / (0.05 * step)).ceil()
-        )
-    });
-    let warning = grows(kept);
-    if format == Format::Json {
-        let [weights, gradients, reduced, stash] = kept.settings.depths;
-        return print(json!({
-            "event": "tuned", "weights": weights, "gradients": gradients, "reduced": reduced,
-            "stash": stash, "micro_batch": kept.settings.micro_batch,
-            "stash_on_device": kept.settings.place == StashPlace::Device,
-            "schedule": kept.settings.layout.names()[0], "deal": kept.settings.layout.names()[1],
-            "transfer": kept.settings.layout.names()[2],
-            "step_seconds": step, "own_step_seconds": own.median(),
-            "spread_seconds": kept.spread(), "own_spread_seconds": own.spread(),
-            "device_bytes": kept.device_bytes,
-            "device_bytes_a_layer": kept.device_bytes_a_layer(), "warning": warning,
-            "bottleneck": bottleneck,
-            "kept_bottleneck": kept.bottleneck.name(), "disk_seconds": disk, "why": why,
-            "advice": advice, "config": config,
-        }));
     }
-    say(format_args!("bottleneck {bottleneck}; chosen: {}: {why}", kept.settings));
-    advice.into_iter().chain(warning).for_each(say);
 }
 
-/// Says that a setting's device memory grows with depth, if it does.
+/// The warning that a setting's device memory grows with depth, if it does.
 fn grows(trial: &Trial) -> Option<String> {
     if trial.growth.is_empty() {
         return None;
@@ -142,16 +157,15 @@ pub(super) fn tuned(
 ) -> Result<String, Error> {
     let mut document: DocumentMut =
         text.parse().map_err(|error| Error::System(format!("the config: {error}")))?;
-    for (section, key, new) in kept.settings.changes(written) {
+    for Key { section, name, value: mut new } in kept.settings.changes(written) {
         let section = document.entry(section).or_insert(Item::Table(Table::new()));
         match section.as_table_like_mut() {
             Some(section) => {
-                let mut new = new;
                 // Keep the blanks and the comment of the old value.
-                if let Some(old) = section.get(key).and_then(Item::as_value) {
+                if let Some(old) = section.get(name).and_then(Item::as_value) {
                     *new.decor_mut() = old.decor().clone();
                 }
-                section.insert(key, value(new));
+                section.insert(name, value(new));
             }
             None => return Err(Error::System("the config has no such section".into())),
         }

@@ -1,8 +1,9 @@
-//! The settings that `l2l tune` varies, and how their trials are compared.
+//! The settings that `l2l tune` varies, and the comparison of their trials.
 
 use l2l::config::{Deal, ParallelConfig, ScheduleKind, StashPlace, Transfer};
 use l2l::plan::Term;
 use l2l::{Bottleneck, Config};
+use serde_json::json;
 
 /// The settings that are tuned.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -11,11 +12,11 @@ pub(super) struct Settings {
     pub(super) place: StashPlace,
     /// Weights, gradients, reduced, stash.
     pub(super) depths: [u32; 4],
-    /// How several devices share a step.
+    /// The way in which several devices share a step.
     pub(super) layout: Layout,
 }
 
-/// How devices share a step: none of it changes the result.
+/// The way in which devices share a step. It does not change the result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Layout {
     pub(super) kind: ScheduleKind,
@@ -29,8 +30,8 @@ impl Layout {
         Layout { kind: config.schedule.kind, deal, transfer }
     }
 
-    /// The layouts to try with a config, its own first. What a config says of one layout alone
-    /// (a file, chunks, weights) stays as it is.
+    /// The layouts to try with a config, its own first. A config with keys that belong to one layout
+    /// (a file, chunks, weights) keeps its layout.
     pub(super) fn all(config: &Config) -> Vec<Layout> {
         let own = Layout::of(config);
         let is_bound = own.kind == ScheduleKind::File
@@ -53,29 +54,26 @@ impl Layout {
         all
     }
 
-    /// The names of the keys' values.
+    /// The values of `schedule.kind`, `parallel.deal` and `parallel.transfer`, as the config has them.
     pub(super) fn names(&self) -> [String; 3] {
-        let name = |value: serde_json::Value| value.as_str().unwrap_or_default().to_string();
         let Layout { kind, deal, transfer } = self;
-        let values = [
-            serde_json::to_value(kind),
-            serde_json::to_value(deal),
-            serde_json::to_value(transfer),
-        ];
-        values.map(|value| name(value.expect("a key has a name")))
+        [json!(kind), json!(deal), json!(transfer)]
+            .map(|value| value.as_str().expect("the value of a key is text").to_string())
     }
 }
 
 /// The trials of one candidate.
 pub(super) struct Trial {
     pub(super) settings: Settings,
-    pub(super) predicted: f64,
+    /// Seconds of a step by simulation, in the first round.
+    pub(super) predicted: Option<f64>,
     pub(super) device_bytes: u64,
-    /// What of it each further layer of the model adds: the plan's terms that grow with depth.
+    /// The plan's terms that grow with depth: the bytes that each further layer adds.
     pub(super) growth: Vec<Term>,
     /// Seconds of a step in each round.
     pub(super) seconds: Vec<f64>,
     pub(super) bottleneck: Bottleneck,
+    /// The share of a step in which the device waited.
     pub(super) exposed: f64,
 }
 
@@ -102,44 +100,51 @@ impl Settings {
         config
     }
 
-    /// The keys in which these differ from others, and their values.
-    pub(super) fn changes(
-        &self,
-        from: &Settings,
-    ) -> Vec<(&'static str, &'static str, toml_edit::Value)> {
-        let mut changes = Vec::new();
-        if self.micro_batch != from.micro_batch {
-            changes.push(("step", "micro_batch", (self.micro_batch as i64).into()));
-        }
-        if self.place != from.place {
-            let place = if self.place == StashPlace::Device { "device" } else { "host" };
-            changes.push(("stash", "place", place.into()));
-        }
-        let names = ["weights", "gradients", "reduced", "stash"];
-        for (index, name) in names.into_iter().enumerate() {
-            if self.depths[index] != from.depths[index] {
-                changes.push(("channels", name, i64::from(self.depths[index]).into()));
-            }
-        }
-        let (to, before) = (self.layout.names(), from.layout.names());
-        let keys = [("schedule", "kind"), ("parallel", "deal"), ("parallel", "transfer")];
-        for (nth, (section, key)) in keys.into_iter().enumerate() {
-            if to[nth] != before[nth] {
-                changes.push((section, key, to[nth].as_str().into()));
-            }
-        }
-        changes
+    /// The tuned keys with their values.
+    fn keys(&self) -> [Key; 9] {
+        let [weights, gradients, reduced, stash] = self.depths.map(i64::from);
+        let [kind, deal, transfer] = self.layout.names();
+        let key = |section, name, value| Key { section, name, value };
+        [
+            key("step", "micro_batch", (self.micro_batch as i64).into()),
+            key("stash", "place", self.place_name().into()),
+            key("channels", "weights", weights.into()),
+            key("channels", "gradients", gradients.into()),
+            key("channels", "reduced", reduced.into()),
+            key("channels", "stash", stash.into()),
+            key("schedule", "kind", kind.into()),
+            key("parallel", "deal", deal.into()),
+            key("parallel", "transfer", transfer.into()),
+        ]
     }
+
+    /// The keys in which these settings differ from others.
+    pub(super) fn changes(&self, from: &Settings) -> impl Iterator<Item = Key> {
+        let both = self.keys().into_iter().zip(from.keys());
+        let changed = both.filter(|(to, from)| to.value.to_string() != from.value.to_string());
+        changed.map(|(to, _)| to)
+    }
+
+    fn place_name(&self) -> &'static str {
+        if self.place == StashPlace::Device { "device" } else { "host" }
+    }
+}
+
+/// A key of the config and its value.
+pub(super) struct Key {
+    pub(super) section: &'static str,
+    pub(super) name: &'static str,
+    pub(super) value: toml_edit::Value,
 }
 
 impl std::fmt::Display for Settings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let [weights, gradients, reduced, stash] = self.depths;
-        let place = if self.place == StashPlace::Device { "device" } else { "host" };
         write!(
             f,
-            "weights {weights}, gradients {gradients}, reduced {reduced}, stash {stash} on the \
-             {place}, micro-batch {}",
+            "weights {weights}, gradients {gradients}, reduced {reduced}, stash {stash} on the {}, \
+             micro-batch {}",
+            self.place_name(),
             self.micro_batch
         )?;
         match (self.layout.kind, self.layout.deal) {
@@ -173,28 +178,28 @@ impl Trial {
         (most - least) / 2.0
     }
 
-    /// True when it is as fast as another, as far as rounds tell.
+    /// True if it is not slower than another by more than rounds differ.
     pub(super) fn is_as_fast_as(&self, other: &Trial) -> bool {
         let noise = self.spread().max(other.spread()).max(0.01 * other.median());
         self.median() - other.median() <= noise
     }
 }
 
-/// Device memory that grows with depth must make steps at least this much faster to be worth it:
-/// it is what layer-to-layer training is there to avoid.
+/// Device memory that grows with depth must make steps at least this much faster to be worth it,
+/// because layer-to-layer training is there to avoid it.
 pub(super) const WORTH_GROWTH: f64 = 0.05;
 
 /// The trials that were chosen, by index.
 #[derive(Debug, PartialEq)]
 pub(super) struct Choice {
     pub(super) best: usize,
-    /// The one that is faster, but by too little for memory that grows with depth.
+    /// A trial that was faster, but by too little for memory that grows with depth.
     pub(super) passed_over: Option<usize>,
 }
 
-/// Of all that are as fast as the fastest, the one that takes the least memory; the user's own, the
-/// first, before others. If its device memory grows with depth, it must be faster by
-/// [`WORTH_GROWTH`] than the best of those whose memory does not.
+/// Chooses the trial with the least memory among those that are as fast as the fastest, and of equal
+/// ones the user's own, which is the first. If its device memory grows with depth, it must be faster
+/// by [`WORTH_GROWTH`] than the best trial whose memory does not.
 pub(super) fn best_of(trials: &[Trial]) -> Choice {
     let best = best_among(trials, |_| true).expect("the user's own was tried");
     let grows = |trial: &Trial| trial.device_bytes_a_layer() > 0;
@@ -207,7 +212,7 @@ pub(super) fn best_of(trials: &[Trial]) -> Choice {
     }
 }
 
-/// What part of a step's time another setting saves.
+/// The part of a step's time that another setting saves.
 pub(super) fn gain(before: &Trial, after: &Trial) -> f64 {
     1.0 - after.median() / before.median()
 }
@@ -227,7 +232,7 @@ mod tests {
     fn trial(seconds: &[f64], device_bytes: u64) -> Trial {
         Trial {
             settings: Settings::of(&Config::default()),
-            predicted: 0.0,
+            predicted: None,
             device_bytes,
             growth: Vec::new(),
             seconds: seconds.to_vec(),
@@ -246,7 +251,8 @@ mod tests {
         assert_eq!(kept(vec![trial(&[0.95, 1.05, 0.99], 900)]), 0, "noise is no reason");
         assert_eq!(kept(vec![trial(&[1.02, 1.05, 0.99], 50)]), 1, "as fast, and smaller");
         assert_eq!(kept(vec![trial(&[1.02, 1.05, 0.99], 100)]), 0, "as fast, and as large");
-        // Each a little slower and smaller than the one before: not step by step to a slow one.
+        // Each is a little slower and smaller than the one before. All are compared with the fastest,
+        // so the choice does not slide to the slowest.
         let slide = (1..=5).map(|nth| trial(&[1.0 + 0.09 * f64::from(nth)], 100 - nth as u64));
         assert_eq!(kept(slide.collect()), 1);
     }
@@ -264,7 +270,7 @@ mod tests {
         assert_eq!(best_of(&[constant(1.0), grows(1.0)]), choice(0, Some(1)), "less is no gain");
         // Another constant one is faster than the user's own, and too near to the growing one.
         assert_eq!(best_of(&[constant(1.0), grows(0.5), constant(0.51)]), choice(2, Some(1)));
-        // The user's own is a setting like the others; without a constant one there is no choice.
+        // The user's own has no advantage here. Without a constant one, the fastest wins.
         assert_eq!(best_of(&[grows(0.97), constant(1.0)]), choice(1, Some(0)));
         assert_eq!(best_of(&[grows(1.0), grows(0.9)]), choice(1, None));
     }
