@@ -96,28 +96,6 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
     ),
 ];
 
-/// By `wgmma` on sm_90, for heads of 64 and 128 channels; for others as elsewhere.
-const BY_WGMMA: [(usize, Passes); 4] = [
-    CORES[0],
-    (
-        64,
-        [
-            tiles("attention_64_wgmma", 128, 256, 53_248),
-            tiles("attention_backward_keys_64_wgmma", 128, 256, 71_680),
-            tiles("attention_backward_queries_64_wgmma", 128, 256, 69_632),
-        ],
-    ),
-    (
-        128,
-        [
-            tiles("attention_128_wgmma", 128, 256, 102_400),
-            tiles("attention_backward_keys_128_wgmma", 128, 256, 137_216),
-            tiles("attention_backward_queries_128_wgmma", 128, 256, 135_168),
-        ],
-    ),
-    CORES[3],
-];
-
 /// With this many keys, counted over all key heads, the gradient of keys has enough blocks for a
 /// large GPU. With half of them, some multiprocessors have no block.
 const ENOUGH_KEYS: usize = 16_896;
@@ -149,7 +127,6 @@ impl On<'_> {
         let by_size = match target.has_tensor_cores() {
             false => return PLAIN,
             true if target.architecture < AMPERE => CORES_IN_64K,
-            true if target.wgmma => BY_WGMMA,
             true => CORES,
         };
         let fits = |(most, _): &(usize, Passes)| head_size <= *most;

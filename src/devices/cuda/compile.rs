@@ -21,11 +21,10 @@ pub(super) fn cubin(
     nvrtc: (u32, u32),
     cache: Option<&Path>,
 ) -> Result<Vec<u8>, BoxedError> {
-    let Target { dtype, architecture, wgmma } = target;
-    let own = if wgmma { "a" } else { "" }; // the architecture's own instructions
+    let Target { dtype, architecture } = target;
     let all = [PRELUDE, text].join("\n");
     let options = [
-        format!("--gpu-architecture=sm_{architecture}{own}"),
+        format!("--gpu-architecture=sm_{architecture}"),
         "--std=c++17".into(),
         "--fmad=true".into(),
         element(dtype).into(),

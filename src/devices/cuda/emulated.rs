@@ -115,7 +115,7 @@ thread_local! {
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
 pub(crate) fn instead() -> bool {
     ASKED_FOR.set(true);
-    let target = Target { dtype: Dtype::F32, architecture: ARCHITECTURE, wgmma: false };
+    let target = Target { dtype: Dtype::F32, architecture: ARCHITECTURE };
     kernels(&[], target).is_some()
 }
 
@@ -184,7 +184,7 @@ impl Emulated {
     fn new(custom: &[CustomKernel], config: &DeviceConfig) -> Result<Option<Emulated>, BoxedError> {
         let limits = limits::current();
         let architecture = limits.architecture.unwrap_or(ARCHITECTURE);
-        let target = Target::new(config, architecture, "emulated")?;
+        let target = Target::new(config.dtype, architecture, "emulated")?;
         Ok(kernels(custom, target).map(|kernels| Emulated {
             target,
             kernels,

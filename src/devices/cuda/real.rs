@@ -104,7 +104,7 @@ impl Real {
             )
             .into());
         };
-        let target = Target::new(config, gpu.architecture, &gpu.name)?;
+        let target = Target::new(config.dtype, gpu.architecture, &gpu.name)?;
         let device = result::device::get(ordinal as i32)?;
         // SAFETY: the device is there; its context is let go of in `drop`.
         let context = unsafe { result::primary_ctx::retain(device)? };
