@@ -18,6 +18,7 @@ mod driver;
 mod dropout;
 mod embedding;
 #[cfg(test)]
+#[path = "../../../tests/cuda/emulated/mod.rs"]
 pub(crate) mod emulated;
 mod head_norm;
 mod kernels;
@@ -33,7 +34,8 @@ mod rates;
 mod real;
 mod rotary;
 #[cfg(test)]
-pub(super) mod tests;
+#[path = "../../../tests/cuda/tests/mod.rs"]
+mod tests;
 mod texts;
 mod times;
 mod ways;

@@ -1,7 +1,7 @@
 """The machine code of attention's kernels, disassembled: products on tensor cores (HMMA), matrices read from shared
 memory (LDSM), copies of 16 bytes to it (LDGSTS); how many blocks an SM runs at once; and how many cycles of an SM one
 round of a kernel's main loop takes at least, for each of its pipes, by a warp. `table` counts; `check` compares with
-kernels_sass.json, which `kernels.py --write` writes anew.
+sass.json, which `check.py --write` writes anew.
 
 The cycles are an estimate without a GPU: instructions of the loop, each at the rate of its pipe. Pipes work side by
 side, so the busiest says how long a round takes at least. Latencies, and pipes that wait for each other, come on top.
@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 
-GOLDEN = pathlib.Path(__file__).resolve().parent / "kernels_sass.json"
+GOLDEN = pathlib.Path(__file__).resolve().parent / "sass.json"
 # Of an SM: registers, bytes of shared memory, threads; and bytes of shared memory that each block takes itself.
 SM = {80: (65536, 164 << 10, 2048, 1 << 10), 90: (65536, 228 << 10, 2048, 1 << 10)}
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")

@@ -1,5 +1,10 @@
 //! A driver without a device: streams are threads that run the kernels' own texts, compiled for
-//! this machine. It proves, where there is no GPU, what is launched on what and in which order.
+//! this machine. It proves, where there is no GPU, which kernels a run launches, on which memory and
+//! in which order.
+//!
+//! The folder is outside of `src`, which holds the code that runs on a GPU. It is compiled as a
+//! module of the library's own tests (`src/devices/cuda/mod.rs`), and not as a crate, because it
+//! implements a private trait: `Driver` would have to be public for a crate.
 
 mod limits;
 mod product;
@@ -78,7 +83,7 @@ fn build(name: &str, text: &str, target: Target) -> PathBuf {
     let dtype = target.dtype;
     let declared = texts::declared(text, target).expect("kernels that are declared");
     let table = declared.into_iter().map(|one| format!("EMULATED({})\n", one.name));
-    let emulator = include_str!("kernels/emulator.h");
+    let emulator = include_str!("../kernels/emulator.h");
     // Attention has other instructions on sm_70.
     let is_sm_70 = target.architecture < TURING && text.contains("defined SM_70");
     let define = if is_sm_70 { "#define SM_70" } else { "" };

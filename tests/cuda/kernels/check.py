@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The gate of the CUDA kernels, for machines without a GPU.
 
-    kernels.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate|look]
+    check.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate|look]
 
 First, NVRTC compiles every file of src/devices/cuda/kernels, behind the prelude, for all architectures
 and elements; an error or a warning fails, and registers and spills are printed. NVRTC is that of the
@@ -15,7 +15,7 @@ before; inputs and what lies around all buffers must not change.
 
 Checks are a list of (file, function, cases). `function(device, random, **case)` makes buffers, launches
 kernels and expects outputs, all by the device: see `Device`, the checks below and those of
-kernels_attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
+attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
 processes.
 """
 
@@ -40,11 +40,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as many processes compute 
 
 import numpy as np
 
-import kernels_attention
-import kernels_sass as sass
+import attention
+import sass
 
 HERE = pathlib.Path(__file__).resolve().parent
-KERNELS = HERE.parent / "src/devices/cuda/kernels"
+KERNELS = HERE.parents[2] / "src/devices/cuda/kernels"
 # By the major version of the compiler.
 ARCHITECTURES = {12: [70, 75, 90], 13: [75, 80, 86, 89, 90, 100, 120]}
 PRINTED = [80, 90]
@@ -285,7 +285,7 @@ def build(file, element, folder, has_hazards=False, own=None):
     seen = subprocess.run(seen, input=text, capture_output=True, encoding="utf-8", check=True).stdout
     table = "".join(f"EMULATED({name})\n" for name, _ in KERNEL.findall(seen))
     source, library = folder / f"{file}_{element}.cpp", folder / f"{file}_{element}.so"
-    source.write_text((KERNELS / "emulator.h").read_text("utf-8") + text + table, "utf-8")
+    source.write_text((HERE / "emulator.h").read_text("utf-8") + text + table, "utf-8")
     strict = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
     common = ["c++", *options, *strict, "-O2", "-fPIC"]
     commands = [[*common, "-shared", source, "-o", library]]
@@ -295,7 +295,7 @@ def build(file, element, folder, has_hazards=False, own=None):
         calls = ["-DHAZARDS", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"]
         commands = [
             [*common, *calls, "-c", source, "-o", parts[0]],
-            [*common, "-c", KERNELS / "hazards.cpp", "-o", parts[1]],
+            [*common, "-c", HERE / "hazards.cpp", "-o", parts[1]],
             ["c++", "-shared", *parts, "-o", library],
         ]
     if any(subprocess.run(command).returncode != 0 for command in commands):
@@ -621,8 +621,8 @@ extern "C" __global__ void warp_product(float* y, const T* left, const T* right,
 
 
 def are_quad_pairs_as_cute(folder):
-    """Whether the emulated product of sm_70 is as CuTe says (kernels_cute.json): four products, each of four steps."""
-    text, golden = text_of("attention" + SM_70) + QUAD_PAIRS, json.loads((HERE / "kernels_cute.json").read_text("utf-8"))
+    """Whether the emulated product of sm_70 is as CuTe says (cute.json): four products, each of four steps."""
+    text, golden = text_of("attention" + SM_70) + QUAD_PAIRS, json.loads((HERE / "cute.json").read_text("utf-8"))
     device = Device("cute", build("cute" + SM_70, 15, folder, own=text), 15, False, {}, text)
     random, well = np.random.default_rng(0), True
     for is_turned, of in enumerate([golden["quad_pair"], golden["quad_pair_turned"]]):
@@ -1380,7 +1380,7 @@ def checks():
         ("past", check_remember, remembered),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]
-    return own + kernels_attention.checks()
+    return own + attention.checks()
 
 
 def main():
@@ -1389,7 +1389,7 @@ def main():
     arguments.add_argument("files", nargs="*", help="names of files of kernels; none: all")
     arguments.add_argument("--nvrtc", help="the library")
     arguments.add_argument("--cublaslt", help="the library")
-    arguments.add_argument("--write", action="store_true", help="write kernels_sass.json anew")
+    arguments.add_argument("--write", action="store_true", help="write sass.json anew")
     arguments.add_argument("--only", choices=["compile", "emulate", "look"])
     arguments = arguments.parse_args()
     every = sorted({path.stem for path in KERNELS.glob("*.cu")} - {"prelude"} | set(TOGETHER))

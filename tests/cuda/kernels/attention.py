@@ -1,4 +1,4 @@
-"""Checks of attention and cross_entropy.cu: see kernels.py.
+"""Checks of attention and cross_entropy.cu: see check.py.
 
 The oracles are dense, in float64, and written from the definitions: a matrix says which query sees which key,
 gradients follow the closed formulas.

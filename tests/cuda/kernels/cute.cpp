@@ -1,8 +1,8 @@
-// Makes kernels_cute.json: which lane holds which element of matrices that quad pairs multiply, by CUTLASS's CuTe.
-// kernels.py compares the emulated product of sm_70 with it.
+// Makes cute.json: which lane holds which element of matrices that quad pairs multiply, by CUTLASS's CuTe.
+// check.py compares the emulated product of sm_70 with it.
 //
-//     c++ -std=c++17 -I cutlass/include -I cuda/include kernels_cute.cpp -o cute
-//     ./cute > kernels_cute.json
+//     c++ -std=c++17 -I cutlass/include -I cuda/include cute.cpp -o cute
+//     ./cute > cute.json
 //
 // The file was made with CUTLASS of commit 7107b05 and the headers of the Python packages nvidia-cuda-runtime-cu12,
 // nvidia-cuda-nvcc-cu12 and nvidia-cuda-cccl-cu12. No GPU is needed.

@@ -1,6 +1,6 @@
 //! The device on a driver that is emulated: whole models against PyTorch's goldens and against the
 //! CPU, relay against resident, and a driver that fails anywhere. What kernels compute alone,
-//! `.ci/kernels.py` checks.
+//! `tests/cuda/kernels/check.py` checks.
 
 mod chosen;
 mod copies;
