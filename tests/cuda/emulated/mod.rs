@@ -94,7 +94,8 @@ fn build(name: &str, text: &str, target: Target) -> PathBuf {
     let path = folder.join(format!("emulated-{name}-{dtype:?}-{digest:016x}.so"));
     if !path.exists() {
         let own = format!("{name}-{dtype:?}-{}", std::process::id());
-        let (source, made) = (folder.join(format!("{own}.cpp")), folder.join(format!("{own}.so")));
+        let source = folder.join(format!("{own}.cpp"));
+        let made = folder.join(format!("{own}.so"));
         std::fs::write(&source, all).expect("room on a disk");
         let run = |arguments: &[&str], paths: &[&Path]| {
             let mut command = Command::new("c++");
@@ -126,8 +127,10 @@ pub(crate) fn instead() -> bool {
 
 /// A tokio runtime whose threads ask for GPUs as this one does.
 pub(super) fn runtime() -> Runtime {
-    let (asked_for, left) = (ASKED_FOR.get(), LEFT.with_borrow(Arc::clone));
-    let (limits, copies) = (limits::current(), queues::copies());
+    let asked_for = ASKED_FOR.get();
+    let left = LEFT.with_borrow(Arc::clone);
+    let limits = limits::current();
+    let copies = queues::copies();
     let as_this_one = move || {
         limit(limits);
         queues::count_copies_to(copies.clone());
@@ -288,7 +291,8 @@ impl Driver for Emulated {
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError> {
         self.call()?;
         let mut pinned = self.pinned.lock().expect("nothing panics inside");
-        let (begin, end) = (at.addr(), at.addr() + bytes);
+        let begin = at.addr();
+        let end = at.addr() + bytes;
         let all: usize = pinned.iter().map(|[begin, end]| end - begin).sum();
         if self.limits.pinned.is_some_and(|most| all + bytes > most) {
             return Err("out of memory that can be pinned".into());
@@ -375,7 +379,8 @@ impl Driver for Emulated {
                 words
             })
             .collect();
-        let (library, broken) = (library.clone(), self.broken.clone());
+        let library = library.clone();
+        let broken = self.broken.clone();
         self.queue(on, move || {
             // SAFETY: the function is there, and of this type.
             let emulate = unsafe { library.get::<Emulate>(b"emulate") }.expect("it is exported");
@@ -384,7 +389,8 @@ impl Driver for Emulated {
                 held.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
             // SAFETY: the arguments are what the kernel declares.
             let failed = unsafe {
-                let (grid, block) = (grid.as_ptr(), block.as_ptr());
+                let grid = grid.as_ptr();
+                let block = block.as_ptr();
                 emulate(name.as_ptr(), grid, block, shared, pointers.as_mut_ptr())
             };
             if failed != 0 {
@@ -402,7 +408,8 @@ impl Driver for Emulated {
         algorithm: Option<Algorithm>,
         _: Address,
     ) -> Result<bool, BoxedError> {
-        let (product, limits) = (*product, self.limits);
+        let product = *product;
+        let limits = self.limits;
         if limits.refuses(&product.key(), relies_on, algorithm) {
             return Ok(false);
         }
@@ -426,7 +433,8 @@ impl Driver for Emulated {
     }
 
     fn record(&self, on: Stream) -> Result<u64, BoxedError> {
-        let (id, flag) = (self.next.fetch_add(1, Relaxed), Arc::new(Flag::default()));
+        let id = self.next.fetch_add(1, Relaxed);
+        let flag = Arc::new(Flag::default());
         self.call()?;
         self.events.lock().expect("nothing panics inside").insert(id, flag.clone());
         // It is reached though the stream is broken.
@@ -459,7 +467,8 @@ impl Driver for Emulated {
 
     fn seconds(&self, from: u64, to: u64) -> Result<f64, BoxedError> {
         self.call()?;
-        let (from, to) = (self.flag(from).wait(), self.flag(to).wait());
+        let from = self.flag(from).wait();
+        let to = self.flag(to).wait();
         let later = to.saturating_duration_since(from).as_secs_f64();
         Ok(if to < from { -from.duration_since(to).as_secs_f64() } else { later })
     }

@@ -129,7 +129,8 @@ fn metadata_is_sent_when_it_changes() {
     if !emulated::instead() {
         return;
     }
-    let (documents, kinds) = ([Document { from: 0, to: 3 }; 12], [1; 12]);
+    let documents = [Document { from: 0, to: 3 }; 12];
+    let kinds = [1; 12];
     let of = |second: &'static [usize], has_documents: bool| {
         let rows = second[2] - second[0];
         let documents = &documents[..if has_documents { rows } else { 0 }];
@@ -153,7 +154,8 @@ fn metadata_is_sent_when_it_changes() {
         let place = |nth: usize| View::floats(most + nth * 100, device.metadata.len());
         for (nth, batch) in batches.iter().enumerate() {
             device.compute(batch, &|_| 0).expect("nothing fails");
-            let (from, to) = (device.address(device.metadata), device.address(place(nth)));
+            let from = device.address(device.metadata);
+            let to = device.address(place(nth));
             device.driver.copy(Stream::Compute, to, from, bytes).expect("nothing fails");
         }
         assert_eq!(device.current.lock().expect("nobody panicked").changes, batches.len() - 1);
