@@ -12,7 +12,6 @@ as it comes, run after run, and a table is printed at the end. Parts, all of the
     product         a large matrix product: in bursts, and for ten seconds without a pause
     copies          one weight slot and two; relay against resident; time without copies / time
     kernels         how long each kernel takes in four of the 8B's layers
-    wgmma           attention by wgmma beside mma (H100, H200): kernels against the CPU's, steps in turns
     memory          the driver's own count of device memory, against the plan
     llama8b         layers of Llama-3-8B's shape, as many as --host-gib hold, 64k tokens a step
     llama8b_clip    the same with clip_norm, 128k tokens a step
@@ -327,23 +326,20 @@ def dtypes():
     return list(dict.fromkeys(["f32", ARGS.dtype]))
 
 
-def check_kernels(dtype, what="kernels", *more, **settings):
-    """Whether all are right."""
+def check_kernels(dtype):
     if ARGS.kind != "cuda":
-        return row(f"{what} in {dtype}", "not run: --kind cpu")
-    status, told, says = called(command("doctor --check", {**on_device(dtype=dtype), **settings}, *more), left())
+        return row(f"kernels in {dtype}", "not run: --kind cpu")
+    status, told, says = called(command("doctor --check", on_device(dtype=dtype)), left())
     told = [event for event in told if event.get("event") == "check"]
     for event in told:
         off, tolerance = event["off"], event["tolerance"]
         if event.get("error"):
-            row(f"{what}: {event['kernel']} in {event['dtype']}", "failed", said=event["error"], met=False)
+            row(f"kernels: {event['kernel']} in {event['dtype']}", "failed", said=event["error"], met=False)
             continue
         # JSON has no infinity, which is what a kernel is off by that writes what is not its own.
-        row(f"{what}: {event['kernel']} in {event['dtype']}", "infinite" if off is None else off, "largest difference",
+        row(f"kernels: {event['kernel']} in {event['dtype']}", "infinite" if off is None else off, "largest difference",
             cases=event["cases"], seed=event["seed"], target=f"<= {tolerance:g}", met=off is not None and off <= tolerance)
-    met = status == 0 and bool(told)
-    row(f"{what} in {dtype}", len(told), "checked", target="none off", met=met, said=says)
-    return met
+    row(f"kernels in {dtype}", len(told), "checked", target="none off", met=status == 0 and bool(told), said=says)
 
 
 def golden_settings(name, golden):
@@ -510,26 +506,6 @@ def kernels():
     for event in run["kernels"]:
         row(f"8B's layers: {event['kernel']}", 100 * event["share"], "% of all kernels", seconds=event["seconds"],
             launches=event["launches"])
-
-
-def wgmma():
-    """Attention by wgmma beside mma: whether it computes right, and how long the 8B's steps take."""
-    gpus = machine().get("gpus") or []
-    if ARGS.kind != "cuda" or ARGS.dtype == "f32" or (gpus and gpus[0]["architecture"] != 90):
-        return row("attention by wgmma", "not run: it is for GPUs of compute capability 9.0, in 16 bits")
-    by_wgmma = {"device.wgmma": "true"}
-    if not check_kernels(ARGS.dtype, "by wgmma", "--group", "attention", **by_wgmma):
-        return
-    model, tokens, micro = eight()
-    settings = shaped(model, tokens, micro, layers=2 if ARGS.quick else 4)
-    ways = {"mma": settings, "wgmma": {**settings, **by_wgmma}}
-    for name, way in ways.items():
-        for event in ours(way, 3, "bench --kernels")["kernels"]:
-            if event["kernel"].startswith("attention"):
-                row(f"8B's layers by {name}: {event['kernel']}", event["seconds"], "s", launches=event["launches"])
-    found = rounds({name: (lambda way=way: ours(way, ARGS.steps)) for name, way in ways.items()})
-    ratios = [statistics.median(two["rates"]) / statistics.median(one["rates"]) for one, two in zip(found["mma"], found["wgmma"])]
-    median_row("tokens a second by wgmma / by mma", ratios, "", layers=settings["model.layers"], tokens=tokens)
 
 
 def llama8b_clip():
@@ -986,7 +962,7 @@ def peer_streams(torch, device, job):
 
 # All parts.
 
-PARTS = {"check": check, "product": product, "copies": copies, "kernels": kernels, "wgmma": wgmma, "memory": memory, "llama8b": llama8b, "llama8b_clip": llama8b_clip, "llama3b": llama3b,
+PARTS = {"check": check, "product": product, "copies": copies, "kernels": kernels, "memory": memory, "llama8b": llama8b, "llama8b_clip": llama8b_clip, "llama3b": llama3b,
          "bert": bert, "largest": largest, "peer_resident": peer_resident, "peer_streaming": peer_streaming, "race": race}
 GROUPS = {"peers": ["peer_resident", "peer_streaming", "race"]}
 

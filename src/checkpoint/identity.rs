@@ -58,7 +58,7 @@ const FREE: [&str; 30] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 50] = [
+const CHANGEABLE: [&str; 49] = [
     "compression.block_size",
     "compression.density",
     "data",
@@ -77,7 +77,6 @@ const CHANGEABLE: [&str; 50] = [
     "depth.ramp_steps",
     "device.dtype",
     "device.gradient_dtype",
-    "device.wgmma",
     "loss_scale.backoff_factor",
     "loss_scale.growth_factor",
     "loss_scale.growth_interval",

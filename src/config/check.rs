@@ -9,7 +9,6 @@ use super::{
 };
 use crate::error::Error;
 use crate::models::Shape;
-use crate::tensor::Dtype;
 
 /// Refuses a key that is not what it must be.
 pub(super) fn must(holds: bool, key: &str, be: &str) -> Result<(), Error> {
@@ -144,11 +143,6 @@ impl Config {
             on_cuda && self.device.gradient_dtype == GradientDtype::Bf16,
             "device.gradient_dtype",
             "is bf16, which is for device.kind = \"cpu\": set \"f32\"",
-        )?;
-        refuse(
-            self.device.wgmma && !(on_cuda && self.device.dtype != Dtype::F32),
-            "device.wgmma",
-            "is for device.kind = \"cuda\" with device.dtype \"bf16\" or \"f16\": set it to false",
         )
     }
 

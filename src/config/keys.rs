@@ -232,10 +232,6 @@ pub struct DeviceConfig {
     /// that transfer and rounds the gradient of each group of micro-batches. Sums are f32. For the
     /// CPU device.
     pub gradient_dtype: GradientDtype,
-    /// Whether a GPU of compute capability 9.0 (H100, H200) computes attention by its instruction
-    /// `wgmma`: in 16 bits, for heads of 33 to 128 channels. Results have other bits. No real GPU
-    /// has run it yet: `l2l doctor --check` says whether one computes right with it.
-    pub wgmma: bool,
     /// Threads for computing and for updates; all cores when absent. Results do not depend on it.
     pub threads: Option<usize>,
     /// For experiments on the CPU: emulates a slow link, so that each transfer takes at least as

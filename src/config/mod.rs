@@ -227,7 +227,6 @@ mod tests {
             ("[step]\nbatch = -1", "batch"),
             ("[step]\nchunk_positions = 0", "step.chunk_positions must be a multiple of 128"),
             ("[step]\nchunk_positions = 200", "step.chunk_positions must be a multiple of 128"),
-            ("[device]\nwgmma = true", "device.wgmma is for device.kind = \"cuda\""),
             ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate"),
             ("[optimizer]\nclip_norm = 0.0", "optimizer.clip_norm must be above 0"),
             ("[optimizer]\nkind = \"adagrad\"", "unknown variant `adagrad`"),

@@ -8,7 +8,8 @@ use std::process::Command;
 
 /// Builds a library. False when there is no compiler.
 fn library(folder: &Path, name: &str, text: &str) -> bool {
-    let (source, made) = (folder.join("library.c"), folder.join(name));
+    let source = folder.join("library.c");
+    let made = folder.join(name);
     std::fs::write(&source, text).expect("room on a disk");
     let compiler =
         Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(made).arg(source).status();

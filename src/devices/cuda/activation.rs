@@ -8,15 +8,15 @@ use crate::tensor::View;
 
 impl On<'_> {
     pub(super) fn activate(&self, &Activate { y, x, activation }: &Activate) {
-        let (count, number) = (long(x.len()), activation_number(activation));
-        let arguments: [&dyn Argument; 4] = [&self.at(y), &self.at(x), &count, &number];
+        let arguments: [&dyn Argument; 4] =
+            [&self.at(y), &self.at(x), &long(x.len()), &activation_number(activation)];
         self.queue.each("activate", x.len(), wide(x.dtype), &arguments);
     }
 
     pub(super) fn activate_backward(&self, op: &ActivateBackward) {
         let ActivateBackward { dx, x, activation } = *op;
-        let (count, number) = (long(x.len()), activation_number(activation));
-        let arguments: [&dyn Argument; 4] = [&self.at(dx), &self.at(x), &count, &number];
+        let arguments: [&dyn Argument; 4] =
+            [&self.at(dx), &self.at(x), &long(x.len()), &activation_number(activation)];
         self.queue.each("activate_backward", x.len(), wide(x.dtype), &arguments);
     }
 
@@ -41,29 +41,35 @@ impl On<'_> {
         parts: View,
         accumulate: bool,
     ) {
-        let (rows, columns, number) = (dx.rows, dx.columns, activation_number(activation));
-        let ([r, c, part], count, to) =
-            ([rows, columns, PART].map(int), parts_of(rows), self.at(parts));
+        let rows = dx.rows;
+        let columns = dx.columns;
+        let [r, c, part] = [rows, columns, PART].map(int);
+        let count = parts_of(rows);
+        let to = self.at(parts);
         let arguments: [&dyn Argument; 7] =
-            [&self.at(dx), &to, &self.at(x), &r, &c, &part, &number];
+            [&self.at(dx), &to, &self.at(x), &r, &c, &part, &activation_number(activation)];
         let wide = wide(dx.dtype);
         self.queue.wide_columns("activate_backward_parts", [count, 1], columns, wide, &arguments);
         self.queue.fold(self.at(dbias), to, [count, columns, columns], accumulate);
     }
 
     pub(super) fn gate(&self, &Gate { y, x, activation }: &Gate) {
-        let (rows, channels, number) = (y.rows, y.columns, activation_number(activation));
+        let rows = y.rows;
+        let channels = y.columns;
         let arguments: [&dyn Argument; 5] =
-            [&self.at(y), &self.at(x), &int(rows), &int(channels), &number];
+            [&self.at(y), &self.at(x), &int(rows), &int(channels), &activation_number(activation)];
         self.queue.wide_columns("gate", [rows, 1], channels, wide(y.dtype), &arguments);
     }
 
     pub(super) fn gate_backward(&self, op: &GateBackward) {
         let GateBackward { dx, dy, x, activation } = *op;
-        let (rows, channels, number) = (dy.rows, dy.columns, activation_number(activation));
+        let rows = dy.rows;
+        let channels = dy.columns;
         let wide = wide(dy.dtype);
-        let (dx, dy, x) = (self.at(dx), self.at(dy), self.at(x));
-        let arguments: [&dyn Argument; 6] = [&dx, &dy, &x, &int(rows), &int(channels), &number];
+        let dy = self.at(dy);
+        let x = self.at(x);
+        let arguments: [&dyn Argument; 6] =
+            [&self.at(dx), &dy, &x, &int(rows), &int(channels), &activation_number(activation)];
         self.queue.wide_columns("gate_backward", [rows, 1], channels, wide, &arguments);
     }
 }

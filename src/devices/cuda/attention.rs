@@ -96,28 +96,6 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
     ),
 ];
 
-/// By `wgmma` on sm_90, for heads of 64 and 128 channels; for others as elsewhere.
-const BY_WGMMA: [(usize, Passes); 4] = [
-    CORES[0],
-    (
-        64,
-        [
-            tiles("attention_64_wgmma", 128, 256, 53_248),
-            tiles("attention_backward_keys_64_wgmma", 128, 256, 71_680),
-            tiles("attention_backward_queries_64_wgmma", 128, 256, 69_632),
-        ],
-    ),
-    (
-        128,
-        [
-            tiles("attention_128_wgmma", 128, 256, 102_400),
-            tiles("attention_backward_keys_128_wgmma", 128, 256, 137_216),
-            tiles("attention_backward_queries_128_wgmma", 128, 256, 135_168),
-        ],
-    ),
-    CORES[3],
-];
-
 /// With this many keys, counted over all key heads, the gradient of keys has enough blocks for a
 /// large GPU. With half of them, some multiprocessors have no block.
 const ENOUGH_KEYS: usize = 16_896;
@@ -125,7 +103,8 @@ const ENOUGH_KEYS: usize = 16_896;
 /// Into how many shares the query heads of a key head are split: each share is a block of its own.
 /// With few keys there are several, and their gradients are summed afterwards.
 fn shares_of(shape: &AttentionShape<'_>) -> usize {
-    let (keys, group) = (shape.kv_rows() * shape.kv_heads, shape.heads / shape.kv_heads);
+    let keys = shape.kv_rows() * shape.kv_heads;
+    let group = shape.heads / shape.kv_heads;
     if keys >= ENOUGH_KEYS / 2 {
         return 1;
     }
@@ -149,7 +128,6 @@ impl On<'_> {
         let by_size = match target.has_tensor_cores() {
             false => return PLAIN,
             true if target.architecture < AMPERE => CORES_IN_64K,
-            true if target.wgmma => BY_WGMMA,
             true => CORES,
         };
         let fits = |(most, _): &(usize, Passes)| head_size <= *most;
@@ -159,11 +137,12 @@ impl On<'_> {
     pub(super) fn attention(&self, op: &Attention<'_>) {
         let Attention { y, lse, qkv, kv, ref shape } = *op;
         let [forward, ..] = self.passes(shape.head_size);
-        let (y, lse, qkv, kv) = (self.at(y), self.at(lse), self.at(qkv), self.at_if(kv));
+        let kv = self.at_if(kv);
         let starts = self.metadata.starts(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
         let sizes = attention_words(shape);
-        let arguments: [&dyn Argument; 7] = [&y, &lse, &qkv, &kv, &starts, &documents, &sizes];
+        let arguments: [&dyn Argument; 7] =
+            [&self.at(y), &self.at(lse), &self.at(qkv), &kv, &starts, &documents, &sizes];
         self.tiles(forward, shape, shape.batch.longest(), shape.heads, &arguments);
     }
 
@@ -171,24 +150,29 @@ impl On<'_> {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
         let [_, to_keys, to_queries] = self.passes(shape.head_size);
         let sizes = attention_words(shape);
-        let (dqkv_at, dy, y, lse) = (self.at(dqkv), self.at(dy), self.at(y), self.at(lse));
-        let (heads, delta, qkv) = (delta.len(), self.at(delta), self.at(qkv));
+        let dqkv_at = self.at(dqkv);
+        let dy = self.at(dy);
+        let lse = self.at(lse);
+        let heads = delta.len();
+        let delta = self.at(delta);
+        let qkv = self.at(qkv);
         let starts = self.metadata.starts(&shape.batch);
-        let arguments: [&dyn Argument; 5] = [&delta, &y, &dy, &starts, &sizes];
+        let arguments: [&dyn Argument; 5] = [&delta, &self.at(y), &dy, &starts, &sizes];
         let grid = [heads.div_ceil(8), 1, 1];
         self.queue.launch("attention_delta", grid, [256, 1, 1], 0, &arguments);
         let kv = self.at_if(chunk_kv.map(|one| one.kv));
         let shares = shares_of(shape);
         let dkv = if shares > 1 { Some(parts) } else { chunk_kv.map(|one| one.dkv) };
-        let (dkv, has_sum) = (self.at_if(dkv), chunk_kv.is_some_and(|one| one.accumulate));
+        let dkv = self.at_if(dkv);
+        let has_sum = chunk_kv.is_some_and(|one| one.accumulate);
         let accumulate = i32::from(has_sum && shares == 1);
         let documents = self.metadata.documents(&shape.batch);
         let queries = shape.batch.longest();
         let keys = shape.batch.same_positions_before() + queries;
         let inputs: [&dyn Argument; 8] =
             [&dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes];
-        let (outputs, of_shares): ([&dyn Argument; 2], [&dyn Argument; 2]) =
-            ([&dqkv_at, &dkv], [&accumulate, &int(shares)]);
+        let outputs: [&dyn Argument; 2] = [&dqkv_at, &dkv];
+        let of_shares: [&dyn Argument; 2] = [&accumulate, &int(shares)];
         let arguments = [&outputs[..], &inputs[..], &of_shares[..]].concat();
         self.tiles(to_keys, shape, keys, shape.kv_heads * shares, &arguments);
         match chunk_kv {

@@ -35,7 +35,8 @@ impl DeviceMetadata {
     /// Writes it to memory of the host, which is all that it takes.
     pub(super) fn write(batch: &BatchMetadata<'_>, to: &mut Vec<u32>) {
         let BatchMetadata { starts, cached, documents, kinds, .. } = *batch;
-        let (sequences, rows) = (batch.sequences(), batch.rows());
+        let sequences = batch.sequences();
+        let rows = batch.rows();
         to.clear();
         to.resize(words(sequences, rows, !documents.is_empty()), 0);
         let (to_starts, rest) = to.split_at_mut(sequences + 1);

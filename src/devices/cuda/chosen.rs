@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::driver::{
-    Address, Algorithm, Alignment, Driver, Event, Product, ProductKey, ProductLibrary, Stream,
-    WORKSPACE,
+    Address, Algorithm, AlgorithmKey, Alignment, Driver, Event, Product, ProductKey,
+    ProductLibrary, Stream, WORKSPACE,
 };
 use crate::devices::{ProductTable, ProductTime};
 
@@ -23,9 +23,6 @@ const RUNS: usize = 5;
 
 /// An algorithm replaces the first if it takes at most this share of the first's time.
 const FASTER: f64 = 0.98;
-
-/// What an algorithm is chosen for.
-type Key = (ProductKey, Alignment);
 
 /// See the [module](self).
 #[derive(Default)]
@@ -38,10 +35,10 @@ pub(super) struct Chosen {
 
 #[derive(Default)]
 struct State {
-    algorithms: HashMap<Key, Algorithm>,
+    algorithms: HashMap<AlgorithmKey, Algorithm>,
     warnings: Vec<String>,
     /// None: nobody asks for times.
-    timed: Option<HashMap<Key, Vec<Candidate>>>,
+    timed: Option<HashMap<AlgorithmKey, Vec<Candidate>>>,
 }
 
 /// An algorithm of a product, and the events before and behind each launch of it.
@@ -71,8 +68,8 @@ struct Row {
 }
 
 impl Row {
-    fn key(&self) -> Key {
-        (self.product, self.alignment)
+    fn key(&self) -> AlgorithmKey {
+        AlgorithmKey { product: self.product, relies_on: self.alignment }
     }
 }
 
@@ -153,7 +150,7 @@ impl Chosen {
         relies_on: Alignment,
         workspace: Address,
     ) -> Result<bool, BoxedError> {
-        let key = (product.key(), relies_on);
+        let key = AlgorithmKey { product: product.key(), relies_on };
         let algorithm = self.state().algorithms.get(&key).copied();
         let run =
             |algorithm| driver.product(Stream::Compute, product, relies_on, algorithm, workspace);
@@ -166,7 +163,7 @@ impl Chosen {
             state.warnings.push(format!(
                 "cuBLASLt refuses the algorithm that was chosen for a product of {}, and its \
                  first computes it: let `l2l bench --products` choose again",
-                key.0
+                key.product
             ));
         }
         run(None)
@@ -190,7 +187,7 @@ impl Chosen {
         relies_on: Alignment,
         workspace: Address,
     ) -> Result<(), BoxedError> {
-        let key = (product.key(), relies_on);
+        let key = AlgorithmKey { product: product.key(), relies_on };
         match &self.state().timed {
             Some(timed) if !product.accumulate && !timed.contains_key(&key) => {}
             _ => return Ok(()),
@@ -224,8 +221,10 @@ impl Chosen {
     pub(super) fn store(&self, driver: &dyn Driver) -> Result<Option<ProductTable>, BoxedError> {
         let Some(timed) = self.state().timed.take() else { return Ok(None) };
         let path = self.path.clone().ok_or("device.kernel_cache names no folder")?;
-        let (mut products, mut rows) = (Vec::new(), Vec::new());
-        for ((product, alignment), candidates) in timed {
+        let mut products = Vec::new();
+        let mut rows = Vec::new();
+        for (key, candidates) in timed {
+            let AlgorithmKey { product, relies_on: alignment } = key;
             let algorithms = candidates.len();
             let Some((algorithm, [first, best])) = choose(driver, &candidates)? else { continue };
             products.push(ProductTime { product: words(&product), algorithms, first, best });

@@ -28,11 +28,13 @@ impl On<'_> {
         pool: Pooling,
         batch: &BatchView<'_>,
     ) {
-        let (blocks, channels) = (to.rows, to.columns);
+        let blocks = to.rows;
+        let channels = to.columns;
         let [b, r, c] = [batch.sequences(), batch.rows(), channels].map(int);
-        let (to, from, starts) = (self.at(to), self.at(from), self.metadata.starts(batch));
+        let from = self.at(from);
         let last = i32::from(pool == Pooling::Last);
-        let arguments: [&dyn Argument; 7] = [&to, &from, &starts, &b, &r, &c, &last];
+        let arguments: [&dyn Argument; 7] =
+            [&self.at(to), &from, &self.metadata.starts(batch), &b, &r, &c, &last];
         self.queue.columns(kernel, [blocks, 1], channels, &arguments);
     }
 
@@ -40,11 +42,12 @@ impl On<'_> {
         let ClassLoss { out, statistics, scores, samples, is_value, ref batch, .. } = *op;
         let Smoothing { own, each } = op.smoothing;
         self.copy(out, statistics);
-        let (grid, is_value) = ([scores.rows, 1, 1], i32::from(is_value));
+        let grid = [scores.rows, 1, 1];
         let [b, r, labels] = [sequences(samples, batch), batch.rows(), scores.columns].map(int);
-        let (out, scores, starts) = (self.at(out), self.at(scores), self.metadata.starts(batch));
+        let scores = self.at(scores);
+        let starts = self.metadata.starts(batch);
         let arguments: [&dyn Argument; 9] =
-            [&out, &scores, &starts, &b, &r, &labels, &is_value, &own, &each];
+            [&self.at(out), &scores, &starts, &b, &r, &labels, &i32::from(is_value), &own, &each];
         self.queue.launch("class_loss", grid, [32, 1, 1], 0, &arguments);
     }
 
@@ -52,12 +55,14 @@ impl On<'_> {
         let ClassLossBackward { dscores, scores, statistics, scale, ref batch, .. } = *op;
         let ClassLossBackward { samples, is_value, .. } = *op;
         let Smoothing { own, each } = op.smoothing;
-        let (grid, is_value) = ([scores.rows, 1, 1], i32::from(is_value));
+        let grid = [scores.rows, 1, 1];
         let [b, r, labels] = [sequences(samples, batch), batch.rows(), scores.columns].map(int);
-        let (d, scores, s) = (self.at(dscores), self.at(scores), self.at(statistics));
+        let d = self.at(dscores);
+        let scores = self.at(scores);
+        let s = self.at(statistics);
         let starts = self.metadata.starts(batch);
         let arguments: [&dyn Argument; 11] =
-            [&d, &scores, &s, &scale, &starts, &b, &r, &labels, &is_value, &own, &each];
+            [&d, &scores, &s, &scale, &starts, &b, &r, &labels, &i32::from(is_value), &own, &each];
         self.queue.launch("class_loss_backward", grid, [32, 1, 1], 0, &arguments);
     }
 }

@@ -23,9 +23,10 @@ impl On<'_> {
         first: usize,
         scale: f32,
     ) {
-        let (rows, y, x) = (y.rows, self.at(y), self.at(x));
+        let rows = y.rows;
         let [r, width, columns, first] = [rows, all, some, first].map(int);
-        let arguments: [&dyn Argument; 7] = [&y, &x, &r, &width, &columns, &first, &scale];
+        let arguments: [&dyn Argument; 7] =
+            [&self.at(y), &self.at(x), &r, &width, &columns, &first, &scale];
         self.queue.columns(kernel, [rows, 1], some, &arguments);
     }
 }

@@ -9,6 +9,7 @@ use l2l_actors::BoxedError;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::texts::{PRELUDE, Target, element};
+use crate::devices::Library;
 
 /// Machine code of a text for an architecture (`90`), from the cache folder if it is there.
 ///
@@ -18,19 +19,19 @@ pub(super) fn cubin(
     name: &str,
     text: &str,
     target: Target,
-    nvrtc: (u32, u32),
+    nvrtc: &Library,
     cache: Option<&Path>,
 ) -> Result<Vec<u8>, BoxedError> {
-    let Target { dtype, architecture, wgmma } = target;
-    let own = if wgmma { "a" } else { "" }; // the architecture's own instructions
+    let Target { dtype, architecture } = target;
+    let (major, minor) = nvrtc.version.expect("it is loaded");
     let all = [PRELUDE, text].join("\n");
     let options = [
-        format!("--gpu-architecture=sm_{architecture}{own}"),
+        format!("--gpu-architecture=sm_{architecture}"),
         "--std=c++17".into(),
         "--fmad=true".into(),
         element(dtype).into(),
     ];
-    let identity = format!("{} {} {}.{}", options.join(" "), all, nvrtc.0, nvrtc.1);
+    let identity = format!("{} {all} {major}.{minor}", options.join(" "));
     let file = format!("{name}-{architecture}-{:016x}.cubin", xxh3_64(identity.as_bytes()));
     let path = cache.map(|folder| folder.join(file));
     if let Some(code) = path.as_ref().and_then(|path| fs::read(path).ok()) {
@@ -43,7 +44,6 @@ pub(super) fn cubin(
     }
     let known = architectures();
     if !known.is_empty() && !known.contains(&architecture) {
-        let (major, minor) = nvrtc;
         let is_older = known.iter().all(|one| architecture < *one);
         let install = match is_older {
             true => {
@@ -85,7 +85,8 @@ fn architectures() -> Vec<u32> {
 }
 
 fn compile(name: &str, text: &str, options: &[String]) -> Result<Vec<u8>, BoxedError> {
-    let (text, file) = (CString::new(text)?, CString::new(format!("{name}.cu"))?);
+    let text = CString::new(text)?;
+    let file = CString::new(format!("{name}.cu"))?;
     let failed = |what: sys::nvrtcResult| -> BoxedError { format!("NVRTC: {what:?}").into() };
     let program = result::create_program(&text, Some(&file)).map_err(|error| failed(error.0))?;
     // SAFETY: the program is there until it is destroyed below.

@@ -70,24 +70,25 @@ impl BackwardScratch {
 
 /// Labelled rows that are scored at once.
 fn chunks(size: &ScoreSize) -> impl Iterator<Item = Range<usize>> {
-    let (rows, chunk) = (size.labelled, chunk_of(size.rows).max(1));
+    let rows = size.labelled;
+    let chunk = chunk_of(size.rows).max(1);
     (0..rows).step_by(chunk).map(move |from| from..rows.min(from + chunk))
 }
 
 impl On<'_> {
     /// Finds the labelled rows of this range, among all labelled rows.
     fn find(&self, places: View, statistics: View, rows: usize, of: &Range<usize>) -> Address {
-        let (to, from) = (self.at(places).at, self.at(statistics));
+        let to = self.at(places).at;
         let [rows, first, count] = [rows, of.start, of.len()].map(int);
-        let arguments: [&dyn Argument; 5] = [&to, &from, &rows, &first, &count];
+        let arguments: [&dyn Argument; 5] = [&to, &self.at(statistics), &rows, &first, &count];
         self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, &arguments);
         to
     }
 
     /// Copies the rows that were found side by side.
     fn gather(&self, to: View, x: View, places: Address, [count, channels]: [usize; 2]) {
-        let (to, x) = (self.at(to), self.at(x));
-        let arguments: [&dyn Argument; 5] = [&to, &x, &places, &int(count), &int(channels)];
+        let arguments: [&dyn Argument; 5] =
+            [&self.at(to), &self.at(x), &places, &int(count), &int(channels)];
         self.queue.columns("gather_rows", [count, 1], channels, &arguments);
     }
 
@@ -100,7 +101,8 @@ impl On<'_> {
     ) -> Address {
         let places = self.find(to.places, statistics, h.rows, rows);
         self.gather(to.h, h, places, [rows.len(), h.columns]);
-        let (logits, h) = (Table::of(to.logits), Table::of(to.h));
+        let logits = Table::of(to.logits);
+        let h = Table::of(to.h);
         let sizes = [rows.len(), w.columns, w.rows];
         self.product(logits, [h, Table::of(w).transposed()], sizes, None, false);
         places
@@ -113,11 +115,12 @@ impl On<'_> {
         self.copy(out, statistics);
         for rows in chunks(size) {
             let places = self.logits_of([statistics, h, w], &rows, scratch);
-            let (out, logits, bias) = (self.at(out), self.at(scratch.logits), self.at_if(bias));
+            let logits = self.at(scratch.logits);
+            let bias = self.at_if(bias);
             let [r, tile, stride, first] =
                 [rows.len(), size.tile, stride_of(size), size.first].map(int);
             let arguments: [&dyn Argument; 10] =
-                [&out, &logits, &bias, &places, &r, &tile, &stride, &first, &own, &each];
+                [&self.at(out), &logits, &bias, &places, &r, &tile, &stride, &first, &own, &each];
             self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
         }
     }
@@ -125,14 +128,16 @@ impl On<'_> {
     /// Logits of the labelled positions, in order. `places` and `gathered` are scratch.
     pub(super) fn logits(&self, op: &Logits, places: View, gathered: View) {
         let Logits { y, statistics, h, w, bias } = *op;
-        let (count, c, v) = (y.rows, h.columns, w.rows);
+        let count = y.rows;
+        let c = h.columns;
+        let v = w.rows;
         let places = self.find(places, statistics, h.rows, &(0..count));
         self.gather(gathered, h, places, [count, c]);
         let factors = [Table::of(gathered), Table::of(w).transposed()];
         self.product(Table::of(y), factors, [count, c, v], None, false);
         if let Some(bias) = bias {
-            let (y, bias) = (self.at(y), self.at(bias));
-            let arguments: [&dyn Argument; 5] = [&y, &bias, &int(count), &int(v), &int(v)];
+            let arguments: [&dyn Argument; 5] =
+                [&self.at(y), &self.at(bias), &int(count), &int(v), &int(v)];
             self.queue.columns("add_bias_to_floats", [count, 1], v, &arguments);
         }
     }
@@ -162,10 +167,14 @@ impl On<'_> {
         accumulate: bool,
     ) {
         let ScoreBackward { dh, dw, dbias, statistics, h, w, bias, scale, first, .. } = *op;
-        let (r, c, v) = (rows.len(), h.columns, w.rows);
+        let r = rows.len();
+        let c = h.columns;
+        let v = w.rows;
         let places = self.logits_of([statistics, h, w], rows, &scratch.labelled);
-        let (to, from) = (self.at(scratch.dlogits), self.at(scratch.labelled.logits));
-        let (s, bias) = (self.at(statistics), self.at_if(bias));
+        let to = self.at(scratch.dlogits);
+        let from = self.at(scratch.labelled.logits);
+        let s = self.at(statistics);
+        let bias = self.at_if(bias);
         let [count, tile, stride, first] = [r, v, scratch.dlogits.columns, first].map(int);
         let Smoothing { own, each } = op.smoothing;
         let arguments: [&dyn Argument; 12] =
@@ -173,8 +182,8 @@ impl On<'_> {
         self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
         let dlogits = Table::of(scratch.dlogits);
         self.product(Table::of(scratch.dh), [dlogits, Table::of(w)], [r, v, c], None, false);
-        let (to, from) = (self.at(dh), self.at(scratch.dh));
-        let arguments: [&dyn Argument; 5] = [&to, &from, &places, &count, &int(c)];
+        let arguments: [&dyn Argument; 5] =
+            [&self.at(dh), &self.at(scratch.dh), &places, &count, &int(c)];
         self.queue.columns("add_rows", [r, 1], c, &arguments);
         if let Some(dw) = dw {
             let factors = [dlogits.transposed(), Table::of(scratch.labelled.h)];

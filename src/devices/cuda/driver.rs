@@ -179,7 +179,8 @@ pub(super) struct ProductKey {
 impl ProductKey {
     /// Bytes that every row of a, b and c is aligned to: tensors begin at multiples of 16 elements.
     pub(super) fn alignments(&self) -> [u32; 3] {
-        let ([factors, product], [a, b, c]) = (self.dtypes, self.strides);
+        let [factors, product] = self.dtypes;
+        let [a, b, c] = self.strides;
         [(a, factors), (b, factors), (c, product)].map(|(stride, dtype)| {
             let bytes = stride * dtype.size();
             1 << bytes.trailing_zeros().min((16 * dtype.size()).trailing_zeros())
@@ -189,7 +190,8 @@ impl ProductKey {
 
 impl fmt::Display for ProductKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ([rows, inner, columns], [factors, product]) = (self.sizes, self.dtypes);
+        let [rows, inner, columns] = self.sizes;
+        let [factors, product] = self.dtypes;
         write!(f, "({rows}, {inner}) of {factors} by ({inner}, {columns}) to {product}")
     }
 }
@@ -202,6 +204,26 @@ pub(super) enum Alignment {
     OfRows,
     /// On that of an element.
     OfElements,
+}
+
+/// A product and what its algorithm relies on: a choice of an algorithm is for both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct AlgorithmKey {
+    pub(super) product: ProductKey,
+    pub(super) relies_on: Alignment,
+}
+
+impl AlgorithmKey {
+    /// Bytes that every row of a, b and c is aligned to, as far as the algorithm relies on it.
+    pub(super) fn alignments(&self) -> [u32; 3] {
+        match self.relies_on {
+            Alignment::OfRows => self.product.alignments(),
+            Alignment::OfElements => {
+                let [factors, product] = self.product.dtypes.map(|dtype| dtype.size() as u32);
+                [factors, factors, product]
+            }
+        }
+    }
 }
 
 /// The words of an algorithm of a library of products. Only the same version of the library, on the

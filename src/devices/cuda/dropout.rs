@@ -34,12 +34,13 @@ impl On<'_> {
 
     /// y = a + dropout(x), without `a` where that is null.
     fn add_dropout(&self, y: View, a: Place, x: View, dropout: Option<Dropout<'_>>) {
-        let (rows, channels) = (y.rows, y.columns);
+        let rows = y.rows;
+        let channels = y.columns;
         let (starts, sequences) = self.mask_sequences(dropout, rows);
         let [b, r, c] = [sequences, rows, channels].map(int);
         let wide = wide(y.dtype);
-        let (y, x, words) = (self.at(y), self.at(x), dropout_words(dropout));
-        let arguments: [&dyn Argument; 8] = [&y, &x, &a, &starts, &b, &r, &c, &words];
+        let arguments: [&dyn Argument; 8] =
+            [&self.at(y), &self.at(x), &a, &starts, &b, &r, &c, &dropout_words(dropout)];
         self.queue.wide_columns("drop", [rows, 1], channels, wide, &arguments);
     }
 }

@@ -8,9 +8,10 @@ use crate::tensor::View;
 
 impl On<'_> {
     pub(super) fn write_kv(&self, &WriteKv { kv, qkv, ref shape }: &WriteKv<'_>) {
-        let (rows, width) = (kv.rows, shape.kv_width());
-        let (to, from, r) = (self.at(kv), self.at(qkv), long(rows));
-        let arguments: [&dyn Argument; 5] = [&to, &from, &r, &int(shape.qkv_width()), &int(width)];
+        let rows = kv.rows;
+        let width = shape.kv_width();
+        let arguments: [&dyn Argument; 5] =
+            [&self.at(kv), &self.at(qkv), &long(rows), &int(shape.qkv_width()), &int(width)];
         self.queue.columns("remember", [rows, 1], width, &arguments);
     }
 
@@ -21,21 +22,25 @@ impl On<'_> {
     /// Sums the gradients of keys and values over `shares`, and writes them beside those of the
     /// queries. `from`: (shares R, 2 K D).
     pub(super) fn recall(&self, to: View, from: View, shape: &AttentionShape<'_>, shares: usize) {
-        let (rows, width) = (to.rows, shape.kv_width());
-        let (packed, to, from) = (int(shape.qkv_width()), self.at(to), self.at(from));
-        let (r, w, shares) = (long(rows), int(width), int(shares));
-        let arguments: [&dyn Argument; 6] = [&to, &from, &r, &packed, &w, &shares];
+        let rows = to.rows;
+        let width = shape.kv_width();
+        let w = int(width);
+        let arguments: [&dyn Argument; 6] =
+            [&self.at(to), &self.at(from), &long(rows), &int(shape.qkv_width()), &w, &int(shares)];
         self.queue.columns("recall", [rows, 1], width, &arguments);
     }
 
     pub(super) fn cached_attention(&self, op: &CachedAttention<'_>) {
         let CachedAttention { y, qkv, cache, ref shape } = *op;
-        let (grid, capacity) =
-            ([y.rows, shape.heads, 1], int(cache.rows / shape.batch.sequences()));
-        let (y, qkv, kv) = (self.at(y), self.at(qkv), self.at(cache));
-        let (cached, sizes) = (self.metadata.cached(&shape.batch), attention_words(shape));
+        let grid = [y.rows, shape.heads, 1];
+        let y = self.at(y);
+        let qkv = self.at(qkv);
+        let kv = self.at(cache);
+        let cached = self.metadata.cached(&shape.batch);
+        let sizes = attention_words(shape);
         let starts = self.metadata.starts(&shape.batch);
-        let arguments: [&dyn Argument; 7] = [&y, &qkv, &kv, &starts, &cached, &capacity, &sizes];
+        let arguments: [&dyn Argument; 7] =
+            [&y, &qkv, &kv, &starts, &cached, &int(cache.rows / shape.batch.sequences()), &sizes];
         self.queue.launch("attention_to_past", grid, [256, 1, 1], 0, &arguments);
     }
 }

@@ -321,7 +321,8 @@ impl<'a> Queue<'a> {
                 return Ok(true);
             }
         };
-        let (chosen, workspace) = (self.chosen, self.workspace);
+        let chosen = self.chosen;
+        let workspace = self.workspace;
         chosen.time(self.driver, of_library, relies_on, workspace)?;
         let mut is_done = false;
         self.times.of(self.driver, "product", || {
@@ -371,8 +372,13 @@ impl<'a> Queue<'a> {
         [count, stride, length]: [usize; 3],
         accumulate: bool,
     ) {
-        let (count, stride) = (int(count), long(stride));
-        let (len, accumulate) = (int(length), i32::from(accumulate));
-        self.each("fold", length, 1, &[&out, &parts, &count, &stride, &len, &accumulate]);
+        let len = int(length);
+        let accumulate = i32::from(accumulate);
+        self.each(
+            "fold",
+            length,
+            1,
+            &[&out, &parts, &int(count), &long(stride), &len, &accumulate],
+        );
     }
 }

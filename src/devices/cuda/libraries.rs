@@ -50,9 +50,11 @@ pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
 /// Loads the first of a name, in any version, that can be loaded in a folder or not too deep below
 /// it; then the loader knows it by its name alone.
 fn load(folder: &Path, name: &str, depth: usize) -> bool {
-    let (mut files, mut folders) = (Vec::new(), Vec::new());
+    let mut files = Vec::new();
+    let mut folders = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let (path, file) = (entry.path(), entry.file_name());
+        let path = entry.path();
+        let file = entry.file_name();
         let rest = file.to_str().and_then(|file| file.strip_prefix(name));
         if path.is_dir() {
             folders.push(path);
@@ -81,7 +83,8 @@ fn loaded(name: &str) -> Option<PathBuf> {
 
 /// Of the first, second or third, which is there.
 fn version(index: usize) -> Option<(u32, u32)> {
-    let (mut major, mut minor) = (0, 0);
+    let mut major = 0;
+    let mut minor = 0;
     // SAFETY: the library is there, and each writes what it is given places for.
     unsafe {
         match index {

@@ -40,14 +40,17 @@ impl On<'_> {
         accumulate: bool,
     ) {
         let [a, b] = [a, b].map(|table| self.matrix(table));
-        let (stride, c, bias) = (c.stride, self.at(c.view), bias.map(|bias| self.at(bias)));
+        let stride = c.stride;
+        let c = self.at(c.view);
+        let bias = bias.map(|bias| self.at(bias));
         self.queue.product(&Product { rows, inner, columns, a, b, c, stride, bias, accumulate });
     }
 
     /// y = x w + bias.
     pub(super) fn linear(&self, op: &Linear) {
         let LinearSize { rows, inputs, outputs, .. } = op.size();
-        let (y, x) = (Table::of(op.y), Table::of(op.x));
+        let y = Table::of(op.y);
+        let x = Table::of(op.x);
         let w = weights(op.w, op.transposed);
         self.product(y, [x, w], [rows, inputs, outputs], op.bias, false);
     }
@@ -78,9 +81,10 @@ impl On<'_> {
         parts: View,
         accumulate: bool,
     ) {
-        let (count, to) = (parts_of(rows), self.at(parts));
-        let (x, [r, c, stride, part]) = (self.at(x.view), [rows, columns, x.stride, PART].map(int));
-        let arguments: [&dyn Argument; 6] = [&to, &x, &r, &c, &stride, &part];
+        let count = parts_of(rows);
+        let to = self.at(parts);
+        let [r, c, stride, part] = [rows, columns, x.stride, PART].map(int);
+        let arguments: [&dyn Argument; 6] = [&to, &self.at(x.view), &r, &c, &stride, &part];
         self.queue.columns("column_parts", [count, 1], columns, &arguments);
         self.queue.fold(self.at(out), to, [count, columns, columns], accumulate);
     }

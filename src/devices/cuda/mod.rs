@@ -18,6 +18,7 @@ mod driver;
 mod dropout;
 mod embedding;
 #[cfg(test)]
+#[path = "../../../tests/cuda/emulated/mod.rs"]
 pub(crate) mod emulated;
 mod head_norm;
 mod kernels;
@@ -33,7 +34,8 @@ mod rates;
 mod real;
 mod rotary;
 #[cfg(test)]
-pub(super) mod tests;
+#[path = "../../../tests/cuda/tests/mod.rs"]
+mod tests;
 mod texts;
 mod times;
 mod ways;
@@ -135,7 +137,8 @@ impl Clock {
     /// The time of an event that was waited for until now; it becomes the known event. The device's
     /// clock drifts from the host's: the result follows the host's slowly, and is never ahead.
     fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
-        let (now, by_device) = (Instant::now(), self.time(driver, event)?);
+        let now = Instant::now();
+        let by_device = self.time(driver, event)?;
         let passed = by_device.saturating_duration_since(self.at);
         if passed < Duration::from_secs(1) {
             return Ok(by_device.min(now));
@@ -268,14 +271,17 @@ fn driver(
 
 impl Device for Cuda {
     fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
-        let (bytes, from) = (size_of_val(from), from.as_ptr().cast());
+        let bytes = size_of_val(from);
+        let from = from.as_ptr().cast();
         self.copy_in(Stream::Upload, self.address(to), from, bytes)
     }
 
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
-        let (bytes, to) = (size_of_val(to), to.as_mut_ptr().cast::<u8>());
+        let bytes = size_of_val(to);
+        let to = to.as_mut_ptr().cast::<u8>();
         parts(to.addr(), bytes).try_for_each(|part| {
-            let (to, from) = (to.wrapping_add(part.start), self.address(from) + part.start as u64);
+            let to = to.wrapping_add(part.start);
+            let from = self.address(from) + part.start as u64;
             self.driver.copy_out(Stream::Download, to, from, part.len())
         })
     }
@@ -311,7 +317,8 @@ impl Device for Cuda {
 
     fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError> {
         let queue = self.queue();
-        let (marked, count) = (self.address(self.marked), long(view.len()));
+        let marked = self.address(self.marked);
+        let count = long(view.len());
         let x = Place { at: self.address(view), dtype: view.dtype };
         queue.each("mark_non_finite", view.len(), NEIGHBOURS, &[&marked, &x, &count, &mark]);
         queue.end()?;
@@ -403,8 +410,9 @@ impl Device for Cuda {
         let ended = Event::record(&self.driver, on)?;
         let number = operation.number();
         self.issued().insert(number, ended.clone());
-        let (driver, issued, clock) =
-            (self.driver.clone(), self.issued.clone(), self.clock.clone());
+        let driver = self.driver.clone();
+        let issued = self.issued.clone();
+        let clock = self.clock.clone();
         let origin = Instant::now().checked_sub(now).expect("lanes began after time did");
         Ok(Box::new(move || {
             let times = driver.synchronize(ended.id).and_then(|()| {
@@ -462,7 +470,8 @@ impl Cuda {
         bytes: usize,
     ) -> Result<(), BoxedError> {
         parts(from.addr(), bytes).try_for_each(|part| {
-            let (to, from) = (to + part.start as u64, from.wrapping_add(part.start));
+            let to = to + part.start as u64;
+            let from = from.wrapping_add(part.start);
             self.driver.copy_in(on, to, from, part.len())
         })
     }

@@ -15,46 +15,65 @@ impl On<'_> {
     pub(super) fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {
         let Residual { a, x, dropout, .. } = *sum;
         let Norm { y, statistics, x: sum, gamma, gamma_offset, beta, epsilon, rms } = *norm;
-        let (rows, channels, wide) = (sum.rows, sum.columns, wide(sum.dtype));
+        let rows = sum.rows;
+        let channels = sum.columns;
+        let wide = wide(sum.dtype);
         let (starts, sequences) = self.mask_sequences(dropout, rows);
-        let (y, s, sum, x, a) =
-            (self.at(y), self.at(statistics), self.at(sum), self.at(x), self.at(a));
-        let (gamma, beta) = (self.at(gamma), self.at_if(beta));
-        let ([b, r, c], rms) = ([sequences, rows, channels].map(int), i32::from(rms));
+        let x = self.at(x);
+        let a = self.at(a);
+        let gamma = self.at(gamma);
+        let beta = self.at_if(beta);
+        let [b, r, c] = [sequences, rows, channels].map(int);
         let words = dropout_words(dropout);
-        let tensors: [&dyn Argument; 8] = [&y, &s, &sum, &x, &a, &gamma, &beta, &starts];
-        let numbers: [&dyn Argument; 7] = [&b, &r, &c, &epsilon, &rms, &gamma_offset, &words];
+        let tensors: [&dyn Argument; 8] =
+            [&self.at(y), &self.at(statistics), &self.at(sum), &x, &a, &gamma, &beta, &starts];
+        let numbers: [&dyn Argument; 7] =
+            [&b, &r, &c, &epsilon, &i32::from(rms), &gamma_offset, &words];
         let arguments = [&tensors[..], &numbers[..]].concat();
         self.queue.rows("residual_norm", rows, channels, wide, &arguments);
     }
 
     pub(super) fn norm(&self, op: &Norm) {
         let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
-        let (rows, channels, wide) = (x.rows, x.columns, wide(x.dtype));
-        let (y, s, x) = (self.at(y), self.at(statistics), self.at(x));
-        let (gamma, beta) = (self.at(gamma), self.at_if(beta));
-        let (r, c, rms) = (int(rows), int(channels), i32::from(rms));
+        let rows = x.rows;
+        let channels = x.columns;
+        let wide = wide(x.dtype);
+        let s = self.at(statistics);
+        let gamma = self.at(gamma);
+        let beta = self.at_if(beta);
+        let r = int(rows);
+        let c = int(channels);
+        let rms = i32::from(rms);
         let arguments: [&dyn Argument; 10] =
-            [&y, &s, &x, &gamma, &beta, &r, &c, &epsilon, &rms, &gamma_offset];
+            [&self.at(y), &s, &self.at(x), &gamma, &beta, &r, &c, &epsilon, &rms, &gamma_offset];
         self.queue.rows("norm_forward", rows, channels, wide, &arguments);
     }
 
     pub(super) fn norm_backward(&self, op: &NormBackward, parts: View) {
         let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *op;
-        let (rows, c, count, accumulate) = (x.rows, x.columns, parts.rows, op.accumulate);
-        let (parts, dy, x, s) = (self.at(parts), self.at(dy), self.at(x), self.at(statistics));
-        let (r, channels, rms, part) = (int(rows), int(c), i32::from(op.rms), int(PART));
-        let arguments: [&dyn Argument; 7] = [&parts, &dy, &x, &s, &r, &channels, &part];
+        let rows = x.rows;
+        let c = x.columns;
+        let count = parts.rows;
+        let accumulate = op.accumulate;
+        let parts = self.at(parts);
+        let dy = self.at(dy);
+        let x = self.at(x);
+        let s = self.at(statistics);
+        let r = int(rows);
+        let channels = int(c);
+        let arguments: [&dyn Argument; 7] = [&parts, &dy, &x, &s, &r, &channels, &int(PART)];
         self.queue.columns("norm_parts", [count, 1], c, &arguments);
         self.queue.fold(self.at(dgamma), parts, [count, 2 * c, c], accumulate);
         if let Some(dbeta) = dbeta {
             let betas = parts.behind(c);
             self.queue.fold(self.at(dbeta), betas, [count, 2 * c, c], accumulate);
         }
-        let (dx, residual, gamma) = (self.at(dx), self.at_if(residual), self.at(gamma));
+        let dx = self.at(dx);
+        let residual = self.at_if(residual);
+        let gamma = self.at(gamma);
         let offset = op.gamma_offset;
         let arguments: [&dyn Argument; 10] =
-            [&dx, &residual, &dy, &x, &s, &gamma, &r, &channels, &rms, &offset];
+            [&dx, &residual, &dy, &x, &s, &gamma, &r, &channels, &i32::from(op.rms), &offset];
         self.queue.rows("norm_backward", rows, c, wide(op.x.dtype), &arguments);
     }
 }

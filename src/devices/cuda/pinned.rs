@@ -46,7 +46,8 @@ impl Pinned {
     /// Pins memory, where the system allows that much. Without it copies are slower.
     pub(super) fn pin(&self, driver: &dyn Driver, memory: &mut [f32]) {
         touch(bytemuck::cast_slice_mut(memory));
-        let (at, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
+        let at = memory.as_mut_ptr().cast::<u8>();
+        let bytes = size_of_val(memory);
         let mut state = self.0.lock().expect("nothing panics inside");
         for part in parts(at.addr(), bytes) {
             let begin = at.wrapping_add(part.start);
@@ -71,7 +72,8 @@ impl Pinned {
     /// Words for what could not be pinned, once.
     pub(super) fn take_warning(&self) -> Option<String> {
         let mut state = self.0.lock().expect("nothing panics inside");
-        let (error, refused) = (state.error.take()?, ByteSize::from(state.refused));
+        let error = state.error.take()?;
+        let refused = ByteSize::from(state.refused);
         let all = ByteSize::from(state.refused + state.bytes);
         Some(format!(
             "{refused} of {all} of host memory could not be pinned ({error}): copies of it are \

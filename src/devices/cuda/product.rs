@@ -11,7 +11,7 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use l2l_actors::BoxedError;
 
-use super::driver::{Address, Algorithm, Alignment, Matrix, Product, ProductKey, WORKSPACE};
+use super::driver::{Address, Algorithm, AlgorithmKey, Alignment, Matrix, Product, WORKSPACE};
 use crate::tensor::Dtype;
 
 /// The most algorithms that the library is asked for.
@@ -21,7 +21,7 @@ const ALGORITHMS: usize = 8;
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     /// None: it has no algorithm.
-    chosen: Mutex<HashMap<(ProductKey, Alignment), Option<sys::cublasLtMatmulAlgo_t>>>,
+    chosen: Mutex<HashMap<AlgorithmKey, Option<sys::cublasLtMatmulAlgo_t>>>,
 }
 
 // SAFETY: the library's handle may be used by any thread, one at a time; one lane does.
@@ -95,7 +95,7 @@ impl Products {
         let Product { a, b, c, accumulate, .. } = *product;
         let described = Described::new(product)?;
         let Described { description, layouts: [layout_b, layout_a, layout_c] } = &described;
-        let key = (product.key(), relies_on);
+        let key = AlgorithmKey { product: product.key(), relies_on };
         let algorithm = match named {
             Some(data) => sys::cublasLtMatmulAlgo_t { data },
             None => match self.first(key, &described)? {
@@ -103,7 +103,8 @@ impl Products {
                 None => return Ok(false),
             },
         };
-        let (one, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
+        let one = 1.0_f32;
+        let beta = if accumulate { 1.0_f32 } else { 0.0 };
         // SAFETY: all descriptions live until the call returns, and the matrices are where they
         // say.
         let done = unsafe {
@@ -141,7 +142,7 @@ impl Products {
         relies_on: Alignment,
     ) -> Result<Vec<Algorithm>, BoxedError> {
         let described = Described::new(product)?;
-        let key = (product.key(), relies_on);
+        let key = AlgorithmKey { product: product.key(), relies_on };
         let Some(first) = self.first(key, &described)? else { return Ok(Vec::new()) };
         let found = unless_refused(self.named(key, &described, ALGORITHMS))?.unwrap_or_default();
         let fits = |one: &sys::cublasLtMatmulHeuristicResult_t| {
@@ -156,7 +157,7 @@ impl Products {
     /// for the same library and device.
     fn first(
         &self,
-        key: (ProductKey, Alignment),
+        key: AlgorithmKey,
         described: &Described,
     ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, BoxedError> {
         let mut chosen = self.chosen.lock().expect("nothing panics inside");
@@ -178,17 +179,11 @@ impl Products {
     /// bits do not depend on slots.
     fn named(
         &self,
-        (of, relies_on): (ProductKey, Alignment),
+        key: AlgorithmKey,
         Described { description, layouts: [a, b, c] }: &Described,
         most: usize,
     ) -> Result<Vec<sys::cublasLtMatmulHeuristicResult_t>, result::CublasError> {
-        let [of_a, of_b, of_c] = match relies_on {
-            Alignment::OfRows => of.alignments(),
-            Alignment::OfElements => {
-                let [factors, product] = of.dtypes.map(|dtype| dtype.size() as u32);
-                [factors, factors, product]
-            }
-        };
+        let [of_a, of_b, of_c] = key.alignments();
         let preference = Preference(result::create_matmul_pref()?);
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let bytes = WORKSPACE as u64;
@@ -247,7 +242,8 @@ impl Described {
             let (columns, rows) = if matrix.transposed { (rows, columns) } else { (columns, rows) };
             Layout::new(matrix.at.dtype, [columns, rows], matrix.stride)
         };
-        let (of_b, of_a) = (layout(b, inner, columns)?, layout(a, rows, inner)?);
+        let of_b = layout(b, inner, columns)?;
+        let of_a = layout(a, rows, inner)?;
         let of_c = Layout::new(c.dtype, [columns, rows], stride)?;
         Ok(Described { description: describe(product)?, layouts: [of_b, of_a, of_c] })
     }
@@ -283,7 +279,8 @@ fn describe(product: &Product) -> Result<Description, BoxedError> {
     }
     if let Some(bias) = bias {
         let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-        let (what, bytes) = (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, size_of_val(&epilogue));
+        let what = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE;
+        let bytes = size_of_val(&epilogue);
         set(what, (&raw const epilogue).cast(), bytes)?;
         let what = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
         set(what, (&raw const bias.at).cast(), size_of_val(&bias.at))?;

@@ -13,7 +13,9 @@ impl On<'_> {
     pub(super) fn dequantise(&self, &Dequantise { y, x, quantisation }: &Dequantise) {
         let parts = quantisation.parts(y.rows, y.columns);
         let [codes, scales, groups, offset, _] = parts.map(|part| self.at(x).behind(part));
-        let (to, codes, n) = (self.at(y), codes.at, long(y.len()));
+        let to = self.at(y);
+        let codes = codes.at;
+        let n = long(y.len());
         match quantisation {
             Quantisation::Nf4 => {
                 let scales = scales.at;

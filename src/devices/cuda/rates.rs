@@ -37,7 +37,8 @@ pub(super) fn measure(
     let mut host = Arena::new(floats)?;
     let values = host.values_mut(View::floats(0, floats));
     fill(values, dtype);
-    let (at, bytes) = (values.as_mut_ptr().cast::<u8>(), size_of_val(values));
+    let at = values.as_mut_ptr().cast::<u8>();
+    let bytes = size_of_val(values);
     let pageable = copy_rates(driver, memory, at, bytes)?;
     let pinned = match driver.pin(at, bytes) {
         Ok(()) => {

@@ -93,7 +93,8 @@ impl Real {
         custom: &[CustomKernel],
     ) -> Result<Real, BoxedError> {
         let DeviceConfig { cuda_libraries, kernel_cache, .. } = config;
-        let (folder, cache) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
+        let folder = cuda_libraries.as_deref();
+        let cache = kernel_cache.as_deref();
         let [_, nvrtc, _] = libraries::load_all(folder)?;
         let gpus = gpus()?;
         let Some(gpu) = gpus.get(ordinal) else {
@@ -104,7 +105,7 @@ impl Real {
             )
             .into());
         };
-        let target = Target::new(config, gpu.architecture, &gpu.name)?;
+        let target = Target::new(config.dtype, gpu.architecture, &gpu.name)?;
         let device = result::device::get(ordinal as i32)?;
         // SAFETY: the device is there; its context is let go of in `drop`.
         let context = unsafe { result::primary_ctx::retain(device)? };
@@ -144,10 +145,9 @@ impl Real {
     ) -> Result<(), BoxedError> {
         let target = self.target;
         let texts = texts::all(custom, target)?;
-        let version = nvrtc.version.expect("it is there");
         let codes: Vec<_> = std::thread::scope(|scope| {
             let compiles = texts.iter().map(|(name, text, _)| {
-                scope.spawn(move || compile::cubin(name, text, target, version, cache))
+                scope.spawn(move || compile::cubin(name, text, target, nvrtc, cache))
             });
             let compiles: Vec<_> = compiles.collect();
             compiles.into_iter().map(|one| one.join().expect("a compiler returns")).collect()
@@ -310,7 +310,9 @@ impl Driver for Real {
                     sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 result::function::set_function_attribute(*function, what, shared as i32)?;
             }
-            let (grid, block, stream) = ((x, y, z), (i, j, k), self.stream(on));
+            let grid = (x, y, z);
+            let block = (i, j, k);
+            let stream = self.stream(on);
             Ok(result::launch_kernel(*function, grid, block, shared, stream, &mut arguments)?)
         }
     }
@@ -337,7 +339,8 @@ impl Driver for Real {
     }
 
     fn product_library(&self) -> ProductLibrary {
-        let (gpu, cublaslt) = (self.name.clone(), Products::version());
+        let gpu = self.name.clone();
+        let cublaslt = Products::version();
         ProductLibrary { gpu, architecture: self.target.architecture, cublaslt }
     }
 

@@ -10,11 +10,12 @@ impl On<'_> {
         let Rotate { qkv, rotary, ref shape, inverse } = *op;
         let frequencies = frequencies(rotary, shape.head_size);
         let documents = self.metadata.documents(&shape.batch);
-        let (starts, cached) =
-            (self.metadata.starts(&shape.batch), self.metadata.cached(&shape.batch));
-        let (at, sizes, inverse) = (self.at(qkv), attention_words(shape), i32::from(inverse));
+        let starts = self.metadata.starts(&shape.batch);
+        let cached = self.metadata.cached(&shape.batch);
+        let sizes = attention_words(shape);
+        let inverse = i32::from(inverse);
         let arguments: [&dyn Argument; 7] =
-            [&at, &frequencies, &starts, &documents, &cached, &sizes, &inverse];
+            [&self.at(qkv), &frequencies, &starts, &documents, &cached, &sizes, &inverse];
         self.queue.launch("rotate", [qkv.rows, 1, 1], [256, 1, 1], 0, &arguments);
     }
 }

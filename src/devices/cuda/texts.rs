@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use l2l_actors::BoxedError;
 
 use super::driver::Kind;
-use crate::config::DeviceConfig;
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
@@ -22,7 +21,6 @@ pub(super) const TEXTS: [(&str, &str); 12] = [
             include_str!("kernels/attention/warp.cu"),
             include_str!("kernels/attention/mma.cu"),
             include_str!("kernels/attention/quad_pairs.cu"),
-            include_str!("kernels/attention/wgmma.cu"),
             include_str!("kernels/attention/tiles.cu"),
             include_str!("kernels/attention/passes.cu"),
             include_str!("kernels/attention/cores.cu"),
@@ -55,8 +53,6 @@ pub(super) struct Target {
     pub(super) dtype: Dtype,
     /// 90 of 9.0.
     pub(super) architecture: u32,
-    /// Whether attention is computed by `wgmma`.
-    pub(super) wgmma: bool,
 }
 
 /// The oldest architecture that kernels are written for.
@@ -66,29 +62,18 @@ const OLDEST: u32 = 70;
 /// of shared memory.
 pub(super) const AMPERE: u32 = 80;
 
-/// The only one that has the instruction `wgmma`.
-const HOPPER: u32 = 90;
-
 impl Target {
-    /// What a config asks for, on a GPU of an architecture.
+    /// A dtype on a GPU of an architecture.
     ///
     /// # Errors
-    /// The GPU is too old, or of another architecture than the config asks for.
-    pub(super) fn new(
-        config: &DeviceConfig,
-        architecture: u32,
-        gpu: &str,
-    ) -> Result<Target, BoxedError> {
-        let &DeviceConfig { dtype, wgmma, .. } = config;
+    /// The GPU is too old.
+    pub(super) fn new(dtype: Dtype, architecture: u32, gpu: &str) -> Result<Target, BoxedError> {
         let needs = match dtype {
             _ if architecture < OLDEST => format!("kernels are for {OLDEST} and newer"),
             Dtype::Bf16 if architecture < AMPERE => {
                 format!("bf16 needs {AMPERE} or newer: set device.dtype = \"f16\" or \"f32\"")
             }
-            _ if wgmma && architecture != HOPPER => {
-                format!("device.wgmma is for {HOPPER} alone: set it to false")
-            }
-            _ => return Ok(Target { dtype, architecture, wgmma }),
+            _ => return Ok(Target { dtype, architecture }),
         };
         Err(format!("{gpu} is of architecture {architecture}, and {needs}").into())
     }
@@ -99,13 +84,12 @@ impl Target {
     }
 }
 
-/// Where the part without tensor cores begins, the part with them, its kernels for sm_70 and sm_75,
-/// and those by `wgmma`, which end the text.
-const PARTS: [&str; 4] = [
+/// Where three parts of attention's text begin: without tensor cores, with them, and the kernels
+/// for sm_70 and sm_75 that end it.
+const PARTS: [&str; 3] = [
     "// Attention without tensor cores.",
     "// What products of a warp share on all architectures",
     "#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)",
-    "// ---- By wgmma. ----",
 ];
 
 /// The kernels of a text for a target, in its order.
@@ -113,12 +97,11 @@ const PARTS: [&str; 4] = [
 /// # Errors
 /// It is not written as the built-in texts are.
 pub(super) fn declared(text: &str, target: Target) -> Result<Vec<Declared>, BoxedError> {
-    let [plain, cores, in_64k, wgmma] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
-    let end = if target.architecture < AMPERE { wgmma } else { in_64k };
+    let [plain, cores, in_64k] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
+    let end = if target.architecture < AMPERE { text.len() } else { in_64k };
     let parts = match target.has_tensor_cores() {
-        false => [&text[..cores], "", ""],
-        true if target.wgmma => [&text[..plain], &text[cores..end], &text[wgmma..]],
-        true => [&text[..plain], &text[cores..end], ""],
+        false => [&text[..cores], ""],
+        true => [&text[..plain], &text[cores..end]],
     };
     let lines = parts.into_iter().flat_map(str::lines);
     let bare: Vec<&str> =

@@ -143,7 +143,8 @@ impl<'c> Cases<'c> {
         self.of_dropouts();
         self.of_quantised();
         self.case("clear", |p| {
-            let (y, z) = (p.output([1, 131]), p.floats_output([1, 131]));
+            let y = p.output([1, 131]);
+            let z = p.floats_output([1, 131]);
             move |k, _| {
                 k.clear(&Clear { y });
                 k.clear(&Clear { y: z });
@@ -160,10 +161,14 @@ impl<'c> Cases<'c> {
         for (c, rms, accumulate) in [(5, false, false), (1030, true, true), (132, false, true)] {
             let dropout = accumulate.then(|| self.batch.dropout(0.3, 2, 1)).flatten();
             self.case("norm", |p| {
-                let (y, statistics) = (p.output([r, c]), p.floats_output([r, 2]));
-                let (x, gamma, beta) = (p.input([r, c]), p.about([1, c], 1.0), p.input([1, c]));
+                let y = p.output([r, c]);
+                let statistics = p.floats_output([r, 2]);
+                let x = p.input([r, c]);
+                let gamma = p.about([1, c], 1.0);
+                let beta = p.input([1, c]);
                 let beta = (!rms).then_some(beta);
-                let (gamma_offset, epsilon) = (if rms { 1.0 } else { 0.0 }, 1e-5);
+                let gamma_offset = if rms { 1.0 } else { 0.0 };
+                let epsilon = 1e-5;
                 let op = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
                 move |k, _| k.norm(&op)
             });
@@ -172,8 +177,10 @@ impl<'c> Cases<'c> {
                 let c = c.max(37);
                 let [y, sum] = [(); 2].map(|()| p.output([r, c]));
                 let [a, x, beta] = [[r, c], [r, c], [1, c]].map(|shape| p.input(shape));
-                let (statistics, gamma) = (p.floats_output([r, 2]), p.about([1, c], 1.0));
-                let (beta, gamma_offset) = ((!rms).then_some(beta), if rms { 1.0 } else { 0.0 });
+                let statistics = p.floats_output([r, 2]);
+                let gamma = p.about([1, c], 1.0);
+                let beta = (!rms).then_some(beta);
+                let gamma_offset = if rms { 1.0 } else { 0.0 };
                 let norm =
                     Norm { y, statistics, x: sum, gamma, gamma_offset, beta, epsilon: 1e-5, rms };
                 let sum = Residual { y: sum, a, x, dropout };
@@ -203,56 +210,70 @@ impl<'c> Cases<'c> {
     }
 
     fn of_activations(&mut self) {
-        let (r, c) = (self.batch.rows(), 13);
+        let r = self.batch.rows();
+        let c = 13;
         for (_, activation) in Activation::ALL {
             self.case("activate", |p| {
-                let (y, x) = (p.output([r, c]), p.input([r, c]));
+                let y = p.output([r, c]);
+                let x = p.input([r, c]);
                 move |k, _| k.activate(&Activate { y, x, activation })
             });
             self.case("activate_backward", |p| {
-                let (dx, x) = (p.input([r, c]), p.input([r, c]));
+                let dx = p.input([r, c]);
+                let x = p.input([r, c]);
                 move |k, _| k.activate_backward(&ActivateBackward { dx, x, activation })
             });
             self.case("gate", |p| {
-                let (y, x) = (p.output([r, c]), p.input([r, 2 * c]));
+                let y = p.output([r, c]);
+                let x = p.input([r, 2 * c]);
                 move |k, _| k.gate(&Gate { y, x, activation })
             });
             self.case("gate_backward", |p| {
                 let dx = p.output([r, 2 * c]);
-                let (dy, x) = (p.input([r, c]), p.input([r, 2 * c]));
+                let dy = p.input([r, c]);
+                let x = p.input([r, 2 * c]);
                 move |k, _| k.gate_backward(&GateBackward { dx, dy, x, activation })
             });
         }
     }
 
     fn of_dropouts(&mut self) {
-        let (r, c) = (self.batch.rows(), 13);
+        let r = self.batch.rows();
+        let c = 13;
         for probability in [0.0, 0.3] {
             let dropout = self.batch.dropout(probability, 2, 1);
             self.case("residual", |p| {
-                let (y, a, x) = (p.output([r, c]), p.input([r, c]), p.input([r, c]));
+                let y = p.output([r, c]);
+                let a = p.input([r, c]);
+                let x = p.input([r, c]);
                 move |k, _| k.residual(&Residual { y, a, x, dropout })
             });
             self.case("dropout", |p| {
-                let (y, x) = (p.output([r, c]), p.input([r, c]));
+                let y = p.output([r, c]);
+                let x = p.input([r, c]);
                 move |k, _| k.dropout(&ApplyDropout { y, x, dropout })
             });
         }
     }
 
     fn of_copies(&mut self) {
-        let (batch, c) = (self.batch, 13);
-        let (b, r) = (batch.sequences(), batch.rows());
+        let batch = self.batch;
+        let c = 13;
+        let b = batch.sequences();
+        let r = batch.rows();
         self.case("cast", |p| {
-            let (y, x) = (p.floats_output([1, 133]), p.input([1, 133]));
-            let (z, w) = (p.output([1, 133]), p.floats([1, 133], 0.0));
+            let y = p.floats_output([1, 133]);
+            let x = p.input([1, 133]);
+            let z = p.output([1, 133]);
+            let w = p.floats([1, 133], 0.0);
             move |k, _| {
                 k.cast(&Cast { y, x });
                 k.cast(&Cast { y: z, x: w });
             }
         });
         self.case("pooled_rows", |p| {
-            let (y, x) = (p.output([b, c]), p.input([r, c]));
+            let y = p.output([b, c]);
+            let x = p.input([r, c]);
             let z = p.output([b, c]);
             move |k, _| {
                 k.pooled_rows(&PooledRows { y, x, pool: Pooling::First, batch });
@@ -260,7 +281,8 @@ impl<'c> Cases<'c> {
             }
         });
         self.case("pooled_rows_backward", |p| {
-            let (dx, dy) = (p.output([r, c]), p.input([b, c]));
+            let dx = p.output([r, c]);
+            let dy = p.input([b, c]);
             move |k, _| {
                 k.pooled_rows_backward(&PooledRowsBackward { dx, dy, pool: Pooling::Last, batch })
             }
@@ -268,24 +290,31 @@ impl<'c> Cases<'c> {
     }
 
     fn of_tables(&mut self) {
-        let (batch, c) = (self.batch, 13);
-        let (r, positions) = (batch.rows(), batch.longest() + 3);
+        let batch = self.batch;
+        let c = 13;
+        let r = batch.rows();
+        let positions = batch.longest() + 3;
         self.case("add_token_types", |p| {
-            let (y, table) = (p.input([r, c]), p.input([2, c]));
+            let y = p.input([r, c]);
+            let table = p.input([2, c]);
             move |k, _| k.add_token_types(&AddTokenTypes { y, table, batch })
         });
         self.case("add_positions", |p| {
-            let (y, x, table) = (p.output([r, c]), p.input([r, c]), p.input([positions, c]));
+            let y = p.output([r, c]);
+            let x = p.input([r, c]);
+            let table = p.input([positions, c]);
             move |k, _| k.add_positions(&AddPositions { y, x, table, batch })
         });
         for accumulate in [false, true] {
             self.case("add_token_types_backward", |p| {
-                let (dtable, dy) = (p.gradient([2, c], accumulate), p.input([r, c]));
+                let dtable = p.gradient([2, c], accumulate);
+                let dy = p.input([r, c]);
                 let op = AddTokenTypesBackward { dtable, dy, batch, accumulate };
                 move |k, scratch| k.add_token_types_backward(&op, scratch)
             });
             self.case("add_positions_backward", |p| {
-                let (dtable, dy) = (p.gradient([positions, c], accumulate), p.input([r, c]));
+                let dtable = p.gradient([positions, c], accumulate);
+                let dy = p.input([r, c]);
                 let op = AddPositionsBackward { dtable, dy, batch, accumulate };
                 move |k, _| k.add_positions_backward(&op)
             });
@@ -309,7 +338,9 @@ impl<'c> Cases<'c> {
             self.case("score", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let out = p.floats_output([r, STATISTICS]);
-                let (h, w, bias) = (p.input([r, c]), p.input([tile, c]), Some(p.input([1, tile])));
+                let h = p.input([r, c]);
+                let w = p.input([tile, c]);
+                let bias = Some(p.input([1, tile]));
                 let op = Score { out, statistics, h, w, bias, first, labelled, smoothing };
                 move |k, scratch| k.score(&op, scratch)
             });
@@ -317,7 +348,9 @@ impl<'c> Cases<'c> {
             self.case("logits", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let y = p.floats_output([labelled, tile]);
-                let (h, w, bias) = (p.input([r, c]), p.input([tile, c]), Some(p.input([1, tile])));
+                let h = p.input([r, c]);
+                let w = p.input([tile, c]);
+                let bias = Some(p.input([1, tile]));
                 move |k, scratch| k.logits(&Logits { y, statistics, h, w, bias }, scratch)
             });
             self.labelled(0, labels.clone());
@@ -351,8 +384,10 @@ impl<'c> Cases<'c> {
 
     /// Losses of whole sequences and of tokens.
     fn of_classes(&mut self) {
-        let (batch, r) = (self.batch, self.batch.rows());
-        let (none, some) = (Smoothing::NONE, Smoothing::of(0.1, 4));
+        let batch = self.batch;
+        let r = self.batch.rows();
+        let none = Smoothing::NONE;
+        let some = Smoothing::of(0.1, 4);
         let ways = [
             (Samples::Sequences, 4, false, some),
             (Samples::Sequences, 3, false, none),
@@ -372,7 +407,8 @@ impl<'c> Cases<'c> {
             self.labelled(0, of_rows.clone());
             self.case("class_loss_backward", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
-                let (dscores, scores) = (p.output([n, labels]), p.input([n, labels]));
+                let dscores = p.output([n, labels]);
+                let scores = p.input([n, labels]);
                 let scale = 0.3;
                 let op = ClassLossBackward {
                     dscores,

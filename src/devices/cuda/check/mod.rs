@@ -102,7 +102,8 @@ fn compare(device: &Cuda, dtype: Dtype, case: &Case<'_>, seed: u64) -> Result<f6
     (on_cpu.call)(&kernels, &Scratch::new(workspace, Dtype::F32));
     let mut worst = 0.0_f64;
     for ((view, _), (other, _)) in on_device.begins.iter().zip(&on_cpu.begins) {
-        let (found, expected) = (numbers(&mut memory, *view), numbers(&mut oracle, *other));
+        let found = numbers(&mut memory, *view);
+        let expected = numbers(&mut oracle, *other);
         for (found, expected) in found.iter().zip(&expected) {
             if found.to_bits() != expected.to_bits() && found != expected {
                 let off = f64::from(found - expected).abs() / f64::from(expected.abs()).max(1.0);

@@ -311,7 +311,7 @@ __device__ inline int position_of(const unsigned* documents, int past, const Seq
 
 // A block's dynamic shared memory.
 #ifndef EMULATOR
-#define DYNAMIC_SHARED(type, name)                                  \
-    alignas(1024) extern __shared__ unsigned char dynamic_shared[]; \
+#define DYNAMIC_SHARED(type, name)                                \
+    alignas(16) extern __shared__ unsigned char dynamic_shared[]; \
     type* const name = reinterpret_cast<type*>(dynamic_shared)
 #endif

@@ -46,12 +46,16 @@ impl<'c> Cases<'c> {
     }
 
     fn of_head_norms(&mut self, shape: AttentionShape<'c>) {
-        let (all, d) = ([shape.rows(), shape.qkv_width()], shape.head_size);
+        let all = [shape.rows(), shape.qkv_width()];
+        let d = shape.head_size;
         let heads = [shape.rows(), shape.heads + shape.kv_heads];
         self.case("head_norm", |p| {
-            let (y, statistics, x) = (p.output(all), p.floats_output(heads), p.input(all));
+            let y = p.output(all);
+            let statistics = p.floats_output(heads);
+            let x = p.input(all);
             let gamma = QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) };
-            let (gamma_offset, epsilon) = (1.0, 1e-5);
+            let gamma_offset = 1.0;
+            let epsilon = 1e-5;
             let op = HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape };
             move |k, _| k.head_norm(&op)
         });
@@ -73,7 +77,8 @@ impl<'c> Cases<'c> {
     fn of_kv_copies(&mut self, shape: AttentionShape<'c>) {
         let r = shape.rows();
         self.case("write_kv", |p| {
-            let (kv, qkv) = (p.output([r, shape.kv_width()]), p.input([r, shape.qkv_width()]));
+            let kv = p.output([r, shape.kv_width()]);
+            let qkv = p.input([r, shape.qkv_width()]);
             move |k, _| k.write_kv(&WriteKv { kv, qkv, shape })
         });
         self.case("read_kv", |p| {
@@ -84,7 +89,8 @@ impl<'c> Cases<'c> {
     }
 
     fn of_cached_attention(&mut self, shape: AttentionShape<'c>) {
-        let (rows, sequences) = (shape.rows(), self.batch.sequences());
+        let rows = shape.rows();
+        let sequences = self.batch.sequences();
         let cached = self.batch.metadata().cached;
         let room = cached.iter().max().copied().unwrap_or(0) + 1;
         self.case("cached_attention", |p| {
@@ -97,15 +103,20 @@ impl<'c> Cases<'c> {
 
     fn of_attention(&mut self, shape: AttentionShape<'c>) {
         let r = shape.rows();
-        let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
+        let outputs = [r, shape.width()];
+        let inputs = [r, shape.qkv_width()];
         self.case("attention", |p| {
-            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
+            let y = p.output(outputs);
+            let lse = p.floats_output([r, shape.heads]);
             let qkv = p.input(inputs);
             move |k, _| k.attention(&Attention { y, lse, qkv, kv: None, shape })
         });
         self.case("attention_backward", |p| {
-            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
-            let (dqkv, dy, qkv) = (p.output(inputs), p.input(outputs), p.input(inputs));
+            let y = p.output(outputs);
+            let lse = p.floats_output([r, shape.heads]);
+            let dqkv = p.output(inputs);
+            let dy = p.input(outputs);
+            let qkv = p.input(inputs);
             let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
             move |k, scratch| {
                 k.attention(&Attention { y, lse, qkv, kv: None, shape });
@@ -124,11 +135,15 @@ impl<'c> Cases<'c> {
 
     fn of_chunk(&mut self, shape: AttentionShape<'c>, accumulate: bool) {
         let r = shape.rows();
-        let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
+        let outputs = [r, shape.width()];
+        let inputs = [r, shape.qkv_width()];
         let all = [self.batch.same_positions_before() + r, shape.kv_width()];
         self.case("attention_backward of a chunk", |p| {
-            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
-            let (dqkv, dy, qkv) = (p.input(inputs), p.input(outputs), p.input(inputs));
+            let y = p.output(outputs);
+            let lse = p.floats_output([r, shape.heads]);
+            let dqkv = p.input(inputs);
+            let dy = p.input(outputs);
+            let qkv = p.input(inputs);
             let kv = p.input(all);
             let dkv = p.gradient(all, accumulate);
             let chunk_kv = Some(ChunkKv { kv, dkv, accumulate });

@@ -16,7 +16,8 @@ impl Cases<'_> {
     /// A product and the activation function behind it. `bias`: whether its gradient is added to;
     /// `None`: there is none.
     fn of_activated(&mut self, bias: Option<bool>) {
-        let (r, activation) = (self.batch.rows(), Activation::GeluTanh);
+        let r = self.batch.rows();
+        let activation = Activation::GeluTanh;
         self.case("activate_linear_backward", |p| {
             let dy = p.input([r, 20]);
             let activate = ActivateBackward { dx: dy, x: p.input([r, 20]), activation };
@@ -44,8 +45,10 @@ impl Cases<'_> {
         let r = self.batch.rows();
         let weights = if transposed { [outputs, inputs] } else { [inputs, outputs] };
         self.case("linear", |p| {
-            let (y, x) = (p.output([r, outputs]), p.input([r, inputs]));
-            let (w, bias) = (p.input(weights), Some(p.input([1, outputs])));
+            let y = p.output([r, outputs]);
+            let x = p.input([r, inputs]);
+            let w = p.input(weights);
+            let bias = Some(p.input([1, outputs]));
             move |k, _| k.linear(&Linear { y, x, w, bias, transposed })
         });
         for accumulate in [false, true] {
@@ -84,14 +87,18 @@ impl Cases<'_> {
     }
 
     pub(super) fn of_columns(&mut self) {
-        let (r, first, scale) = (self.batch.rows(), 3, 0.75);
+        let r = self.batch.rows();
+        let first = 3;
+        let scale = 0.75;
         for (all, some) in [(9, 5), (1100, 1030)] {
             self.case("add_columns", |p| {
-                let (y, x) = (p.input([r, all]), p.input([r, some]));
+                let y = p.input([r, all]);
+                let x = p.input([r, some]);
                 move |k, _| k.add_columns(&AddColumns { y, x, first, scale })
             });
             self.case("take_columns", |p| {
-                let (y, x) = (p.output([r, some]), p.input([r, all]));
+                let y = p.output([r, some]);
+                let x = p.input([r, all]);
                 move |k, _| k.take_columns(&TakeColumns { y, x, first, scale })
             });
         }

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 32, 32, 4, 2, 32, 2, HOLDS>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<32, 32, 4, 2, 32, 2, HOLDS>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                              accumulate != 0, shares);
 }
 
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_32(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                   const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<Padded, 32, 32, 4, 2, 2, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<32, 32, 4, 2, 2, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 38912 bytes
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                               accumulate != 0, shares);
 }
 
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_64(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                   const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<Padded, 64, 32, 4, 2, 2, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<64, 32, 4, 2, 2, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 53248 bytes
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 128, 32, 4, 2, 128, 1, HOLDS>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<128, 32, 4, 2, 128, 1, HOLDS>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                accumulate != 0, shares);
 }
 
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<Padded, 128, 32, 4, 2, 1, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<128, 32, 4, 2, 1, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 68096 bytes
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                 accumulate != 0, shares);
 }
 
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_256(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<Padded, 256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // ---- For sm_75, whose blocks have at most 64 KiB of shared memory, and sm_70: instead of those above that take
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                     const T* qkv, const T* kv, const int* starts,
                                     const unsigned* documents, Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 128, 32, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<128, 32, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                accumulate != 0, shares);
 }
 
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
                                        const T* qkv, const T* kv, const int* starts,
                                        const unsigned* documents, Attention size) {
-    backward_queries<Padded, 128, 32, 4, 1, 1, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<128, 32, 4, 1, 1, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 50944 bytes
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(64)
     attention_backward_keys_256_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                     const T* qkv, const T* kv, const int* starts,
                                     const unsigned* documents, Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 256, 16, 2, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<256, 16, 2, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                 accumulate != 0, shares);
 }
 
@@ -141,61 +141,7 @@ extern "C" __global__ void __launch_bounds__(64)
     attention_backward_queries_256_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
                                        const T* qkv, const T* kv, const int* starts,
                                        const unsigned* documents, Attention size) {
-    backward_queries<Padded, 256, 16, 2, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
-}
-
-#endif
-
-// ---- By wgmma. ----
-
-#ifdef HAS_WGMMA
-
-// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 53248 bytes
-extern "C" __global__ void __launch_bounds__(256)
-    attention_64_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
-                       const unsigned* documents, Attention size) {
-    forward_ahead<64, 64>(y, lse, qkv, kv, starts, documents, size);
-}
-
-// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 71680 bytes
-extern "C" __global__ void __launch_bounds__(256)
-    attention_backward_keys_64_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                     const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                     Attention size, int accumulate, int shares) {
-    backward_keys<Swizzled, 64, 64, 8, 2, 64, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
-                                                         documents, size, accumulate != 0, shares);
-}
-
-// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 69632 bytes
-extern "C" __global__ void __launch_bounds__(256)
-    attention_backward_queries_64_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
-                                        const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                        Attention size) {
-    backward_queries<Swizzled, 64, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
-}
-
-// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 102400 bytes
-extern "C" __global__ void __launch_bounds__(256)
-    attention_128_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
-                        const unsigned* documents, Attention size) {
-    forward_ahead<128, 64>(y, lse, qkv, kv, starts, documents, size);
-}
-
-// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 137216 bytes
-extern "C" __global__ void __launch_bounds__(256)
-    attention_backward_keys_128_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                      const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                      Attention size, int accumulate, int shares) {
-    backward_keys<Swizzled, 128, 64, 8, 2, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
-                                                         documents, size, accumulate != 0, shares);
-}
-
-// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 135168 bytes
-extern "C" __global__ void __launch_bounds__(256)
-    attention_backward_queries_128_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
-                                         const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                         Attention size) {
-    backward_queries<Swizzled, 128, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<256, 16, 2, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif

@@ -4,11 +4,10 @@
 // side in order, so every sum has one owner and one order. dq has a pass of its own.
 //
 // Each of the three passes comes in two ways. Elements of 16 bits are multiplied by tensor cores: the kernels'
-// names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that holds a head. On sm_90a
-// there are kernels that multiply by wgmma, too. Floats are multiplied without tensor cores, in one plain way for
-// heads of all sizes, up to 256.
+// names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that holds a head. Floats are
+// multiplied without tensor cores, in one plain way for heads of all sizes, up to 256.
 //
-// The files of this folder are compiled as one: heads, plain, warp, mma, quad_pairs, wgmma, tiles, passes, cores.
+// The files of this folder are compiled as one: heads, plain, warp, mma, quad_pairs, tiles, passes, cores.
 
 // ---- Which queries see which keys, and where all of them are. ----
 
@@ -189,11 +188,6 @@ extern "C" __global__ void __launch_bounds__(256)
 // True on sm_70, where quad pairs multiply. The emulator is that of sm_70 where SM_70 is defined.
 #if ELEMENT == 15 && (defined SM_70 || (!defined EMULATOR && __CUDA_ARCH__ < 750))
 #define HAS_QUAD_PAIRS
-#endif
-
-// True where warpgroups multiply by wgmma, which sm_90a alone has.
-#if ELEMENT != 32 && !defined HAS_QUAD_PAIRS && (defined EMULATOR || defined __CUDA_ARCH_FEAT_SM90_ALL)
-#define HAS_WGMMA
 #endif
 
 // blockIdx.x, read again: a number that is computed from it after a loop needs no register during the loop.

@@ -119,22 +119,22 @@ __device__ inline void load(unsigned (&matrices)[4], const T* row_at) {
 
 // Where a lane reads of a tile: for sixteen rows, from a first row and channel on, as a left side; for sixteen rows
 // as the columns of a right side; for sixteen rows as a right side, turned.
-template <class Tile>
-__device__ inline const T* left_in(const Tile& tile, int first, int channel) {
+template <int HEAD, int ROWS>
+__device__ inline const T* left_in(const Tile<HEAD, ROWS>& tile, int first, int channel) {
     const int lane = threadIdx.x % WARP;
-    return tile.of + Tile::place(first + lane % 16, channel + lane / 16 * 8);
+    return tile.of + tile.place(first + lane % 16, channel + lane / 16 * 8);
 }
 
-template <class Tile>
-__device__ inline const T* right_in(const Tile& tile) {
+template <int HEAD, int ROWS>
+__device__ inline const T* right_in(const Tile<HEAD, ROWS>& tile) {
     const int lane = threadIdx.x % WARP;
-    return tile.of + Tile::place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+    return tile.of + tile.place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
 }
 
-template <class Tile>
-__device__ inline const T* turned_in(const Tile& tile) {
+template <int HEAD, int ROWS>
+__device__ inline const T* turned_in(const Tile<HEAD, ROWS>& tile) {
     const int lane = threadIdx.x % WARP;
-    return tile.of + Tile::place(lane % 16, lane / 16 * 8);
+    return tile.of + tile.place(lane % 16, lane / 16 * 8);
 }
 
 // What it reads there.

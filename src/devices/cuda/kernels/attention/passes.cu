@@ -2,6 +2,8 @@
 
 #if ELEMENT != 32
 
+constexpr float LOG2_E = 1.44269504f;
+
 // Writes (or adds) half of a lane's sums, one row, to channels first..channels of a head.
 template <class E, int COLUMNS>
 __device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float by, int first, int channels,
@@ -25,11 +27,11 @@ __device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float b
     }
 }
 
-// Of a tile's positions, those of this warp, or of so many threads, each with so many positions.
-template <int POSITIONS, int THREADS = WARP>
-__device__ inline Span part_of(Span tile) {
-    const int from = tile.from + static_cast<int>(threadIdx.x) / THREADS * POSITIONS;
-    return {min(from, tile.to), min(from + POSITIONS, tile.to)};
+// Of a tile's positions, those of this warp, if each warp has 16 STRIPS.
+template <int STRIPS>
+__device__ inline Span of_warp(Span tile) {
+    const int from = tile.from + static_cast<int>(threadIdx.x) / WARP * 16 * STRIPS;
+    return {min(from, tile.to), min(from + 16 * STRIPS, tile.to)};
 }
 
 // How far the `index`-th row of a lane is behind its first: it has two in each strip of 16 rows.
@@ -48,8 +50,8 @@ __device__ inline float row_sum(float x) {
 
 template <int HEAD, int KEYS, int QUERIES>
 struct ForwardShared {
-    Padded<HEAD, QUERIES> queries;
-    Padded<HEAD, KEYS> keys, values;
+    Tile<HEAD, QUERIES> queries;
+    Tile<HEAD, KEYS> keys, values;
     unsigned char kept[QUERIES * KEYS / 4];
 };
 
@@ -155,7 +157,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     if (queries.count() <= 0) {
         return; // behind the end of a shorter sequence
     }
-    const Span mine = part_of<16 * STRIPS>(queries);
+    const Span mine = of_warp<STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
     const float scale = size.scale * LOG2_E; // powers of two are faster than those of e
     Softmax softmax[STRIPS];
@@ -166,7 +168,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     if (first < sight.last.to) {
         copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, tile(first)));
     }
-    Strip<Padded<HEAD, QUERIES>, HELD> q[STRIPS];
+    Strip<HEAD, HELD> q[STRIPS];
     if (HELD) {
         await_copies();
         __syncthreads();
@@ -213,110 +215,8 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     }
 }
 
-#ifdef HAS_WGMMA
-
-// Keys and values of two tiles, and what dropout keeps of them.
-template <int HEAD, int KEYS, int QUERIES>
-struct AheadShared {
-    Swizzled<HEAD, QUERIES> queries;
-    Swizzled<HEAD, KEYS> keys[2], values[2];
-    unsigned char kept[2][QUERIES * KEYS / 4];
-};
-
-// By wgmma. While tensor cores mix the values of one tile, the scores of the next become powers.
-template <int HEAD, int KEYS>
-__device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
-                                     const unsigned* documents, const Attention& size) {
-    constexpr int THREADS = 2 * WARPGROUP, QUERIES = 128;
-    using Shared = AheadShared<HEAD, KEYS, QUERIES>;
-    using Keys = Swizzled<HEAD, KEYS>;
-    Shared& shared = shared_memory<Shared>();
-    const int row = lane_row();
-    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
-    const T* const keys_at = kv != nullptr ? kv : qkv;
-    // The longest rows come first.
-    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
-    if (queries.count() <= 0) {
-        return; // behind the end of a shorter sequence
-    }
-    const Span mine = part_of<16>(queries);
-    const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
-    const float scale = size.scale * LOG2_E;
-    const int first = sight.first.from / KEYS * KEYS;
-    const int tiles = max(0, (sight.last.to - first + KEYS - 1) / KEYS);
-    const auto tile = [&](int index) {
-        const int from = first + index * KEYS;
-        return Span{from, min(from + KEYS, sight.last.to)};
-    };
-    const auto begin_keys = [&](int index) {
-        if (index < tiles) {
-            copy_rows<THREADS>(shared.keys[index % 2], head.keys(keys_at, 0, tile(index)));
-            head.draw(shared.kept[index % 2], queries.from, tile(index).from, QUERIES, KEYS);
-        }
-    };
-    const auto begin_values = [&](int index) {
-        if (index < tiles) {
-            copy_rows<THREADS>(shared.values[index % 2], head.keys(keys_at, 1, tile(index)));
-        }
-    };
-
-    Softmax softmax;
-    Sums<1, HEAD> mixed = {};
-    Sums<1, KEYS> p;
-    float shrink[2];
-    // The scores of a tile become powers.
-    const auto add = [&](int index) {
-        const int from = first + index * KEYS;
-        if (!sight_of_mine.covers({from, from + KEYS})) {
-            hide(p[0], head, mine.from + row, queries.to - 1, from);
-        }
-        softmax.add(p[0], shrink, scale);
-        drop(p[0], head, shared.kept[index % 2], mine.from - queries.from + row);
-    };
-    Strip<Swizzled<HEAD, QUERIES>, true> q[1];
-    Left powers[KEYS / 16];
-    const auto turn = [&] {
-        await_tiles<Keys>();
-        __syncthreads(); // what was copied is there, and nobody reads what was there before
-    };
-    copy_rows<THREADS>(shared.queries, head.queries(qkv, queries));
-    begin_keys(0);
-    turn();
-    begin_keys(1);
-    begin_values(0);
-    take(q, shared.queries);
-    if (tiles > 0) {
-        products(p, q, shared.keys[0]);
-        await_sums<Keys>(p);
-        add(0);
-        pack_sums(powers, p[0]);
-    }
-    for (int index = 0; index + 1 < tiles; ++index) {
-        turn();
-        begin_keys(index + 2);
-        begin_values(index + 1);
-        products(p, q, shared.keys[(index + 1) % 2]);
-        mix(mixed, powers, shared.values[index % 2]);
-        await_products<1>();
-        hold(p);
-        add(index + 1); // while values are mixed
-        await_products<0>();
-        hold(mixed);
-        shrink_sums(mixed[0], shrink);
-        pack_sums(powers, p[0]);
-    }
-    turn();
-    if (tiles > 0) {
-        mix(mixed, powers, shared.values[(tiles - 1) % 2]);
-        await_sums<Keys>(mixed);
-    }
-    give_mixed(y, lse, head, mixed[0], softmax, mine.from + row, mine.to);
-}
-
-#endif
-
 // What the pass of keys reads of a tile of queries.
-template <template <int, int> class Tile, int HEAD, int QUERIES, int KEYS>
+template <int HEAD, int QUERIES, int KEYS>
 struct QueriesStage {
     Tile<HEAD, QUERIES> queries, dy;
     float lse[QUERIES], delta[QUERIES];
@@ -324,32 +224,29 @@ struct QueriesStage {
     unsigned char kept[QUERIES * KEYS / 4];
 };
 
-template <template <int, int> class Tile, int HEAD, int QUERIES, int KEYS, int STAGES>
+template <int HEAD, int QUERIES, int KEYS, int STAGES>
 struct BackwardKeysShared {
     Tile<HEAD, KEYS> keys, values;
-    QueriesStage<Tile, HEAD, QUERIES, KEYS> stages[STAGES];
+    QueriesStage<HEAD, QUERIES, KEYS> stages[STAGES];
 };
 
 // A warp has 16 STRIPS keys; HELD: in registers, and their values. A block writes COLUMNS channels of the head:
 // where registers do not hold all, more blocks do. DROPS: there is dropout, whose code takes registers.
-template <template <int, int> class Tile, int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
+template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
           bool HELD, bool DROPS>
 __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                  const T* qkv, const T* kv, const int* starts,
                                  const unsigned* documents, const Attention& size, bool accumulate,
                                  int shares) {
     constexpr int KEYS = 16 * STRIPS * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
-    constexpr int TOGETHER = Tile<HEAD, KEYS>::THREADS / WARP * 16 * STRIPS;
-    using Keys = Tile<HEAD, KEYS>;
-    using Shared = BackwardKeysShared<Tile, HEAD, QUERIES, KEYS, STAGES>;
+    using Shared = BackwardKeysShared<HEAD, QUERIES, KEYS, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int row = lane_row(), column = lane_column();
     const int group = size.heads / size.kv_heads / shares, part = blockIdx.x % PARTS * COLUMNS;
     Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS * group);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The first keys are seen by the most queries.
-    const Span keys = head.tile(0, blockIdx.y, KEYS), mine = part_of<16 * STRIPS>(keys);
-    const Span ours = part_of<TOGETHER, Keys::THREADS>(keys);
+    const Span keys = head.tile(0, blockIdx.y, KEYS), mine = of_warp<STRIPS>(keys);
     if (keys.count() <= 0) {
         return;
     }
@@ -385,15 +282,15 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     if (all > 0) {
         stage(0);
     }
-    Strip<Keys, HELD> k[STRIPS], v[STRIPS];
+    Strip<HEAD, HELD> k[STRIPS], v[STRIPS];
     if (HELD) {
-        await_tiles<Keys>();
+        await_copies();
         __syncthreads();
     }
     take(k, shared.keys);
     take(v, shared.values);
     for (int index = 0; index < all; ++index) {
-        await_tiles<Keys>();
+        await_copies();
         __syncthreads(); // this tile is there, and nobody reads the one before
         if (STAGES > 1 && index + 1 < all) {
             stage(index + 1);
@@ -401,12 +298,11 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
         const auto& of = shared.stages[index % STAGES];
         const Span queries = head.tile(first, index % tiles, QUERIES);
         const Sight sight = {of.seen[0], of.seen[queries.count() - 1]};
-        if (ours.count() > 0 && sight.touches(ours)) {
+        if (mine.count() > 0 && sight.touches(mine)) {
             // Turned: rows are keys, columns are queries.
             Sums<STRIPS, QUERIES> p, ds;
             products(p, k, of.queries);
             products(ds, v, of.dy);
-            await_sums<Keys>(p, ds);
             // Query and key of a lane's element with this index in its strip.
             const auto query_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
             const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * NEXT_ROW; };
@@ -444,7 +340,6 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
             }
             mix<COLUMNS>(dv, p, of.dy, part);
             mix<COLUMNS>(dk, ds, of.queries, part);
-            await_sums<Keys>(dv, dk);
         }
         if (STAGES == 1 && index + 1 < all) {
             __syncthreads();
@@ -473,43 +368,41 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     }
 }
 
-template <template <int, int> class Tile, int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
+template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
           bool HELD>
 __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                      const T* qkv, const T* kv, const int* starts,
                                      const unsigned* documents, const Attention& size, bool accumulate,
                                      int shares) {
     if (size.dropout.threshold == 0) {
-        keys_pass<Tile, HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, false>(
+        keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, false>(
             dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
     } else {
-        keys_pass<Tile, HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, true>(
+        keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, true>(
             dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
     }
 }
 
 // What the pass of queries reads of a tile of keys.
-template <template <int, int> class Tile, int HEAD, int KEYS, int QUERIES>
+template <int HEAD, int KEYS, int QUERIES>
 struct KeysStage {
     Tile<HEAD, KEYS> keys, values;
     unsigned char kept[QUERIES * KEYS / 4];
 };
 
-template <template <int, int> class Tile, int HEAD, int KEYS, int QUERIES, int STAGES>
+template <int HEAD, int KEYS, int QUERIES, int STAGES>
 struct BackwardQueriesShared {
     Tile<HEAD, QUERIES> queries, dy;
-    KeysStage<Tile, HEAD, KEYS, QUERIES> stages[STAGES];
+    KeysStage<HEAD, KEYS, QUERIES> stages[STAGES];
 };
 
 // A warp has 16 STRIPS queries; HELD: in registers, and dy.
-template <template <int, int> class Tile, int HEAD, int KEYS, int WARPS, int STAGES, int STRIPS, bool HELD>
+template <int HEAD, int KEYS, int WARPS, int STAGES, int STRIPS, bool HELD>
 __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta,
                                         const T* qkv, const T* kv, const int* starts,
                                         const unsigned* documents, const Attention& size) {
     constexpr int QUERIES = 16 * STRIPS * WARPS, THREADS = WARP * WARPS;
-    using Queries = Tile<HEAD, QUERIES>;
-    constexpr int TOGETHER = Queries::THREADS / WARP * 16 * STRIPS;
-    using Shared = BackwardQueriesShared<Tile, HEAD, KEYS, QUERIES, STAGES>;
+    using Shared = BackwardQueriesShared<HEAD, KEYS, QUERIES, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int row = lane_row(), column = lane_column();
     const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
@@ -518,9 +411,8 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     if (queries.count() <= 0) {
         return;
     }
-    const Span mine = part_of<16 * STRIPS>(queries);
+    const Span mine = of_warp<STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
-    const Sight sight_of_ours = head.sight(part_of<TOGETHER, Queries::THREADS>(queries));
     const float scale = size.scale * LOG2_E;
     // Of a lane's rows.
     float of_lse[2 * STRIPS], of_delta[2 * STRIPS];
@@ -547,25 +439,24 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     if (first < sight.last.to) {
         stage(first);
     }
-    Strip<Queries, HELD> q[STRIPS], d_out[STRIPS];
+    Strip<HEAD, HELD> q[STRIPS], d_out[STRIPS];
     if (HELD) {
-        await_tiles<Queries>();
+        await_copies();
         __syncthreads();
     }
     take(q, shared.queries);
     take(d_out, shared.dy);
     for (int from = first; from < sight.last.to; from += KEYS) {
-        await_tiles<Queries>();
+        await_copies();
         __syncthreads(); // this tile is there, and nobody reads the one before
         if (STAGES > 1 && from + KEYS < sight.last.to) {
             stage(from + KEYS);
         }
         const auto& of = shared.stages[from / KEYS % STAGES];
-        if (sight_of_ours.touches({from, from + KEYS})) {
+        if (sight_of_mine.touches({from, from + KEYS})) {
             Sums<STRIPS, KEYS> p, ds;
             products(p, q, of.keys);
             products(ds, d_out, of.values);
-            await_sums<Queries>(p, ds);
             // Row and key of a lane's element with this index in its strip.
             const auto row_of = [&](int strip, int at) { return 2 * strip + at % 4 / 2; };
             const auto key_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
@@ -596,7 +487,6 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
                 d = power_of_two(p[strip][at / 4].of[at % 4] * scale - of_lse[of_row]) * (d - of_delta[of_row]);
             }
             mix<HEAD>(dq, ds, of.keys);
-            await_sums<Queries>(dq);
         }
         if (STAGES == 1 && from + KEYS < sight.last.to) {
             __syncthreads();

@@ -79,22 +79,22 @@ __device__ inline void multiply(Sum& first, Sum& second, const Left& a, const Ri
 
 // Where a lane reads of a tile: for sixteen rows, from a first row and channel on, as a left side; for sixteen rows
 // as the columns of a right side; for sixteen rows as a right side, turned. Eight rows meet no bank twice.
-template <class Tile>
-__device__ inline const T* left_in(const Tile& tile, int first, int channel) {
+template <int HEAD, int ROWS>
+__device__ inline const T* left_in(const Tile<HEAD, ROWS>& tile, int first, int channel) {
     const int lane = threadIdx.x % WARP;
-    return tile.of + Tile::place(first + lane / 8 % 2 * 8 + lane / 16 * 4 + lane % 4, channel);
+    return tile.of + tile.place(first + lane / 8 % 2 * 8 + lane / 16 * 4 + lane % 4, channel);
 }
 
-template <class Tile>
-__device__ inline const T* right_in(const Tile& tile) {
+template <int HEAD, int ROWS>
+__device__ inline const T* right_in(const Tile<HEAD, ROWS>& tile) {
     const int lane = threadIdx.x % WARP;
-    return tile.of + Tile::place(lane / 16 * 8 + lane % 8, 0);
+    return tile.of + tile.place(lane / 16 * 8 + lane % 8, 0);
 }
 
-template <class Tile>
-__device__ inline const T* turned_in(const Tile& tile) {
+template <int HEAD, int ROWS>
+__device__ inline const T* turned_in(const Tile<HEAD, ROWS>& tile) {
     const int lane = threadIdx.x % WARP;
-    return tile.of + Tile::place(lane % 4, lane / 16 * 8 + (lane & 4));
+    return tile.of + tile.place(lane % 4, lane / 16 * 8 + (lane & 4));
 }
 
 // What it reads there: sixteen neighbours, or, turned, four neighbours of every fourth row.

@@ -7,6 +7,17 @@ struct Sum {
     float of[4];
 };
 
+// Rows of channels in shared memory. They are eight elements longer than a head, so that eight rows meet no bank
+// twice.
+template <int HEAD, int ROWS>
+struct alignas(16) Tile {
+    static constexpr int PITCH = HEAD + 8;
+
+    T of[ROWS * PITCH];
+
+    __device__ static constexpr int place(int row, int channel) { return row * PITCH + channel; }
+};
+
 #ifdef EMULATOR
 
 inline unsigned pack(float low, float high) {
@@ -35,10 +46,6 @@ Shown<Left, Right> show(const Left& a, const Right& b) {
 }
 
 inline float power_of_two(float x) { return exp2f(x); }
-
-inline unsigned shared_address(const void* at) {
-    return static_cast<unsigned>(static_cast<const unsigned char*>(at) - emulator::dynamic_shared());
-}
 
 #else
 

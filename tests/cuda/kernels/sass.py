@@ -1,7 +1,7 @@
-"""The machine code of attention's kernels, disassembled: products on tensor cores (HMMA; HGMMA by wgmma), matrices
-read from shared memory (LDSM), copies of 16 bytes to it (LDGSTS); how many blocks an SM runs at once; and how many cycles of an SM one
+"""The machine code of attention's kernels, disassembled: products on tensor cores (HMMA), matrices read from shared
+memory (LDSM), copies of 16 bytes to it (LDGSTS); how many blocks an SM runs at once; and how many cycles of an SM one
 round of a kernel's main loop takes at least, for each of its pipes, by a warp. `table` counts; `check` compares with
-kernels_sass.json, which `kernels.py --write` writes anew.
+sass.json, which `check.py --write` writes anew.
 
 The cycles are an estimate without a GPU: instructions of the loop, each at the rate of its pipe. Pipes work side by
 side, so the busiest says how long a round takes at least. Latencies, and pipes that wait for each other, come on top.
@@ -14,13 +14,12 @@ import re
 import subprocess
 import tempfile
 
-GOLDEN = pathlib.Path(__file__).resolve().parent / "kernels_sass.json"
+GOLDEN = pathlib.Path(__file__).resolve().parent / "sass.json"
 # Of an SM: registers, bytes of shared memory, threads; and bytes of shared memory that each block takes itself.
 SM = {80: (65536, 164 << 10, 2048, 1 << 10), 90: (65536, 228 << 10, 2048, 1 << 10)}
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 COUNTED = {
     "HMMA": r"HMMA\b",
-    "HGMMA": r"HGMMA\b",
     "LDSM": r"LDSM\b",
     "LDGSTS of 16 bytes": r"LDGSTS\b.*\.128",
 }
@@ -73,12 +72,11 @@ MOVED = {
 # Bytes of global memory for each cycle of an SM: 2,039 GB/s, 108 SMs and 1.41 GHz; 3,350 GB/s, 132 and 1.755 GHz.
 BANDWIDTH = {80: 13.4, 90: 14.5}
 # Cycles of an SM for an instruction of a warp, from the rates in the CUDA C++ Programming Guide ("Arithmetic
-# Instructions") and 128 bytes of shared memory a cycle. A product on tensor cores is at the data sheet's rate; without
-# wgmma, a GPU of sm_90 reaches about 0.63 of it (Luo et al. 2024, arXiv 2402.13499). Four warps share an HGMMA, which
-# reads one or both of its matrices from shared memory.
+# Instructions") and 128 bytes of shared memory a cycle. A product on tensor cores is at the data sheet's rate; by
+# HMMA, a GPU of sm_90 reaches about 0.63 of it (Luo et al. 2024, arXiv 2402.13499).
 PIPES = {
-    "tensor": {80: [(r"HMMA\b", 2)], 90: [(r"HMMA\b", 1 / 0.63), (r"HGMMA\b.*64x64x16", 8)]},
-    "shared": [(r"HGMMA\b.*\.BOTH", 8), (r"HGMMA\b", 4), (r"LDSM\b.*\.4", 4), (r"LDGSTS\b.*\.128", 4), (r"(LDS|STS)\b.*\.128", 4), (r"(LDS|STS)\b.*\.64", 2),
+    "tensor": {80: [(r"HMMA\b", 2)], 90: [(r"HMMA\b", 1 / 0.63)]},
+    "shared": [(r"LDSM\b.*\.4", 4), (r"LDGSTS\b.*\.128", 4), (r"(LDS|STS)\b.*\.128", 4), (r"(LDS|STS)\b.*\.64", 2),
                (r"LDGSTS\b|LDS\b|STS\b", 1)],
     "special": [(r"MUFU\b", 2)],
     "float": {80: [(r"(FADD|FMUL|FFMA|IMAD)\b", 0.5)], 90: [(r"(FADD|FMUL|FFMA)\b", 0.25), (r"IMAD\b", 0.5)]},
@@ -103,8 +101,6 @@ def disassemble(cubin):
         file.flush()
         command = [nvdisasm(), "--print-code", file.name]
         text = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
-    # Both of the matrices of such a product are in shared memory.
-    text = re.sub(r"(HGMMA[\w.]*)( R\d+, gdesc)", r"\1.BOTH\2", text)
     parts = re.split(r"^\s*\.text\.(\w+):\s*$", text, flags=re.MULTILINE)
     return {name: code for name, code in zip(parts[1::2], parts[2::2])}
 
@@ -124,81 +120,9 @@ def loops_of(code):
     ]
 
 
-REGISTER = re.compile(r"(?<![UA-Z])R(\d+)")
-# They write no register; of the last two, predicates come first.
-WRITE_NOTHING = re.compile(r"ST|RED|BAR|BRA|EXIT|BSSY|BSYNC|LDGSTS|DEPBAR|LDGDEPBAR|WARP|MEMBAR|FENCE|NOP|R2UR|R2P|U[A-Z]|\wSETP|PLOP3")
-
-
-def written(name, operands):
-    """The registers that an instruction writes."""
-    first = re.match(r"\s*(?:P\w+,\s*)*R(\d+)", operands)
-    if WRITE_NOTHING.match(name) or first is None:
-        return set()
-    is_four, is_two = ".128" in name or re.match(r"LDSM\b.*\.4", name), ".64" in name or "WIDE" in name
-    return set(range(int(first[1]), int(first[1]) + (4 if is_four else 2 if is_two else 1)))
-
-
-def touched_in_flight(code):
-    """Instructions that touch registers of products (HGMMA 64 × 64) which nobody has awaited: of sums all do that
-    read or write, of left sides those that write. Follows all ways through a kernel, each with the groups of products
-    that are in flight; the last of them is still open."""
-    labels, lines = {}, []
-    for line in code.splitlines():
-        if label := re.match(r"\.(L_x_\d+):", line):
-            labels[label[1]] = len(lines)
-        elif one := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*?);", line):
-            lines.append(one.groups())
-    found, known, ways = set(), set(), [(0, ((),))]
-    while ways:
-        way = at, groups = ways.pop()
-        if way in known or at >= len(lines):
-            continue
-        known.add(way)
-        predicate, name, operands = lines[at]
-        registers = {int(one) for one in REGISTER.findall(operands)}
-        products = [product for group in groups for product in group]
-        of_kind = lambda kind: {first + i for of, first, count in products if of == kind for i in range(count)}
-        sums, lefts = of_kind("sum"), of_kind("left")
-        if name.startswith("HGMMA"):
-            first, left = re.match(r"\s*R(\d+), (?:R(\d+))?", operands).groups()
-            new = {("sum", int(first), 32)} | ({("left", int(left), 4)} if left else set())
-            groups = (*groups[:-1], tuple(sorted({*groups[-1], *new})))
-            if left and sums & set(range(int(left), int(left) + 4)):
-                found.add(f"{name}{operands}")
-            if "gsb0" in operands:
-                groups = (*groups, ())
-        elif name.startswith("WARPGROUP.DEPBAR"):
-            closed, left = groups[:-1], int(re.search(r"gsb0, 0x(\d+)", operands)[1])
-            groups = (*closed[len(closed) - min(left, len(closed)) :], groups[-1])
-        elif registers & sums or written(name, operands) & lefts or (name in ("EXIT", "BAR.SYNC") and any(groups)):
-            found.add(f"{name}{operands}")
-        to = re.search(r"`\(\.(L_x_\d+)\)", operands)
-        if to and name.startswith(("BRA", "WARPSYNC")):
-            ways.append((labels[to[1]], groups))
-        is_left_for_good = name == "EXIT" or (name.startswith("BRA") and not re.search(r"P\d|DIV", operands))
-        if predicate or not is_left_for_good:
-            ways.append((at + 1, groups))
-    return found
-
-
-def are_untouched(cubin):
-    """Whether all kernels leave registers of products in flight alone; one that awaits too little is found out."""
-    well = True
-    for kernel, code in disassemble(cubin).items():
-        if "HGMMA" not in code:
-            continue
-        for one in sorted(touched_in_flight(code)):
-            print(f"{kernel}: while products are in flight: {one}")
-            well = False
-        if not touched_in_flight(code.replace("gsb0, 0x0", "gsb0, 0x1")):
-            print(f"{kernel}: nobody finds out that it awaits too little")
-            well = False
-    return well
-
-
 def main_loop(code):
     """The instructions of the loop that has the most products, and of such the shortest."""
-    products = lambda loop: sum(name.startswith(("HMMA", "HGMMA")) for name in loop)
+    products = lambda loop: sum(name.startswith("HMMA") for name in loop)
     return max((loop for _, loop in loops_of(code)), key=lambda loop: (products(loop), -len(loop)), default=[])
 
 
@@ -241,7 +165,7 @@ def table(cubin, steady_cubin, architecture, used, launches):
         found = INSTRUCTION.findall(code)
         row = {what: sum(bool(re.match(how, one)) for one in found) for what, how in COUNTED.items()}
         row["blocks of an SM"] = blocks(architecture, int(threads[1]), used[name]["registers"], shared)
-        if row["HMMA"] or row["HGMMA"]:
+        if row["HMMA"]:
             row["cycles"] = cycles(main_loop(loops[name]), architecture)
         rows[name] = row
     return rows

@@ -131,7 +131,8 @@ impl Engines {
     /// Copies when the engine is done with all that it was handed before, whatever the stream. The
     /// thread of the stream waits.
     pub(super) fn copy(&self, on: Stream, to: Direction, copy: impl FnOnce() + Send + 'static) {
-        let (flag, copies) = (Arc::new(Flag::default()), self.copies.clone());
+        let flag = Arc::new(Flag::default());
+        let copies = self.copies.clone();
         let done = flag.clone();
         let task: Task = Box::new(move || {
             copies.wait_until_released(to);

@@ -113,7 +113,8 @@ fn f16_has_a_loss_scale() {
         config.loss_scale.initial = scale;
         run(config, steps).expect("a case of ours")
     };
-    let (scale, too_high) = (2_f64.powi(10), 2_f64.powi(40));
+    let scale = 2_f64.powi(10);
+    let too_high = 2_f64.powi(40);
     let (steps, end) = of(DeviceKind::Cuda, ScheduleKind::Relay, scale, 3);
     let (resident, resident_end) = of(DeviceKind::Cuda, ScheduleKind::Resident, scale, 3);
     assert_eq!((&steps, end.digest), (&resident, resident_end.digest));

@@ -1,6 +1,6 @@
 //! The device on a driver that is emulated: whole models against PyTorch's goldens and against the
 //! CPU, relay against resident, and a driver that fails anywhere. What kernels compute alone,
-//! `.ci/kernels.py` checks.
+//! `tests/cuda/kernels/check.py` checks.
 
 mod chosen;
 mod copies;
@@ -183,13 +183,15 @@ impl Layer for Halves {
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let (kernel, numbers) = (&HALF, &[0.5][..]);
+        let kernel = &HALF;
+        let numbers = &[0.5][..];
         k.custom(&Custom { kernel, writes: &[pass.y], reads: &[pass.x], numbers });
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let dx = pass.dx.unwrap_or_else(|| pass.scratch.take_like(pass.dy));
-        let (kernel, numbers) = (&HALF, &[0.5][..]);
+        let kernel = &HALF;
+        let numbers = &[0.5][..];
         k.custom(&Custom { kernel, writes: &[dx], reads: &[pass.dy], numbers });
     }
 }
@@ -452,7 +454,8 @@ fn text_goes_on() {
         let lists = |key: &str| -> Vec<Vec<u32>> {
             serde_json::from_value(golden[key].clone()).expect("lists of tokens")
         };
-        let (prompts, greedy) = (lists("prompts"), lists("greedy"));
+        let prompts = lists("prompts");
+        let greedy = lists("greedy");
         let prompt = prompts.iter().map(Vec::len).max().expect("a prompt");
         let most = 6;
         for of in KINDS {

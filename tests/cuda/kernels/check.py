@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The gate of the CUDA kernels, for machines without a GPU.
 
-    kernels.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate|look]
+    check.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate|look]
 
 First, NVRTC compiles every file of src/devices/cuda/kernels, behind the prelude, for all architectures
 and elements; an error or a warning fails, and registers and spills are printed. NVRTC is that of the
@@ -15,7 +15,7 @@ before; inputs and what lies around all buffers must not change.
 
 Checks are a list of (file, function, cases). `function(device, random, **case)` makes buffers, launches
 kernels and expects outputs, all by the device: see `Device`, the checks below and those of
-kernels_attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
+attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
 processes.
 """
 
@@ -40,14 +40,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as many processes compute 
 
 import numpy as np
 
-import kernels_attention
-import kernels_sass as sass
+import attention
+import sass
 
 HERE = pathlib.Path(__file__).resolve().parent
-KERNELS = HERE.parent / "src/devices/cuda/kernels"
+KERNELS = HERE.parents[2] / "src/devices/cuda/kernels"
 # By the major version of the compiler.
-ARCHITECTURES = {12: [70, 75, 90, "90a"], 13: [75, 80, 86, 89, 90, "90a", 100, 120]}
-PRINTED = [80, 90, "90a"]
+ARCHITECTURES = {12: [70, 75, 90], 13: [75, 80, 86, 89, 90, 100, 120]}
+PRINTED = [80, 90]
 ELEMENTS = {32: "float", 16: "bfloat16", 15: "half"}
 # The most bytes that kernels may spill, by element, or by element on one architecture: others may none. Attention
 # without tensor cores has as few registers as lets two blocks run at once; on tensor cores, sums take nearly all
@@ -64,8 +64,6 @@ SPILLS = {
     ("attention_backward_keys_128", 15): 208,
     ("attention_backward_keys_256", 16): 32,
     ("attention_backward_keys_256", 15): 32,
-    ("attention_backward_keys_128_wgmma", 16): 140,
-    ("attention_backward_keys_128_wgmma", 15): 140,
     ("attention_backward_queries", 32, 70): 624,
     ("attention_backward_keys", 32, 70): 116,
     # On sm_70 and sm_75, what is copied to shared memory goes through registers.
@@ -99,7 +97,7 @@ LAUNCH = re.compile(r"// launch: (.*)\n(?://.*\n)*[^;{]*?" + KERNEL.pattern)
 
 
 # Files that are compiled as one, in this order.
-TOGETHER = {"attention": ["heads", "plain", "warp", "mma", "quad_pairs", "wgmma", "tiles", "passes", "cores"]}
+TOGETHER = {"attention": ["heads", "plain", "warp", "mma", "quad_pairs", "tiles", "passes", "cores"]}
 
 
 # Behind the name of a file: its kernels as they are on sm_70, which the emulator runs, too.
@@ -113,16 +111,9 @@ def text_of(file):
     return "".join((KERNELS / f"{part}.cu").read_text("utf-8") for part in parts)
 
 
-def number(architecture):
-    """90 of 90a, which is 90 with instructions of its own."""
-    return int(str(architecture).rstrip("a"))
-
-
 def is_compiled(file, element, architecture):
     """bfloat16 came with sm_80. Attention takes long to compile: in half, it is that of bfloat16 with another
-    instruction. The own instructions of an architecture are attention's, in 16 bits."""
-    if architecture == "90a":
-        return file == "attention" and element != 32
+    instruction."""
     is_same = file == "attention" and element == 15 and architecture >= 80 and architecture != 90
     return (element != 16 or architecture >= 80) and not is_same
 
@@ -199,24 +190,18 @@ def compile_all(nvrtc, files, write):
     well, table, machine_code = True, {}, {}
     for (file, element, architecture), (compiled, log, code) in zip(targets, results):
         noise = [line for line in log.splitlines() if not re.match(r"ptxas( info|  )|\0?$", line)]
-        if nvrtc.version()[0] == 13:
-            noise += re.findall(r".*wgmma.* are serialized.*", log)
         if noise or not compiled:
             print(f"{file}.cu, {ELEMENTS[element]}, sm_{architecture}:", *noise, sep="\n    ")
             well = False
         used = resources(log)
-        if architecture == "90a":
-            used = {kernel: of for kernel, of in used.items() if kernel.endswith("_wgmma")}
         for kernel, of in used.items():
             table[file, kernel, element, architecture] = of
         is_looked_at = file in sass.STEADY and architecture in PRINTED and element != 15
         if is_looked_at and nvrtc.version()[0] == 13 and sass.nvdisasm():
             launches = {name: shape for shape, name, _ in LAUNCH.findall(texts[file])}
             _, _, steady = nvrtc.compile(file, sass.steady(file, texts[file]), element, architecture)
-            if architecture == "90a":
-                well &= sass.are_untouched(code)
             if file == "attention":
-                rows = sass.table(code, steady, number(architecture), used, launches)
+                rows = sass.table(code, steady, architecture, used, launches)
             else:
                 rows = sass.streams(steady, architecture, 4 if element == 32 else 2)
             name_of = lambda kernel: f"sm_{architecture} {ELEMENTS[element]} {file}.{kernel}"
@@ -300,7 +285,7 @@ def build(file, element, folder, has_hazards=False, own=None):
     seen = subprocess.run(seen, input=text, capture_output=True, encoding="utf-8", check=True).stdout
     table = "".join(f"EMULATED({name})\n" for name, _ in KERNEL.findall(seen))
     source, library = folder / f"{file}_{element}.cpp", folder / f"{file}_{element}.so"
-    source.write_text((KERNELS / "emulator.h").read_text("utf-8") + text + table, "utf-8")
+    source.write_text((HERE / "emulator.h").read_text("utf-8") + text + table, "utf-8")
     strict = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
     common = ["c++", *options, *strict, "-O2", "-fPIC"]
     commands = [[*common, "-shared", source, "-o", library]]
@@ -310,7 +295,7 @@ def build(file, element, folder, has_hazards=False, own=None):
         calls = ["-DHAZARDS", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"]
         commands = [
             [*common, *calls, "-c", source, "-o", parts[0]],
-            [*common, "-c", KERNELS / "hazards.cpp", "-o", parts[1]],
+            [*common, "-c", HERE / "hazards.cpp", "-o", parts[1]],
             ["c++", "-shared", *parts, "-o", library],
         ]
     if any(subprocess.run(command).returncode != 0 for command in commands):
@@ -592,7 +577,7 @@ def emulate_all(files):
             worst |= {kernel: max(off, worst.get(kernel, 0)) for kernel, off in of_case.items()}
             times[name] = times.get(name, 0) + seconds
         if "attention" in files:
-            well &= is_as_cute(folder)
+            well &= are_quad_pairs_as_cute(folder)
     for name, seconds in times.items():
         if seconds > 10:
             print(f"{name}: {seconds:.0f} s")
@@ -610,68 +595,6 @@ def emulate_all(files):
     print("emulated" + ("" if well else ": FAILED"))
     return well
 
-
-# Behind attention's text: where it has pieces of eight channels, its descriptors, and a product of a warpgroup.
-CUTE = """
-template <int ROWS, int HEAD>
-void describe_tile(int* places, long long* over_channels, long long* over_rows) {
-    const auto& tile = shared_memory<Swizzled<HEAD, ROWS>>();
-    for (int i = 0; i < ROWS * HEAD / 8; ++i) {
-        places[i] = tile.place(i / (HEAD / 8), i % (HEAD / 8) * 8);
-    }
-    for (int i = 0; i < ROWS / 64 * (HEAD / 16); ++i) {
-        over_channels[i] = tile.descriptor(i / (HEAD / 16) * 64, i % (HEAD / 16) * 16).bits();
-    }
-    for (int i = 0; i < ROWS / 16 * (HEAD / 64); ++i) {
-        over_rows[i] = tile.descriptor(i / (HEAD / 64) * 16, i % (HEAD / 64) * 64).bits();
-    }
-}
-
-// launch: grid (1), block (1), shared 16384 bytes
-extern "C" __global__ void tile_64_128(int* places, long long* over_channels, long long* over_rows) {
-    describe_tile<64, 128>(places, over_channels, over_rows);
-}
-
-// launch: grid (1), block (1), shared 16384 bytes
-extern "C" __global__ void tile_128_64(int* places, long long* over_channels, long long* over_rows) {
-    describe_tile<128, 64>(places, over_channels, over_rows);
-}
-
-// `fault`: somebody writes to the tile while it is multiplied (1), or nobody awaits the product (2).
-// launch: grid (1), block (128), shared 16384 bytes
-extern "C" __global__ void warpgroup_product(float* y, const T* left, const T* right, int is_turned, int fault) {
-    auto& tile = shared_memory<Swizzled<128, 64>>();
-    for (int i = threadIdx.x; i < 64 * 128; i += 128) {
-        tile.of[i] = right[i];
-    }
-    show_to_products();
-    __syncthreads();
-    Left a;
-    for (int i = 0; i < 4; ++i) {
-        const T* const two = left + 8 * threadIdx.x + 2 * i;
-        a.of[i] = static_cast<unsigned>(two[1].bits) << 16 | two[0].bits;
-    }
-    Sum sums[8] = {};
-    // Past the first: the second 64 channels' second sixteen, and the second sixteen rows of these channels.
-    if (is_turned) {
-        multiply<true>(sums, a, tile.descriptor(16, 64), false);
-    } else {
-        multiply<false>(sums, a, tile.descriptor(0, 80), false);
-    }
-    end_products();
-    if (fault == 1) {
-        __syncthreads();
-        set(tile.of[64 * threadIdx.x], 7.0f);
-        __syncthreads();
-    }
-    if (fault != 2) {
-        await_products<0>();
-    }
-    for (int i = 0; i < 32; ++i) {
-        y[32 * threadIdx.x + i] = sums[i / 4].of[i % 4];
-    }
-}
-"""
 
 # Behind attention's text of sm_70: a product of a warp.
 QUAD_PAIRS = """
@@ -697,9 +620,9 @@ extern "C" __global__ void warp_product(float* y, const T* left, const T* right,
 """
 
 
-def are_quad_pairs_as_cute(folder, golden):
-    """Whether the emulated product of sm_70 is as CuTe says: four products, each of four steps."""
-    text = text_of("attention" + SM_70) + QUAD_PAIRS
+def are_quad_pairs_as_cute(folder):
+    """Whether the emulated product of sm_70 is as CuTe says (cute.json): four products, each of four steps."""
+    text, golden = text_of("attention" + SM_70) + QUAD_PAIRS, json.loads((HERE / "cute.json").read_text("utf-8"))
     device = Device("cute", build("cute" + SM_70, 15, folder, own=text), 15, False, {}, text)
     random, well = np.random.default_rng(0), True
     for is_turned, of in enumerate([golden["quad_pair"], golden["quad_pair_turned"]]):
@@ -713,48 +636,7 @@ def are_quad_pairs_as_cute(folder, golden):
                 a[of["left"]], b[of["right"]] = left.wide[lanes, step].ravel(), right.wide[lanes, step].ravel()
                 expected += a.reshape(4, 8).T @ b.reshape(4, 8)  # by columns, as CuTe counts
             well &= np.abs(y.wide[lanes].ravel() - expected.T.ravel()[of["sums"]]).max() < 1e-5
-    return well
-
-
-def is_as_cute(folder):
-    """Whether attention's tiles for wgmma, and the emulated products, are as CuTe says (kernels_cute.json)."""
-    text, golden = text_of("attention") + CUTE, json.loads((HERE / "kernels_cute.json").read_text("utf-8"))
-    device = Device("cute", build("cute", 16, folder, own=text), 16, False, {}, text)
-    # The leading byte offset is not used: all products are of 64 rows or 64 channels.
-    used = lambda bits: np.array(bits, np.int64) & ~(0x3FFF << 16)
-    well = True
-    for tile in golden["tiles"]:
-        names = ["places", "over_channels", "over_rows"]
-        kinds = [np.int32, np.int64, np.int64]
-        found = [device.integers(np.zeros(len(tile[name])), kind, True) for name, kind in zip(names, kinds)]
-        device.launch(f"tile_{tile['rows']}_{tile['head']}", *found)
-        well &= (found[0].bits == tile["places"]).all()
-        well &= all((used(one.bits) == used(tile[name])).all() for name, one in zip(names[1:], found[1:]))
-    random = np.random.default_rng(0)
-    # Rows of the left side and of the sums, and their columns, of each element of each thread.
-    where = lambda name: (np.array(golden[name]).reshape(32, -1) + 16 * np.arange(4)[:, None, None]).reshape(128, -1)
-    of_left, of_sums = where("left"), where("sums")
-    left, right = random.uniform(-1, 1, (64, 16)), random.uniform(-1, 1, (64, 128))
-    left = device.elements(left[of_left % 64, of_left // 64])
-    a = np.zeros((64, 16))
-    a[of_left % 64, of_left // 64] = left.wide
-    scattered = np.zeros(64 * 128)
-    places = np.array(golden["tiles"][0]["places"]).reshape(64, 16)
-    scattered[places[:, np.arange(128) // 8] + np.arange(128) % 8] = right
-    scattered = device.elements(scattered)
-    b = scattered.wide[places[:, np.arange(128) // 8] + np.arange(128) % 8]
-    for is_turned, expected in [(0, a @ b[:, 80:96].T), (1, a @ b[16:32, 64:])]:
-        y = device.floats_out(128, 32)
-        device.launch("warpgroup_product", y, left, scattered, is_turned, 0)
-        well &= np.abs(y.wide - expected[of_sums % 64, of_sums // 64]).max() < 1e-5
-    for fault, failure in [(1, "failure 8"), (2, "failure 7")]:
-        try:
-            device.launch("warpgroup_product", device.floats_out(128, 32), left, scattered, 0, fault)
-            well = False
-        except AssertionError as error:
-            well &= failure in str(error)
-    well &= are_quad_pairs_as_cute(folder, golden)
-    print("products of warpgroups and quad pairs are " + ("as CuTe says" if well else "not as CuTe says: FAILED"))
+    print("products of quad pairs are " + ("as CuTe says" if well else "not as CuTe says: FAILED"))
     return bool(well)
 
 
@@ -808,20 +690,6 @@ PLANTED = {
     "write_in_flight": ("write to what is in flight", COPY + "x[threadIdx.x] = 1; await_copies();"),
     "copy_in_flight": ("write to what is in flight", COPY + COPY_AGAIN + "await_copies();"),
     "never_awaited": ("failure 6", COPY),
-    "unfenced": (
-        "asynchronous read of what no fence has shown",
-        COPY + "await_copies(); __syncthreads(); hazards_async_read(x, 16); y[threadIdx.x + 64 * blockIdx.x] = 1;",
-    ),
-    "fenced_for_another": (
-        "asynchronous read of what no fence has shown",
-        COPY + "await_copies(); if (threadIdx.x == 0) { hazards_fence(); } __syncthreads();"
-        "hazards_async_read(x, 16); y[threadIdx.x + 64 * blockIdx.x] = 1;",
-    ),
-    "fenced": (
-        "",
-        COPY + "await_copies(); hazards_fence(); __syncthreads(); hazards_async_read(x, 16);"
-        "y[threadIdx.x + 64 * blockIdx.x] = 1;",
-    ),
     "copied": (
         "",
         COPY + "await_copies(); __syncthreads(); y[threadIdx.x + 64 * blockIdx.x] = x[63 - threadIdx.x];",
@@ -1512,7 +1380,7 @@ def checks():
         ("past", check_remember, remembered),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]
-    return own + kernels_attention.checks()
+    return own + attention.checks()
 
 
 def main():
@@ -1521,7 +1389,7 @@ def main():
     arguments.add_argument("files", nargs="*", help="names of files of kernels; none: all")
     arguments.add_argument("--nvrtc", help="the library")
     arguments.add_argument("--cublaslt", help="the library")
-    arguments.add_argument("--write", action="store_true", help="write kernels_sass.json anew")
+    arguments.add_argument("--write", action="store_true", help="write sass.json anew")
     arguments.add_argument("--only", choices=["compile", "emulate", "look"])
     arguments = arguments.parse_args()
     every = sorted({path.stem for path in KERNELS.glob("*.cu")} - {"prelude"} | set(TOGETHER))

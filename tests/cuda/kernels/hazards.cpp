@@ -45,7 +45,7 @@ struct Buffer {
 
 // Who has accessed a byte, and when.
 struct Access {
-    unsigned block = 0, thread = 0, block_epoch = 0, warp_epoch = 0, fence = 0;
+    unsigned block = 0, thread = 0, block_epoch = 0, warp_epoch = 0;
     bool is = false, is_in_flight = false;
 
     bool is_of(const Access& other) const { return block == other.block && thread == other.thread; }
@@ -85,7 +85,7 @@ struct State {
     bool is_on = false;
     Access now;
     Range stack, shared;
-    std::vector<unsigned> warp_epochs, fences;
+    std::vector<unsigned> warp_epochs;
     std::vector<Buffer> buffers;
     std::vector<Range> built_in;
     std::unordered_map<Address, std::unique_ptr<std::array<Byte, LINE>>> global, of_block;
@@ -163,8 +163,7 @@ void note_request(Address at, std::size_t bytes, bool is_shared, const void* ins
     request.at.push_back(at);
 }
 
-void visit(Address at, std::size_t bytes, bool is_write, const void* instruction, bool in_flight = false,
-           bool is_async = false) {
+void visit(Address at, std::size_t bytes, bool is_write, const void* instruction, bool in_flight = false) {
     if (!state.is_on || state.stack.has(at, bytes) || any_has(state.built_in, at, bytes)) {
         return;
     }
@@ -185,7 +184,6 @@ void visit(Address at, std::size_t bytes, bool is_write, const void* instruction
     now.is = true;
     now.is_in_flight = in_flight;
     now.warp_epoch = state.warp_epochs[now.thread];
-    now.fence = state.fences[now.thread];
     auto& lines = is_shared ? state.of_block : state.global;
     bool* const is_written = is_shared ? nullptr : buffer->is_written;
     for (Address byte = at; byte < at + bytes; ++byte) {
@@ -210,8 +208,6 @@ void visit(Address at, std::size_t bytes, bool is_write, const void* instruction
         } else {
             if (!of.write.is_before(now)) {
                 report(of.write.is_in_flight ? "read of what is in flight" : "read at once with a write", byte, of.write);
-            } else if (is_async && of.write.is && state.fences[of.write.thread] <= of.write.fence) {
-                report("asynchronous read of what no fence has shown", byte, of.write);
             } else if (is_dynamic && !of.write.is) {
                 report("read of shared memory that nobody has written", byte, {});
             } else if (is_written != nullptr && !is_written[byte - buffer->range.begin]) {
@@ -299,7 +295,6 @@ void hazards_launch(const char* kernel, unsigned threads) {
     state.global.clear();
     state.built_in.clear();
     state.warp_epochs.assign(threads, 0);
-    state.fences.assign(threads, 0);
 }
 
 // A variable that is not in memory: threadIdx and its like.
@@ -314,7 +309,6 @@ void hazards_block(unsigned block, const void* shared, std::size_t bytes) {
     state.of_block.clear();
     state.now = {block, 0, 0, 0};
     std::fill(state.warp_epochs.begin(), state.warp_epochs.end(), 0);
-    std::fill(state.fences.begin(), state.fences.end(), 0);
 }
 
 void hazards_thread(unsigned thread, const void* stack, std::size_t bytes) {
@@ -352,13 +346,6 @@ void hazards_landed(const void* to, std::size_t bytes) {
 
 void hazards_read(const void* at, std::size_t bytes) {
     visit(reinterpret_cast<Address>(at), bytes, false, __builtin_return_address(0));
-}
-
-// What the running thread has written is there for asynchronous reads, too, by whoever has met it since.
-void hazards_fence() { ++state.fences[state.now.thread]; }
-
-void hazards_async_read(const void* at, std::size_t bytes) {
-    visit(reinterpret_cast<Address>(at), bytes, false, nullptr, false, true);
 }
 
 void hazards_write(void* at, std::size_t bytes) {

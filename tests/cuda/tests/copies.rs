@@ -18,9 +18,12 @@ fn copies_wait_for_those_of_other_streams() -> Result<(), BoxedError> {
     const LARGE: usize = 1 << 16;
     let copies = emulated::count_copies();
     let driver = emulated::of(Dtype::F32);
-    let (large, small, mut pinned) = (vec![1_u32; LARGE / 4], [2_u32], [3_u32]);
+    let large = vec![1_u32; LARGE / 4];
+    let small = [2_u32];
+    let mut pinned = [3_u32];
     let mut back = [[0_u32]; 3];
-    let (to, of_kernel) = (driver.allocate(LARGE)?, driver.allocate(8)?);
+    let to = driver.allocate(LARGE)?;
+    let of_kernel = driver.allocate(8)?;
     // The large one is on its way, and stays so.
     copies.hold(Some(Direction::ToDevice));
     driver.copy_in(Stream::Upload, to, large.as_ptr().cast(), LARGE)?;
@@ -31,7 +34,8 @@ fn copies_wait_for_those_of_other_streams() -> Result<(), BoxedError> {
     let downloaded = driver.record(Stream::Download)?;
     driver.pin(pinned.as_mut_ptr().cast(), 4)?;
     let from = driver.mapped(pinned.as_ptr().cast()).expect("it is pinned");
-    let (kernel, arguments) = ("copy_words", &[&of_kernel as _, &from as _, &1_i32 as _]);
+    let kernel = "copy_words";
+    let arguments = &[&of_kernel as _, &from as _, &1_i32 as _];
     let launch = Launch { kernel, grid: [1; 3], block: [256, 1, 1], shared: 0, arguments };
     driver.launch(Stream::Compute, &launch)?;
     let read = driver.record(Stream::Compute)?;

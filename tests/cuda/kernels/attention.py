@@ -1,4 +1,4 @@
-"""Checks of attention and cross_entropy.cu: see kernels.py.
+"""Checks of attention and cross_entropy.cu: see check.py.
 
 The oracles are dense, in float64, and written from the definitions: a matrix says which query sees which key,
 gradients follow the closed formulas.
@@ -138,16 +138,16 @@ def rows(*heads):
 
 def names(device, case, way):
     """The three passes: the plain ones, or those of the smallest padded head size; of these, there are others
-    for 64 KiB of shared memory, and by wgmma."""
+    for 64 KiB of shared memory."""
     padded = "" if way == "plain" else f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
     passes = [f"{name}{padded}" for name in ("attention", "attention_backward_keys", "attention_backward_queries")]
-    suffix = {"64k": "_64k", "wgmma": "_wgmma"}.get(way, "")
-    return [f"{name}{suffix}" if f"{name}{suffix}" in device.launches else name for name in passes]
+    has_other = lambda name: way == "64k" and f"{name}_64k" in device.launches
+    return [f"{name}_64k" if has_other(name) else name for name in passes]
 
 
 def check_attention(device, random, way, **sizes):
     """All at once, and in stretches from the end, with keys and values apart."""
-    if device.element not in {"plain": (32,), "cores": (16, 15), "wgmma": (16,), "64k": (15,)}[way]:
+    if device.element not in {"plain": (32,), "cores": (16, 15), "64k": (15,)}[way]:
         return  # there are tensor cores for elements of 16 bits, and none for floats
     case = Case(**sizes)
     b, t, width = case.sequences, case.positions, case.heads * case.head_size
@@ -311,7 +311,6 @@ def checks():
         ("attention", check_attention, [one | dict(way="cores") for one in cases]),
         ("attention", check_attention, [one | dict(way="64k") for one in cases if one["head_size"] > 64]),
         ("attention_sm_70", check_attention, [one | dict(way="64k") for one in cases]),
-        ("attention", check_attention, [one | dict(way="wgmma") for one in cases if 32 < one["head_size"] <= 128]),
         (
             "cross_entropy",
             check_scores,

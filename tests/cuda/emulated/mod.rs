@@ -1,5 +1,10 @@
 //! A driver without a device: streams are threads that run the kernels' own texts, compiled for
-//! this machine. It proves, where there is no GPU, what is launched on what and in which order.
+//! this machine. It proves, where there is no GPU, which kernels a run launches, on which memory and
+//! in which order.
+//!
+//! The folder is outside of `src`, which holds the code that runs on a GPU. It is compiled as a
+//! module of the library's own tests (`src/devices/cuda/mod.rs`), and not as a crate, because it
+//! implements a private trait: `Driver` would have to be public for a crate.
 
 mod limits;
 mod product;
@@ -78,7 +83,7 @@ fn build(name: &str, text: &str, target: Target) -> PathBuf {
     let dtype = target.dtype;
     let declared = texts::declared(text, target).expect("kernels that are declared");
     let table = declared.into_iter().map(|one| format!("EMULATED({})\n", one.name));
-    let emulator = include_str!("kernels/emulator.h");
+    let emulator = include_str!("../kernels/emulator.h");
     // Attention has other instructions on sm_70.
     let is_sm_70 = target.architecture < TURING && text.contains("defined SM_70");
     let define = if is_sm_70 { "#define SM_70" } else { "" };
@@ -89,7 +94,8 @@ fn build(name: &str, text: &str, target: Target) -> PathBuf {
     let path = folder.join(format!("emulated-{name}-{dtype:?}-{digest:016x}.so"));
     if !path.exists() {
         let own = format!("{name}-{dtype:?}-{}", std::process::id());
-        let (source, made) = (folder.join(format!("{own}.cpp")), folder.join(format!("{own}.so")));
+        let source = folder.join(format!("{own}.cpp"));
+        let made = folder.join(format!("{own}.so"));
         std::fs::write(&source, all).expect("room on a disk");
         let run = |arguments: &[&str], paths: &[&Path]| {
             let mut command = Command::new("c++");
@@ -115,14 +121,16 @@ thread_local! {
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
 pub(crate) fn instead() -> bool {
     ASKED_FOR.set(true);
-    let target = Target { dtype: Dtype::F32, architecture: ARCHITECTURE, wgmma: false };
+    let target = Target { dtype: Dtype::F32, architecture: ARCHITECTURE };
     kernels(&[], target).is_some()
 }
 
 /// A tokio runtime whose threads ask for GPUs as this one does.
 pub(super) fn runtime() -> Runtime {
-    let (asked_for, left) = (ASKED_FOR.get(), LEFT.with_borrow(Arc::clone));
-    let (limits, copies) = (limits::current(), queues::copies());
+    let asked_for = ASKED_FOR.get();
+    let left = LEFT.with_borrow(Arc::clone);
+    let limits = limits::current();
+    let copies = queues::copies();
     let as_this_one = move || {
         limit(limits);
         queues::count_copies_to(copies.clone());
@@ -184,7 +192,7 @@ impl Emulated {
     fn new(custom: &[CustomKernel], config: &DeviceConfig) -> Result<Option<Emulated>, BoxedError> {
         let limits = limits::current();
         let architecture = limits.architecture.unwrap_or(ARCHITECTURE);
-        let target = Target::new(config, architecture, "emulated")?;
+        let target = Target::new(config.dtype, architecture, "emulated")?;
         Ok(kernels(custom, target).map(|kernels| Emulated {
             target,
             kernels,
@@ -283,7 +291,8 @@ impl Driver for Emulated {
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError> {
         self.call()?;
         let mut pinned = self.pinned.lock().expect("nothing panics inside");
-        let (begin, end) = (at.addr(), at.addr() + bytes);
+        let begin = at.addr();
+        let end = at.addr() + bytes;
         let all: usize = pinned.iter().map(|[begin, end]| end - begin).sum();
         if self.limits.pinned.is_some_and(|most| all + bytes > most) {
             return Err("out of memory that can be pinned".into());
@@ -370,7 +379,8 @@ impl Driver for Emulated {
                 words
             })
             .collect();
-        let (library, broken) = (library.clone(), self.broken.clone());
+        let library = library.clone();
+        let broken = self.broken.clone();
         self.queue(on, move || {
             // SAFETY: the function is there, and of this type.
             let emulate = unsafe { library.get::<Emulate>(b"emulate") }.expect("it is exported");
@@ -379,7 +389,8 @@ impl Driver for Emulated {
                 held.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
             // SAFETY: the arguments are what the kernel declares.
             let failed = unsafe {
-                let (grid, block) = (grid.as_ptr(), block.as_ptr());
+                let grid = grid.as_ptr();
+                let block = block.as_ptr();
                 emulate(name.as_ptr(), grid, block, shared, pointers.as_mut_ptr())
             };
             if failed != 0 {
@@ -397,7 +408,8 @@ impl Driver for Emulated {
         algorithm: Option<Algorithm>,
         _: Address,
     ) -> Result<bool, BoxedError> {
-        let (product, limits) = (*product, self.limits);
+        let product = *product;
+        let limits = self.limits;
         if limits.refuses(&product.key(), relies_on, algorithm) {
             return Ok(false);
         }
@@ -421,7 +433,8 @@ impl Driver for Emulated {
     }
 
     fn record(&self, on: Stream) -> Result<u64, BoxedError> {
-        let (id, flag) = (self.next.fetch_add(1, Relaxed), Arc::new(Flag::default()));
+        let id = self.next.fetch_add(1, Relaxed);
+        let flag = Arc::new(Flag::default());
         self.call()?;
         self.events.lock().expect("nothing panics inside").insert(id, flag.clone());
         // It is reached though the stream is broken.
@@ -454,7 +467,8 @@ impl Driver for Emulated {
 
     fn seconds(&self, from: u64, to: u64) -> Result<f64, BoxedError> {
         self.call()?;
-        let (from, to) = (self.flag(from).wait(), self.flag(to).wait());
+        let from = self.flag(from).wait();
+        let to = self.flag(to).wait();
         let later = to.saturating_duration_since(from).as_secs_f64();
         Ok(if to < from { -from.duration_since(to).as_secs_f64() } else { later })
     }

@@ -22,10 +22,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <memory>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -65,8 +62,6 @@ void hazards_in_flight(const void* to, std::size_t bytes);
 void hazards_landed(const void* to, std::size_t bytes);
 void hazards_read(const void* at, std::size_t bytes);
 void hazards_write(void* at, std::size_t bytes);
-void hazards_fence();
-void hazards_async_read(const void* at, std::size_t bytes);
 }
 #else
 inline bool hazards_pause() { return false; }
@@ -81,8 +76,6 @@ inline void hazards_in_flight(const void*, std::size_t) {}
 inline void hazards_landed(const void*, std::size_t) {}
 inline void hazards_read(const void*, std::size_t) {}
 inline void hazards_write(void*, std::size_t) {}
-inline void hazards_fence() {}
-inline void hazards_async_read(const void*, std::size_t) {}
 #endif
 
 namespace emulator {
@@ -104,12 +97,6 @@ enum Failure : int {
     OUT_OF_SHARED = 5,
     // A thread ended before it awaited what it copied.
     COPIES_LEFT = 6,
-    // The same of products of a warpgroup.
-    PRODUCTS_LEFT = 7,
-    // Shared memory was written while products read it.
-    CHANGED_IN_FLIGHT = 8,
-    // A warp multiplies with others that are not there.
-    BAD_WARPGROUP = 9,
 };
 
 constexpr unsigned LANES = 32;
@@ -127,30 +114,12 @@ struct Copy {
     int bytes;
 };
 
-// A warpgroup's product by wgmma, of a thread.
-struct Product {
-    std::vector<const void*> read; // pieces of 16 bytes of shared memory
-    std::vector<unsigned char> seen;
-    std::function<void()> add; // to its sums
-
-    std::vector<unsigned char> pieces() const {
-        std::vector<unsigned char> bytes;
-        for (const void* piece : read) {
-            const auto* const at = static_cast<const unsigned char*>(piece);
-            bytes.insert(bytes.end(), at, at + 16);
-        }
-        return bytes;
-    }
-};
-
 struct Fiber {
     std::jmp_buf place;
     State state;
     int barrier;        // the line in the text of the barrier it waits at
     unsigned exchanges; // how many it took part in
     std::vector<Copy> copies; // begun and not awaited
-    std::vector<Product> begun;
-    std::deque<std::vector<Product>> products; // begun, in groups, and not awaited
     bool is_begun = false;
     std::unique_ptr<char[]> stack;
 };
@@ -169,7 +138,7 @@ struct Machine {
     void** arguments;
     // Two buffers a warp: a lane writes the next one while others still read the last.
     std::vector<unsigned char> exchanged;
-    alignas(1024) unsigned char shared[SHARED_BYTES + GUARD_BYTES];
+    alignas(128) unsigned char shared[SHARED_BYTES + GUARD_BYTES];
 };
 
 inline Machine& machine() {
@@ -201,9 +170,6 @@ inline void fiber_main() {
         m.run(m.kernel, m.arguments);
         if (!m.current->copies.empty()) {
             m.failure = COPIES_LEFT;
-        }
-        if (!m.current->begun.empty() || !m.current->products.empty()) {
-            m.failure = PRODUCTS_LEFT;
         }
         wait(State::Done, 0);
     }
@@ -526,59 +492,6 @@ template <int BYTES>
 inline void copy(void* to, const void* from, bool is_real) {
     begin_copy(to, from, BYTES, is_real);
 }
-
-// ---- Products of a warpgroup by wgmma, which attention/wgmma.cu has in PTX. ----
-
-namespace emulator {
-
-inline void fail(Failure failure) {
-    machine().failure = failure;
-    wait(State::Done, 0);
-}
-
-inline void read_async(const Own& own, const std::vector<const void*>& read) {
-    for (const void* const piece : read) {
-        hazards_go_on(own.was_on);
-        hazards_async_read(piece, 16);
-        hazards_go_on(false);
-    }
-}
-
-// Sums are added to when they are awaited; until then they have their old values. `own`: since the product began.
-inline void begin_product(const Own& own, const std::vector<const void*>& read, std::function<void()> add) {
-    Machine& m = machine();
-    if (m.index / 128 * 128 + 128 > m.threads) {
-        fail(BAD_WARPGROUP);
-    }
-    read_async(own, read);
-    Product product{read, {}, std::move(add)};
-    product.seen = product.pieces();
-    m.current->begun.push_back(std::move(product));
-}
-
-inline void end_products() {
-    const Own own;
-    Fiber& fiber = *machine().current;
-    fiber.products.push_back(std::move(fiber.begun));
-    fiber.begun.clear();
-}
-
-// All groups but the `left` that were begun last.
-inline void await_products(std::size_t left) {
-    const Own own;
-    auto& products = machine().current->products;
-    for (; products.size() > left; products.pop_front()) {
-        for (const Product& product : products.front()) {
-            read_async(own, product.read);
-            if (product.pieces() != product.seen) {
-                fail(CHANGED_IN_FLIGHT);
-            }
-            product.add();
-        }
-    }
-}
-
-} // namespace emulator
 
 // ---- The door. Arguments as cuLaunchKernel takes them: where each one lies. ----
 

@@ -129,7 +129,8 @@ fn metadata_is_sent_when_it_changes() {
     if !emulated::instead() {
         return;
     }
-    let (documents, kinds) = ([Document { from: 0, to: 3 }; 12], [1; 12]);
+    let documents = [Document { from: 0, to: 3 }; 12];
+    let kinds = [1; 12];
     let of = |second: &'static [usize], has_documents: bool| {
         let rows = second[2] - second[0];
         let documents = &documents[..if has_documents { rows } else { 0 }];
@@ -153,7 +154,8 @@ fn metadata_is_sent_when_it_changes() {
         let place = |nth: usize| View::floats(most + nth * 100, device.metadata.len());
         for (nth, batch) in batches.iter().enumerate() {
             device.compute(batch, &|_| 0).expect("nothing fails");
-            let (from, to) = (device.address(device.metadata), device.address(place(nth)));
+            let from = device.address(device.metadata);
+            let to = device.address(place(nth));
             device.driver.copy(Stream::Compute, to, from, bytes).expect("nothing fails");
         }
         assert_eq!(device.current.lock().expect("nobody panicked").changes, batches.len() - 1);
@@ -177,19 +179,11 @@ fn a_device_with_too_little_memory_is_refused() {
     assert!(says.contains("bytes of the device's memory, of which 1000 are free"), "{says}");
 }
 
-fn attention_is_the_cpus(dtype: Dtype, wgmma: bool) {
+fn attention_is_the_cpus(dtype: Dtype) {
     let mut config = config(DeviceKind::Cuda);
-    (config.device.dtype, config.device.wgmma) = (dtype, wgmma);
+    config.device.dtype = dtype;
     let all = checks_of(&config, KernelGroup::Attention).expect("it is emulated");
     assert!(all.iter().all(|check| check.problem().is_none()), "{all:?}");
-}
-
-#[test]
-fn attention_by_wgmma_is_the_cpus() {
-    if !emulated::instead() {
-        return;
-    }
-    attention_is_the_cpus(Dtype::Bf16, true);
 }
 
 /// Older GPUs run f16 on tensor cores: a V100 by quad pairs, a T4 with little shared memory a
@@ -201,7 +195,7 @@ fn older_gpus_run_f16() {
     }
     for architecture in [75, 70] {
         emulated::limit(Limits { architecture: Some(architecture), ..Limits::default() });
-        attention_is_the_cpus(Dtype::F16, false);
+        attention_is_the_cpus(Dtype::F16);
     }
     // A V100 trains.
     let of = |kind, schedule| {
@@ -216,48 +210,24 @@ fn older_gpus_run_f16() {
     close(&relay, &cpu, Dtype::F16, "the CPU");
 }
 
-/// `wgmma` is for one architecture.
-#[test]
-fn wgmma_is_refused_elsewhere() {
-    if !emulated::instead() {
-        return;
-    }
-    for architecture in [80, 100] {
-        emulated::limit(Limits { architecture: Some(architecture), ..Limits::default() });
-        let mut config = config(DeviceKind::Cuda);
-        (config.device.dtype, config.device.wgmma) = (Dtype::Bf16, true);
-        let says = run(config, 1).err().expect("it is refused").to_string();
-        let expected = format!("architecture {architecture}, and device.wgmma is for 90 alone");
-        assert!(says.contains(&expected), "{says}");
-    }
-}
-
 /// Heads of the usual sizes, over more positions than a tile has.
 #[test]
 fn heads_of_64_and_128_are_like_the_cpus() {
     if !emulated::instead() {
         return;
     }
-    let of = |kind, dtype, schedule, heads, wgmma| {
+    let of = |kind, dtype, schedule, heads| {
         let mut config = config(kind);
         (config.device.dtype, config.schedule.kind) = (dtype, schedule);
         (config.model.hidden, config.model.heads) = (Some(128), Some(heads));
-        config.device.wgmma = wgmma;
         (config.model.positions, config.data.sequence_length) = (Some(140), Some(140));
         (config.model.layers, config.step.batch) = (Some(1), 2);
         run_on(Trainer::builder(config.clone()), &config, 2).expect("a case of ours")
     };
-    let cases = [
-        (Dtype::F32, 1, false),
-        (Dtype::Bf16, 1, false),
-        (Dtype::F16, 1, false),
-        (Dtype::Bf16, 1, true),
-        (Dtype::F16, 2, true),
-    ];
-    let cpu =
-        [1, 2].map(|heads| of(DeviceKind::Cpu, Dtype::F32, ScheduleKind::Relay, heads, false).0);
-    for (dtype, heads, wgmma) in cases {
-        let on_gpu = |schedule| of(DeviceKind::Cuda, dtype, schedule, heads, wgmma);
+    let cases = [(Dtype::F32, 1), (Dtype::Bf16, 1), (Dtype::F16, 1), (Dtype::F16, 2)];
+    let cpu = [1, 2].map(|heads| of(DeviceKind::Cpu, Dtype::F32, ScheduleKind::Relay, heads).0);
+    for (dtype, heads) in cases {
+        let on_gpu = |schedule| of(DeviceKind::Cuda, dtype, schedule, heads);
         let (relay, end) = on_gpu(ScheduleKind::Relay);
         let (resident, resident_end) = on_gpu(ScheduleKind::Resident);
         assert_eq!((&relay, end.digest), (&resident, resident_end.digest));
