@@ -326,15 +326,13 @@ impl Dataset {
                 let mut state = random::keyed(*seed, index);
                 let token = |_| (random::next(&mut state) % *vocabulary as u64) as u32;
                 let tokens = (0..*positions).map(token).collect();
+                let plain = Sequence::plain(tokens);
                 return Ok(match self.predicts {
-                    Predicts::Next | Predicts::Own => Sequence::plain(tokens),
+                    Predicts::Next | Predicts::Own => plain,
                     Predicts::Class | Predicts::Value => {
-                        Sequence::classified(tokens, 0, Vec::new())
+                        Sequence::classified(plain.tokens, 0, Vec::new())
                     }
-                    Predicts::TokenClass => {
-                        let labels = vec![0; tokens.len()];
-                        Sequence { tokens, labels, ..Sequence::default() }
-                    }
+                    Predicts::TokenClass => Sequence { labels: vec![0; *positions], ..plain },
                 });
             }
         };

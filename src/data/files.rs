@@ -2,7 +2,7 @@
 //! tokenized by all cores.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -95,54 +95,57 @@ fn extension(path: &Path) -> Option<&str> {
     path.extension().and_then(|extension| extension.to_str())
 }
 
-/// The data files of a path: the file itself, or all data files below the folder, in the order of
-/// their names. Hidden files are left out.
+/// Whether the name of a file has an extension of data.
+fn is_data(path: &Path) -> bool {
+    extension(path).is_some_and(|known| EXTENSIONS.contains(&known))
+}
+
+/// The data files of a path: the file itself, or all data files below the folder.
 fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
-    if !path.is_dir() {
-        if !extension(path).is_some_and(|known| EXTENSIONS.contains(&known)) {
-            return Err(format!(
-                "it is not a known kind of data: give a .{} file, a folder of them, \"random\" or \
-                 \"{}\"",
-                EXTENSIONS.join(", ."),
-                DataConfig::BUILT_IN
-            ));
+    if path.is_dir() {
+        let mut found = Vec::new();
+        add_files(path, &mut found).map_err(|error| error.to_string())?;
+        if found.is_empty() {
+            return Err("there is no .txt, .md, .jsonl, .json, .csv, .tsv or .bin file in this \
+                        folder"
+                .into());
         }
-        let about = fs::metadata(path).map_err(|error| error.to_string())?;
-        if !about.is_file() {
-            return Err("it is neither a file nor a folder".into());
-        }
-        return Ok(vec![path.into()]);
+        return Ok(found);
     }
-    let mut found = Vec::new();
-    let entries = fs::read_dir(path).map_err(|error| error.to_string())?;
-    let mut entries: Vec<PathBuf> = entries
-        .map(|entry| entry.map(|entry| entry.path()))
-        .collect::<Result<_, _>>()
-        .map_err(|error| error.to_string())?;
+    if !is_data(path) {
+        return Err(format!(
+            "it is not a known kind of data: give a .{} file, a folder of them, \"random\" or \
+             \"{}\"",
+            EXTENSIONS.join(", ."),
+            DataConfig::BUILT_IN
+        ));
+    }
+    if !fs::metadata(path).map_err(|error| error.to_string())?.is_file() {
+        return Err("it is neither a file nor a folder".into());
+    }
+    Ok(vec![path.into()])
+}
+
+/// Adds the data files below a folder, in the order of their names. Hidden files and linked folders
+/// are left out.
+fn add_files(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
+    let entries = fs::read_dir(folder)?.map(|entry| Ok(entry?.path()));
+    let mut entries = entries.collect::<io::Result<Vec<PathBuf>>>()?;
     entries.sort();
     for entry in entries {
-        let is_hidden =
-            entry.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
-        let about = fs::symlink_metadata(&entry).map_err(|error| error.to_string())?;
-        if is_hidden {
+        let about = fs::symlink_metadata(&entry)?;
+        let name = entry.file_name().unwrap_or_default();
+        if name.to_string_lossy().starts_with('.') {
             continue;
         }
         if about.is_dir() {
-            found.extend(files(&entry).or_else(|error| match error.as_str() {
-                NOTHING => Ok(Vec::new()),
-                _ => Err(error),
-            })?);
-        } else if entry.is_file()
-            && extension(&entry).is_some_and(|known| EXTENSIONS.contains(&known))
-        {
+            add_files(&entry, found)?;
+        } else if entry.is_file() && is_data(&entry) {
             found.push(entry);
         }
     }
-    if found.is_empty() { Err(NOTHING.into()) } else { Ok(found) }
+    Ok(())
 }
-
-const NOTHING: &str =
-    "there is no .txt, .md, .jsonl, .json, .csv, .tsv or .bin file in this folder";
 
 /// A source that is being read.
 pub(super) struct Opening<'r> {
@@ -220,9 +223,7 @@ impl Opening<'_> {
             let read: Vec<Result<Vec<Sequence>, Error>> =
                 self.pool.install(|| lines.par_iter().map(read).collect());
             for sequences in read {
-                for sequence in &sequences? {
-                    self.push(name, sequence)?;
-                }
+                sequences?.iter().try_for_each(|one| self.push(name, one))?;
             }
         }
         Ok(())
@@ -264,12 +265,10 @@ impl Opening<'_> {
                 self.pool.install(|| pieces.par_iter().map(encode).collect());
             for tokens in encoded {
                 let tokens = tokens.map_err(|what| refuse(&what))?;
-                for sequence in windows.take(&tokens) {
-                    self.push(name, &sequence)?;
-                }
+                windows.take(&tokens).iter().try_for_each(|one| self.push(name, one))?;
             }
         }
-        windows.finish().iter().try_for_each(|sequence| self.push(name, sequence))
+        windows.finish().iter().try_for_each(|one| self.push(name, one))
     }
 
     /// Reads a `.bin` file of 16-bit little-endian token ids, and cuts them into consecutive
@@ -284,10 +283,8 @@ impl Opening<'_> {
         windows.end_of_text.clear();
         loop {
             let mut bytes = Vec::new();
-            file.by_ref()
-                .take(PIECE_BYTES as u64)
-                .read_to_end(&mut bytes)
-                .map_err(|e| refuse(&e))?;
+            let read = file.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut bytes);
+            read.map_err(|error| refuse(&error))?;
             if bytes.is_empty() {
                 break;
             }
@@ -303,11 +300,9 @@ impl Opening<'_> {
                 let what = format_args!("token {token} is outside the vocabulary of {known}");
                 return Err(refuse(&what));
             }
-            for sequence in windows.take(&tokens) {
-                self.push(name, &sequence)?;
-            }
+            windows.take(&tokens).iter().try_for_each(|one| self.push(name, one))?;
         }
-        windows.finish().iter().try_for_each(|sequence| self.push(name, sequence))
+        windows.finish().iter().try_for_each(|one| self.push(name, one))
     }
 }
 

@@ -86,10 +86,7 @@ pub enum Predicts {
 impl Predicts {
     /// The distance from a position to the position of its label.
     fn label_offset(self) -> usize {
-        match self {
-            Predicts::Next => 1,
-            Predicts::Own | Predicts::Class | Predicts::Value | Predicts::TokenClass => 0,
-        }
+        usize::from(self == Predicts::Next)
     }
 }
 
@@ -124,7 +121,7 @@ impl Sequence {
     /// because no position predicts it.
     pub fn scored(&self, predicts: Predicts) -> Vec<bool> {
         let mut scored: Vec<bool> = self.labels.iter().map(|&label| label >= 0).collect();
-        if predicts.label_offset() == 1 {
+        if predicts == Predicts::Next {
             let begins = self.document_ranges().map(|document| document.from as usize).chain([0]);
             begins.for_each(|at| scored.get_mut(at).into_iter().for_each(|is| *is = false));
         }
@@ -214,7 +211,7 @@ impl Batch {
                 let tokens = (document.to - document.from) as usize;
                 documents.extend(std::iter::repeat_n(*document, tokens));
                 // The last token of a document does not predict the first of the next one.
-                if predicts.label_offset() == 1 && document.to < all.to {
+                if predicts == Predicts::Next && document.to < all.to {
                     targets[at + document.to as usize - 1] = -100;
                 }
             }

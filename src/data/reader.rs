@@ -302,10 +302,7 @@ impl Reader {
         let is_scored = |&(from, to): &(usize, usize)| {
             ranges.iter().any(|range| from < to && from < range.end && range.start < to)
         };
-        if self.too_long != TooLong::Cut {
-            self.check_length(tokens.len())?;
-        }
-        tokens.truncate(self.positions);
+        tokens.truncate(self.kept(tokens.len())?);
         let labels = tokens.iter().zip(&spans);
         let labels: Vec<i32> = labels
             .map(|(&token, span)| if is_scored(span) { token as i32 } else { -100 })
@@ -315,6 +312,14 @@ impl Reader {
             return Err("nothing of it is learnt: the part to learn is empty or was cut off".into());
         }
         Ok(sequence)
+    }
+
+    /// The number of tokens that are kept of a sequence of `tokens`.
+    fn kept(&self, tokens: usize) -> Result<usize, String> {
+        if self.too_long != TooLong::Cut {
+            self.check_length(tokens)?;
+        }
+        Ok(tokens.min(self.positions))
     }
 
     /// Refuses a sequence that is too long.
@@ -347,10 +352,7 @@ impl Reader {
         let tokenizer = self.vocabulary.tokenizer();
         let tokenizer = tokenizer.ok_or("tokens: words need a model with a tokenizer.json")?;
         let (Encoded { mut tokens, mut kinds, .. }, begins) = tokenizer.encode_words(words)?;
-        if self.too_long != TooLong::Cut {
-            self.check_length(tokens.len())?;
-        }
-        tokens.truncate(self.positions);
+        tokens.truncate(self.kept(tokens.len())?);
         kinds.truncate(if self.kinds > 1 { tokens.len() } else { 0 });
         let label = |word: &Option<usize>| word.map_or(-100, |word| tags[word]);
         let labels: Vec<i32> = begins[..tokens.len()].iter().map(label).collect();
@@ -394,12 +396,10 @@ impl Reader {
         if let Some((at, kind)) = types.iter().enumerate().find(|(_, kind)| !is_kind(kind)) {
             return Err(format!("token type {kind} at {at}: the model has {kinds} types"));
         }
-        if self.too_long != TooLong::Cut {
-            self.check_length(ids.len())?;
-        }
-        ids.truncate(self.positions);
-        labels.truncate(self.positions);
-        types.truncate(self.positions);
+        let kept = self.kept(ids.len())?;
+        ids.truncate(kept);
+        labels.truncate(kept);
+        types.truncate(kept);
         self.check_ids(&ids, &labels)?;
         let tokens: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
         let kinds: Vec<u8> = types.into_iter().map(|kind| kind as u8).collect();

@@ -104,13 +104,10 @@ impl Record {
             unused.extend(others.map(|(name, _)| name));
         }
         columns.extend(renamed.into_iter().map(|(ours, value)| (ours.to_string(), value)));
-        if let (false, Some(chat)) =
-            (columns.contains_key("messages"), columns.remove("conversations"))
-        {
-            columns.insert("messages".into(), chat);
-        }
-        if let (false, Some(tags)) = (columns.contains_key("tags"), columns.remove("ner_tags")) {
-            columns.insert("tags".into(), tags);
+        for (synonym, ours) in [("conversations", "messages"), ("ner_tags", "tags")] {
+            if let Some(value) = columns.remove(synonym) {
+                columns.entry(ours).or_insert(value);
+            }
         }
         let all = &mut columns;
         let record = Record {
@@ -132,14 +129,12 @@ impl Record {
             token_type_ids: take(all, "token_type_ids")?,
             attention_mask: take(all, "attention_mask")?,
         };
-        if columns.contains_key("chosen") && columns.contains_key("rejected") {
-            let pair = record.completion.is_none() && record.messages.is_none();
-            if pair {
-                return Err("chosen and rejected: training on preferences (DPO) is not supported; \
+        let is_pair = columns.contains_key("chosen") && columns.contains_key("rejected");
+        if is_pair && record.completion.is_none() && record.messages.is_none() {
+            return Err("chosen and rejected: training on preferences (DPO) is not supported; \
                             to train on the chosen answers set data.fields.completion = \"chosen\", \
                             or data.fields.messages = \"chosen\" where it has the whole chat"
                     .into());
-            }
         }
         unused.extend(columns.into_iter().map(|(name, _)| name));
         Ok((record, unused))
