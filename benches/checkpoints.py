@@ -1,10 +1,10 @@
-"""Measures what a checkpoint costs training: how long the run stands still, and how much longer the step behind it is.
+"""Measures the cost of a checkpoint: how long the run stands still, and how much longer the next step takes.
 
     cargo build --release && python3 benches/checkpoints.py
 
-In one run every second step has a checkpoint. Steps behind one and steps behind none take turns, so a machine that
-drifts changes both. Times are between the ends of steps. `still` is the time in which nothing but the checkpoint was
-waited for (`l2l_compute_wait_seconds_total{waited_for="checkpoint"}`).
+The run writes a checkpoint after every second step. So steps with and without a checkpoint alternate, and a slow phase of
+the machine affects both. Times are between the ends of steps. `still` is the time in which the run waited for the
+checkpoint alone (`l2l_compute_wait_seconds_total{waited_for="checkpoint"}`).
 """
 
 import argparse
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-# 28 million parameters: masters and two moments take 338 MB. A step is long beside its updates, as in real runs.
+# 28 million parameters: masters and two moments take 338 MB. A step is much longer than its updates, as in real runs.
 MODEL = ["model.layers=8", "model.hidden=528", "model.heads=8", "data.sequence_length=128"]
 SETTINGS = {
     "eager": [],
@@ -59,7 +59,7 @@ for name in args.only:
     keys = SETTINGS[name]
     with tempfile.TemporaryDirectory(dir=".") as folder:
         seconds, size, still = run(keys, args.steps, folder)
-    # The last checkpoint is waited for, because nothing is left to do beside it.
+    # The run waits for the last checkpoint, because no step runs beside it.
     pairs = [(seconds[step], seconds[step + 1]) for step in range(2, args.steps - 1, 2)]
     none, behind = (statistics.median(pair[at] for pair in pairs) for at in (0, 1))
     ratio = statistics.median(pair[1] / pair[0] for pair in pairs)

@@ -1,7 +1,7 @@
 """Shows that device memory is constant: BERT-Large's shape at any depth and batch.
 
-It also shows what the resident schedule takes, the L2L paper's comparison at equal ceilings, a
-deep model under 64 MiB, and sequences of 2,048 and 8,192 tokens in chunks of 2,048.
+It also prints the memory of the resident schedule, the L2L paper's comparison at equal ceilings, a deep model under
+64 MiB, and sequences of 2,048 and 8,192 tokens in chunks of 2,048.
 
     cargo build --release
     python3 benches/constant_memory.py table [--train]   # BERT-Large, micro-batches of 4 x 128
@@ -9,10 +9,9 @@ deep model under 64 MiB, and sequences of 2,048 and 8,192 tokens in chunks of 2,
     python3 benches/constant_memory.py small             # 64 layers under 64 MiB, trained
     python3 benches/constant_memory.py long              # sequences
 
-The resident side is what PyTorch has on the device: all parameters, their gradients and AdamW's
-two moments, and all activations of one micro-batch without recomputation; its plan is ours of the
-resident schedule, with the
-moments' 8 bytes a parameter added.
+The resident side is PyTorch's memory of the device: all parameters, their gradients and AdamW's two moments, and all
+activations of one micro-batch without recomputation. It is the plan of the resident schedule plus 8 bytes a parameter
+for the moments.
 """
 
 import json
@@ -34,7 +33,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def run(command, settings, *more, config=None):
-    # Plans are of the defaults: an empty config, in place of the built-in one.
+    # An empty config, so that plans have the defaults instead of the built-in config.
     config = config or (os.devnull if command == "plan" else None)
     arguments = [PROGRAM, command] + ([str(config)] if config else []) + ["--format", "json", *more]
     for key, value in settings.items():
@@ -54,7 +53,7 @@ def device(settings):
 
 
 def resident(settings):
-    """Bytes of the device when everything is there, with the activations of one micro-batch."""
+    """Bytes of the device when it holds the whole model and the activations of one micro-batch."""
     found = plan({**settings, **RESIDENT, "step.batch": settings["step.micro_batch"]})
     return found["device_bytes"]["total"] + 8 * found["parameters"]
 

@@ -2,17 +2,17 @@
 
     cargo build --release && pip install matplotlib && python3 benches/curves.py --svg curves.svg
 
-It draws the figure that the L2L paper (arXiv 2002.05645) has on mixed precision, for a GPT on the built-in text
+It draws the L2L paper's figure on mixed precision (arXiv 2002.05645), for a GPT on the built-in text
 (`examples/built_in.toml`). Each dtype trains from the same seed on the same batches, for `--steps` steps with a
 validation every `--every` steps. The runs alternate: each of the `--rounds` rounds trains with every dtype once, so
-that a slow phase of the machine meets all of them.
+that a slow phase of the machine affects all of them.
 
-Losses do not differ between rounds, which is checked. Seconds at a validation are the median over the rounds. They are
-seconds of training: time that passes between the end of a step and the end of the validation and the sample behind it
-is left out, with the updates that run under the validation. The first step is in them, and reading the data is not.
+The script checks that losses are equal in all rounds. Seconds at a validation are the median over the rounds. They count
+training alone, including the first step. They leave out the reading of data, each validation, the sample behind it, and
+the updates that run meanwhile.
 
-Each run is kept in `--results`, so a stopped script goes on where it was. `--tables` runs nothing. The table is printed
-at the end, in Markdown. Behind it stands which dtype is the fastest per step, with ratios of medians over the rounds.
+Each run is kept in `--results`, so an interrupted script continues where it stopped. `--tables` runs nothing. At the end
+the script prints the table in Markdown, and then the dtype with the fastest step, with ratios of medians over the rounds.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def train(dtype, nth):
             now = time.perf_counter()
             kind = event["event"]
             if kind == "step":
-                # A step's seconds begin at the end of the step before. What came in between is taken away.
+                # A step's seconds begin at the end of the step before, so a validation between them is subtracted.
                 steps.append(event["seconds"] - other)
                 skipped += event.get("skipped", False)
                 other = 0.0
@@ -59,7 +59,7 @@ def train(dtype, nth):
 
 
 def settings():
-    """What all runs of a table share."""
+    """The settings that all runs of a table share."""
     return {name: getattr(args, name) for name in ("steps", "warmup", "every", "batches", "seed")}
 
 
@@ -69,7 +69,7 @@ def results():
 
 
 def found(key):
-    """The results that have all of a key's values."""
+    """The results whose fields equal all of the key's."""
     return [one for one in results() if key.items() <= one.items()]
 
 
@@ -129,7 +129,7 @@ def draw(curves):
     import matplotlib
 
     matplotlib.use("svg")
-    # Text as text, and no identifiers or dates that differ from run to run.
+    # Text stays text, and no identifier or date differs from run to run.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "l2l", "font.family": "sans-serif"}
     from matplotlib import pyplot
 

@@ -1,11 +1,11 @@
-"""Overlap on several devices: the time of a step beside virtual time's answer.
+"""Overlap on several devices: the measured time of a step beside the time that the simulation predicts.
 
     cargo build --release && python3 benches/devices.py [--rounds N] [WAY ...]
 
 The devices are CPU devices that sleep as long as a slower device would compute (device.flop_rate), so
 that this machine has enough cores for all of them. A step of a GPT-2 of 12 layers in 16 micro-batches
-is run on 1, 2 and 4 of them, in each way to share the work. Virtual time is what `l2l plan --forecast`
-says of the same config. Prints medians over the steps of all rounds without the first step.
+runs on 1, 2 and 4 of them, with each division of the work (WAY). Virtual time is the forecast of
+`l2l plan --forecast` for the same config. Prints medians over the steps of all rounds without the first step.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-//! How long the library keeps a tokio executor from its other tasks: the longest gap of a ticker of
-//! 5 ms on a current-thread runtime, over that interval, in each part of a run.
+//! Measures how long the library keeps a tokio executor from its other tasks. A ticker wakes every
+//! 5 ms on a current-thread runtime; for each part of a run, the bench prints the longest delay.
 //!
-//! `cargo bench --bench executor`. The checkpoint has 340 MB. On busy cores the system itself makes
-//! gaps of some milliseconds: the first line is the ticker alone.
+//! `cargo bench --bench executor`. The checkpoint has 340 MB. On busy cores the system itself causes
+//! delays of some milliseconds: the first line shows the ticker alone.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use l2l::{Config, Error, Trainer};
 
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// The longest gap since the last look.
+/// The ticker's longest delay since `show` last printed it.
 static LONGEST: Mutex<Duration> = Mutex::new(Duration::ZERO);
 
 async fn tick() {
@@ -25,12 +25,13 @@ async fn tick() {
     }
 }
 
-/// Prints the longest gap since the part before.
+/// Prints the duration of a part of the run and the longest gap in it. `began` becomes the start of
+/// the next part.
 fn show(part: &str, began: &mut Instant) {
     let gap = std::mem::take(&mut *LONGEST.lock().expect("nothing panics inside"));
-    let took = std::mem::replace(began, Instant::now());
-    let (gap, took) = (gap.as_secs_f64() * 1e3, (*began - took).as_secs_f64());
-    println!("{part:<22} {took:>8.3} s, longest gap {gap:>8.1} ms");
+    let took = began.elapsed().as_secs_f64();
+    println!("{part:<22} {took:>8.3} s, longest gap {:>8.1} ms", gap.as_secs_f64() * 1e3);
+    *began = Instant::now();
 }
 
 #[tokio::main(flavor = "current_thread")]

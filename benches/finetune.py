@@ -1,11 +1,11 @@
-"""Measures ways to fine-tune: host, device and link bytes, speed, and what is learned in a fixed budget of steps.
+"""Measures ways to fine-tune: host, device and link bytes, speed, and the loss after a fixed number of steps.
 
     python examples/spam/fetch.py spam && python examples/whale/fetch.py whale
     cargo build --release && python3 benches/finetune.py
 
-Parts, of which `--part` runs some (they share `--results`, so a stopped run goes on where it was):
+`--part` selects among these parts. They share `--results`, so an interrupted run continues where it stopped:
 
-    rates     each rule with each of its rates in TRIED, seed 0: those in SETTINGS were chosen from them
+    rates     each rule with each of its rates in TRIED, seed 0; SETTINGS has the best of them
     settings  each setting with its chosen rate, on three seeds
     plan      bytes, from `l2l plan`
     speed     tokens a second, from `l2l bench`, in rounds that alternate between the settings
@@ -35,7 +35,7 @@ START_CONFIG = {"built-in": "built_in.toml", "whale": "whale/pretrain.toml"}
 CONFIG = {"built-in": "built_in.toml", "whale": "whale/continue.toml", "spam": "spam/spam.toml"}
 LORA = ["train.lora.rank=16"]
 # Name: keys, and the rates of the built-in corpus, of whale and of spam. A rate was chosen by the loss of seed 0
-# (spam: by the accuracy of seed 0) among those that TRIED has for the rule. Bases and narrow moments take the rate
+# (spam: by the accuracy of seed 0) among those that TRIED has for the rule. Bases and narrow moments use the rate
 # of the plain setting.
 SETTINGS = {
     "AdamW": ([], 3e-4, 1e-3, 1e-4),
@@ -93,11 +93,11 @@ def l2l(command, config, keys):
 
 
 def keys_of(corpus, name, rate, run):
-    """What a run sets beside its config."""
+    """The keys that a run sets in addition to its config."""
     keys = [f"data.sequence_length={SEQUENCE}", f"step.steps={STEPS[corpus]}", f"optimizer.learning_rate={rate}",
             f"checkpoint.directory={run}", f"validation.batches={VALIDATION[corpus]}"]
     if corpus == "spam":
-        keys += ["step.micro_batch=4"]  # as compression of two groups needs
+        keys += ["step.micro_batch=4"]  # two groups need at least two micro-batches
     else:
         keys += ["step.batch=16", "step.micro_batch=8", "schedule.recompute=true", "optimizer.weight_decay=0.01",
                  "optimizer.betas=[0.9,0.999]", "optimizer.min_learning_rate=0", "optimizer.warmup_steps=5",
@@ -120,7 +120,7 @@ def start(corpus):
 
 
 def train(corpus, name, rate, seed):
-    """A run; its last validation is the result."""
+    """Trains once. The last validation is the result."""
     key = {"part": "train", "corpus": corpus, "setting": name, "rate": rate, "seed": seed, "steps": STEPS[corpus]}
     if not found(key):
         run = pathlib.Path(args.work) / "run"
@@ -154,7 +154,7 @@ def results():
 
 
 def found(key):
-    """The results that have all of a key's values."""
+    """The results whose fields equal all of the key's."""
     return [one for one in results() if key.items() <= one.items()]
 
 
@@ -222,7 +222,7 @@ def spam_table():
 
 
 def rates_table():
-    """What each rate that was tried gave with seed 0."""
+    """The result of each rate in TRIED with seed 0."""
     print("\nRates tried with seed 0: losses, and accuracies of spam:\n")
     row("setting", *PLACE)
     print("|---|---|---|---|")

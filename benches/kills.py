@@ -1,17 +1,19 @@
-"""Kills runs at random moments, resumes them, and compares what they come to with unbroken runs.
+"""Kills runs at random moments, resumes them, and compares their results with those of unbroken runs.
 
     python3 benches/kills.py [--kills 500] [--seed 0] [--seconds 0] [--ranks 2] [--only WORD]
 
-L2L names the program (default target/release/l2l). Every kill is a SIGKILL at a moment drawn from
-the time that the command takes unbroken; of runs that go on, from the first 40 % of it. Cases: all
-families of tests/goldens in turn with checkpoints, with the EPS on file, and with both; packed
-data, LoRA, bf16, frozen parts in NF4; `export`, `eval` and `tune` of a trained model; with --ranks
-a run of several processes, of which one is killed (the program is then one with MPI).
+The environment variable L2L names the program (default target/release/l2l). Every kill is a SIGKILL at a moment drawn
+from the time that the unbroken command takes; for a resumed run, from the first 40 % of it. Cases: all families of
+tests/goldens in turn with checkpoints, with the EPS on file, and with both; packed data, LoRA, bf16, frozen parts in NF4;
+`export`, `eval` and `tune` of a trained model; with --ranks a run of several processes, one of which is killed (the
+program must then be built with MPI).
 
-After each kill the run is resumed, and killed again or left to its end. Wrong: its weights_digest
-is not that of the unbroken run. Lost: it resumed from a step before one that was complete on the
-disk before the kill, or announced by the second step after it. Refused: it did not resume. Left: files
-that nobody will ever read or remove.
+After each kill the run is resumed, and killed again or left to its end. The script counts four faults:
+
+    wrong    the weights_digest differs from that of the unbroken run
+    lost     the run resumed from a step before one that was complete on the disk, or announced by the second step after it
+    refused  the run did not resume
+    left     files remain that no run will read or remove
 """
 
 import argparse
@@ -37,12 +39,12 @@ KINDS = ("checkpoints", "file", "both")
 def families():
     """The goldens that are models with data."""
     found = sorted(path.parent.name for path in GOLDENS.glob("*/data.jsonl"))
-    found.remove("long")  # its steps take a second each
+    found.remove("long")  # each of its steps takes a second
     return [name for name in found if (GOLDENS / name / "config.json").is_file()]
 
 
 class Case:
-    """A run that is killed: its settings, and where it keeps what it resumes from."""
+    """A run that is killed: its settings, and the folders that it resumes from."""
 
     def __init__(self, name, kind, settings, ranks=0):
         self.name, self.kind, self.ranks = name, kind, ranks
@@ -80,7 +82,7 @@ def cases(ranks):
     all_of_them = [
         Case(name, KINDS[nth % 3], golden(name, *clip))
         for nth, name in enumerate(families())
-        # Every second one has deferred updates.
+        # Every second case has deferred updates.
         for clip in [["optimizer.clip_norm=0.5"] if nth % 2 else []]
     ]
     small = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocabulary=256"]
@@ -101,7 +103,7 @@ def cases(ranks):
 
 
 def events(path):
-    """The whole events of a killed run's output."""
+    """The events in a killed run's output, without a last line that is cut."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
         try:
@@ -130,7 +132,7 @@ def left(folder, pattern=("*.l2l-*", ".tmp*", "*.partial", "*/*.l2l-partial", "*
 
 
 def kill(process, ranks, chance):
-    """Kills the command; of several ranks one, after which the others end by themselves."""
+    """Kills the command. Of several ranks it kills one; the others then end by themselves."""
     if ranks:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         if children:
@@ -156,7 +158,7 @@ def run(command, folder, chance=None, most=None, ranks=0):
                 kill(process, ranks, chance)
         try:
             process.wait(120)
-        except subprocess.TimeoutExpired:  # mpirun may stay when all of its processes have ended
+        except subprocess.TimeoutExpired:  # mpirun sometimes hangs when all of its processes have ended
             process.kill()
             process.wait()
     return process.returncode, events(out), time.monotonic() - begin
@@ -171,7 +173,7 @@ def files(folder, settings):
 
 
 def train_case(case, kills, chance, tally):
-    """Kills a run so often, or until it is done; resumes it to its end."""
+    """Kills a run up to `kills` times, or until it is done, and resumes it to its end."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         settings = case.settings
@@ -249,7 +251,7 @@ def other_case(name, kills, chance, tally):
             to.unlink(missing_ok=True)
             status, _, _ = run(command, folder, chance, took)
             tally["kills"] += status == -signal.SIGKILL
-            # What is there is whole.
+            # Each file that exists is whole.
             if name == "export" and to.exists() and not (to / "config.json").is_file():
                 tally["wrong"] += 1
             if name == "tune" and to.exists() and not to.read_text().startswith("# l2l tune"):
@@ -263,7 +265,7 @@ def other_case(name, kills, chance, tally):
             print(f"{name}: {(folder / 'err').read_text()}", flush=True)
         elif name == "eval" and again != expected:
             tally["wrong"] += 1
-        # The run is as it was.
+        # The run is unchanged.
         status, resumed, _ = run(case.train(folder, "--resume"), folder)
         tally["ended"] += status == 0
         tally["wrong"] += digest_of(resumed) != digest_of(found)

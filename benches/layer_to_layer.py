@@ -1,13 +1,13 @@
 """The peer of race F in `races.py`: layer-to-layer-pytorch 0.3.0 trains BERT's encoder.
 
-It wants PyTorch below 2, so it has an environment of its own:
+It needs PyTorch below 2, so it has its own environment:
 
     python -m venv old && old/bin/pip install layer-to-layer-pytorch==0.3.0
     python benches/races.py F --layer-to-layer old/bin/python
 
 It splits hidden states into micro-batches, so its layers cannot begin with an embedding. Here the
-embedding is computed beforehand and stays as it is, which is less work than l2l does. It keeps the
-inputs of layers and recomputes the rest, as l2l does when it recomputes.
+embedding is computed beforehand and is not trained, which is less work than l2l does. It keeps the
+inputs of layers and recomputes the rest, like l2l with recomputation.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList([*layers, Classes(hidden, classes)])
 
 
-# PyTorch's name of a tensor -> transformers'.
+# PyTorch's name of a tensor -> its name in transformers.
 NAMES = {
     "self_attn.out_proj": "attention.output.dense",
     "norm1": "attention.output.LayerNorm",

@@ -1,15 +1,15 @@
-"""How near to the machine's limits the CPU device works, and what the ring costs.
+"""How close the CPU device comes to the machine's limits, and the cost of the ring.
 
     cargo build --release
     pip install mkl && python benches/limits.py product    # FLOP/s beside MKL's product
     python3 benches/limits.py schedules                    # relay beside resident
     python3 benches/limits.py depth                        # twice the layers
-    python3 benches/limits.py visits                       # tiny layers: what a visit costs
+    python3 benches/limits.py visits                       # tiny layers: the cost of a visit
     python3 benches/limits.py ceiling                      # both schedules in the same memory
 
-Nothing but `product` needs a package. `product` and `schedules` take the names of shapes, and all
-take --rounds N. Processes alternate: each round starts all of them anew. A figure is the median of
-rounds, with their range. `l2l bench --kernels` gives the rates of kernels.
+Only `product` needs a package. `product` and `schedules` take the names of shapes, and all parts take --rounds N. Each
+round starts all processes anew, in turn. A figure is the median of the rounds, with their range. `l2l bench --kernels`
+prints the rates of kernels.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def events(command, config):
 
 
 def steps(config):
-    """The step events behind the first."""
+    """The step events after the first."""
     return [event for event in events("train", config) if event["event"] == "step"][1:]
 
 
@@ -167,7 +167,7 @@ def depth(rounds, _):
 
 
 def visits(rounds, _):
-    """What a visit of a layer of width 64 takes, and how long the device waits in it."""
+    """The time of a visit to a layer of width 64, and how long the device waits in it."""
     layers = 96
     model = f"layers = {layers}, hidden = 64, heads = 2, vocabulary = 256, positions = 64"
     for micro_batches, length in [(1, 64), (4, 16)]:
@@ -194,7 +194,7 @@ def ceiling(rounds, _):
     more = {kind: everything if kind == "resident" else "" for kind in kinds}
 
     def bytes_of(kind, micro):
-        # The resident side holds the optimizer's moments too, as PyTorch does, and activations of
+        # The resident side also holds the optimizer's moments, as PyTorch does, and the activations of
         # one micro-batch.
         size = micro if kind == "resident" else batch
         plan = events("plan", config_of(model, size, micro, 128, kinds[kind], more[kind]))[0]

@@ -1,4 +1,4 @@
-"""Compares the growth of host memory with the plan's: resident memory of 4 and of 64 layers.
+"""Compares the growth of resident memory, from 4 to 64 layers, with the growth of the plan.
 
 cargo build --release && python3 benches/memory.py
 """

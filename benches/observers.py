@@ -1,4 +1,4 @@
-"""Measures what observers cost, in ten interleaved pairs of runs.
+"""Measures the cost of observers, in ten interleaved pairs of runs.
 
 One run of a pair has no observers. The other has metrics that are scraped each second, the live
 page open, a timeline and a report.

@@ -1,6 +1,7 @@
-//! What it costs to be seen: nanoseconds for one operation, by who hears of it, and for one look.
+//! Measures the cost of telemetry: nanoseconds for each operation, by the observers that receive it.
 //!
-//! `cargo bench --bench observers`. Medians of so many rounds; machines are noisy.
+//! `cargo bench --bench observers`. Each figure is the median of `ROUNDS` rounds, because machines are
+//! noisy.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use l2l::telemetry::{
 const ROUNDS: usize = 15;
 const OPERATIONS: u64 = 20_000;
 
-/// Operations as a step has them: an upload, a kernel that waited for it, a download.
+/// The operations of a step in turn: an upload, a kernel that waited for it, a download.
 fn slice(number: u64) -> Slice {
     let lane = [Lane::Upload, Lane::Compute, Lane::Download][number as usize % 3];
     let kind = [WorkKind::Weights, WorkKind::Forward, WorkKind::Output][number as usize % 3];
@@ -35,6 +36,7 @@ fn slice(number: u64) -> Slice {
     }
 }
 
+/// Nanoseconds an operation: the median of `ROUNDS` calls, each with all operations.
 fn nanos(mut of_round: impl FnMut()) -> f64 {
     let mut rounds: Vec<f64> = (0..ROUNDS)
         .map(|_| {

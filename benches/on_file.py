@@ -3,8 +3,8 @@
     python3 benches/on_file.py [LAYERS [HIDDEN [STEPS [FOLDER]]]]
 
 The disk's rate is measured with direct I/O before and after the run: 4 GiB are written and read
-sequentially, with requests as large as the lane's. The rates of reading and writing are averaged by
-the bytes that a step reads and writes. The data is one short text, so that all steps are alike.
+sequentially, with requests of the lane's size. The rates of reading and writing are averaged,
+weighted by the bytes that a step reads and writes. The data is one short text, so that all steps are equal.
 """
 
 import json

@@ -3,10 +3,9 @@
     cargo build --release && python3 benches/overlap.py [device|host]
 
 GPT-2 of 12 x 512 on two threads, micro-batches of 8 x 128. The link is set so that a block's
-upload takes 0.8 of a layer's forward (a share of the unlinked step, as its FLOPs are). With one
-weight slot the upload is exposed; with two it hides. The stash is on the device, so that only
-blocks and gradients cross the link. With `host` boundaries cross it too, and need more of it than
-the blocks leave.
+upload takes 0.8 of a layer's forward pass, whose time is a share of the unlinked step in proportion to its FLOPs. With
+one weight slot the upload is exposed; with two it is hidden. The stash is on the device, so that only blocks and gradients
+cross the link. With `host`, boundaries cross it too, and need more bandwidth than the blocks leave.
 """
 
 import json
@@ -42,7 +41,7 @@ stash.place = "{sys.argv[1] if len(sys.argv) > 1 else "device"}"
 def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        # A recomputing step is 4 forwards: one, one again, and two's worth of backward.
+        # A step with recomputation takes 4 forward passes: forward, recomputation, and a backward of two.
         forward = run(folder, 2, None) / (4 * LAYERS)
         block = 12 * HIDDEN * HIDDEN * 4
         link = f"{block / (0.8 * forward) / 1e9:.3f}GB/s"

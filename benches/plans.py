@@ -1,10 +1,10 @@
 """Prints the table of plans in docs/memory.md: which models and settings fit which machine, on a device of f32.
 
-It also says from how many tokens a step on transfers and updates hide.
+It also prints how many tokens a step needs to hide transfers and updates.
 
     cargo build --release && python3 benches/plans.py
 
-Rates of other machines are their makers' (f32 TFLOP/s; link, host memory and disk in GB/s).
+Rates of other machines are those of their makers (f32 TFLOP/s; link, host memory and disk in GB/s).
 """
 
 import json
@@ -63,7 +63,7 @@ def main():
                 }
                 if "file" in tier and rates is None:
                     settings["eps.path"] = "/tmp"
-                # An empty config: without one, the built-in config of the first run would be taken.
+                # An empty config: without a config, `plan` would take the built-in one.
                 given = [os.devnull] + (["--forecast"] if rates is None else [])
                 for flag, rate in zip(
                     ("tflops", "link-gbps", "host-gbps", "disk-gbps"), rates or ()

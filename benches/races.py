@@ -3,9 +3,9 @@
     cargo build --release && pip install torch transformers && python benches/races.py A B C D E
 
 Each race trains one model on the same shapes and data. The runs alternate: each round starts every
-process anew, so that a slow phase of the machine meets all of them. The figures are medians over
+process anew, so that a slow phase of the machine affects all of them. The figures are medians over
 rounds: tokens/s without the first step, the ratio to PyTorch of the same round with its spread, and
-the peak resident set of the process. The losses of the first round stand beside them.
+the peak resident set of the process. The losses of the first round are printed beside them.
 
     A  BERT-Large, masked LM, 16 x 128 in micro-batches of 4, 15 % labelled (A-dropout: 0.1)
     B  GPT-2 124M, 8 x 1024 in micro-batches of 1
@@ -15,13 +15,13 @@ the peak resident set of the process. The losses of the first round stand beside
     F  BERT's encoder of 12 x 512, two classes, 32 x 128 in micro-batches of 8, beside the package
        layer-to-layer-pytorch, which needs --layer-to-layer: see `layer_to_layer.py`
 
-Options: --rounds N, --steps N, --threads N; --peer sdpa or --peer compile in place of eager
-attention without compilation; --peer-micro N, another micro-batch for PyTorch.
+Options: --rounds N, --steps N, --threads N; --peer sdpa or --peer compile instead of eager
+attention without compilation; --peer-micro N sets another micro-batch for PyTorch.
 
     python benches/races.py E --against PROGRAM
 
-races this build with another one, say with the one before a change, instead of PyTorch. It takes
-random weights and needs neither torch nor transformers; it prints the ratios of neighboring runs.
+races this build against another one (for example the build before a change) instead of PyTorch. It
+uses random weights and needs neither torch nor transformers. It prints the ratios of neighboring runs.
 """
 
 import argparse
@@ -47,8 +47,8 @@ BERT = dict(
 )
 GPT2 = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
 
-# A model (a transformers config and its fields), its task, and the sizes of a step. "preset" is the
-# same shape with random weights, in the words of l2l's config: --against needs it.
+# A model (a transformers config and its fields), its task, and the sizes of a step. "preset" has the
+# same shape with random weights as keys of l2l's config: --against needs it.
 RACES = {
     "A": dict(
         config="BertConfig",
@@ -205,7 +205,7 @@ def model_of(race, fields):
 
 
 def torch_batch(lines, task):
-    """Padded ids, attention mask (none where nothing is padded), labels."""
+    """Padded ids, attention mask (None without padding), labels."""
     import torch
 
     longest = max(len(line["input_ids"]) for line in lines)
@@ -245,7 +245,7 @@ def train_with_torch(folder, race, options, checkpointing):
     for step in range(options.steps):
         begin = time.perf_counter()
         batch = lines[step * race["batch"] : (step + 1) * race["batch"]]
-        # The mean over the batch's labels, as one large micro-batch would have it.
+        # The mean over the labels of the batch, as in one large micro-batch.
         counts = {
             "causal-lm": lambda line: len(line["input_ids"]) - 1,
             "masked-lm": lambda line: sum(label != IGNORED for label in line["labels"]),
@@ -268,7 +268,7 @@ def train_with_torch(folder, race, options, checkpointing):
 
 
 def layer_to_layer(folder, race, options):
-    """The command of the peer that has an environment of its own."""
+    """The command of the peer that has its own Python environment."""
     command = [options.layer_to_layer, pathlib.Path(__file__).parent / "layer_to_layer.py", folder]
     told = dict(
         batch=race["batch"],
@@ -296,7 +296,7 @@ schedule = {{ kind = "{schedule}", recompute = {str(recompute).lower()} }}
 
 
 def run(command):
-    """Losses, median step seconds behind the first, peak resident bytes of one process."""
+    """Losses, median seconds of the steps after the first, and peak resident bytes of one process."""
     command = [str(part) for part in command]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     events, errors = process.stdout.read(), process.stderr.read()
@@ -353,7 +353,7 @@ def race_against_build(name, race, options):
             rates = {program: [] for program in programs}
             losses = {}
             for pair in range(options.rounds):
-                # Who is first changes from pair to pair: the machine may drift.
+                # The order changes from pair to pair, because the machine may drift.
                 for program in sorted(programs, reverse=pair % 2 == 1):
                     command = ours(folder, race, options, recompute, programs[program])
                     losses[program], seconds, _ = run(command)
@@ -378,7 +378,7 @@ def main():
     parser.add_argument("--peer-micro", type=int, default=0)
     parser.add_argument("--against", type=pathlib.Path)
     parser.add_argument("--layer-to-layer", type=pathlib.Path)
-    # What the peer's own process is told.
+    # The arguments of the peer's own process.
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Overlap of several processes: the time of a step beside virtual time's answer.
+"""Overlap of several processes: the measured time of a step beside the time that the simulation predicts.
 
     cargo build --release --features mpi && python3 benches/ranks.py [--rounds N] [WAY ...]
 
 The devices are CPU devices that sleep as long as a slower device would compute (device.flop_rate), and
 the fabric sleeps as long as a slower one would take (parallel.fabric_rate), so that this machine has
-enough cores for all processes. A step of a GPT-2 of 12 layers in 16 micro-batches is run on 1, 2 and 4
-processes, under mpirun. Virtual time is what `l2l plan --ranks N --forecast` says of the same config.
+enough cores for all processes. A step of a GPT-2 of 12 layers in 16 micro-batches runs on 1, 2 and 4
+processes, under mpirun. Virtual time is the forecast of `l2l plan --ranks N --forecast` for the same config.
 Prints medians over the steps of all rounds without the first step.
 """
 

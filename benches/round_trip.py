@@ -1,7 +1,7 @@
 """Checks that models are unchanged after a round trip through l2l.
 
-l2l loads a model, does a step with a learning rate of 0, and exports it. transformers loads both
-and compares weights and logits bit by bit.
+l2l loads a model, trains one step with a learning rate of 0, and exports it. transformers loads the original and the
+export, and the script compares weights and logits bit by bit.
 
     cargo build --release && pip install torch transformers
     python benches/round_trip.py [CASE...]

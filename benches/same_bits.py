@@ -5,13 +5,13 @@
     python3 benches/same_bits.py --compare before.json after.json
 
 A case is one or more short runs of the program in a folder of its own. Its row holds the exit
-codes, every JSON event on stdout and the hashes of the files that were written. Fields that depend
-on the clock or on the state of the machine are replaced by null, so that their names are compared,
-too. `--compare` prints what differs and then exits with 1.
+codes, every JSON event on stdout and the hashes of the written files. Fields that depend on the
+clock or on the state of the machine are replaced by null, so that their names are still compared.
+`--compare` prints the differences and then exits with 1.
 
-Both tables have to come from the same processor: another one may have other vector instructions,
-and then sums are made in another order. The data are the committed fixtures and files that this
-script writes, never the built-in corpus, which is made of this project's own sources.
+Both tables must come from the same processor: with other vector instructions, sums have another
+order. The data are the committed fixtures and files that this script writes, never the built-in
+corpus, because that changes with this project's own sources.
 """
 
 import argparse
@@ -115,7 +115,7 @@ PLACES = {
 
 
 class Cases:
-    """Cases by name: commands, each a list of arguments, and what is hashed after them."""
+    """Cases by name: commands, each a list of arguments, and the files that are hashed after them."""
 
     def __init__(self):
         self.all = {}
@@ -206,7 +206,7 @@ def methods(cases):
 
 
 def long_sequences(cases):
-    """Sequences above 2,048 positions, which are walked in chunks."""
+    """Sequences above 2,048 positions, which are processed in chunks."""
     long = golden("long", **{"data.sequence_length": 4200, "step.batch": 2, "step.micro_batch": 1,
                              "step.steps": 1})
     for way in ("relay", "resident", "saved", "saved-mlp", "file-clipped", "stash-bf16"):
@@ -252,7 +252,7 @@ def text(cases):
 
 
 def runs(cases):
-    """Checkpoints, what goes on from them, and what is made of them."""
+    """Checkpoints, runs that resume from them, and exports of them."""
     for family in ("tied", "llama", "bert", "bert-classes"):
         for way in ("relay", "file", "clipped", "dropout"):
             saved = golden(family, **WAYS[way], **{"step.steps": 4, "checkpoint.directory": "run",
@@ -327,7 +327,7 @@ def plans(cases):
 
 
 def interface(cases):
-    """What tools rely on: options, keys and their defaults, exit codes."""
+    """The interface for tools: options, keys and their defaults, exit codes."""
     verbs = ["train", "data", "eval", "generate", "plan", "bench", "tune", "dashboards", "export",
              "doctor", "config", "completions"]
     for verb in verbs:
@@ -427,7 +427,7 @@ def write_data(folder):
 
 
 def masked(value):
-    """An event with null in place of what was measured."""
+    """An event with null in place of each measured field."""
     if isinstance(value, list):
         return [masked(one) for one in value]
     if isinstance(value, dict):
@@ -464,7 +464,7 @@ def run(program, data, case):
     row = {"exits": [], "told": []}
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        # Relative paths, so that what is written does not depend on where the folder is.
+        # Relative paths, so that written files do not depend on the place of the folder.
         (folder / "empty.toml").write_text("")
         (folder / "goldens").symlink_to(GOLDENS)
         (folder / "data").symlink_to(data)
@@ -496,7 +496,7 @@ def make_table(program, pattern, jobs):
 
 
 def differences(left, right, path=""):
-    """Paths of what differs in two rows; error texts may differ."""
+    """The paths at which two rows differ. Error texts may differ."""
     if isinstance(left, dict) and isinstance(right, dict):
         for key in sorted(left.keys() | right.keys()):
             if key != "stderr":

@@ -1,9 +1,9 @@
-"""Trains for an hour while observers come and go: resident memory, open files and threads are flat.
+"""Trains for an hour while observers come and go, and checks that resident memory, open files and threads stay flat.
 
-Observers scrape, keep the live page open, hold connections that say nothing or half a request, do not
+Observers scrape, keep the live page open, hold connections that send nothing or half a request, do not
 read their answers, reset connections, and are killed. Every half a minute they pause until the
-listener has closed what they left, and the process is looked at: what does not come back down then
-is lost. Prints a Markdown table; ends with status 1 if something rises.
+listener has closed their connections. Then the script measures the process: memory, files and threads
+that are still in use are a leak. Prints a Markdown table, and exits with status 1 if something rises.
 
     cargo build --release && python3 benches/soak.py [--minutes 60] [--program target/release/l2l]
 """
@@ -38,10 +38,10 @@ MODEL = {
     "checkpoint.every_steps": 500,
     "metrics.run": "soak",
 }
-PERIOD = 30  # seconds from one look to the next
-QUIET = 7  # of them without observers: the listener keeps no connection for more than 5
+PERIOD = 30  # seconds from one measurement to the next
+QUIET = 7  # seconds of these without observers: the listener keeps no connection for more than 5
 PAGES = ["/", "/metrics", "/live.json", "/healthz", "/readyz"]
-# A client that asks and does not read: it is killed.
+# A client that sends requests and does not read the answers. It is killed.
 CLIENT = """
 import socket, sys, time
 client = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -58,7 +58,7 @@ def free_port():
 
 
 class Observers:
-    """Threads that look, all paused at once by `quiet`."""
+    """Threads that observe the run. `quiet` pauses all of them at once."""
 
     def __init__(self, port):
         self.port, self.counts, self.lock = port, {}, threading.Lock()
@@ -75,7 +75,7 @@ class Observers:
                 continue
             try:
                 kind()
-            except OSError:  # closed for another: what a crowd has to expect
+            except OSError:  # the listener closed it to make room for another client
                 self.count(f"{kind.__name__}: closed")
 
     def count(self, what):
@@ -92,7 +92,7 @@ class Observers:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{page}", timeout=20) as answer:
                 answer.read()
         except urllib.error.HTTPError as error:
-            error.close()  # not ready, say
+            error.close()  # for example, not ready
         self.count(page)
 
     def connect(self):
@@ -160,7 +160,7 @@ def look(pid):
 
 
 def least(pid, seconds=1):
-    """The least of each over a second: a checkpoint that is being written is no leak."""
+    """The minimum of each over a second, because a checkpoint that is being written is no leak."""
     looks, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
         looks.append(look(pid))
@@ -169,7 +169,7 @@ def least(pid, seconds=1):
 
 
 def soak(process, observers, minutes):
-    """Looks by time, and the most of each that was ever seen."""
+    """Measurements by time, and the maximum of each."""
     begin = time.monotonic()
     looks, most = [(0.0, least(process.pid))], look(process.pid)
     while time.monotonic() - begin < 60 * minutes:
@@ -185,7 +185,7 @@ def soak(process, observers, minutes):
 
 
 def table(looks, most):
-    """Prints it. Returns whether nothing rises."""
+    """Prints the table. Returns whether nothing rises."""
     end = looks[-1][0]
     at = [min(looks, key=lambda one: abs(one[0] - share * end))[1] for share in (0, 0.1, 0.5, 1)]
     second = [one for one in looks if one[0] >= end / 2]
@@ -197,7 +197,7 @@ def table(looks, most):
         times, values = [one[0] for one in second], [one[1][nth] / unit for one in second]
         slope = statistics.linear_regression(times, values).slope
         rise = slope * (times[-1] - times[0])
-        # A page more or less is none of ours; a file or a thread is.
+        # A difference of one page is noise; a file or a thread is not.
         flat.append(rise < (0.01 * values[0] if nth == 0 else 0.5))
         cells = [f"{value[nth] / unit:.{digits}f}" for value in [*at, most]]
         cells.append(f"{rise:+.2f} ({slope * 3600:+.2f} an hour)")

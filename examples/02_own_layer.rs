@@ -29,7 +29,8 @@ impl Layer for Adapter {
             init,
             joined: false,
         };
-        let (c, n) = (self.channels, self.bottleneck);
+        let c = self.channels;
+        let n = self.bottleneck;
         vec![
             named("down.weight", &[c, n], Kind::Weight, Init::Normal(0.02)),
             named("down.bias", &[n], Kind::Bias, Init::Zeros),
@@ -38,7 +39,7 @@ impl Layer for Adapter {
         ]
     }
 
-    /// Nothing: the backward recomputes the little that it needs.
+    /// Saves nothing: recomputing the narrow activations in the backward costs little.
     fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }
@@ -49,7 +50,8 @@ impl Layer for Adapter {
         let narrow = scratch.take(x.rows, self.bottleneck);
         let activated = scratch.take_like(narrow);
         let added = scratch.take_like(y);
-        let (activation, transposed) = (Activation::GeluTanh, false);
+        let activation = Activation::GeluTanh;
+        let transposed = false;
         k.linear(&Linear { y: narrow, x, w: a, bias: Some(b), transposed });
         k.activate(&Activate { y: activated, x: narrow, activation });
         k.linear(&Linear { y: added, x: activated, w: c, bias: Some(d), transposed });
@@ -59,14 +61,15 @@ impl Layer for Adapter {
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { weights, gradients, accumulate, x, dy, dx, scratch, .. } = *pass;
         let [a, b, c, _] = weights.try_into().expect("four tensors");
-        // Of a frozen tensor there is none.
+        // Each is an `Option`: a frozen tensor has no gradient.
         let [da, db, dc, dd] = gradients.try_into().expect("four tensors");
         let dx = dx.unwrap_or_else(|| scratch.take_like(dy));
         let narrow = scratch.take(x.rows, self.bottleneck);
         let activated = scratch.take_like(narrow);
         let dnarrow = scratch.take_like(narrow);
         let dadded = scratch.take_like(dy);
-        let (activation, transposed) = (Activation::GeluTanh, false);
+        let activation = Activation::GeluTanh;
+        let transposed = false;
         k.linear(&Linear { y: narrow, x, w: a, bias: Some(b), transposed });
         k.activate(&Activate { y: activated, x: narrow, activation });
         let up = LinearBackward {
@@ -100,7 +103,7 @@ impl Layer for Adapter {
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let adapter = |number| Adapter { number, channels: 64, bottleneck: 16 };
     check_gradients(&adapter(0), 64, Rows { sequences: 2, positions: 9 })?;
-    println!("the adapter's backward is its forward's gradient");
+    println!("the adapter's backward agrees with finite differences");
 
     let mut config = Config::default();
     config.model.layers = Some(2);

@@ -7,7 +7,7 @@ use l2l::optimizers::{Update, UpdateRule};
 use l2l::{Config, Error, Trainer};
 
 struct Lion {
-    betas: (f32, f32),
+    betas: [f32; 2],
     weight_decay: f32,
 }
 
@@ -24,7 +24,8 @@ impl UpdateRule for Lion {
         gradient: &[f32],
         update: Update,
     ) {
-        let (rate, (beta1, beta2)) = (update.learning_rate as f32, self.betas);
+        let rate = update.learning_rate as f32;
+        let [beta1, beta2] = self.betas;
         for range in tensor_ranges(tensors) {
             let moments = &mut states[0][range.clone()];
             let all = parameters[range.clone()].iter_mut().zip(moments).zip(&gradient[range]);
@@ -47,7 +48,7 @@ async fn main() -> Result<(), Error> {
     config.data.sequence_length = Some(64);
     config.step.batch = 8;
     config.optimizer.learning_rate = 1e-3;
-    let rule = Lion { betas: (0.9, 0.99), weight_decay: 0.1 };
+    let rule = Lion { betas: [0.9, 0.99], weight_decay: 0.1 };
 
     let (mut trainer, mut batches) = Trainer::builder(config).update_rule(rule).open().await?;
     let moments = trainer.plan().host.iter().find(|term| term.name == "moments");

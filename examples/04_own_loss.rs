@@ -8,7 +8,7 @@ use l2l::models::Model;
 use l2l::testing::check_loss;
 use l2l::{Config, Trainer, shape_of};
 
-/// lse − target + weight · lse².
+/// lse − target + weight · lse², where lse is the log of the softmax's normaliser.
 struct ZLoss {
     weight: f32,
 }

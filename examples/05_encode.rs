@@ -1,4 +1,4 @@
-//! Hidden states of an encoder, computed by the same ring that trains.
+//! Prints the hidden states of an encoder, which the ring computes as it does in training.
 //!
 //! `cargo run --release --example 05_encode -- MODEL_DIRECTORY TOKENS.jsonl` prints one line of
 //! (tokens × channels) for each line of token ids `[101, 2023, ...]`. Without arguments it encodes

@@ -1,4 +1,4 @@
-//! Watches a run from the program that trains: through a metrics recorder, or as plain numbers.
+//! Watches a run from inside the program that trains: through a metrics recorder, or as numbers.
 //!
 //! `cargo run --example 06_watch`. The library installs no recorder and opens no port. Your program
 //! passes its own recorder of the `metrics` crate, or serialises a view for its own server.
@@ -21,7 +21,7 @@ fn config() -> Config {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Error> {
-    // Any `metrics::Recorder` will do: the one your program has, or this one with our buckets.
+    // Use any `metrics::Recorder`. This one has buckets that suit the library's histograms.
     let recorder = recorder();
     let histograms = Histograms::new("example", &recorder);
 
@@ -40,11 +40,11 @@ async fn main() -> Result<(), Error> {
     }
     trainer.stop().await?;
 
-    // When Prometheus scrapes: take a view and publish it to the recorder.
+    // At each scrape of Prometheus, take a view and publish it to the recorder.
     let view = watch.view(0);
     publish(&view, &recorder);
     println!("{} lines of metrics", recorder.handle().render().lines().count());
-    // Or read the view without any recorder.
+    // A view can also be read without a recorder.
     for layer in view.layers.iter().filter(|layer| layer.on_device) {
         println!("layer {}: overlap {:.2}", layer.layer, layer.overlap.unwrap_or(1.0));
     }

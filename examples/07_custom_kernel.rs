@@ -1,7 +1,7 @@
-//! A custom kernel: the squared ReLU (So et al. 2021), for a CPU and, as CUDA text, for a GPU; and
-//! a layer that runs it.
+//! A custom kernel, the squared ReLU (So et al. 2021), and a layer that runs it. The kernel is a
+//! Rust function for the CPU and CUDA text for a GPU.
 //!
-//! `cargo run --release --example 07_custom_kernel`; with `cuda` behind it, on a GPU.
+//! `cargo run --release --example 07_custom_kernel`, or `… 07_custom_kernel cuda` on a GPU.
 
 use l2l::config::DeviceKind;
 use l2l::kernels::{Custom, CustomKernel, Kernels, Rows};
@@ -46,7 +46,7 @@ extern "C" __global__ void squared_relu_backward(
     },
 };
 
-/// Runs them; it has no tensors.
+/// A layer without tensors that runs the two kernels.
 struct Squares;
 
 const SCALE: [f32; 1] = [0.1];
@@ -65,22 +65,22 @@ impl Layer for Squares {
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let (kernel, numbers) = (&FORWARD, &SCALE[..]);
-        k.custom(&Custom { kernel, writes: &[pass.y], reads: &[pass.x], numbers });
+        let writes = &[pass.y];
+        let reads = &[pass.x];
+        k.custom(&Custom { kernel: &FORWARD, writes, reads, numbers: &SCALE });
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let dx = pass.dx.unwrap_or_else(|| pass.scratch.take_like(pass.dy));
-        let (kernel, numbers) = (&BACKWARD, &SCALE[..]);
         let reads = &[pass.dy, pass.x];
-        k.custom(&Custom { kernel, writes: &[dx], reads, numbers });
+        k.custom(&Custom { kernel: &BACKWARD, writes: &[dx], reads, numbers: &SCALE });
     }
 }
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     check_gradients(&Squares, 64, Rows { sequences: 2, positions: 9 })?;
-    println!("the kernel's backward is its forward's gradient");
+    println!("the kernel's backward agrees with finite differences");
 
     let mut config = Config::default();
     if std::env::args().any(|argument| argument == "cuda") {

@@ -1,5 +1,6 @@
-//! A layer composed of operations, whose backward is derived: gated attention added to the residual
-//! stream. It is checked by finite differences, then trained between the model's own blocks.
+//! A layer that is composed of operations: gated attention, added to the residual stream. Its
+//! backward is derived from the operations, and checked against finite differences. Then the layer
+//! is trained between the model's own blocks.
 //!
 //! `cargo run --release --example 08_composed_layer`
 
@@ -27,7 +28,8 @@ impl Composed for Gated {
             init,
             joined: false,
         };
-        let (c, d) = (self.channels, self.head_size);
+        let c = self.channels;
+        let d = self.head_size;
         let weight = Init::Normal(0.05);
         vec![
             named("norm.weight", &[c], Kind::Norm, Init::Ones),
@@ -69,7 +71,7 @@ impl Composed for Gated {
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let gated = |index| Derived(Gated { index, channels: 64, head_size: 16 });
     check_gradients(&gated(0), 64, Rows { sequences: 2, positions: 9 })?;
-    println!("the derived backward is the forward's gradient");
+    println!("the derived backward agrees with finite differences");
 
     let mut config = Config::default();
     config.model.layers = Some(2);

@@ -1,6 +1,6 @@
-//! A whole run in a program, as a config says: validation, early stopping, checkpoints and a log.
+//! A whole run of a config in your program: validation, early stopping, checkpoints and a log.
 //!
-//! `cargo run --release --example 09_fit`. It is what `l2l train` does, with callbacks of its own.
+//! `cargo run --release --example 09_fit`. It runs as `l2l train` does, with its own callbacks.
 
 use std::path::Path;
 

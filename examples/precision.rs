@@ -1,8 +1,8 @@
 //! Simulates a step in f32 and in f16 on the machine of the L2L paper (arXiv 2002.05645): 50 B
 //! parameters on one V100 behind PCIe.
 //!
-//! `cargo run --release --example precision`. There are no tensors: each operation takes the time
-//! that its bytes or FLOPs would take at full rate, and the ring decides what overlaps.
+//! `cargo run --release --example precision`. The simulation has no tensors: each operation takes the
+//! time of its bytes or FLOPs at full rate, and the ring decides which operations overlap.
 
 use std::time::Duration;
 
@@ -23,10 +23,10 @@ const MICRO_BATCHES: [u32; 6] = [1, 2, 4, 8, 16, 32];
 // NVIDIA's data sheet of the V100 (SXM2): peaks of single precision and of tensor cores.
 const F32: f64 = 15.7e12; // FLOPs a second
 const F16: f64 = 125e12; // FLOPs a second
-const LINK: f64 = 12e9; // bytes a second, each way: what PCIe 3.0 x16 gives in practice
+const LINK: f64 = 12e9; // bytes a second, each way: PCIe 3.0 x16 in practice
 const HOST_MEMORY: f64 = 100e9; // bytes a second: updates are bound by it
 
-/// What differs between the columns of the table.
+/// The dtypes and rates of one column of the table.
 #[derive(Clone, Copy)]
 struct Precision {
     name: &'static str,

@@ -1,7 +1,7 @@
 //! Simulates a machine that you do not have: a GPT-3 shape on one device behind PCIe.
 //!
-//! `cargo run --release --example what_if`. There are no tensors: each operation takes the time
-//! that its bytes or FLOPs would take, and the ring decides what overlaps.
+//! `cargo run --release --example what_if`. The simulation has no tensors: each operation takes the
+//! time of its bytes or FLOPs, and the ring decides which operations overlap.
 
 use std::time::Duration;
 

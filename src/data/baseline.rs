@@ -1,19 +1,19 @@
 //! Baselines for models of bytes: the cross entropies of a unigram and a bigram model, fitted on
-//! the training set and scored on the validation set. A model that learned must end below them.
+//! the training set and scored on the validation set. A trained model must have a lower loss.
 
 use super::Dataset;
 use crate::error::Error;
 
-/// Cross entropies in nats per byte, over the positions that a validation of the model scores.
+/// Cross entropies in nats per byte, over the positions that a validation scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Baseline {
-    /// The unigram model: it predicts a byte by how often the byte occurs.
+    /// The unigram model: the probability of a byte is its frequency.
     pub unigram: f64,
-    /// The bigram model: it predicts a byte by how often the byte follows the one before.
+    /// The bigram model: the probability of a byte is its frequency after the byte before.
     pub bigram: f64,
 }
 
-/// The most training sequences that are counted. More hardly change frequencies of byte pairs.
+/// The most training sequences that are counted. More would hardly change the frequencies.
 const MOST_COUNTED: u64 = 1 << 16;
 
 /// Fits both models on `train`, and scores them on the first `most` sequences of `validation`.
@@ -28,7 +28,8 @@ const MOST_COUNTED: u64 = 1 << 16;
 /// The data is not bytes.
 pub fn baselines(train: &Dataset, validation: &Dataset, most: u64) -> Result<Baseline, Error> {
     assert!(train.is_bytes() && validation.is_bytes(), "baselines of bytes");
-    let (mut single, mut pairs) = (vec![0.5_f64; 256], vec![0.0_f64; 256 * 256]);
+    let mut single = vec![0.5_f64; 256];
+    let mut pairs = vec![0.0_f64; 256 * 256];
     for index in 0..train.len().unwrap_or(0).min(MOST_COUNTED) {
         let tokens = train.sequence(index)?.tokens;
         tokens.iter().for_each(|&token| single[token as usize] += 1.0);
@@ -43,11 +44,14 @@ pub fn baselines(train: &Dataset, validation: &Dataset, most: u64) -> Result<Bas
     // The probability of byte b after byte a.
     let follows =
         |a: usize, b: usize| (pairs[a * 256 + b] + PRIOR * share[b]) / (successors[a] + PRIOR);
-    let (mut unigram, mut bigram, mut scored) = (0.0, 0.0, 0_u64);
+    let mut unigram = 0.0;
+    let mut bigram = 0.0;
+    let mut scored = 0_u64;
     for index in 0..validation.len().unwrap_or(0).min(most) {
         for pair in validation.sequence(index)?.tokens.windows(2) {
-            let (a, b) = (pair[0] as usize, pair[1] as usize);
-            (unigram, bigram) = (unigram - share[b].ln(), bigram - follows(a, b).ln());
+            let [a, b] = [pair[0] as usize, pair[1] as usize];
+            unigram -= share[b].ln();
+            bigram -= follows(a, b).ln();
             scored += 1;
         }
     }

@@ -1,4 +1,4 @@
-//! The batches of a training run, each a function of its step. A thread prepares the next batch
+//! The batches of a training run; each depends only on its step. A thread prepares the next batch
 //! while the ring works on the current one.
 
 use std::pin::Pin;
@@ -14,20 +14,10 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::hf::shape_of;
 
-/// An endless stream of batches. Dropping it ends its thread.
+/// An endless stream of batches. Dropping it ends its thread. The stream ends after an error.
 pub struct Batches {
-    /// Filled by the thread `l2l-data`, which makes one batch ahead.
+    /// Sent by the thread `l2l-data`. Capacity 1: one batch waits while the next one is made.
     ready: Receiver<Result<Batch, Error>>,
-}
-
-/// The order of training that a config asks for.
-pub(super) fn order(config: &Config) -> Order {
-    Order {
-        seed: config.step.seed,
-        shuffle: config.data.shuffle,
-        by_length: config.data.group_by_length,
-        batch: config.step.batch,
-    }
 }
 
 fn unlabelled(name: &str, step: u64) -> Error {
@@ -36,23 +26,23 @@ fn unlabelled(name: &str, step: u64) -> Error {
 }
 
 impl Batches {
-    /// Opens the training set of a config, and starts with its first step. It reads and tokenizes,
-    /// and blocks its thread; [`Trainer::open`](crate::Trainer::open) does not.
+    /// Opens the training set of a config, and starts with the first step. It reads and tokenizes
+    /// on the calling thread; [`Trainer::open`](crate::Trainer::open) does not block.
     ///
     /// # Errors
-    /// As [`Dataset::open`], [`Batches::check`] and [`Batches::start`].
+    /// The errors of [`Dataset::open`], [`Batches::check`] and [`Batches::start`].
     pub fn open(config: &Config) -> Result<Batches, Error> {
         let (data, _) = Dataset::open(config, &shape_of(config)?)?;
         Batches::check(config, &data, config.steps(data.len())?)?;
         Batches::start(config, data, 0)
     }
 
-    /// Refuses data of which some batch of the first `steps` steps has no label.
+    /// Refuses data if a batch of the first `steps` steps has no label.
     ///
     /// # Errors
     /// The first step without a label.
     pub fn check(config: &Config, data: &Dataset, steps: u64) -> Result<(), Error> {
-        match order(config).unlabelled(data, steps) {
+        match Order::of(config).unlabelled(data, steps) {
             None => Ok(()),
             Some(step) => Err(unlabelled(data.name(), step)),
         }
@@ -63,20 +53,20 @@ impl Batches {
     /// # Errors
     /// The spooled data cannot be read any more.
     pub fn of_step(config: &Config, data: &Dataset, step: u64) -> Result<Vec<Sequence>, Error> {
-        order(config).sequences(data, step)
+        Order::of(config).sequences(data, step)
     }
 
-    /// Starts to make the batches of `data`, from step `first` on.
+    /// Starts a thread that makes the batches of `data`, from step `first` on.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// The system cannot start a thread.
     pub fn start(config: &Config, data: Dataset, first: u64) -> Result<Batches, Error> {
-        let order = order(config);
-        // Capacity 1: one batch waits while the next one is made.
+        let order = Order::of(config);
         let (sender, ready) = mpsc::channel(1);
         let make = move || {
             for step in first.. {
-                let batch = match order.batch(&data, step) {
+                let sequences = order.sequences(&data, step);
+                let batch = match sequences.map(|all| Batch::of(&all, data.predicts())) {
                     Ok(batch) if batch.labelled == 0 => Err(unlabelled(data.name(), step)),
                     batch => batch,
                 };

@@ -1,4 +1,4 @@
-//! A dataset: sequences by index. A config opens two of them, for training and for validation.
+//! A dataset: sequences by index. A config opens one for training, and others for validation.
 
 use sha2::{Digest, Sha256};
 
@@ -15,10 +15,10 @@ use crate::hf;
 use crate::models::{Head, Shape};
 use crate::random;
 
-/// Where the sequences come from.
+/// The origin of the sequences.
 enum Kind {
     Sources(Vec<Source>),
-    /// Random tokens: an endless dataset, a function of this seed.
+    /// Random tokens: an endless dataset, which depends on this seed alone.
     Random {
         seed: u64,
         vocabulary: usize,
@@ -26,15 +26,15 @@ enum Kind {
     },
 }
 
-/// Sequences by index: of training, or of validation.
+/// The sequences of training or of a validation set, by index.
 pub struct Dataset {
     kind: Kind,
+    /// The entry of the config: files, "random" or the built-in corpus.
     name: String,
-    /// The name of the validation set, where there are several.
+    /// The name of the validation set, if there are several.
     set: Option<String>,
     /// Columns of its records that are not used.
     unused: Vec<String>,
-    /// Which label a position is scored by.
     predicts: Predicts,
     mask: Option<Mask>,
     attend_across: bool,
@@ -42,10 +42,10 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// Opens the training set and the validation sets of a config, of which there may be none.
+    /// Opens the training set and all validation sets of a config. There may be no validation set.
     ///
     /// # Errors
-    /// The file and line, and what is wrong there; or a validation set has no label.
+    /// A file cannot be used (the error has file and line); or a validation set has no label.
     pub fn open(config: &Config, shape: &Shape) -> Result<(Dataset, Vec<Dataset>), Error> {
         let (mut train, mut validation) = Dataset::split(config, shape)?;
         train.pack(config, shape)?;
@@ -60,11 +60,11 @@ impl Dataset {
         Ok((train, validation))
     }
 
-    /// Opens only the validation sets. The training set is read only where the validation set is
-    /// split off from it.
+    /// Opens only the validation sets. The training set is read only if the validation set is a
+    /// share of it.
     ///
     /// # Errors
-    /// As [`open`](Dataset::open); or the config has no validation set.
+    /// The errors of [`open`](Dataset::open); or the config has no validation set.
     pub fn open_validation(config: &Config, shape: &Shape) -> Result<Vec<Dataset>, Error> {
         if config.data.validation.is_some() {
             let mut sets = Dataset::validation_sets(config, shape)?;
@@ -127,18 +127,17 @@ impl Dataset {
         for source in sources.iter_mut() {
             let held_out = held_out(source);
             source.part = Part::Training(held_out);
-            validation_sources.push(Source {
-                spool: source.spool.clone(),
-                digest: source.digest.clone(),
-                is_text: source.is_text,
-                part: Part::HeldOut(held_out),
-                weight: 1.0,
-                packed: None,
-            });
+            let part = Part::HeldOut(held_out);
+            validation_sources.push(Source { part, weight: 1.0, ..source.clone() });
         }
-        let (kind, name) = (Kind::Sources(validation_sources), train.name.clone());
-        let (vocabulary, seed) = (train.vocabulary.clone(), !config.step.seed);
-        let validation = Dataset::of(config, kind, name, train.predicts, vocabulary, seed)?;
+        let validation = Dataset::of(
+            config,
+            Kind::Sources(validation_sources),
+            train.name.clone(),
+            train.predicts,
+            train.vocabulary.clone(),
+            !config.step.seed,
+        )?;
         Ok((train, vec![validation]))
     }
 
@@ -160,9 +159,16 @@ impl Dataset {
         let probability = config.data.mask_probability;
         let mask = || Mask::new(vocabulary.clone(), probability, seed);
         let mask = draws_masks.then(mask).transpose()?;
-        let attend_across = config.data.attend_across;
-        let (set, unused) = (None, Vec::new());
-        Ok(Dataset { kind, name, set, unused, predicts, mask, attend_across, vocabulary })
+        Ok(Dataset {
+            kind,
+            name,
+            set: None,
+            unused: Vec::new(),
+            predicts,
+            mask,
+            attend_across: config.data.attend_across,
+            vocabulary,
+        })
     }
 
     /// Opens and tokenizes all files of an entry of the config (`data.train`, `data.validation`).
@@ -206,7 +212,8 @@ impl Dataset {
             }
             sources.push(Source::new(files::open(name, &reader)?, weight));
         }
-        let (kind, name) = (Kind::Sources(sources), files.to_string());
+        let kind = Kind::Sources(sources);
+        let name = files.to_string();
         let unused = reader.unused.into_inner().expect("nothing panics inside");
         let mut data = Dataset::of(config, kind, name, predicts, reader.vocabulary, seed)?;
         data.unused = unused.into_iter().collect();
@@ -229,22 +236,22 @@ impl Dataset {
         Ok(())
     }
 
-    /// A batch of the sequences of these indices.
+    /// A batch of the sequences with these indices.
     ///
     /// # Errors
-    /// As [`sequence`](Dataset::sequence).
+    /// The spooled data cannot be read any more.
     pub fn batch(&self, indices: impl IntoIterator<Item = u64>) -> Result<Batch, Error> {
         let sequences: Result<Vec<_>, Error> =
             indices.into_iter().map(|index| self.sequence(index)).collect();
         Ok(Batch::of(&sequences?, self.predicts))
     }
 
-    /// The name it has in the config: its files, "random" or the built-in corpus.
+    /// Its entry in the config: files, "random" or the built-in corpus.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The name of the validation set, where `data.validation` names several.
+    /// The name of the validation set, if `data.validation` names several.
     pub fn set_name(&self) -> Option<&str> {
         self.set.as_deref()
     }
@@ -254,17 +261,17 @@ impl Dataset {
         &self.unused
     }
 
-    /// The vocabulary its tokens are of.
+    /// The vocabulary of its tokens.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary
     }
 
-    /// What the model predicts, and so which label a position is scored by.
+    /// The kind of the model's predictions.
     pub fn predicts(&self) -> Predicts {
         self.predicts
     }
 
-    /// Whether all of it is text whose tokens are its bytes.
+    /// Whether it is text whose tokens are bytes.
     pub fn is_bytes(&self) -> bool {
         let is_text = match &self.kind {
             Kind::Sources(sources) => sources.iter().all(|source| source.is_text),
@@ -273,7 +280,7 @@ impl Dataset {
         is_text && matches!(self.vocabulary, Vocabulary::Bytes)
     }
 
-    /// The number of sequences of an epoch. `None` when the data is endless.
+    /// The number of sequences of an epoch. `None` if the data is endless.
     pub fn len(&self) -> Option<u64> {
         match &self.kind {
             Kind::Sources(sources) => Some(sources.iter().map(Source::quota).sum()),
@@ -286,11 +293,13 @@ impl Dataset {
         false
     }
 
-    /// The source of a sequence, and its index in the source. Each epoch goes on in a source where
-    /// the epoch before ended, so that a source of a weight below 1 is used up over several epochs.
+    /// The source of a sequence, and its index in the source. In each source an epoch continues
+    /// where the epoch before ended, so several epochs together use all of a source whose weight is
+    /// below 1.
     fn find<'s>(&self, sources: &'s [Source], index: u64) -> (&'s Source, u64) {
         let epoch_len: u64 = sources.iter().map(Source::quota).sum();
-        let (epoch, mut at) = (index / epoch_len, index % epoch_len);
+        let epoch = index / epoch_len;
+        let mut at = index % epoch_len;
         for source in sources {
             let quota = source.quota();
             if at < quota {
@@ -301,7 +310,7 @@ impl Dataset {
         unreachable!("an epoch is the sum of its quotas")
     }
 
-    /// Reads a sequence. Indices go on from epoch to epoch.
+    /// Reads a sequence. Indices continue from epoch to epoch.
     ///
     /// # Errors
     /// The spooled data cannot be read any more.
@@ -317,15 +326,13 @@ impl Dataset {
                 let mut state = random::keyed(*seed, index);
                 let token = |_| (random::next(&mut state) % *vocabulary as u64) as u32;
                 let tokens = (0..*positions).map(token).collect();
+                let plain = Sequence::plain(tokens);
                 return Ok(match self.predicts {
-                    Predicts::Next | Predicts::Own => Sequence::plain(tokens),
+                    Predicts::Next | Predicts::Own => plain,
                     Predicts::Class | Predicts::Value => {
-                        Sequence::classified(tokens, 0, Vec::new())
+                        Sequence::classified(plain.tokens, 0, Vec::new())
                     }
-                    Predicts::TokenClass => {
-                        let labels = vec![0; tokens.len()];
-                        Sequence { tokens, labels, ..Sequence::default() }
-                    }
+                    Predicts::TokenClass => Sequence { labels: vec![0; *positions], ..plain },
                 });
             }
         };
@@ -348,7 +355,7 @@ impl Dataset {
         })
     }
 
-    /// The number of a sequence's tokens.
+    /// The number of tokens of a sequence.
     pub(super) fn length(&self, index: u64) -> usize {
         match &self.kind {
             Kind::Random { positions, .. } => *positions,
@@ -360,7 +367,7 @@ impl Dataset {
         }
     }
 
-    /// Whether each sequence has a label, or no sequence is known to have none.
+    /// Whether each sequence has a label.
     pub(super) fn all_labelled(&self) -> bool {
         match &self.kind {
             Kind::Random { .. } => true,
@@ -368,20 +375,21 @@ impl Dataset {
         }
     }
 
-    /// Whether a sequence has a label, as far as is known without reading it.
+    /// Whether a sequence has a label. The spool knows this without reading the sequence.
     pub(super) fn is_labelled(&self, index: u64) -> bool {
         let Kind::Sources(sources) = &self.kind else { return true };
         let (source, at) = self.find(sources, index);
         let rows = source.rows_of(at);
-        // The first token of each text but the first is predicted by the text before it.
+        // Each text but the first has a scored label: its first token, which the text before
+        // predicts.
         if self.attend_across && rows.len() > 1 {
             return true;
         }
         rows.into_iter().any(|row| source.spool.is_labelled(source.place(row)))
     }
 
-    /// Batches of `batch` sequences in order, for evaluation. Ends after `batches` batches or an
-    /// epoch. Batches without a label are left out.
+    /// Batches of `batch` sequences in the order of the files, for evaluation. Ends after `batches`
+    /// batches or an epoch. Batches without a label are left out.
     ///
     /// # Panics
     /// `batch` is 0.
@@ -403,8 +411,8 @@ impl Dataset {
         (0..count.min(most)).any(|index| self.is_labelled(index))
     }
 
-    /// Identifies the data: the number of sequences and a SHA-256 of the bytes of each source, and
-    /// the tokenizer. A resumed run compares it with the checkpoint's.
+    /// Identifies the data: for each source the number of sequences and a SHA-256 of its bytes, and
+    /// the tokenizer. A resumed run compares it with the fingerprint in the checkpoint.
     pub fn fingerprint(&self) -> String {
         match &self.kind {
             Kind::Random { seed, .. } => {
@@ -414,8 +422,9 @@ impl Dataset {
             }
             Kind::Sources(sources) => {
                 let each = sources.iter().map(|source| {
-                    let (rows, total, digest) = (source.rows(), source.total(), &source.digest);
-                    format!("{rows} of {total} sequences of {digest}")
+                    let rows = source.rows();
+                    let total = source.total();
+                    format!("{rows} of {total} sequences of {}", source.digest)
                 });
                 let each = each.collect::<Vec<_>>().join(", ");
                 match self.vocabulary.tokenizer() {
@@ -427,7 +436,7 @@ impl Dataset {
     }
 }
 
-/// The names of the model's classes: the config's, or the model's own. Empty when neither has any.
+/// The names of the model's classes, from the config or from the model. Empty if neither has any.
 fn label_names(config: &Config) -> Result<Vec<String>, Error> {
     let own = match &config.model.path {
         Some(path) => hf::label_names(&hf::read_config(path)?),

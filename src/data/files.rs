@@ -1,8 +1,8 @@
-//! Reads data files into a spool of sequences. Each file is read once, from its beginning to its
-//! end, and tokenized by all cores.
+//! Reads data files into a spool of sequences. Each file is read once, from beginning to end, and
+//! tokenized by all cores.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -11,39 +11,43 @@ use sha2::{Digest, Sha256};
 
 use super::reader::Reader;
 use super::spool::{Spool, Spooling};
-use super::vocabulary::Vocabulary;
+use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{CORPUS, Predicts, Sequence};
 use crate::config::DataConfig;
 use crate::error::Error;
 
-/// A longer line of a `.jsonl` file is refused: it is hardly one of tokens, and must fit memory.
+/// The longest line of a `.jsonl` file. A longer one can hardly be a record, and might not fit in
+/// memory.
 const LONGEST_LINE: u64 = 1 << 28;
 
-/// How many lines of a `.jsonl` file the cores tokenize at a time.
+/// The number of lines of a `.jsonl` file that the cores tokenize at a time.
 pub(super) const LINES_AT_ONCE: usize = 256;
 
-/// How many pieces of a text the cores tokenize at a time.
+/// The number of pieces of a text that the cores tokenize at a time.
 const PIECES_AT_ONCE: usize = 8;
 
-/// A text is tokenized in pieces of about this size. Each ends at the end of a line.
+/// The size of the pieces in which a text is tokenized. A piece continues to the end of its line.
 const PIECE_BYTES: usize = 1 << 20;
 
 /// File name extensions of data.
 const EXTENSIONS: [&str; 8] = ["txt", "md", "jsonl", "json", "csv", "tsv", "parquet", "bin"];
+
+/// The extensions of files that consist of records. All others are one stream of tokens.
+const OF_RECORDS: [&str; 5] = ["jsonl", "json", "csv", "tsv", "parquet"];
 
 /// All sequences of a file, a folder or the built-in corpus.
 pub(super) struct Opened {
     pub(super) spool: Spool,
     /// The first 8 bytes of the SHA-256 of all bytes that were read.
     pub(super) digest: String,
-    /// Whether all of it is plain text.
+    /// Whether no file consists of records.
     pub(super) is_text: bool,
 }
 
 /// Reads a file, a folder or the built-in corpus.
 ///
 /// # Errors
-/// The file and line, and what is wrong there; or the temporary file cannot be written.
+/// A file cannot be used (the error has file and line); or the temporary file cannot be written.
 pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
     let spooling = Spooling::new().map_err(|error| {
@@ -60,25 +64,15 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
             let at = path.display().to_string();
             let refuse = |error| Error::unusable(format_args!("data {at}"), error);
             let mut file = BufReader::with_capacity(1 << 16, File::open(&path).map_err(refuse)?);
-            match extension(&path) {
-                Some("jsonl") => {
-                    is_text = false;
-                    opening.lines(&at, &mut file)?;
-                }
-                Some("json") => {
-                    is_text = false;
-                    opening.list(&at, &mut file)?;
-                }
-                Some(extension @ ("csv" | "tsv")) => {
-                    is_text = false;
-                    let delimiter = if extension == "csv" { b',' } else { b'\t' };
-                    opening.table(&at, &mut file, delimiter)?;
-                }
-                Some("parquet") => {
-                    is_text = false;
-                    opening.parquet(&at, file.into_inner())?;
-                }
-                Some("bin") => opening.token_ids(&at, &mut file)?,
+            let extension = extension(&path).unwrap_or_default();
+            is_text &= !OF_RECORDS.contains(&extension);
+            match extension {
+                "jsonl" => opening.lines(&at, &mut file)?,
+                "json" => opening.list(&at, &mut file)?,
+                "csv" => opening.table(&at, &mut file, b',')?,
+                "tsv" => opening.table(&at, &mut file, b'\t')?,
+                "parquet" => opening.parquet(&at, file.into_inner())?,
+                "bin" => opening.token_ids(&at, &mut file)?,
                 _ => opening.text(&at, &mut file)?,
             }
         }
@@ -101,54 +95,57 @@ fn extension(path: &Path) -> Option<&str> {
     path.extension().and_then(|extension| extension.to_str())
 }
 
-/// The data files of a path: the file itself, or those of the folder and all folders in it, in the
-/// order of their names. Hidden files are left out.
+/// Whether the name of a file has an extension of data.
+fn is_data(path: &Path) -> bool {
+    extension(path).is_some_and(|known| EXTENSIONS.contains(&known))
+}
+
+/// The data files of a path: the file itself, or all data files below the folder.
 fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
-    if !path.is_dir() {
-        if !extension(path).is_some_and(|known| EXTENSIONS.contains(&known)) {
-            return Err(format!(
-                "it is not a known kind of data: give a .{} file, a folder of them, \"random\" or \
-                 \"{}\"",
-                EXTENSIONS.join(", ."),
-                DataConfig::BUILT_IN
-            ));
+    if path.is_dir() {
+        let mut found = Vec::new();
+        add_files(path, &mut found).map_err(|error| error.to_string())?;
+        if found.is_empty() {
+            return Err("there is no .txt, .md, .jsonl, .json, .csv, .tsv or .bin file in this \
+                        folder"
+                .into());
         }
-        let about = fs::metadata(path).map_err(|error| error.to_string())?;
-        if !about.is_file() {
-            return Err("it is neither a file nor a folder".into());
-        }
-        return Ok(vec![path.into()]);
+        return Ok(found);
     }
-    let mut found = Vec::new();
-    let entries = fs::read_dir(path).map_err(|error| error.to_string())?;
-    let mut entries: Vec<PathBuf> = entries
-        .map(|entry| entry.map(|entry| entry.path()))
-        .collect::<Result<_, _>>()
-        .map_err(|error| error.to_string())?;
+    if !is_data(path) {
+        return Err(format!(
+            "it is not a known kind of data: give a .{} file, a folder of them, \"random\" or \
+             \"{}\"",
+            EXTENSIONS.join(", ."),
+            DataConfig::BUILT_IN
+        ));
+    }
+    if !fs::metadata(path).map_err(|error| error.to_string())?.is_file() {
+        return Err("it is neither a file nor a folder".into());
+    }
+    Ok(vec![path.into()])
+}
+
+/// Adds the data files below a folder, in the order of their names. Hidden files and linked folders
+/// are left out.
+fn add_files(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
+    let entries = fs::read_dir(folder)?.map(|entry| Ok(entry?.path()));
+    let mut entries = entries.collect::<io::Result<Vec<PathBuf>>>()?;
     entries.sort();
     for entry in entries {
-        let is_hidden =
-            entry.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
-        let about = fs::symlink_metadata(&entry).map_err(|error| error.to_string())?;
-        if is_hidden {
+        let about = fs::symlink_metadata(&entry)?;
+        let name = entry.file_name().unwrap_or_default();
+        if name.to_string_lossy().starts_with('.') {
             continue;
         }
         if about.is_dir() {
-            found.extend(files(&entry).or_else(|error| match error.as_str() {
-                NOTHING => Ok(Vec::new()),
-                _ => Err(error),
-            })?);
-        } else if entry.is_file()
-            && extension(&entry).is_some_and(|known| EXTENSIONS.contains(&known))
-        {
+            add_files(&entry, found)?;
+        } else if entry.is_file() && is_data(&entry) {
             found.push(entry);
         }
     }
-    if found.is_empty() { Err(NOTHING.into()) } else { Ok(found) }
+    Ok(())
 }
-
-const NOTHING: &str =
-    "there is no .txt, .md, .jsonl, .json, .csv, .tsv or .bin file in this folder";
 
 /// A source that is being read.
 pub(super) struct Opening<'r> {
@@ -159,10 +156,10 @@ pub(super) struct Opening<'r> {
 }
 
 impl Opening<'_> {
-    /// Appends a sequence to the spool. `name`: the file it comes from.
+    /// Appends a sequence to the spool. `name` is its file.
     pub(super) fn push(&mut self, name: &str, sequence: &Sequence) -> Result<(), Error> {
         let predicts = self.reader.predicts;
-        // Masks give labels to any sequence that has a token which is not special.
+        // A sequence without labels gets some with its masks, if one of its tokens is not special.
         let tokenizer = self.reader.vocabulary.tokenizer();
         let is_text = |token: &u32| tokenizer.is_some_and(|words| !words.is_special(*token));
         let is_labelled = match sequence.labels.is_empty() {
@@ -173,13 +170,17 @@ impl Opening<'_> {
         pushed.map_err(|error| Error::storage(format_args!("data {name}"), error))
     }
 
-    /// Reads a `.jsonl` file: sequences of its lines.
+    /// Reads the lines of a `.jsonl` file.
     pub(super) fn lines(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
-        let refuse = |number: u64, what: &dyn std::fmt::Display| {
-            let (file, problem) = (name.to_string(), what.to_string());
-            Error::BadData { file, line: Some(number), problem }
+        let refuse = |number: u64, what: &dyn std::fmt::Display| Error::BadData {
+            file: name.into(),
+            line: Some(number),
+            problem: what.to_string(),
         };
-        let (mut number, mut at_end, mut blank) = (0, false, None);
+        let mut number = 0;
+        let mut at_end = false;
+        // An empty line is refused only if a line follows it: it may end the file.
+        let mut blank = None;
         while !at_end {
             let mut lines: Vec<(u64, Vec<u8>)> = Vec::new();
             let mut bytes = 0;
@@ -222,15 +223,13 @@ impl Opening<'_> {
             let read: Vec<Result<Vec<Sequence>, Error>> =
                 self.pool.install(|| lines.par_iter().map(read).collect());
             for sequences in read {
-                for sequence in &sequences? {
-                    self.push(name, sequence)?;
-                }
+                sequences?.iter().try_for_each(|one| self.push(name, one))?;
             }
         }
         Ok(())
     }
 
-    /// Reads a text: its tokens are cut into consecutive sequences.
+    /// Reads a text, and cuts its tokens into consecutive sequences.
     fn text(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         let reader = self.reader;
@@ -245,14 +244,10 @@ impl Opening<'_> {
                  {needs}"
             )));
         }
-        let special_tokens = match &reader.vocabulary {
-            Vocabulary::Words(_) => reader.vocabulary.special_tokens_around(),
-            Vocabulary::Bytes => Ok(Default::default()),
-            Vocabulary::Unknown(why) => Err(why.clone()),
-        };
-        let special_tokens = special_tokens.map_err(|why| refuse(&why))?;
+        let special_tokens = reader.vocabulary.special_tokens().map_err(|why| refuse(&why))?;
         let mut windows = Windows::new(reader, special_tokens).map_err(|why| refuse(&why))?;
-        let (mut at_end, mut read_bytes) = (false, 0);
+        let mut at_end = false;
+        let mut read_bytes = 0;
         while !at_end {
             let mut pieces = Vec::new();
             while pieces.len() < PIECES_AT_ONCE && !at_end {
@@ -270,32 +265,26 @@ impl Opening<'_> {
                 self.pool.install(|| pieces.par_iter().map(encode).collect());
             for tokens in encoded {
                 let tokens = tokens.map_err(|what| refuse(&what))?;
-                for sequence in windows.take(&tokens) {
-                    self.push(name, &sequence)?;
-                }
+                windows.take(&tokens).iter().try_for_each(|one| self.push(name, one))?;
             }
         }
-        for sequence in windows.finish().map_err(|what| refuse(&what))? {
-            self.push(name, &sequence)?;
-        }
-        Ok(())
+        windows.finish().iter().try_for_each(|one| self.push(name, one))
     }
 
-    /// Reads a `.bin` file: its tokens, 16-bit little-endian ids, are cut into consecutive
+    /// Reads a `.bin` file of 16-bit little-endian token ids, and cuts them into consecutive
     /// sequences.
     fn token_ids(&mut self, name: &str, file: &mut impl Read) -> Result<(), Error> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         if self.reader.predicts != Predicts::Next {
             return Err(refuse(&"a .bin file is only for models that predict the next token"));
         }
-        let mut windows = Windows::new(self.reader, Default::default()).map_err(|w| refuse(&w))?;
+        let mut windows =
+            Windows::new(self.reader, SpecialTokens::default()).map_err(|what| refuse(&what))?;
         windows.end_of_text.clear();
         loop {
             let mut bytes = Vec::new();
-            file.by_ref()
-                .take(PIECE_BYTES as u64)
-                .read_to_end(&mut bytes)
-                .map_err(|e| refuse(&e))?;
+            let read = file.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut bytes);
+            read.map_err(|error| refuse(&error))?;
             if bytes.is_empty() {
                 break;
             }
@@ -311,14 +300,9 @@ impl Opening<'_> {
                 let what = format_args!("token {token} is outside the vocabulary of {known}");
                 return Err(refuse(&what));
             }
-            for sequence in windows.take(&tokens) {
-                self.push(name, &sequence)?;
-            }
+            windows.take(&tokens).iter().try_for_each(|one| self.push(name, one))?;
         }
-        for sequence in windows.finish().map_err(|what| refuse(&what))? {
-            self.push(name, &sequence)?;
-        }
-        Ok(())
+        windows.finish().iter().try_for_each(|one| self.push(name, one))
     }
 }
 
@@ -336,33 +320,33 @@ fn encode_piece(reader: &Reader, at: usize, piece: &[u8]) -> Result<Vec<u32>, St
 
 /// Cuts a stream of tokens into sequences.
 ///
-/// A causal model sees one long text: the special tokens stand once around all of it. To a masked
-/// language model each sequence is a text: the special tokens stand around each.
+/// For a causal model the stream is one long text, with special tokens around the whole. For a
+/// masked language model each sequence is a text, with special tokens around each.
 struct Windows {
     /// Tokens that do not fill a sequence yet.
     waiting: Vec<u32>,
-    /// How many tokens of text a sequence holds.
+    /// The number of tokens of text in a sequence.
     room: usize,
-    /// The special tokens before and after each sequence.
-    around_each: (Vec<u32>, Vec<u32>),
+    around_each: SpecialTokens,
     /// The special tokens after the whole text.
     end_of_text: Vec<u32>,
     is_masked: bool,
 }
 
 impl Windows {
-    /// `special_tokens`: those that the tokenizer puts before and after a text.
-    fn new(reader: &Reader, special_tokens: (Vec<u32>, Vec<u32>)) -> Result<Windows, String> {
+    /// `special_tokens` are those that the tokenizer puts around a text.
+    fn new(reader: &Reader, special_tokens: SpecialTokens) -> Result<Windows, String> {
         let positions = reader.positions;
+        let SpecialTokens { before, after } = special_tokens;
         if reader.predicts == Predicts::Own {
-            let room = positions.saturating_sub(special_tokens.0.len() + special_tokens.1.len());
+            let room = positions.saturating_sub(before.len() + after.len());
             if room == 0 {
                 return Err(format!("data.sequence_length of {positions} leaves no room for text"));
             }
             return Ok(Windows {
                 waiting: Vec::new(),
                 room,
-                around_each: special_tokens,
+                around_each: SpecialTokens { before, after },
                 end_of_text: Vec::new(),
                 is_masked: true,
             });
@@ -373,12 +357,12 @@ impl Windows {
                     .into(),
             );
         }
-        let (waiting, mut end_of_text) = special_tokens;
+        let mut end_of_text = after;
         if reader.end_of_text {
             reader.push_end(&mut end_of_text)?;
         }
         Ok(Windows {
-            waiting,
+            waiting: before,
             room: positions,
             around_each: Default::default(),
             end_of_text,
@@ -387,7 +371,7 @@ impl Windows {
     }
 
     fn window(&self, tokens: &[u32]) -> Sequence {
-        let (before, after) = &self.around_each;
+        let SpecialTokens { before, after } = &self.around_each;
         let tokens = [before, tokens, after].concat();
         if self.is_masked {
             Sequence::unmasked(tokens, Vec::new())
@@ -396,7 +380,7 @@ impl Windows {
         }
     }
 
-    /// Takes more tokens, and gives the sequences that are now full.
+    /// Takes more tokens, and returns the sequences that they fill.
     fn take(&mut self, tokens: &[u32]) -> Vec<Sequence> {
         let mut waiting = std::mem::take(&mut self.waiting);
         waiting.extend(tokens);
@@ -405,8 +389,8 @@ impl Windows {
         full.map(|window| self.window(window)).collect()
     }
 
-    /// Ends the text, and gives the sequences that are left. The last may be shorter.
-    fn finish(mut self) -> Result<Vec<Sequence>, String> {
+    /// Ends the text, and returns the remaining sequences. The last may be shorter.
+    fn finish(mut self) -> Vec<Sequence> {
         let end_of_text = std::mem::take(&mut self.end_of_text);
         let mut left = self.take(&end_of_text);
         // A causal model learns nothing from a single token.
@@ -414,6 +398,6 @@ impl Windows {
         if self.waiting.len() >= least {
             left.push(self.window(&self.waiting));
         }
-        Ok(left)
+        left
     }
 }

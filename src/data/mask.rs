@@ -1,5 +1,6 @@
-//! Masks of masked language models, drawn anew each time a sequence is used (dynamic masking, Liu
-//! et al. 2019). The proportions are those of transformers. The same seed gives the same masks.
+//! Masks of masked language models. They are drawn anew each time a sequence is used (dynamic
+//! masking, Liu et al. 2019), in the proportions of transformers. The same seed gives the same
+//! masks.
 
 use super::Sequence;
 use super::vocabulary::Vocabulary;
@@ -8,12 +9,12 @@ use crate::random;
 
 /// Draws the masks of a dataset.
 pub(super) struct Mask {
-    /// The chance of a token to be predicted.
+    /// The probability that a token is chosen for prediction.
     probability: f64,
     seed: u64,
     mask_token: u32,
     vocabulary: Vocabulary,
-    /// The number of tokens of the vocabulary, which random replacements are drawn from.
+    /// The number of tokens of the vocabulary, from which random replacements are drawn.
     tokens: usize,
 }
 
@@ -35,11 +36,12 @@ impl Mask {
         Ok(Mask { probability, seed, mask_token, tokens, vocabulary })
     }
 
-    /// Chooses the tokens of a sequence that are predicted, labels them, and replaces 8 in 10 of
-    /// them by the mask token and 1 in 10 by a random token; 1 in 10 stays. Special tokens are not
-    /// chosen. At least one token is. `nth` is the key of this draw.
+    /// Chooses at least one token of a sequence, and never a special token. Labels the chosen
+    /// tokens, and replaces 8 in 10 of them by the mask token and 1 in 10 by a random token. `nth`
+    /// is the key of this draw.
     pub(super) fn draw(&self, sequence: &mut Sequence, nth: u64) {
-        let tokenizer = self.vocabulary.tokenizer().expect("new() asked for a tokenizer");
+        let tokenizer =
+            self.vocabulary.tokenizer().expect("new() refuses a vocabulary without one");
         let mut state = random::keyed(self.seed, nth);
         let candidates: Vec<usize> = (0..sequence.tokens.len())
             .filter(|&at| !tokenizer.is_special(sequence.tokens[at]))

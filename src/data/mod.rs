@@ -1,8 +1,8 @@
 //! Data: files become sequences of tokens with labels, and sequences become batches.
 //!
-//! Everything is read, checked and tokenized before a run starts (`files`, `reader`, `spool`).
-//! After that a sequence is a function of its index ([`Dataset`]) and a batch is a function of its
-//! step ([`Batches`]). So a resumed run sees the same data as an uninterrupted one.
+//! All files are read, checked and tokenized before a run starts (`files`, `reader`, `spool`). After
+//! that a sequence depends only on its index ([`Dataset`]), and a batch only on its step
+//! ([`Batches`]). So a resumed run has the same data as an uninterrupted one.
 
 mod baseline;
 mod batches;
@@ -35,21 +35,22 @@ use crate::models::{Head, Model};
 /// The built-in corpus: the project's own source and documentation, concatenated.
 pub const CORPUS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
-/// The sequences of one step, one behind the other, without padding. In the shapes, S is the number
-/// of sequences and R that of all their tokens.
+/// The sequences of one step, joined without padding. In the shapes, S is the number of sequences
+/// and R the number of all their tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// Token ids. (R).
     pub(crate) tokens: Vec<u32>,
     /// Token types (`token_type_ids`). (R).
     pub(crate) kinds: Vec<u8>,
-    /// The label that each position is scored by. A negative one is not scored. (R).
+    /// For each position, the label that its prediction is scored by. A position with a negative
+    /// label is not scored. (R).
     pub(crate) targets: Vec<i32>,
-    /// Where each sequence begins among the tokens, and where the last one ends. (S + 1).
+    /// The index of each sequence's first token, and the number of all tokens. (S + 1).
     pub(crate) starts: Vec<usize>,
     /// The document that each position belongs to. (R). Empty when each sequence is one document.
     pub(crate) documents: Vec<Document>,
-    /// How many positions of the batch have a label.
+    /// The number of positions with a label.
     pub(crate) labelled: usize,
 }
 
@@ -67,7 +68,7 @@ pub struct Sequence {
     pub documents: Vec<usize>,
 }
 
-/// What a model predicts, and so which label a position is scored by.
+/// The kind of a model's predictions. It decides which label a position is scored by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Predicts {
     /// The next token: a position is scored by the next position's label (causal models).
@@ -83,28 +84,25 @@ pub enum Predicts {
 }
 
 impl Predicts {
-    /// How many positions ahead of a position its label stands.
+    /// The distance from a position to the position of its label.
     fn label_offset(self) -> usize {
-        match self {
-            Predicts::Next => 1,
-            Predicts::Own | Predicts::Class | Predicts::Value | Predicts::TokenClass => 0,
-        }
+        usize::from(self == Predicts::Next)
     }
 }
 
 impl Sequence {
-    /// A sequence whose labels are its own tokens, as causal models are trained.
+    /// A sequence whose labels are its own tokens, for causal models.
     pub fn plain(tokens: Vec<u32>) -> Sequence {
         let labels = tokens.iter().map(|&token| token as i32).collect();
         Sequence { tokens, labels, ..Sequence::default() }
     }
 
-    /// A sequence without labels: masks are drawn, and labels set, each time it is used.
+    /// A sequence without labels. Masks are drawn and labels set each time it is used.
     fn unmasked(tokens: Vec<u32>, kinds: Vec<u8>) -> Sequence {
         Sequence { tokens, kinds, ..Sequence::default() }
     }
 
-    /// A sequence with a single label, a class or the bits of a value.
+    /// A sequence with a single label: a class, or the bits of an f32.
     fn classified(tokens: Vec<u32>, label: i32, kinds: Vec<u8>) -> Sequence {
         let mut labels = vec![-100; tokens.len()];
         labels[0] = label;
@@ -119,11 +117,11 @@ impl Sequence {
         self.scored(predicts).into_iter().filter(|&is| is).count()
     }
 
-    /// For each position, whether its label is scored. No position predicts the first token of a
-    /// document.
+    /// For each position, whether its label is scored. The first token of a document is not,
+    /// because no position predicts it.
     pub fn scored(&self, predicts: Predicts) -> Vec<bool> {
         let mut scored: Vec<bool> = self.labels.iter().map(|&label| label >= 0).collect();
-        if predicts.label_offset() == 1 {
+        if predicts == Predicts::Next {
             let begins = self.document_ranges().map(|document| document.from as usize).chain([0]);
             begins.for_each(|at| scored.get_mut(at).into_iter().for_each(|is| *is = false));
         }
@@ -142,8 +140,8 @@ impl Sequence {
 }
 
 impl Batch {
-    /// Some of its sequences. They count as labelled what the whole batch does: losses and
-    /// gradients are divided by that.
+    /// Some of the batch's sequences. `labelled` stays that of the whole batch, because losses and
+    /// gradients are divided by it.
     pub(crate) fn part(&self, sequences: Range<usize>) -> Batch {
         let rows = self.starts[sequences.start]..self.starts[sequences.end];
         let starts = self.starts[sequences.start..=sequences.end].iter();
@@ -171,7 +169,7 @@ impl Batch {
     /// A batch for a causal model. Each sequence has at least one token, and one label per token.
     ///
     /// # Panics
-    /// A sequence is empty, or has not one label (and one token type, if it has any) per token.
+    /// A sequence is empty, or its labels or token types (if it has any) are not one per token.
     pub fn new<S: Borrow<Sequence>>(sequences: &[S]) -> Batch {
         Batch::of(sequences, Predicts::Next)
     }
@@ -180,13 +178,17 @@ impl Batch {
     /// label per token.
     ///
     /// # Panics
-    /// As [`new`](Batch::new).
+    /// A sequence is empty, or its labels or token types (if it has any) are not one per token.
     pub fn of<S: Borrow<Sequence>>(sequences: &[S], predicts: Predicts) -> Batch {
-        let (mut tokens, mut targets, mut kinds) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut starts, mut documents) = (vec![0], Vec::new());
+        let mut tokens = Vec::new();
+        let mut targets = Vec::new();
+        let mut kinds = Vec::new();
+        let mut starts = vec![0];
+        let mut documents = Vec::new();
         let has_documents = sequences.iter().any(|one| !one.borrow().documents.is_empty());
         for sequence in sequences.iter().map(Borrow::borrow) {
-            let (length, labels) = (sequence.tokens.len(), sequence.labels.len());
+            let length = sequence.tokens.len();
+            let labels = sequence.labels.len();
             assert!(length > 0 && length == labels, "{length} tokens, {labels} labels");
             assert!(sequence.kinds.is_empty() || sequence.kinds.len() == length, "kinds");
             let at = tokens.len();
@@ -209,7 +211,7 @@ impl Batch {
                 let tokens = (document.to - document.from) as usize;
                 documents.extend(std::iter::repeat_n(*document, tokens));
                 // The last token of a document does not predict the first of the next one.
-                if predicts.label_offset() == 1 && document.to < all.to {
+                if predicts == Predicts::Next && document.to < all.to {
                     targets[at + document.to as usize - 1] = -100;
                 }
             }
@@ -248,12 +250,12 @@ impl Batch {
         lengths
     }
 
-    /// Checks the batch against the model and the plan, which was made for `sequences` sequences of
-    /// `longest` tokens at most.
+    /// Checks the batch against the model and against the plan, which has memory for `sequences`
+    /// sequences of at most `longest` tokens.
     ///
     /// # Errors
-    /// The batch is empty, larger or longer than planned, has a token or a label that the model
-    /// does not know, or has no label.
+    /// The batch is empty, larger or longer than planned, has a token or a label outside the
+    /// model's range, or has no label.
     pub(crate) fn check(
         &self,
         model: &Model,

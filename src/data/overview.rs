@@ -1,29 +1,29 @@
-//! An overview of a dataset: how long its sequences are.
+//! An overview of a dataset: the lengths of its sequences.
 
-use super::batches::order;
 use super::dataset::Dataset;
+use super::order::Order;
 use crate::config::Config;
 use crate::error::Error;
 
-/// How long a dataset's sequences are.
+/// The lengths of a dataset's sequences.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Overview {
-    /// The number of sequences that were counted: an epoch, or the first million of it.
+    /// The number of sequences counted: an epoch, or the first million of it.
     pub sequences: u64,
     /// The number of their tokens.
     pub tokens: u64,
-    /// The number of their labels that are scored. A classifier has one a sequence.
+    /// The number of their scored labels. A classifier has one a sequence.
     pub labelled: u64,
-    /// The number of tokens of the longest.
+    /// The number of tokens of the longest sequence.
     pub longest: usize,
-    /// A histogram of lengths: the most tokens of each bin, and the sequences in it.
+    /// A histogram of lengths. For each bin, its largest number of tokens and its sequences.
     pub lengths: Vec<(usize, u64)>,
-    /// The share that would be padding if all sequences of a batch, in the order of training, were
-    /// padded to the longest. Nothing is: a micro-batch has the rows of its tokens alone.
+    /// The share of padding, if all sequences of a batch were padded to the longest one. For
+    /// information: batches have no padding.
     pub padding_share: f64,
 }
 
-/// The most sequences that are counted: an overview of them takes seconds.
+/// The most sequences that are counted, so that an overview takes seconds.
 const MOST_SEQUENCES: u64 = 1 << 20;
 
 /// The number of bins of the histogram.
@@ -37,20 +37,23 @@ impl Overview {
     pub fn of(config: &Config, data: &Dataset) -> Result<Overview, Error> {
         const OF_ENDLESS_DATA: u64 = 1024;
         let sequences = data.len().unwrap_or(OF_ENDLESS_DATA).min(MOST_SEQUENCES);
-        let (mut tokens, mut labelled, mut lengths) = (0, 0, Vec::new());
+        let mut tokens = 0;
+        let mut labelled = 0;
+        let mut lengths = Vec::new();
         for index in 0..sequences {
             let sequence = data.sequence(index)?;
             tokens += sequence.tokens.len() as u64;
             labelled += sequence.labelled(data.predicts()) as u64;
             lengths.push(sequence.tokens.len());
         }
-        let (mut positions, mut filled) = (0, 0);
-        let order = order(config);
+        let mut positions = 0;
+        let mut filled = 0;
+        let order = Order::of(config);
         for step in 0..sequences.div_ceil(order.batch as u64).max(1) {
             let batch_lengths: Vec<usize> = order
                 .of_step(data, step)
                 .into_iter()
-                .filter_map(|(index, _)| lengths.get((index % sequences) as usize).copied())
+                .filter_map(|one| lengths.get((one.index % sequences) as usize).copied())
                 .collect();
             positions += batch_lengths.len() * batch_lengths.iter().max().unwrap_or(&0);
             filled += batch_lengths.iter().sum::<usize>();

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use super::Sequence;
 
-/// Packs sequences of these lengths into sequences of at most `most` tokens. Gives, for each packed
-/// sequence, the indices of those that it joins.
+/// Packs sequences of these lengths into sequences of at most `most` tokens. Returns, for each
+/// packed sequence, the indices of the sequences that it joins.
 ///
-/// Sequences are taken in order, and each goes where it leaves the least room (best fit). So
-/// sequences that are packed together stand near each other in the data.
+/// Sequences are taken in order, and each goes where it leaves the least room (best fit). So a
+/// packed sequence joins sequences that are close to each other in the data.
 pub(super) fn pack(lengths: impl Iterator<Item = usize>, most: usize) -> Vec<Vec<u32>> {
     let mut packed: Vec<Vec<u32>> = Vec::new();
-    let mut open: BTreeMap<usize, Vec<usize>> = BTreeMap::new(); // room left -> places in `packed`
+    let mut open: BTreeMap<usize, Vec<usize>> = BTreeMap::new(); // remaining room -> indices of `packed`
     for (index, length) in lengths.enumerate() {
         let (place, room) = match open.range_mut(length..).next() {
             Some((&room, places)) => {

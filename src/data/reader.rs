@@ -1,5 +1,5 @@
 //! Turns a record, such as a line of a `.jsonl` file, into sequences. The kinds of records are
-//! text, chats, a prompt with its completion, words with tags, and token ids.
+//! texts, chats, instructions, prompts with completions, words with tags, and token ids.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -8,12 +8,12 @@ use std::sync::Mutex;
 use serde_json::{Map, Value};
 
 use super::record::{Columns, Label, Record, Turns};
-use super::vocabulary::Vocabulary;
+use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{Predicts, Sequence};
 use crate::config::TooLong;
 use crate::hf::{Encoded, Message};
 
-/// What a reader knows of the model and the config.
+/// Turns records into sequences, by these settings of the model and the config.
 pub(super) struct Reader {
     pub(super) vocabulary: Vocabulary,
     /// The size of the model's vocabulary.
@@ -29,9 +29,9 @@ pub(super) struct Reader {
     pub(super) classes: usize,
     /// The names of the classes, if they have any.
     pub(super) names: Vec<String>,
-    /// What the columns of the data are called, where they have other names: ours, theirs.
+    /// Columns that have another name in the data: our name, and the data's.
     pub(super) fields: Vec<(&'static str, String)>,
-    /// Columns that were met and are not used.
+    /// The columns met so far that are not used.
     pub(super) unused: Mutex<BTreeSet<String>>,
 }
 
@@ -39,27 +39,27 @@ impl Reader {
     /// Reads a line of JSON. It becomes one sequence, unless a long text is split.
     ///
     /// # Errors
-    /// What is wrong with the line.
+    /// The reason why the line cannot be used.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
         if !line.starts_with('{') {
             return Err("it is not a JSON object".into());
         }
-        // JSON's own line number is always 1. The caller adds the line number of the file.
+        // serde_json counts lines from this line. The caller adds the line number of the file.
         let plain =
             |error: serde_json::Error| error.to_string().replace(" at line 1 column", " at column");
         let Columns(columns) = serde_json::from_str(line).map_err(plain)?;
         self.read_record(columns)
     }
 
-    /// Reads a record, the values of columns by name.
+    /// Reads a record, which is given as the values of its columns by name.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The reason why the record cannot be used.
     pub(super) fn read_record(&self, columns: Map<String, Value>) -> Result<Vec<Sequence>, String> {
         let (record, mut unused) = Record::of(columns, &self.fields)?;
         let kind = record.kind()?;
-        let remote_bytes = record.unused(kind, self.scores_sequences());
-        unused.extend(remote_bytes.into_iter().map(str::to_string));
+        let unused_by_kind = record.unused(kind, self.scores_sequences());
+        unused.extend(unused_by_kind.into_iter().map(str::to_string));
         if !unused.is_empty() {
             self.unused.lock().expect("nothing panics inside").extend(unused);
         }
@@ -72,41 +72,43 @@ impl Reader {
             (true, Some(label)) => Some(self.label(label)?),
             (false, _) => None,
         };
-        match kind {
-            "input_ids" => self.ids(record, label).map(|one| vec![one]),
-            "tokens" => self.words(&record).map(|one| vec![one]),
+        let sequence = match kind {
+            "input_ids" => self.ids(record, label),
+            "tokens" => self.words(&record),
             _ if self.predicts == Predicts::TokenClass => Err(format!(
                 "{kind}: this model classifies tokens; give tokens (words) with tags, or \
                  input_ids with labels"
             )),
-            "text" => self.text(&record, label),
+            "text" => return self.text(&record, label),
             _ if self.predicts != Predicts::Next => Err(format!(
                 "{kind}: this model does not predict the next token; give text or input_ids"
             )),
             "messages" => {
                 let messages = record.with_system(record.messages.clone().unwrap_or_default());
-                self.chat(&[], &messages, &record.tools).map(|one| vec![one])
+                self.chat(&[], &messages, &record.tools)
             }
-            "instruction" => self.instruction(&record).map(|one| vec![one]),
+            "instruction" => self.instruction(&record),
             _ => match (&record.prompt, &record.completion) {
                 (_, None) => Err("completion is missing".into()),
                 (Some(Turns::Messages(prompt)), Some(Turns::Messages(completion))) => {
                     let prompt = record.with_system(prompt.clone());
-                    self.chat(&prompt, completion, &record.tools).map(|one| vec![one])
+                    self.chat(&prompt, completion, &record.tools)
                 }
                 (Some(Turns::Text(prompt)), Some(Turns::Text(completion))) => {
-                    self.completion(prompt, completion).map(|one| vec![one])
+                    self.completion(prompt, completion)
                 }
                 _ => Err("prompt and completion: both must be texts, or both messages".into()),
             },
-        }
+        };
+        Ok(vec![sequence?])
     }
 
-    /// Whether an end token is put behind each text.
+    /// Whether an end token is appended to each text.
     fn ends_text(&self) -> bool {
         self.end_of_text && self.predicts == Predicts::Next
     }
 
+    /// Whether the model has one label for each sequence.
     fn scores_sequences(&self) -> bool {
         matches!(self.predicts, Predicts::Class | Predicts::Value)
     }
@@ -134,7 +136,7 @@ impl Reader {
             }
             (_, Label::Name(name)) => {
                 let class = self.names.iter().position(|known| known == name);
-                // Files of text have numbers in letters.
+                // In a table of text, a class number is a string.
                 if let (None, Ok(number)) = (class, name.parse()) {
                     return self.label(&Label::Number(number));
                 }
@@ -151,7 +153,7 @@ impl Reader {
         }
     }
 
-    /// A line of `text`, perhaps with a `text_pair` and a `label`.
+    /// A record of `text`, perhaps with a `text_pair` and a `label`.
     fn text(&self, line: &Record, label: Option<i32>) -> Result<Vec<Sequence>, String> {
         let text = line.text.as_deref().unwrap_or_default();
         if text.is_empty() {
@@ -189,7 +191,7 @@ impl Reader {
         }
     }
 
-    /// A sequence of text: all of it is scored, or masks are drawn later.
+    /// A sequence of text. A causal model scores all of it; for a masked one, masks are drawn later.
     fn plain(&self, tokens: Vec<u32>, kinds: Vec<u8>) -> Sequence {
         match self.predicts {
             Predicts::Own => Sequence::unmasked(tokens, kinds),
@@ -199,9 +201,9 @@ impl Reader {
 
     /// Splits a text that is too long into several sequences.
     fn split(&self, text: &str, tokens: Vec<u32>) -> Result<Vec<Sequence>, String> {
-        let (before, after) = self.vocabulary.special_tokens_around()?;
+        let SpecialTokens { before, after } = self.vocabulary.special_tokens()?;
         let (inner, room) = match self.predicts {
-            // To a masked language model each sequence is a text: special tokens stand around each.
+            // For a masked language model each sequence is a text, with special tokens around it.
             Predicts::Own => {
                 let room = self.positions.saturating_sub(before.len() + after.len());
                 (self.vocabulary.encode(text, None, false)?.tokens, room)
@@ -221,7 +223,7 @@ impl Reader {
         Ok(inner.chunks(room).map(|tokens| self.plain(piece(tokens), Vec::new())).collect())
     }
 
-    /// Appends the token that ends a text (`eos_token`), unless it is there already.
+    /// Appends the token that ends a text (`eos_token`), unless the text already ends with it.
     pub(super) fn push_end(&self, tokens: &mut Vec<u32>) -> Result<(), String> {
         match self.vocabulary.end() {
             Some(end) if tokens.last() == Some(&end) => Ok(()),
@@ -233,8 +235,7 @@ impl Reader {
         }
     }
 
-    /// A chat: only what the assistant says in `messages`, which follow those of the prompt, is
-    /// scored.
+    /// A chat. Only the assistant's messages in `messages`, which follow the prompt, are scored.
     fn chat(
         &self,
         prompt: &[Message],
@@ -261,7 +262,7 @@ impl Reader {
         self.score_only(encoded, &chat.assistant)
     }
 
-    /// A record of Alpaca's columns: a chat where the model has a template, else Alpaca's prompt.
+    /// A record with Alpaca's columns: a chat if the model has a template, else Alpaca's prompt.
     fn instruction(&self, record: &Record) -> Result<Sequence, String> {
         let output =
             record.output.as_deref().ok_or("output is missing, which instruction needs")?;
@@ -278,7 +279,7 @@ impl Reader {
         self.chat(&[], &record.with_system(messages), &record.tools)
     }
 
-    /// A prompt and its completion: only the completion is scored.
+    /// A prompt and its completion. Only the completion is scored.
     fn completion(&self, prompt: &str, completion: &str) -> Result<Sequence, String> {
         if completion.is_empty() {
             return Err("completion is empty".into());
@@ -288,7 +289,7 @@ impl Reader {
         let completion = prompt.len()..text.len();
         if self.vocabulary.end().is_some() {
             self.push_end(&mut encoded.tokens)?;
-            // The end token belongs to the completion, also where the tokenizer has added it.
+            // The end token belongs to the completion, even if the tokenizer has added it.
             encoded.spans.truncate(encoded.tokens.len() - 1);
             encoded.spans.push((completion.start, completion.end));
         }
@@ -301,10 +302,7 @@ impl Reader {
         let is_scored = |&(from, to): &(usize, usize)| {
             ranges.iter().any(|range| from < to && from < range.end && range.start < to)
         };
-        if self.too_long != TooLong::Cut {
-            self.check_length(tokens.len())?;
-        }
-        tokens.truncate(self.positions);
+        tokens.truncate(self.kept(tokens.len())?);
         let labels = tokens.iter().zip(&spans);
         let labels: Vec<i32> = labels
             .map(|(&token, span)| if is_scored(span) { token as i32 } else { -100 })
@@ -314,6 +312,14 @@ impl Reader {
             return Err("nothing of it is learnt: the part to learn is empty or was cut off".into());
         }
         Ok(sequence)
+    }
+
+    /// The number of tokens that are kept of a sequence of `tokens`.
+    fn kept(&self, tokens: usize) -> Result<usize, String> {
+        if self.too_long != TooLong::Cut {
+            self.check_length(tokens)?;
+        }
+        Ok(tokens.min(self.positions))
     }
 
     /// Refuses a sequence that is too long.
@@ -329,8 +335,8 @@ impl Reader {
         )
     }
 
-    /// The words of a text with a class for each: the first token of a word has its class, and all
-    /// others are not scored.
+    /// The words of a text with a class for each. The first token of a word has the word's class;
+    /// all other tokens are not scored.
     fn words(&self, record: &Record) -> Result<Sequence, String> {
         if self.predicts != Predicts::TokenClass {
             return Err(
@@ -346,17 +352,14 @@ impl Reader {
         let tokenizer = self.vocabulary.tokenizer();
         let tokenizer = tokenizer.ok_or("tokens: words need a model with a tokenizer.json")?;
         let (Encoded { mut tokens, mut kinds, .. }, begins) = tokenizer.encode_words(words)?;
-        if self.too_long != TooLong::Cut {
-            self.check_length(tokens.len())?;
-        }
-        tokens.truncate(self.positions);
+        tokens.truncate(self.kept(tokens.len())?);
         kinds.truncate(if self.kinds > 1 { tokens.len() } else { 0 });
         let label = |word: &Option<usize>| word.map_or(-100, |word| tags[word]);
         let labels: Vec<i32> = begins[..tokens.len()].iter().map(label).collect();
         Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })
     }
 
-    /// A line of `input_ids`, perhaps with `labels` or a `label`.
+    /// A record of `input_ids`, perhaps with `labels` or a `label`.
     fn ids(&self, line: Record, label: Option<i32>) -> Result<Sequence, String> {
         let Record { input_ids, labels, token_type_ids, attention_mask, .. } = line;
         let mut ids = input_ids.unwrap_or_default();
@@ -393,12 +396,10 @@ impl Reader {
         if let Some((at, kind)) = types.iter().enumerate().find(|(_, kind)| !is_kind(kind)) {
             return Err(format!("token type {kind} at {at}: the model has {kinds} types"));
         }
-        if self.too_long != TooLong::Cut {
-            self.check_length(ids.len())?;
-        }
-        ids.truncate(self.positions);
-        labels.truncate(self.positions);
-        types.truncate(self.positions);
+        let kept = self.kept(ids.len())?;
+        ids.truncate(kept);
+        labels.truncate(kept);
+        types.truncate(kept);
         self.check_ids(&ids, &labels)?;
         let tokens: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
         let kinds: Vec<u8> = types.into_iter().map(|kind| kind as u8).collect();
@@ -436,7 +437,7 @@ fn no_class(label: impl std::fmt::Display, classes: usize) -> String {
     format!("label {label} is none of the {classes} classes, which count from 0")
 }
 
-/// The prompt that Stanford's Alpaca was trained with.
+/// The prompt of Stanford's Alpaca.
 fn alpaca_prompt(instruction: &str, input: Option<&str>) -> String {
     let task = "Below is an instruction that describes a task";
     let ask = "Write a response that appropriately completes the request.";

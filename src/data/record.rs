@@ -1,4 +1,4 @@
-//! A record of data: the values of its columns, by the names that we know.
+//! A record of data: the values of the columns with known names.
 
 use std::fmt;
 
@@ -24,7 +24,7 @@ pub(super) enum Turns {
     Messages(Vec<Message>),
 }
 
-/// The values of columns by name, of which none comes twice.
+/// The values of columns by name. Deserialization refuses a name that comes twice.
 pub(super) struct Columns(pub(super) Map<String, Value>);
 
 impl<'de> Deserialize<'de> for Columns {
@@ -51,7 +51,7 @@ impl<'de> Deserialize<'de> for Columns {
     }
 }
 
-/// See the [module](self).
+/// The values of a record's columns. A column that the record does not have is `None`.
 pub(super) struct Record {
     pub(super) text: Option<String>,
     pub(super) text_pair: Option<String>,
@@ -61,11 +61,11 @@ pub(super) struct Record {
     pub(super) instruction: Option<String>,
     pub(super) input: Option<String>,
     pub(super) output: Option<String>,
-    /// What a chat begins with, where it is a column of its own.
+    /// The system message of a chat.
     pub(super) system: Option<String>,
     /// Descriptions of tools for the chat template, or null.
     pub(super) tools: Value,
-    /// The words of a text.
+    /// The words of a text: the column `tokens`.
     pub(super) words: Option<Vec<String>>,
     /// A class for each word.
     pub(super) tags: Option<Vec<Label>>,
@@ -77,15 +77,15 @@ pub(super) struct Record {
     pub(super) attention_mask: Option<Vec<i64>>,
 }
 
-/// Columns of which a record has one, which says what kind it is.
+/// The columns that decide the kind of a record, which has exactly one of them.
 const KINDS: [&str; 6] = ["text", "messages", "prompt", "instruction", "tokens", "input_ids"];
 
 impl Record {
-    /// The record of these columns. `fields`: our names of columns, and theirs where they have
-    /// others. Also returns the columns that are not used.
+    /// The record of these columns, and the names of the unused columns. `fields` has the columns
+    /// with another name in the data: our name, and the data's.
     ///
     /// # Errors
-    /// Which column is missing, or is not what it must be.
+    /// The column that is missing, or has a value of the wrong type.
     pub(super) fn of(
         mut columns: Map<String, Value>,
         fields: &[(&'static str, String)],
@@ -98,19 +98,16 @@ impl Record {
             renamed.push((*ours, value));
         }
         let mut unused = Vec::new();
-        // A kind that the config names is the one that is meant.
+        // If the config names a kind, the columns of other kinds are not used.
         if fields.iter().any(|(ours, _)| KINDS.contains(ours)) {
             let others = KINDS.iter().filter_map(|kind| columns.remove_entry(*kind));
             unused.extend(others.map(|(name, _)| name));
         }
         columns.extend(renamed.into_iter().map(|(ours, value)| (ours.to_string(), value)));
-        if let (false, Some(chat)) =
-            (columns.contains_key("messages"), columns.remove("conversations"))
-        {
-            columns.insert("messages".into(), chat);
-        }
-        if let (false, Some(tags)) = (columns.contains_key("tags"), columns.remove("ner_tags")) {
-            columns.insert("tags".into(), tags);
+        for (synonym, ours) in [("conversations", "messages"), ("ner_tags", "tags")] {
+            if let Some(value) = columns.remove(synonym) {
+                columns.entry(ours).or_insert(value);
+            }
         }
         let all = &mut columns;
         let record = Record {
@@ -132,24 +129,21 @@ impl Record {
             token_type_ids: take(all, "token_type_ids")?,
             attention_mask: take(all, "attention_mask")?,
         };
-        if columns.contains_key("chosen") && columns.contains_key("rejected") {
-            let pair = record.completion.is_none() && record.messages.is_none();
-            if pair {
-                return Err("chosen and rejected: training on preferences (DPO) is not there; to \
-                            train on the chosen answers set data.fields.completion = \"chosen\", \
+        let is_pair = columns.contains_key("chosen") && columns.contains_key("rejected");
+        if is_pair && record.completion.is_none() && record.messages.is_none() {
+            return Err("chosen and rejected: training on preferences (DPO) is not supported; \
+                            to train on the chosen answers set data.fields.completion = \"chosen\", \
                             or data.fields.messages = \"chosen\" where it has the whole chat"
                     .into());
-            }
         }
         unused.extend(columns.into_iter().map(|(name, _)| name));
         Ok((record, unused))
     }
 
-    /// Its kind: the one of the columns `text`, `messages`, `prompt`, `instruction`, `tokens` and
-    /// `input_ids` that it has.
+    /// The kind of the record: the one column of [`KINDS`] that it has.
     ///
     /// # Errors
-    /// It has none, or several, or a column of another kind.
+    /// It has none of these columns, or several, or a column that belongs to another kind.
     pub(super) fn kind(&self) -> Result<&'static str, String> {
         let given = [
             self.text.is_some(),
@@ -201,7 +195,7 @@ impl Record {
         columns.into_iter().filter(|(_, is)| *is).map(|(name, _)| name).collect()
     }
 
-    /// Messages behind that of the column `system`, if there is one.
+    /// The messages, after the message of the column `system` if there is one.
     pub(super) fn with_system(&self, mut messages: Vec<Message>) -> Vec<Message> {
         if let Some(system) = self.system.as_ref().filter(|system| !system.is_empty()) {
             messages.insert(0, Message::new("system", system.clone()));
@@ -210,7 +204,7 @@ impl Record {
     }
 }
 
-/// Takes a column. A null is as good as none.
+/// Takes a column. A null means that the value is missing.
 fn take<T: DeserializeOwned>(
     columns: &mut Map<String, Value>,
     name: &str,

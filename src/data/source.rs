@@ -1,7 +1,7 @@
 //! A source: the sequences of one entry of `data.train` or `data.validation`.
 //!
-//! A source knows which of its sequences a dataset uses (a validation split leaves some out), how
-//! often an epoch sees each of them, and which of them are packed into one.
+//! It says which of the file's sequences a dataset uses (a validation split leaves some out), how
+//! often an epoch has each of them, and which of them are packed into one.
 
 use std::sync::Arc;
 
@@ -20,28 +20,31 @@ pub(super) enum Part {
     HeldOut(u64),
 }
 
-/// See the [module](self).
+/// The sequences of one entry of the config.
+#[derive(Clone)]
 pub(super) struct Source {
     pub(super) spool: Arc<Spool>,
     pub(super) digest: String,
     pub(super) is_text: bool,
     pub(super) part: Part,
-    /// How often an epoch sees each sequence.
+    /// How often an epoch has each sequence.
     pub(super) weight: f64,
     /// For each packed sequence, the rows of the part that it joins. `None` without packing.
     pub(super) packed: Option<Vec<Vec<u32>>>,
 }
 
-/// Index in the file of the `nth` of `held_out` sequences that are spread evenly over `count`.
+/// The index in the file of the `nth` held-out sequence, if `held_out` of them are spread evenly
+/// over `count`.
 fn held_out_place(nth: u64, held_out: u64, count: u64) -> u64 {
     ((2 * u128::from(nth) + 1) * u128::from(count) / (2 * u128::from(held_out))) as u64
 }
 
-/// Index in the file of the `nth` sequence that is not held out.
+/// The index in the file of the `nth` sequence that is not held out.
 fn training_place(nth: u64, held_out: u64, count: u64) -> u64 {
     // A binary search for the number of held-out sequences before it. It works because
     // `held_out_place(j) − j` never decreases.
-    let (mut low, mut high) = (0, held_out);
+    let mut low = 0;
+    let mut high = held_out;
     while low < high {
         let middle = low.midpoint(high);
         if held_out_place(middle, held_out, count) - middle <= nth {
@@ -59,7 +62,7 @@ impl Source {
         Source { spool, digest, is_text, part: Part::All, weight, packed: None }
     }
 
-    /// The number of sequences in the file, whichever of them are used.
+    /// The number of sequences in the file, used or not.
     pub(super) fn total(&self) -> u64 {
         self.spool.len() as u64
     }
@@ -78,12 +81,12 @@ impl Source {
         self.packed.as_ref().map_or(self.rows(), |packed| packed.len() as u64)
     }
 
-    /// How many of its sequences an epoch has.
+    /// The number of sequences of the source in an epoch.
     pub(super) fn quota(&self) -> u64 {
         ((self.len() as f64 * self.weight).round() as u64).max(u64::from(self.len() > 0))
     }
 
-    /// Index in the spool of a row of the part.
+    /// The index in the spool of a row of the part.
     pub(super) fn place(&self, row: u64) -> usize {
         (match self.part {
             Part::All => row,
@@ -98,7 +101,7 @@ impl Source {
         self.packed = Some(pack(lengths, positions));
     }
 
-    /// The rows of the part that a sequence joins: one, unless the source is packed.
+    /// The rows of the part that a sequence consists of: one, unless the source is packed.
     pub(super) fn rows_of(&self, index: u64) -> Vec<u64> {
         match &self.packed {
             Some(packed) => packed[index as usize].iter().map(|&row| u64::from(row)).collect(),

@@ -1,7 +1,7 @@
 //! The spool: tokenized sequences in a temporary file, read by index.
 //!
-//! Data is tokenized once, before a run starts, and may be larger than memory. Memory holds only
-//! where each sequence begins. The file has no name, so nothing is left behind.
+//! Data is tokenized once, before a run starts, and may be larger than memory. Memory holds only the
+//! place of each sequence. The file has no name, so the system removes it when the process ends.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
@@ -9,13 +9,13 @@ use std::sync::Mutex;
 
 use super::Sequence;
 
-/// Where a sequence lies in the file: its tokens, then its labels, then its token types.
+/// The place of a sequence in the file: its tokens, then its labels, then its token types.
 #[derive(Clone, Copy)]
 struct Place {
     /// The first byte.
     at: u64,
     tokens: u32,
-    /// Whether labels are stored. They are not where they equal the tokens.
+    /// Whether labels are stored. Labels that equal the tokens are not.
     has_labels: bool,
     /// Whether token types are stored.
     has_kinds: bool,

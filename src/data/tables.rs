@@ -15,7 +15,7 @@ use super::record::Columns;
 use crate::error::Error;
 
 impl Opening<'_> {
-    /// Reads a `.json` file: a list of records, or lines as a `.jsonl` file has them.
+    /// Reads a `.json` file: a list of records, or one record a line.
     pub(super) fn list(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
         let start = file.fill_buf().map_err(|error| Error::bad_data(name, error))?;
         if start.trim_ascii_start().first() == Some(&b'{') {
@@ -31,7 +31,7 @@ impl Opening<'_> {
         self.records(name, records.into_iter().map(|Columns(columns)| Ok(columns)))
     }
 
-    /// Reads a table of text. Its first line has the names of the columns.
+    /// Reads a `.csv` or `.tsv` file. Its first row has the names of the columns.
     pub(super) fn table(
         &mut self,
         name: &str,
@@ -49,7 +49,7 @@ impl Opening<'_> {
         if let Some(first) = names.first_mut() {
             *first = first.trim_start_matches('\u{feff}').to_string();
         }
-        // A cell without a text is a null.
+        // An empty cell is a missing value.
         let value = |cell: &str| match cell {
             "" => Value::Null,
             text => Value::String(text.into()),
@@ -69,7 +69,7 @@ impl Opening<'_> {
         use parquet::file::reader::SerializedFileReader;
 
         io::copy(&mut file, &mut self.hasher).map_err(|error| Error::bad_data(name, error))?;
-        // Whatever a damaged file makes the library do, it is the file's fault.
+        // The library may panic on a damaged file.
         let damaged = || "the file is damaged".to_string();
         let safely = AssertUnwindSafe(|| SerializedFileReader::new(file));
         let reader = catch_unwind(safely).map_err(|_| Error::bad_data(name, damaged()))?;
@@ -86,7 +86,7 @@ impl Opening<'_> {
         self.records(name, rows)
     }
 
-    /// Refuses a Parquet file.
+    /// Refuses a Parquet file, because the program was built without the feature.
     #[cfg(not(feature = "parquet"))]
     pub(super) fn parquet(&mut self, name: &str, _: File) -> Result<(), Error> {
         let what = format_args!(
@@ -97,7 +97,7 @@ impl Opening<'_> {
         Err(Error::bad_data(name, what))
     }
 
-    /// Reads records, which count from 1.
+    /// Reads records. Errors number them from 1.
     fn records(
         &mut self,
         name: &str,
@@ -124,7 +124,7 @@ impl Opening<'_> {
     }
 }
 
-/// Reads bytes, and hashes what was read.
+/// A reader that hashes all bytes that pass through it.
 struct Hashing<R> {
     from: R,
     hasher: Sha256,

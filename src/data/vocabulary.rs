@@ -10,15 +10,22 @@ use crate::models::Shape;
 /// The number of tokens of a vocabulary of bytes.
 pub(super) const BYTES: usize = 256;
 
-/// How a model's tokens relate to text.
+/// The relation of a model's tokens to text.
 #[derive(Clone)]
 pub enum Vocabulary {
     /// Each byte is a token.
     Bytes,
     /// The tokenizer of the model's directory.
     Words(Box<Tokenizer>),
-    /// There is none, and this is why. Such a model can still train on token ids.
+    /// There is none, for this reason. Such a model can still train on token ids.
     Unknown(String),
+}
+
+/// The special tokens that a tokenizer puts around a text.
+#[derive(Default)]
+pub(super) struct SpecialTokens {
+    pub(super) before: Vec<u32>,
+    pub(super) after: Vec<u32>,
 }
 
 impl Vocabulary {
@@ -53,8 +60,8 @@ impl Vocabulary {
     /// Encodes a text, or a pair of texts, with special tokens if `specials`.
     ///
     /// # Errors
-    /// There is no tokenizer; it fails; or a pair of texts is to be read by bytes, which have no
-    /// separator.
+    /// There is no tokenizer, or it fails; or a pair of texts is given to a vocabulary of bytes,
+    /// which has no separator.
     pub fn encode(
         &self,
         text: &str,
@@ -75,7 +82,7 @@ impl Vocabulary {
         }
     }
 
-    /// Decodes tokens. Bytes that are not valid text become U+FFFD. Without a tokenizer the text
+    /// Decodes tokens. Bytes that are not valid UTF-8 become U+FFFD. Without a tokenizer the text
     /// is the list of ids.
     pub fn decode(&self, tokens: &[u32], with_specials: bool) -> String {
         match self {
@@ -118,8 +125,8 @@ impl Vocabulary {
         })
     }
 
-    /// Renders a chat as the prompt for the assistant's next message. `tools`: descriptions of
-    /// tools that it may call, or null.
+    /// Renders a chat as the prompt for the assistant's next message. `tools` describes the tools
+    /// that the assistant may call, or is null.
     ///
     /// # Errors
     /// There is no chat template, or it fails.
@@ -127,13 +134,14 @@ impl Vocabulary {
         self.template()?.ask(messages, tools)
     }
 
-    /// The special tokens that the tokenizer puts before and after a text.
-    pub(super) fn special_tokens_around(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
-        let (plain, wrapped) = (self.encode("a", None, false)?, self.encode("a", None, true)?);
-        let (plain, wrapped) = (plain.tokens, wrapped.tokens);
+    /// The special tokens that the tokenizer puts around a text. They are found in the encoding of
+    /// a short text, because a tokenizer does not list them.
+    pub(super) fn special_tokens(&self) -> Result<SpecialTokens, String> {
+        let plain = self.encode("a", None, false)?.tokens;
+        let wrapped = self.encode("a", None, true)?.tokens;
         let at = wrapped.windows(plain.len().max(1)).position(|window| window == plain);
         let at = at.unwrap_or(0);
         let end = (at + plain.len()).min(wrapped.len());
-        Ok((wrapped[..at].to_vec(), wrapped[end..].to_vec()))
+        Ok(SpecialTokens { before: wrapped[..at].to_vec(), after: wrapped[end..].to_vec() })
     }
 }
