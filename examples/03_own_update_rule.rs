@@ -2,8 +2,8 @@
 //!
 //! `cargo run --release --example 03_own_update_rule`
 
-use l2l::models::{Tensor, tensor_ranges};
-use l2l::optimizers::{Update, UpdateRule};
+use l2l::models::Tensor;
+use l2l::optimizers::{Masters, Update, UpdateRule};
 use l2l::{Config, Error, Trainer};
 
 struct Lion {
@@ -18,24 +18,21 @@ impl UpdateRule for Lion {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        _tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
         let rate = update.learning_rate as f32;
         let [beta1, beta2] = self.betas;
-        for range in tensor_ranges(tensors) {
-            let moments = &mut states[0][range.clone()];
-            let all = parameters[range.clone()].iter_mut().zip(moments).zip(&gradient[range]);
-            for ((p, m), g) in all {
-                let g = update.scale * g; // below 1 when the norm was clipped
-                let direction = beta1 * *m + (1.0 - beta1) * g;
-                let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
-                *p -= rate * (sign + self.weight_decay * *p);
-                *m = beta2 * *m + (1.0 - beta2) * g;
-            }
+        let parameters = &mut *masters.join(); // f32, also where the EPS keeps them in two halves
+        for ((p, m), g) in parameters.iter_mut().zip(&mut *states[0]).zip(gradient) {
+            let g = update.scale * g; // below 1 when the norm was clipped
+            let direction = beta1 * *m + (1.0 - beta1) * g;
+            let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
+            *p -= rate * (sign + self.weight_decay * *p);
+            *m = beta2 * *m + (1.0 - beta2) * g;
         }
     }
 }

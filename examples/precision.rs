@@ -6,10 +6,7 @@
 
 use std::time::Duration;
 
-use l2l::actors::schedule::{
-    Block, BlockId, Boundary, Capacities, LayerKind, Phase, Pools, RingLayer, RingModel, Role,
-    Selection, relay,
-};
+use l2l::actors::schedule::{Block, Capacities, Phase, Pools, RingModel, Selection, relay};
 use l2l::actors::work::{Lane, Work};
 use l2l::actors::{Operation, Relay, RingConfig, virtual_time};
 
@@ -51,7 +48,7 @@ fn model(precision: Precision) -> RingModel {
         weight_bytes: weight * PARAMETERS,
         gradient_bytes: 4 * PARAMETERS,
         download_bytes: gradient * PARAMETERS,
-        dealt_bytes: 4 * PARAMETERS,
+        reduce_scatter_bytes: 4 * PARAMETERS,
         encoded: gradient < 4,
         master_bytes: 4 * PARAMETERS,
         state_bytes: 8 * PARAMETERS,
@@ -60,19 +57,8 @@ fn model(precision: Precision) -> RingModel {
         frozen: false,
     };
     let rows = Block { weight_bytes: weight * VOCABULARY * HIDDEN, frozen: true, ..stack };
-    let boundary = |role, slots| Boundary::plain(role, slots, weight * TOKENS * HIDDEN);
-    let layer =
-        |index| RingLayer { kind: LayerKind::Stack, blocks: vec![BlockId(index)], saves: true };
-    let embedding =
-        RingLayer { kind: LayerKind::Embedding, blocks: vec![BlockId(0)], saves: false };
-    RingModel {
-        blocks: [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect(),
-        layers: [embedding].into_iter().chain((1..=LAYERS).map(layer)).collect(),
-        hidden: boundary(Role::Hidden, 1),
-        saved_activations: boundary(Role::SavedActivations, 16),
-        statistics: Boundary::plain(Role::Statistics, 1, 16 * TOKENS),
-        head_gradient: boundary(Role::HeadGradient, 2),
-    }
+    let blocks = [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect();
+    RingModel::stack(blocks, weight * TOKENS * HIDDEN)
 }
 
 fn time(precision: Precision, operation: &Operation) -> Duration {
@@ -115,7 +101,8 @@ fn step(precision: Precision, micro_batches: u32) -> (f64, f64) {
     };
     let durations = move |operation: &Operation| time(precision, operation);
     let (_, records) = virtual_time::run(config, durations, async move |mut relay: Relay<_>| {
-        relay.step(&schedule, ()).await.expect("nothing fails in virtual time");
+        let plan = relay.plan(schedule).expect("the ring was made for it");
+        relay.step(plan, ()).await.expect("nothing fails in virtual time");
         relay.stop().await.expect("nothing fails in virtual time");
     })
     .expect("a checked plan ends");

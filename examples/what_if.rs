@@ -5,10 +5,7 @@
 
 use std::time::Duration;
 
-use l2l::actors::schedule::{
-    Block, BlockId, Boundary, Capacities, LayerKind, Phase, Pools, RingLayer, RingModel, Role,
-    Selection, relay,
-};
+use l2l::actors::schedule::{Block, Capacities, Phase, Pools, RingModel, Selection, relay};
 use l2l::actors::work::{Lane, Work};
 use l2l::actors::{Operation, Relay, RingConfig, virtual_time};
 
@@ -31,7 +28,7 @@ fn model() -> RingModel {
         weight_bytes: 2 * parameters,
         gradient_bytes: 4 * parameters,
         download_bytes: 4 * parameters,
-        dealt_bytes: 4 * parameters,
+        reduce_scatter_bytes: 4 * parameters,
         encoded: false,
         master_bytes: 4 * parameters,
         state_bytes: 8 * parameters,
@@ -40,19 +37,8 @@ fn model() -> RingModel {
         frozen: false,
     };
     let rows = Block { weight_bytes: 2 * 50257 * HIDDEN, frozen: true, ..stack };
-    let boundary = |role, slots| Boundary::plain(role, slots, 2 * SEQUENCE * HIDDEN);
-    let layer =
-        |index| RingLayer { kind: LayerKind::Stack, blocks: vec![BlockId(index)], saves: true };
-    let embedding =
-        RingLayer { kind: LayerKind::Embedding, blocks: vec![BlockId(0)], saves: false };
-    RingModel {
-        blocks: [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect(),
-        layers: [embedding].into_iter().chain((1..=LAYERS).map(layer)).collect(),
-        hidden: boundary(Role::Hidden, 1),
-        saved_activations: boundary(Role::SavedActivations, 16),
-        statistics: Boundary::plain(Role::Statistics, 1, 16 * SEQUENCE),
-        head_gradient: boundary(Role::HeadGradient, 2),
-    }
+    let blocks = [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect();
+    RingModel::stack(blocks, 2 * SEQUENCE * HIDDEN)
 }
 
 fn time(operation: &Operation) -> Duration {
@@ -94,7 +80,8 @@ fn main() {
         let (_, records) = virtual_time::run(config, time, {
             let schedule = schedule.clone();
             async move |mut relay: Relay<_>| {
-                relay.step(&schedule, ()).await.expect("nothing fails in virtual time");
+                let plan = relay.plan(schedule).expect("the ring was made for it");
+                relay.step(plan, ()).await.expect("nothing fails in virtual time");
                 relay.stop().await.expect("nothing fails in virtual time");
             }
         })

@@ -11,10 +11,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use l2l_actors::fence::Done;
 use l2l_actors::ports::{Lanes, Ports};
-use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Input, Pools, RingLayer, RingModel, RingStep, Role,
-    Schedule, Selection, VisitKind, relay,
-};
+use l2l_actors::schedule::{Block, Capacities, Pools, RingModel, Schedule, Selection, relay};
 use l2l_actors::threads::{LaneWork, ThreadLanes};
 use l2l_actors::{BoxedError, Operation, Relay, RingConfig, Step};
 
@@ -24,21 +21,6 @@ const ROUNDS: usize = 15;
 const STEPS: usize = 5;
 
 fn schedule() -> Schedule {
-    let boundary = |role| Boundary::of_sequences(role, 1, 4);
-    let layer = |kind, id, reads: &[Role], writes: &[Role]| {
-        let gradient = |role: Role| role.has_gradient().then(|| boundary(Role::HiddenGradient));
-        let input = |&role: &Role| Input { boundary: boundary(role), gradient: gradient(role) };
-        let reads = reads.iter().map(input).collect();
-        let writes = writes.iter().copied().map(boundary).collect();
-        RingLayer {
-            steps: vec![RingStep { kind, needs: vec![BlockId(id)], reads, writes, saves: None }],
-        }
-    };
-    let hidden = Role::Hidden;
-    let statistics = Role::Statistics;
-    let stack = (1..LAYERS).map(|id| layer(VisitKind::Layer, id, &[hidden], &[hidden]));
-    let gather = layer(VisitKind::Gather, 0, &[], &[hidden, statistics]);
-    let last = layer(VisitKind::Layer, LAYERS, &[hidden, statistics], &[statistics]);
     let block = Block {
         weight_bytes: 1,
         gradient_bytes: 1,
@@ -51,11 +33,7 @@ fn schedule() -> Schedule {
         staged: false,
         frozen: false,
     };
-    let model = RingModel {
-        blocks: vec![block; LAYERS as usize + 1],
-        layers: [gather].into_iter().chain(stack).chain([last]).collect(),
-        positions: 1,
-    };
+    let model = RingModel::stack(vec![block; LAYERS as usize + 1], 4);
     let selection = Selection::all(&model, vec![1; MICRO_BATCHES as usize]);
     relay(&model, &selection).expect("a model with an embedding and a stack")
 }

@@ -185,7 +185,9 @@ impl Run {
             Box::pin(async move {
                 let drive = async {
                     for batch in batches {
-                        let plan = relay.plan(schedule.clone()).expect("the subject's schedule fits its ring");
+                        let plan = relay
+                            .plan(schedule.clone())
+                            .expect("the subject's schedule fits its ring");
                         let resolved = relay.step(plan, batch).await;
                         let mut out = out.lock().expect("one task writes");
                         match resolved {

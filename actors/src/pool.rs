@@ -102,11 +102,7 @@ impl Pool {
         self.take(content, |slots| slots.holders[slot].is_none().then_some(slot)).await
     }
 
-    async fn take(
-        &mut self,
-        content: Content,
-        pick: impl Fn(&Slots) -> Option<usize>,
-    ) -> Held {
+    async fn take(&mut self, content: Content, pick: impl Fn(&Slots) -> Option<usize>) -> Held {
         loop {
             if let Some(taken) = self.try_take(content, &pick) {
                 return taken;

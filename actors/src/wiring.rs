@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use crate::config::RingConfig;
 use crate::context::Context;
-use crate::peer_copier::PeerCopier;
 use crate::executor::Executor;
 use crate::fetcher::Fetcher;
 use crate::mailbox::{Inbox, Outbox, mailbox};
 use crate::messages::{Flow, Gradients, Resolved, Staged, Uploaded};
 use crate::names::ActorName;
 use crate::optimizer::Optimizer;
+use crate::peer_copier::PeerCopier;
 use crate::pool::Pool;
 use crate::ports::Lanes;
 use crate::prefetcher::Prefetcher;

@@ -458,7 +458,8 @@ fn two_relays_in_one_process_do_not_know_each_other() {
             let other = schedule.clone();
             let failing = tokio::spawn(async move { drive(failing, &other).await });
             for step in 0..20 {
-                let resolved = step_of(&mut sound, &schedule, ()).await.expect("it knows of no failure");
+                let resolved =
+                    step_of(&mut sound, &schedule, ()).await.expect("it knows of no failure");
                 assert_eq!(resolved.step, step);
             }
             let error = failing.await.expect("no panic");

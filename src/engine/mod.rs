@@ -191,16 +191,8 @@ impl Engine {
         let (trained, updated) = (self.trained, self.trained - self.skipped);
         let loss_scale = self.loss_scale.filter(|_| purpose.trains()).map(|one| one.scale.into());
         let scaled = loss_scale.unwrap_or(1.0);
-        let input = StepInput {
-            batch,
-            purpose,
-            stash,
-            trained,
-            updated,
-            loss_scale: scaled,
-            cache,
-            dealt,
-        };
+        let input =
+            StepInput { batch, purpose, stash, trained, updated, loss_scale: scaled, cache, dealt };
         let resolved = self.relay.step(plan, input).await;
         self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };

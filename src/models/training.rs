@@ -179,7 +179,8 @@ impl Model {
         self.check_patterns("train.frozen", frozen)?;
         let classes = self.parts.iter().zip(&self.part_blocks);
         let classes = classes.filter(|(part, _)| matches!(part, Part::Classes(_)));
-        let classes: Vec<usize> = classes.flat_map(|(_, blocks)| blocks).map(|id| id.0 as usize).collect();
+        let classes: Vec<usize> =
+            classes.flat_map(|(_, blocks)| blocks).map(|id| id.0 as usize).collect();
         let adapted: Vec<String> = self.adapted_modules().map(String::from).collect();
         let adapts = |tensor: &Tensor| {
             let module = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);

@@ -1,8 +1,7 @@
 //! One micro-batch at one visit: which views are the inputs and outputs of the visited layer.
 
 use l2l_actors::schedule::{
-    BlockId, BoundaryId, Phase, RingModel, Role, Schedule, Selection, Visit,
-    relay,
+    BlockId, BoundaryId, Phase, RingModel, Role, Schedule, Selection, Visit, relay,
 };
 
 use crate::kernels::{
@@ -103,9 +102,9 @@ impl<'r> VisitRun<'r> {
     }
 
     fn run(mut self) -> usize {
-        let blocks = self.blocks().flat_map(|(tensors, views)| {
-            tensors.weights(views.weights, self.args.dtype)
-        });
+        let blocks = self
+            .blocks()
+            .flat_map(|(tensors, views)| tensors.weights(views.weights, self.args.dtype));
         self.weights = blocks.map(|weight| self.ready(weight)).collect();
         match (&self.model.parts[self.visit.layer.0 as usize], self.visit.phase) {
             (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),

@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, RuleState, Update, UpdateRule, WeightDecay};
+use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
 use crate::models::Tensor;
 
 /// Adafactor's hyperparameters. Of a matrix it keeps a float a row and a float a column; of a
@@ -66,8 +66,9 @@ fn rows_of_task(columns: usize) -> usize {
 }
 
 /// Moves the means of the squares of a gradient's rows and columns.
-fn observe((rows, columns): (&mut [f32], &mut [f32]), gradient: &[f32], scale: f32, share: f64) {
-    let (count, width) = (rows.len() as f64, columns.len());
+fn observe(rows: &mut [f32], columns: &mut [f32], gradient: &[f32], scale: f32, share: f64) {
+    let count = rows.len() as f64;
+    let width = columns.len();
     let of_row = |row: &[f32]| row.iter().map(|&g| square(scale * g)).sum::<f64>();
     let means = rows.par_iter_mut().zip(gradient.par_chunks(width));
     means.for_each(|(mean, row)| lerp(mean, of_row(row) / width as f64, share));
@@ -84,6 +85,14 @@ fn observe((rows, columns): (&mut [f32], &mut [f32]), gradient: &[f32], scale: f
     });
 }
 
+/// What a parameter is changed by in one update.
+struct Rates {
+    /// The learning rate of the tensor.
+    rate: f64,
+    /// 1 − ηλ: the share of the parameter that weight decay leaves.
+    shrink: f64,
+}
+
 impl Adafactor {
     /// Adds the step to a tensor. `factor` gives for an element, by its place, what its gradient is
     /// multiplied by.
@@ -91,7 +100,7 @@ impl Adafactor {
         &self,
         parameters: &mut [f32],
         gradient: &[f32],
-        (rate, shrink): (f64, f64),
+        Rates { rate, shrink }: Rates,
         width: usize,
         factor: impl Fn(usize, usize) -> f32 + Sync,
     ) {
@@ -136,14 +145,15 @@ impl UpdateRule for Adafactor {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
-        let (t, learning_rate) = ((update.step + 1) as f64, update.learning_rate);
+        let parameters = &mut *masters.join();
+        let t = (update.step + 1) as f64;
+        let learning_rate = update.learning_rate;
         let share = t.powf(self.decay_rate);
         let rate = if self.relative_step { learning_rate.min(t.powf(-0.5)) } else { learning_rate };
         let of_tensor = if self.scale_parameter {
@@ -151,15 +161,18 @@ impl UpdateRule for Adafactor {
         } else {
             1.0
         };
-        let rates = (rate * of_tensor, 1.0 - learning_rate * self.decay.of(tensor));
-        let (scale, least) = (update.scale, self.epsilon * self.epsilon);
+        let shrink = 1.0 - learning_rate * self.decay.of(tensor);
+        let rates = Rates { rate: rate * of_tensor, shrink };
+        let scale = update.scale;
+        let least = self.epsilon * self.epsilon;
         let root = move |square: f64| (f64::from(scale) / square.max(least).sqrt()) as f32;
         match (states, sizes(tensor)) {
             ([rows, columns], Some((_, width))) => {
-                observe((rows, columns), gradient, scale, share);
+                observe(rows, columns, gradient, scale, share);
                 let mean = sum_of(rows, f64::from) / rows.len() as f64;
                 let mean = mean.max(self.epsilon);
-                let (rows, columns) = (&**rows, &**columns);
+                let rows = &**rows;
+                let columns = &**columns;
                 self.step(parameters, gradient, rates, width, |row, column| {
                     root(f64::from(rows[row]) * f64::from(columns[column]) / mean)
                 });

@@ -46,7 +46,8 @@ impl Adam {
     fn factors(&self, tensor: &Tensor, update: Update) -> Factors {
         let (beta1, beta2) = self.betas;
         let count = (update.step + 1) as f64;
-        let (bias1, bias2) = (1.0 - beta1.powf(count), 1.0 - beta2.powf(count));
+        let bias1 = 1.0 - beta1.powf(count);
+        let bias2 = 1.0 - beta2.powf(count);
         Factors {
             scale: update.scale,
             decay: self.decay.of(tensor) as f32,

@@ -54,7 +54,8 @@ impl AdamW {
     fn factors(&self, tensor: &Tensor, update: Update) -> Factors {
         let (beta1, beta2) = self.betas;
         let count = (update.step + 1) as f64;
-        let (bias1, bias2) = (1.0 - beta1.powf(count), 1.0 - beta2.powf(count));
+        let bias1 = 1.0 - beta1.powf(count);
+        let bias2 = 1.0 - beta2.powf(count);
         let decay = self.decay.of(tensor);
         Factors {
             one_minus_beta1: (1.0 - beta1) as f32,
@@ -67,9 +68,7 @@ impl AdamW {
             scale: update.scale,
         }
     }
-}
 
-impl AdamW {
     pub(super) fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<2> + use<> {
         let factors = self.factors(tensor, update);
         move |p, [m, v]: [&mut f32; 2], g| factors.updated(p, m, v, g)
@@ -81,8 +80,8 @@ elementwise_rule!(AdamW, ["state0", "state1"]);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::{Init, Kind};
-    use crate::optimizers::UpdateRule;
+    use crate::models::{Init, Kind, tensor_ranges};
+    use crate::optimizers::{Masters, UpdateRule};
     use crate::simd::Level;
 
     fn tensor(name: &str, kind: Kind, len: usize) -> Tensor {
@@ -105,25 +104,26 @@ mod tests {
             for step in 0..5_u64 {
                 let gradient: Vec<f32> = (0..48).map(|i| value(i * 3 + step as usize)).collect();
                 let update = Update { step, learning_rate: 0.01, scale: 0.5, level, seed: 0 };
-                let mut parts: Vec<&mut [f32]> = states.iter_mut().map(|s| &mut s[..]).collect();
-                rule.apply(&tensors, &mut p, &mut parts, &gradient, update);
+                for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
+                    let states = states.iter_mut().map(|state| &mut state[range.clone()]);
+                    let mut states: Vec<&mut [f32]> = states.collect();
+                    let masters = Masters::F32(&mut p[range.clone()]);
+                    rule.apply(tensor, masters, &mut states, &gradient[range], update);
+                }
                 for (i, (p, m, v)) in plain.iter_mut().enumerate() {
                     let g = 0.5 * f64::from(gradient[i]);
-                    (*m, *v) = (0.9 * *m + 0.1 * g, 0.99 * *v + 0.01 * g * g);
+                    *m = 0.9 * *m + 0.1 * g;
+                    *v = 0.99 * *v + 0.01 * g * g;
                     let t = step as i32 + 1;
-                    let (m_hat, v_hat) =
-                        (*m / (1.0 - 0.9_f64.powi(t)), *v / (1.0 - 0.99_f64.powi(t)));
+                    let m_hat = *m / (1.0 - 0.9_f64.powi(t));
+                    let v_hat = *v / (1.0 - 0.99_f64.powi(t));
                     let decay = if i < 20 { 0.1 } else { 0.0 };
                     *p -= 0.01 * decay * *p + 0.01 * m_hat / (v_hat.sqrt() + 1e-8);
                 }
             }
             for i in (0..20).chain(32..35) {
-                assert!(
-                    (f64::from(p[i]) - plain[i].0).abs() < 1e-6,
-                    "{i}: {} {:?}",
-                    p[i],
-                    plain[i]
-                );
+                let error = (f64::from(p[i]) - plain[i].0).abs();
+                assert!(error < 1e-6, "{i}: {} {:?}", p[i], plain[i]);
             }
             assert_eq!(p[20..32], begin[20..32], "padding stays");
         }

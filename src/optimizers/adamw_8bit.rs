@@ -5,8 +5,8 @@ use std::sync::LazyLock;
 
 use rayon::prelude::*;
 
-use super::elementwise::{Chunk, ElementRule, Masters};
-use super::{AdamW, CHUNK, RuleState, SplitMasters, StateDtype, Update, UpdateRule};
+use super::elementwise::{Chunk, ElementRule};
+use super::{AdamW, CHUNK, Masters, RuleState, StateDtype, Update, UpdateRule};
 use crate::models::Tensor;
 
 /// AdamW whose two moments take a byte a parameter each, and a float for each block. Small tensors
@@ -138,8 +138,7 @@ fn update_chunk(
     let [m, v] = moments;
     let mut decoded = [[0.0; AdamW8bit::LARGEST_BLOCK]; 2];
     let [of_m, of_v] = &mut decoded;
-    let pieces = masters.chunks(gradient.len(), block_size).into_iter();
-    let pieces = pieces.zip(gradient.chunks(block_size));
+    let pieces = masters.chunks(block_size).into_iter().zip(gradient.chunks(block_size));
     let codes = m.codes.chunks_mut(block_size).zip(v.codes.chunks_mut(block_size));
     let moments = codes.zip(m.largest.iter_mut().zip(v.largest));
     for ((masters, gradient), ((of_block, v_codes), (largest, v_largest))) in pieces.zip(moments) {
@@ -153,26 +152,28 @@ fn update_chunk(
 }
 
 impl AdamW8bit {
-    fn update<'a>(
+    /// Updates a tensor whose moments are coded.
+    fn update(
         &self,
-        tensors: &[Tensor],
-        masters: impl Into<Masters<'a>>,
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
         let [m, m_largest, v, v_largest] = states else { unreachable!("two coded moments") };
-        let (len, block_size) = (gradient.len(), self.block_size);
+        let len = gradient.len();
+        let block_size = self.block_size;
         let m = &mut bytemuck::cast_slice_mut::<f32, u8>(m)[..len];
         let v = &mut bytemuck::cast_slice_mut::<f32, u8>(v)[..len];
         let rule = self.adamw.rule(tensor, update);
         let blocks = CHUNK / block_size;
         let codes = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
         let largest = m_largest.par_chunks_mut(blocks).zip(v_largest.par_chunks_mut(blocks));
-        let chunks = masters.into().chunks(len, CHUNK).into_par_iter();
+        let chunks = masters.chunks(CHUNK).into_par_iter();
         let chunks = chunks.zip(gradient.par_chunks(CHUNK)).zip(codes.zip(largest));
-        let (signed, unsigned) = (&*SIGNED, &*UNSIGNED);
+        let signed = &*SIGNED;
+        let unsigned = &*UNSIGNED;
         chunks.for_each(|((masters, gradient), ((m, v), (m_largest, v_largest)))| {
             let m = Moment { map: signed, codes: m, largest: m_largest };
             let v = Moment { map: unsigned, codes: v, largest: v_largest };
@@ -202,37 +203,21 @@ impl UpdateRule for AdamW8bit {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        if self.is_coded(&tensors[0]) {
-            self.update(tensors, parameters, states, gradient, update);
+        if self.is_coded(tensor) {
+            self.update(tensor, masters, states, gradient, update);
         } else {
-            self.adamw.apply(tensors, parameters, states, gradient, update);
+            self.adamw.apply(tensor, masters, states, gradient, update);
         }
     }
 
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        unpacked: &mut [f32],
-    ) {
-        if self.is_coded(&tensors[0]) {
-            self.update(tensors, split, states, gradient, update);
-        } else {
-            self.adamw.apply_split(tensors, split, states, gradient, update, unpacked);
-        }
-    }
-
-    fn unpacked_len(&self, _parameters: usize) -> usize {
-        0
+    fn joins_masters(&self) -> bool {
+        false
     }
 }
 

@@ -3,9 +3,9 @@
 use half::bf16;
 use rayon::prelude::*;
 
-use super::elementwise::{Chunk, ElementRule, Masters};
+use super::elementwise::{Chunk, ElementRule};
 use super::rounding::{key, round};
-use super::{AdamW, CHUNK, RuleState, SplitMasters, StateDtype, Update, UpdateRule};
+use super::{AdamW, CHUNK, Masters, RuleState, StateDtype, Update, UpdateRule};
 use crate::models::Tensor;
 use crate::random;
 
@@ -22,48 +22,29 @@ pub struct AdamWBf16 {
 /// Elements that are decoded at once.
 const DECODED: usize = 256;
 
-impl AdamWBf16 {
-    fn update<'a>(
-        &self,
-        tensors: &[Tensor],
-        masters: impl Into<Masters<'a>>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-    ) {
-        let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
-        let [m, v] = states else { unreachable!("two moments") };
-        let (len, key) = (gradient.len(), key(tensor, Update { seed: self.seed, ..update }, 0));
-        let m = &mut bytemuck::cast_slice_mut::<f32, bf16>(m)[..len];
-        let v = &mut bytemuck::cast_slice_mut::<f32, bf16>(v)[..len];
-        let rule = self.adamw.rule(tensor, update);
-        let chunks = masters.into().chunks(len, CHUNK).into_par_iter();
-        let moments = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
-        chunks.zip(moments).zip(gradient.par_chunks(CHUNK)).enumerate().for_each(
-            |(nth, ((masters, (m, v)), gradient))| {
-                update.level.run(
-                    #[inline(always)]
-                    || update_chunk(masters, [m, v], gradient, rule, (key, nth * CHUNK)),
-                );
-            },
-        );
-    }
+/// The random numbers of a chunk.
+struct Draws {
+    /// That of the update of the tensor.
+    key: u64,
+    /// The place of the chunk's first element in its tensor.
+    first: usize,
 }
 
-/// Updates a chunk, whose first element is element `first` of its tensor.
+/// Updates a chunk.
 #[inline(always)]
 fn update_chunk(
     masters: Masters<'_>,
     [m, v]: [&mut [bf16]; 2],
     gradient: &[f32],
     rule: impl ElementRule<2>,
-    (key, first): (u64, usize),
+    draws: Draws,
 ) {
-    let pieces = masters.chunks(gradient.len(), DECODED).into_iter();
+    let pieces = masters.chunks(DECODED).into_iter();
     let moments = m.chunks_mut(DECODED).zip(v.chunks_mut(DECODED));
     let pieces = pieces.zip(moments).zip(gradient.chunks(DECODED)).enumerate();
     for (nth, ((masters, (m, v)), gradient)) in pieces {
-        let (mut first_moment, mut second_moment) = ([0.0; DECODED], [0.0; DECODED]);
+        let mut first_moment = [0.0; DECODED];
+        let mut second_moment = [0.0; DECODED];
         let decode = |to: &mut [f32], from: &[bf16]| {
             to.iter_mut().zip(from).for_each(|(to, from)| *to = from.to_f32());
         };
@@ -73,8 +54,9 @@ fn update_chunk(
         Chunk { masters, states, gradient, rule }.run();
         let moments = first_moment.iter().zip(&second_moment);
         for (i, ((m, v), (of_m, of_v))) in m.iter_mut().zip(v).zip(moments).enumerate() {
-            let random = random::keyed(key, (first + nth * DECODED + i) as u64);
-            (*m, *v) = (round(*of_m, random), round(*of_v, random >> 16));
+            let random = random::keyed(draws.key, (draws.first + nth * DECODED + i) as u64);
+            *m = round(*of_m, random);
+            *v = round(*of_v, random >> 16);
         }
     }
 }
@@ -87,28 +69,39 @@ impl UpdateRule for AdamWBf16 {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        self.update(tensors, parameters, states, gradient, update);
+        let [m, v] = states else { unreachable!("two moments") };
+        let len = gradient.len();
+        let key = key(tensor, Update { seed: self.seed, ..update }, 0);
+        let m = &mut bytemuck::cast_slice_mut::<f32, bf16>(m)[..len];
+        let v = &mut bytemuck::cast_slice_mut::<f32, bf16>(v)[..len];
+        let rule = self.adamw.rule(tensor, update);
+        let chunks = masters.chunks(CHUNK).into_par_iter();
+        let moments = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
+        chunks.zip(moments).zip(gradient.par_chunks(CHUNK)).enumerate().for_each(
+            |(nth, ((masters, (m, v)), gradient))| {
+                update.level.run(
+                    #[inline(always)]
+                    || {
+                        update_chunk(
+                            masters,
+                            [m, v],
+                            gradient,
+                            rule,
+                            Draws { key, first: nth * CHUNK },
+                        )
+                    },
+                );
+            },
+        );
     }
 
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        _unpacked: &mut [f32],
-    ) {
-        self.update(tensors, split, states, gradient, update);
-    }
-
-    fn unpacked_len(&self, _parameters: usize) -> usize {
-        0
+    fn joins_masters(&self) -> bool {
+        false
     }
 }

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, RuleState, SplitMasters, Update, UpdateRule};
+use super::{CHUNK, Masters, RuleState, SplitMasters, Update, UpdateRule};
 use crate::models::Tensor;
 
 /// A rule that also keeps the moving average of the parameters, as the last state of each tensor.
@@ -17,17 +17,25 @@ pub struct Ema {
 impl Ema {
     /// The name of the average in a checkpoint, behind the tensor's.
     pub const NAME: &'static str = "ema";
-
-    /// What an update moves the average towards the parameters by.
-    fn share(&self, update: Update) -> f32 {
-        if update.step == 0 { 1.0 } else { (1.0 - self.decay) as f32 }
-    }
 }
 
-/// Moves an average towards a parameter.
+/// Moves averages towards the masters, by a share of the distance.
 #[inline(always)]
-fn moved(average: f32, parameter: f32, share: f32) -> f32 {
-    if share == 1.0 { parameter } else { average + (parameter - average) * share }
+fn move_towards(averages: &mut [f32], masters: &Masters<'_>, share: f32) {
+    let moved = |average: &mut f32, p: f32| {
+        *average = if share == 1.0 { p } else { *average + (p - *average) * share };
+    };
+    match masters {
+        Masters::F32(values) => {
+            averages.iter_mut().zip(&**values).for_each(|(average, &p)| moved(average, p));
+        }
+        Masters::Split { halves: SplitMasters { published, remainder }, .. } => {
+            let halves = published.iter().zip(&**remainder);
+            for (average, (&published, &remainder)) in averages.iter_mut().zip(halves) {
+                moved(average, SplitMasters::join(published, remainder));
+            }
+        }
+    }
 }
 
 impl UpdateRule for Ema {
@@ -51,53 +59,26 @@ impl UpdateRule for Ema {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        mut masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
         let (average, states) = states.split_last_mut().expect("the average");
-        self.rule.apply(tensors, parameters, states, gradient, update);
-        let share = self.share(update);
-        let chunks = average.par_chunks_mut(CHUNK).zip(parameters.par_chunks(CHUNK));
-        chunks.for_each(|(average, parameters)| {
+        self.rule.apply(tensor, masters.reborrow(), states, gradient, update);
+        let share = if update.step == 0 { 1.0 } else { (1.0 - self.decay) as f32 };
+        let masters = masters.chunks(CHUNK).into_par_iter();
+        average.par_chunks_mut(CHUNK).zip(masters).for_each(|(average, masters)| {
             update.level.run(
                 #[inline(always)]
-                || {
-                    for (average, &p) in average.iter_mut().zip(parameters) {
-                        *average = moved(*average, p, share);
-                    }
-                },
+                || move_towards(average, &masters, share),
             );
         });
     }
 
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        unpacked: &mut [f32],
-    ) {
-        let (average, states) = states.split_last_mut().expect("the average");
-        self.rule.apply_split(tensors, split, states, gradient, update, unpacked);
-        let share = self.share(update);
-        let halves = split.published.par_chunks(CHUNK).zip(split.remainder.par_chunks(CHUNK));
-        let chunks = average.par_chunks_mut(CHUNK).zip(halves);
-        chunks.for_each(|(average, (published, remainder))| {
-            for ((average, &published), &remainder) in
-                average.iter_mut().zip(published).zip(remainder)
-            {
-                *average = moved(*average, SplitMasters::join(published, remainder), share);
-            }
-        });
-    }
-
-    fn unpacked_len(&self, parameters: usize) -> usize {
-        self.rule.unpacked_len(parameters)
+    fn joins_masters(&self) -> bool {
+        self.rule.joins_masters()
     }
 
     fn workspace_len(&self, tensor: &Tensor) -> usize {

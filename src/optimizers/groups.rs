@@ -1,6 +1,6 @@
 //! Parameter groups: tensors that patterns name are updated by another rule, or at another rate.
 
-use super::{RuleState, SplitMasters, Update, UpdateRule};
+use super::{Masters, RuleState, Update, UpdateRule};
 use crate::models::{Tensor, matches_tensor};
 
 /// A parameter group.
@@ -37,18 +37,6 @@ impl Groups {
             None => (&*self.others, 1.0),
         }
     }
-
-    /// The rule of a tensor, and its update.
-    fn of(&self, tensor: &Tensor, update: Update) -> (&dyn UpdateRule, Update) {
-        let (rule, rate) = self.rule_of(tensor);
-        (rule, Update { learning_rate: rate * update.learning_rate, ..update })
-    }
-}
-
-/// The tensor of an update.
-fn one(tensors: &[Tensor]) -> &Tensor {
-    let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
-    tensor
 }
 
 impl UpdateRule for Groups {
@@ -62,31 +50,19 @@ impl UpdateRule for Groups {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        let (rule, update) = self.of(one(tensors), update);
-        rule.apply(tensors, parameters, states, gradient, update);
+        let (rule, rate) = self.rule_of(tensor);
+        let update = Update { learning_rate: rate * update.learning_rate, ..update };
+        rule.apply(tensor, masters, states, gradient, update);
     }
 
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        unpacked: &mut [f32],
-    ) {
-        let (rule, update) = self.of(one(tensors), update);
-        rule.apply_split(tensors, split, states, gradient, update, unpacked);
-    }
-
-    fn unpacked_len(&self, parameters: usize) -> usize {
-        self.rules().map(|rule| rule.unpacked_len(parameters)).max().unwrap_or(0)
+    fn joins_masters(&self) -> bool {
+        self.rules().any(UpdateRule::joins_masters)
     }
 
     fn workspace_len(&self, tensor: &Tensor) -> usize {

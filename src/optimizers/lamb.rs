@@ -3,8 +3,8 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, RuleState, Update, UpdateRule, WeightDecay};
-use crate::models::{Tensor, tensor_ranges};
+use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
+use crate::models::Tensor;
 
 /// LAMB's hyperparameters. It keeps two states a parameter: the first and the second moment.
 ///
@@ -77,43 +77,40 @@ impl UpdateRule for Lamb {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
         let [m, v] = states else { unreachable!("two moments") };
-        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-            let factors = self.factors(tensor, update);
-            let (p, g) = (&mut parameters[range.clone()], &gradient[range.clone()]);
-            let (m, v) = (&mut m[range.clone()], &mut v[range]);
-            let chunks = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
-            let chunks = chunks.zip(p.par_chunks(CHUNK)).zip(g.par_chunks(CHUNK));
-            let squares: Vec<[f64; 2]> = chunks
-                .map(|(((m, v), p), g)| {
-                    let mut sums = [0.0; 2];
-                    for (((m, v), &p), &g) in m.iter_mut().zip(v).zip(p).zip(g) {
-                        factors.observe(m, v, g);
-                        sums[0] += square(p);
-                        sums[1] += square(factors.step(p, *m, *v));
-                    }
-                    sums
-                })
-                .collect();
-            // Chunks are added in their order, so the number of threads changes nothing.
-            let [of_p, of_step] = squares
-                .iter()
-                .fold([0.0; 2], |sums, chunk| [sums[0] + chunk[0], sums[1] + chunk[1]])
-                .map(f64::sqrt);
-            let ratio = if of_p > 0.0 && of_step > 0.0 { of_p / of_step } else { 1.0 };
-            let rate = (update.learning_rate * ratio) as f32;
-            let chunks = p.par_chunks_mut(CHUNK).zip(m.par_chunks(CHUNK)).zip(v.par_chunks(CHUNK));
-            chunks.for_each(|((p, m), v)| {
-                for ((p, &m), &v) in p.iter_mut().zip(m).zip(v) {
-                    *p -= rate * factors.step(*p, m, v);
+        let mut p = masters.join();
+        let factors = self.factors(tensor, update);
+        let chunks = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
+        let chunks = chunks.zip(p.par_chunks(CHUNK)).zip(gradient.par_chunks(CHUNK));
+        let squares: Vec<[f64; 2]> = chunks
+            .map(|(((m, v), p), g)| {
+                let mut sums = [0.0; 2];
+                for (((m, v), &p), &g) in m.iter_mut().zip(v).zip(p).zip(g) {
+                    factors.observe(m, v, g);
+                    sums[0] += square(p);
+                    sums[1] += square(factors.step(p, *m, *v));
                 }
-            });
-        }
+                sums
+            })
+            .collect();
+        // Chunks are added in their order, so the number of threads changes nothing.
+        let [of_p, of_step] = squares
+            .iter()
+            .fold([0.0; 2], |sums, chunk| [sums[0] + chunk[0], sums[1] + chunk[1]])
+            .map(f64::sqrt);
+        let ratio = if of_p > 0.0 && of_step > 0.0 { of_p / of_step } else { 1.0 };
+        let rate = (update.learning_rate * ratio) as f32;
+        let chunks = p.par_chunks_mut(CHUNK).zip(m.par_chunks(CHUNK)).zip(v.par_chunks(CHUNK));
+        chunks.for_each(|((p, m), v)| {
+            for ((p, &m), &v) in p.iter_mut().zip(m).zip(v) {
+                *p -= rate * factors.step(*p, m, v);
+            }
+        });
     }
 }

@@ -6,6 +6,7 @@ mod adam;
 mod adamw;
 mod adamw_8bit;
 mod adamw_bf16;
+mod block;
 mod decay;
 pub(crate) mod elementwise;
 mod ema;
@@ -13,19 +14,17 @@ mod groups;
 mod lamb;
 mod lion;
 mod loss_scale;
+mod masters;
 mod muon;
 mod product;
 mod rate;
 mod rates;
 mod rounding;
 mod sgd;
-pub(crate) mod split;
 mod states;
 
 use std::ops::Range;
 
-use half::bf16;
-use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
 pub use adafactor::Adafactor;
@@ -33,30 +32,27 @@ pub use adam::Adam;
 pub use adamw::AdamW;
 pub use adamw_8bit::AdamW8bit;
 pub use adamw_bf16::AdamWBf16;
+pub(crate) use block::{BlockMasters, BlockUpdate, room_len};
 pub use decay::WeightDecay;
 pub use ema::Ema;
 pub use groups::{Group, Groups};
 pub use lamb::Lamb;
 pub use lion::Lion;
 pub use loss_scale::{LossScale, ScaleState};
+pub use masters::{Joined, Masters, SplitMasters};
 pub use muon::{Muon, MuonRate};
 pub use rate::{Decay, LearningRate};
 pub use rates::{stream_bytes_per_second, update_bytes_per_second};
 pub use sgd::{Momentum, Sgd};
-pub use split::SplitMasters;
 pub(crate) use states::{BlockStates, StateLayout};
 pub use states::{RuleState, StateDtype};
 
-use crate::models::{MasterFormat, Tensor, tensor_ranges};
+use crate::models::{Tensor, tensor_ranges};
 use crate::simd::Level;
-use crate::tensor::{Dtype, narrow};
 
 /// The elements of one parallel task and of one partial sum. It does not depend on the number of
 /// threads, so sums do not either.
 const CHUNK: usize = 16384;
-
-/// Masters draw other random numbers than moments do.
-const MASTERS: u64 = 0x6d61_7374;
 
 /// The chunks of a block's tensors, in order, each of at most [`CHUNK`] elements.
 pub(crate) fn chunks(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
@@ -145,40 +141,22 @@ pub trait UpdateRule: Send + Sync {
         sum_of_chunks(tensors, &chunk_squares(tensors, gradient))
     }
 
-    /// Updates a tensor's parameters and states in place. `states` are those of
-    /// [`state_layout`](UpdateRule::state_layout), in its order.
+    /// Updates a tensor's masters and states in place. `states` are those of
+    /// [`state_layout`](UpdateRule::state_layout), in its order. All slices hold the tensor's
+    /// elements, in its order, but for states of other sizes.
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     );
 
-    /// The same for [split masters](SplitMasters), which a model has on a device of bf16.
-    ///
-    /// This implementation joins the masters into `unpacked`, applies the rule, and splits them
-    /// again. A rule that updates each parameter by itself (AdamW) overrides it, and needs no copy.
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        unpacked: &mut [f32],
-    ) {
-        let masters = &mut unpacked[..gradient.len()];
-        split.join_to(masters);
-        self.apply(tensors, masters, states, gradient, update);
-        split.split_from(masters);
-    }
-
-    /// The length of `unpacked` that [`apply_split`](UpdateRule::apply_split) needs, for tensors of
-    /// at most so many parameters.
-    fn unpacked_len(&self, parameters: usize) -> usize {
-        parameters
+    /// Whether [`apply`](UpdateRule::apply) may call [`Masters::join`]. For a rule that does not,
+    /// the plan holds no memory for joined masters.
+    fn joins_masters(&self) -> bool {
+        true
     }
 
     /// Floats of memory of its own that the rule works in while it updates a tensor. The plan
@@ -207,104 +185,21 @@ impl UpdateRule for Box<dyn UpdateRule> {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        (**self).apply(tensors, parameters, states, gradient, update);
+        (**self).apply(tensor, masters, states, gradient, update);
     }
 
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        unpacked: &mut [f32],
-    ) {
-        (**self).apply_split(tensors, split, states, gradient, update, unpacked);
-    }
-
-    fn unpacked_len(&self, parameters: usize) -> usize {
-        (**self).unpacked_len(parameters)
+    fn joins_masters(&self) -> bool {
+        (**self).joins_masters()
     }
 
     fn workspace_len(&self, tensor: &Tensor) -> usize {
         (**self).workspace_len(tensor)
-    }
-}
-
-/// The masters of a block, as the EPS has them.
-pub(crate) enum BlockMasters<'a> {
-    /// f32.
-    Plain(&'a mut [f32]),
-    /// f32 in two halves.
-    Split(SplitMasters<'a>),
-    /// f32, and their copies of 16 bits.
-    Copied { dtype: Dtype, published: &'a mut [u16], masters: &'a mut [f32] },
-    /// bf16.
-    Rounded(&'a mut [bf16]),
-}
-
-/// Floats of `unpacked` that [`update_block`] needs, for tensors of at most so many parameters.
-pub(crate) fn unpacked_len(
-    rule: &dyn UpdateRule,
-    masters: MasterFormat,
-    parameters: usize,
-) -> usize {
-    match masters {
-        MasterFormat::F32 | MasterFormat::Copied(_) => 0,
-        MasterFormat::Split => rule.unpacked_len(parameters),
-        MasterFormat::Rounded => parameters,
-    }
-}
-
-/// Updates the trained tensors of a block, one by one. `states` are the runs of `layout`; `scale`
-/// gives the factor of each tensor's gradient.
-pub(crate) fn update_block(
-    rule: &dyn UpdateRule,
-    (tensors, layout): (&[Tensor], &BlockStates),
-    masters: &mut BlockMasters<'_>,
-    states: &mut [&mut [f32]],
-    gradient: &[f32],
-    (update, scale): (Update, &dyn Fn(&Tensor) -> f32),
-    unpacked: &mut [f32],
-) {
-    for (at, (tensor, range)) in tensors.iter().zip(tensor_ranges(tensors)).enumerate() {
-        let update = Update { scale: scale(tensor), ..update };
-        let alone = &[Tensor { joined: false, ..tensor.clone() }];
-        let own = states.iter_mut().zip(layout.of_tensor(at));
-        let mut own: Vec<&mut [f32]> =
-            own.map(|(run, (_, range))| &mut run[range.clone()]).collect();
-        let gradient = &gradient[range.clone()];
-        match masters {
-            BlockMasters::Plain(masters) => {
-                rule.apply(alone, &mut masters[range], &mut own, gradient, update);
-            }
-            BlockMasters::Split(SplitMasters { published, remainder }) => {
-                let split = &mut SplitMasters {
-                    published: &mut published[range.clone()],
-                    remainder: &mut remainder[range],
-                };
-                rule.apply_split(alone, split, &mut own, gradient, update, unpacked);
-            }
-            BlockMasters::Copied { dtype, published, masters } => {
-                let (masters, copies) = (&mut masters[range.clone()], &mut published[range]);
-                rule.apply(alone, masters, &mut own, gradient, update);
-                let chunks = copies.par_chunks_mut(CHUNK).zip(masters.par_chunks(CHUNK));
-                chunks.for_each(|(copies, masters)| narrow(*dtype, copies, masters));
-            }
-            BlockMasters::Rounded(masters) => {
-                let (masters, whole) = (&mut masters[range.clone()], &mut unpacked[..range.len()]);
-                let chunks = whole.par_chunks_mut(CHUNK).zip(masters.par_chunks(CHUNK));
-                chunks.for_each(|(whole, masters)| masters.convert_to_f32_slice(whole));
-                rule.apply(alone, whole, &mut own, gradient, update);
-                rounding::round_at_random(masters, whole, rounding::key(tensor, update, MASTERS));
-            }
-        }
     }
 }
 

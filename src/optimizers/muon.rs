@@ -6,8 +6,9 @@ use std::sync::Mutex;
 use rayon::prelude::*;
 
 use super::product::{Product, packed_len};
-use super::{AdamW, CHUNK, RuleState, SplitMasters, Update, UpdateRule, WeightDecay};
+use super::{AdamW, CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
 use crate::models::{Kind, Tensor};
+use crate::simd::Level;
 
 /// How Muon's learning rate follows from the sizes of a matrix of A rows and B columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,28 +44,46 @@ pub struct Muon {
 }
 
 /// The coefficients of the iteration, and how often it is done.
-const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
+const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
 const ITERATIONS: usize = 5;
 
-/// Added to no norm, but the least that a matrix is divided by.
+/// A matrix is divided by its norm, or by this if the norm is less.
 const EPSILON: f64 = 1e-7;
 
 /// The sizes of a tensor that is updated as a matrix.
-fn sizes(tensor: &Tensor) -> Option<(usize, usize)> {
-    match tensor.shape[..] {
-        [rows, columns] if tensor.kind == Kind::Weight && rows * columns > 0 => {
-            Some((rows, columns))
-        }
-        _ => None,
-    }
+#[derive(Clone, Copy)]
+struct Matrix {
+    rows: usize,
+    columns: usize,
 }
 
-/// The floats of each part of the workspace for a matrix of these sizes: two matrices, two squares
-/// of the shorter side, and room for a product.
-fn parts((rows, columns): (usize, usize)) -> [usize; 5] {
-    let (short, long) = (rows.min(columns), rows.max(columns));
-    let packed = packed_len(short, long).max(packed_len(long, short));
-    [short * long, short * long, short * short, short * short, packed]
+impl Matrix {
+    /// `None` for a tensor that AdamW updates.
+    fn of(tensor: &Tensor) -> Option<Matrix> {
+        match tensor.shape[..] {
+            [rows, columns] if tensor.kind == Kind::Weight && rows * columns > 0 => {
+                Some(Matrix { rows, columns })
+            }
+            _ => None,
+        }
+    }
+
+    fn short(self) -> usize {
+        self.rows.min(self.columns)
+    }
+
+    fn long(self) -> usize {
+        self.rows.max(self.columns)
+    }
+
+    /// The floats of each part of the workspace: two matrices, two squares of the shorter side, and
+    /// room for a product.
+    fn workspace(self) -> [usize; 5] {
+        let short = self.short();
+        let long = self.long();
+        let packed = packed_len(short, long).max(packed_len(long, short));
+        [short * long, short * long, short * short, short * short, packed]
+    }
 }
 
 impl Muon {
@@ -80,12 +99,8 @@ impl Muon {
     }
 
     /// The workspace, which grows to what the largest matrix needs.
-    fn with_workspace<R>(
-        &self,
-        sizes: (usize, usize),
-        work: impl FnOnce([&mut [f32]; 5]) -> R,
-    ) -> R {
-        let lens = parts(sizes);
+    fn with_workspace<R>(&self, matrix: Matrix, work: impl FnOnce([&mut [f32]; 5]) -> R) -> R {
+        let lens = matrix.workspace();
         let mut all = self.workspace.lock().expect("nothing panics inside");
         if all.len() < lens.iter().sum() {
             *all = vec![0.0; lens.iter().sum()];
@@ -100,7 +115,8 @@ impl Muon {
 
     /// Moves the momentum, and writes to `direction` what is to be made orthogonal.
     fn observe(&self, momentum: &mut [f32], direction: &mut [f32], gradient: &[f32], scale: f32) {
-        let (share, nesterov) = ((1.0 - self.momentum) as f32, self.nesterov);
+        let share = (1.0 - self.momentum) as f32;
+        let nesterov = self.nesterov;
         let of_momentum = self.momentum as f32;
         let chunks = momentum.par_chunks_mut(CHUNK).zip(direction.par_chunks_mut(CHUNK));
         chunks.zip(gradient.par_chunks(CHUNK)).for_each(|((momentum, direction), gradient)| {
@@ -123,38 +139,54 @@ fn transpose(to: &mut [f32], from: &[f32], columns: usize, factor: f32) {
     });
 }
 
-/// Newton and Schulz's iteration: moves the singular values of x, a matrix of no more rows than
-/// columns, to about 1. `other` has its size; `gram` and `sum` are squares of its rows.
+/// Newton and Schulz's iteration: moves the singular values of x, (short, long), to about 1: with
+/// G = x xᵀ, x becomes (b G + c G²) x + a x. `other` has the size of x, `gram` and `sum` are
+/// (short, short).
 fn orthogonalise<'a>(
-    update: Update,
-    (short, long): (usize, usize),
+    level: Level,
+    matrix: Matrix,
     mut x: &'a mut [f32],
     [mut other, gram, sum, packed]: [&'a mut [f32]; 4],
 ) -> &'a mut [f32] {
-    let (a, b, c) = COEFFICIENTS;
-    let level = update.level;
+    let rows = matrix.short();
+    let long = matrix.long();
+    let [a, b, c] = COEFFICIENTS;
     for _ in 0..ITERATIONS {
-        let (rows, depth, columns) = (short, long, short);
-        let product = Product {
+        Product {
             a: x,
             b: x,
             is_transposed: true,
             rows,
-            depth,
-            columns,
+            depth: long,
+            columns: rows,
             alpha: 1.0,
             plus: None,
-        };
-        product.run(level, gram, packed);
+        }
+        .run(level, gram, packed);
         let plus = Some((b, &*gram));
-        let (is_transposed, depth) = (false, short);
-        let product =
-            Product { a: gram, b: gram, is_transposed, rows, depth, columns, alpha: c, plus };
-        product.run(level, sum, packed);
-        let (columns, plus) = (long, Some((a, &*x)));
-        let product =
-            Product { a: sum, b: x, is_transposed, rows, depth, columns, alpha: 1.0, plus };
-        product.run(level, other, packed);
+        Product {
+            a: gram,
+            b: gram,
+            is_transposed: false,
+            rows,
+            depth: rows,
+            columns: rows,
+            alpha: c,
+            plus,
+        }
+        .run(level, sum, packed);
+        let plus = Some((a, &*x));
+        Product {
+            a: sum,
+            b: x,
+            is_transposed: false,
+            rows,
+            depth: rows,
+            columns: long,
+            alpha: 1.0,
+            plus,
+        }
+        .run(level, other, packed);
         std::mem::swap(&mut x, &mut other);
     }
     x
@@ -162,7 +194,7 @@ fn orthogonalise<'a>(
 
 impl UpdateRule for Muon {
     fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
-        match sizes(tensor) {
+        match Matrix::of(tensor) {
             Some(_) => vec![RuleState::like("momentum_buffer", tensor)],
             None => self.others.state_layout(tensor),
         }
@@ -170,20 +202,21 @@ impl UpdateRule for Muon {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
-        let Some((rows, columns)) = sizes(tensor) else {
-            return self.others.apply(tensors, parameters, states, gradient, update);
+        let Some(matrix) = Matrix::of(tensor) else {
+            return self.others.apply(tensor, masters, states, gradient, update);
         };
+        let Matrix { rows, columns } = matrix;
+        let parameters = &mut *masters.join();
         let learning_rate = update.learning_rate;
         let rate = (learning_rate * self.rate.factor(rows, columns)) as f32;
         let shrink = (1.0 - learning_rate * self.decay.of(tensor)) as f32;
-        self.with_workspace((rows, columns), |[x, other, gram, sum, packed]| {
+        self.with_workspace(matrix, |[x, other, gram, sum, packed]| {
             self.observe(states[0], other, gradient, update.scale);
             let squares: Vec<f64> = other
                 .par_chunks(CHUNK)
@@ -199,8 +232,7 @@ impl UpdateRule for Muon {
                     x.iter_mut().zip(direction).for_each(|(x, &d)| *x = d * factor);
                 });
             }
-            let sides = (rows.min(columns), rows.max(columns));
-            let step = &*orthogonalise(update, sides, x, [other, gram, sum, packed]);
+            let step = &*orthogonalise(update.level, matrix, x, [other, gram, sum, packed]);
             parameters.par_chunks_mut(columns).enumerate().for_each(|(row, parameters)| {
                 for (column, p) in parameters.iter_mut().enumerate() {
                     let at = if is_tall { column * rows + row } else { row * columns + column };
@@ -210,26 +242,7 @@ impl UpdateRule for Muon {
         });
     }
 
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        unpacked: &mut [f32],
-    ) {
-        if tensors.iter().all(|tensor| sizes(tensor).is_none()) {
-            let others = &self.others;
-            return others.apply_split(tensors, split, states, gradient, update, unpacked);
-        }
-        let masters = &mut unpacked[..gradient.len()];
-        split.join_to(masters);
-        self.apply(tensors, masters, states, gradient, update);
-        split.split_from(masters);
-    }
-
     fn workspace_len(&self, tensor: &Tensor) -> usize {
-        sizes(tensor).map_or(0, |sizes| parts(sizes).iter().sum())
+        Matrix::of(tensor).map_or(0, |matrix| matrix.workspace().iter().sum())
     }
 }

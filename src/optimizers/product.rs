@@ -130,10 +130,8 @@ mod tests {
                     let mut c = vec![f32::NAN; rows * columns];
                     let mut packed = vec![f32::NAN; packed_len(depth, columns)];
                     let plus = Some((2.0, &d[..]));
-                    let (a, b, alpha) = (&a[..], &b[..], 0.5);
-                    let product =
-                        Product { a, b, is_transposed, rows, depth, columns, alpha, plus };
-                    product.run(level, &mut c, &mut packed);
+                    Product { a: &a, b: &b, is_transposed, rows, depth, columns, alpha: 0.5, plus }
+                        .run(level, &mut c, &mut packed);
                     assert_eq!(c, expected, "{rows} × {depth} × {columns} at {level:?}");
                 }
             }

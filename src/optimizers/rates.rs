@@ -4,13 +4,13 @@ use std::time::Instant;
 
 use rayon::ThreadPoolBuilder;
 
-use super::{AdamW, SplitMasters, Update, UpdateRule, WeightDecay};
+use super::{AdamW, Masters, SplitMasters, Update, UpdateRule, WeightDecay};
 use crate::error::Error;
 use crate::models::{Init, Kind, Tensor};
 use crate::simd::Level;
 
 /// Measures the memory bandwidth that an update can use: bytes per second of `a += b` over arrays
-/// much larger than caches, on so many threads. The best of five runs.
+/// much larger than caches, on `threads` threads. The best of five runs.
 ///
 /// # Errors
 /// The system gives no threads.
@@ -20,7 +20,8 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
     const CHUNK: usize = 1 << 14;
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(Error::system)?;
-    let (mut a, b) = (vec![0.5_f32; FLOATS], vec![0.25_f32; FLOATS]);
+    let mut a = vec![0.5_f32; FLOATS];
+    let b = vec![0.25_f32; FLOATS];
     let mut best = f64::INFINITY;
     for _ in 0..5 {
         let begin = Instant::now();
@@ -34,9 +35,9 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
     Ok((3 * FLOATS * size_of::<f32>()) as f64 / best)
 }
 
-/// Measures AdamW: bytes per second that an update of a block much larger than caches moves, on so
-/// many threads. A parameter takes 28 bytes, with f32 masters and with split ones. The best of five
-/// runs.
+/// Measures AdamW: bytes per second that an update of a block much larger than caches moves, on
+/// `threads` threads. A parameter takes 28 bytes, with f32 masters and with split ones. The best of
+/// five runs.
 ///
 /// # Errors
 /// The system gives no threads.
@@ -46,8 +47,13 @@ pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error
     let pool = pool.map_err(Error::system)?;
     let decay = WeightDecay { rate: 0.01, except: Vec::new() };
     let rule = AdamW { betas: (0.9, 0.999), epsilon: 1e-8, decay };
-    let (kind, init, joined) = (Kind::Weight, Init::Zeros, false);
-    let tensors = [Tensor { name: "w".into(), shape: vec![PARAMETERS], kind, init, joined }];
+    let tensor = Tensor {
+        name: "w".into(),
+        shape: vec![PARAMETERS],
+        kind: Kind::Weight,
+        init: Init::Zeros,
+        joined: false,
+    };
     let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);
     let mut best = f64::INFINITY;
     for step in 0..5 {
@@ -55,14 +61,12 @@ pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error
             Update { step, learning_rate: 1e-4, scale: 1.0, level: Level::best(), seed: 0 };
         let states = &mut [&mut m[..], &mut v[..]];
         let begin = Instant::now();
-        pool.install(|| {
-            if split {
-                let masters = &mut SplitMasters::of(&mut masters);
-                rule.apply_split(&tensors, masters, states, &gradient, update, &mut []);
-            } else {
-                rule.apply(&tensors, &mut masters, states, &gradient, update);
-            }
-        });
+        let masters = if split {
+            Masters::Split { halves: SplitMasters::of(&mut masters), room: &mut [] }
+        } else {
+            Masters::F32(&mut masters)
+        };
+        pool.install(|| rule.apply(&tensor, masters, states, &gradient, update));
         best = best.min(begin.elapsed().as_secs_f64());
     }
     Ok((7 * PARAMETERS * size_of::<f32>()) as f64 / best)

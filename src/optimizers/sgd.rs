@@ -48,7 +48,8 @@ impl Factors {
 
 impl Sgd {
     fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<0> + use<> {
-        let (scale, decay) = (update.scale, self.decay.of(tensor) as f32);
+        let scale = update.scale;
+        let decay = self.decay.of(tensor) as f32;
         let rate = update.learning_rate as f32;
         move |p, []: [&mut f32; 0], g| p - rate * (g * scale + decay * p)
     }

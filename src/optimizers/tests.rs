@@ -1,7 +1,94 @@
 //! Ten steps of each rule against goldens.
 
 use super::*;
-use crate::models::{Init, Kind};
+use crate::models::{Init, Kind, MasterFormat};
+
+const BETAS: (f64, f64) = (0.9, 0.99);
+const EPSILON: f64 = 1e-8;
+
+fn numbers(value: &serde_json::Value) -> Vec<f64> {
+    let list = value.as_array().expect("a list").iter();
+    list.map(|number| number.as_f64().expect("a number")).collect()
+}
+
+/// The rules of the goldens, by their names there.
+fn golden_rules() -> Vec<(&'static str, Box<dyn UpdateRule>)> {
+    let decay = || WeightDecay { rate: 0.1, except: vec!["bias".into()] };
+    let adamw = || AdamW { betas: BETAS, epsilon: EPSILON, decay: decay() };
+    let momentum = |nesterov| Momentum { momentum: 0.9, nesterov, decay: decay() };
+    let adafactor = Adafactor {
+        decay_rate: -0.8,
+        epsilon: f64::from(f32::EPSILON),
+        clip_threshold: 1.0,
+        scale_parameter: true,
+        relative_step: false,
+        decay: decay(),
+    };
+    let clipped = Adafactor { clip_threshold: 0.25, decay_rate: -0.5, ..adafactor.clone() };
+    let muon = |nesterov, rate| Muon::new(0.95, nesterov, rate, decay(), adamw());
+    let of_b = WeightDecay { rate: 0.2, except: Vec::new() };
+    let group = Group {
+        patterns: vec!["b".into()],
+        rule: Box::new(Momentum { momentum: 0.9, nesterov: false, decay: of_b }),
+        rate: 3.0,
+    };
+    vec![
+        ("adamw", Box::new(adamw())),
+        ("adam", Box::new(Adam { betas: BETAS, epsilon: EPSILON, decay: decay() })),
+        ("sgd", Box::new(Sgd { decay: decay() })),
+        ("momentum", Box::new(momentum(false))),
+        ("nesterov", Box::new(momentum(true))),
+        ("lion", Box::new(Lion { betas: BETAS, decay: decay() })),
+        ("lamb", Box::new(Lamb { betas: BETAS, epsilon: EPSILON, decay: decay() })),
+        ("adafactor", Box::new(adafactor.clone())),
+        ("adafactor-clipped", Box::new(clipped)),
+        ("adafactor-relative", Box::new(Adafactor { relative_step: true, ..adafactor })),
+        ("muon", Box::new(muon(true, MuonRate::Original))),
+        ("muon-wide", Box::new(muon(false, MuonRate::MatchRmsAdamw))),
+        ("adamw-8bit", Box::new(AdamW8bit { adamw: adamw(), block_size: 16, smallest: 0 })),
+        ("adamw-bf16", Box::new(AdamWBf16 { adamw: adamw(), seed: 9 })),
+        ("groups", Box::new(Groups { groups: vec![group], others: Box::new(adamw()) })),
+    ]
+}
+
+/// A block of tensors that a rule trains.
+struct Trained<'a> {
+    rule: &'a dyn UpdateRule,
+    tensors: &'a [Tensor],
+    layout: BlockStates,
+    states: Vec<Vec<f32>>,
+    level: Level,
+}
+
+impl<'a> Trained<'a> {
+    fn new(rule: &'a dyn UpdateRule, tensors: &'a [Tensor], level: Level) -> Trained<'a> {
+        let layout = BlockStates::new(rule, tensors);
+        let states = layout.lens().iter().map(|&len| vec![0.0; len]).collect();
+        Trained { rule, tensors, layout, states, level }
+    }
+
+    /// An update by half of the gradient.
+    fn update(
+        &mut self,
+        step: u64,
+        masters: BlockMasters<'_>,
+        gradient: &[f32],
+        learning_rate: f64,
+    ) {
+        let mut states: Vec<&mut [f32]> = self.states.iter_mut().map(Vec::as_mut_slice).collect();
+        let mut room = vec![0.0; room_len(self.rule, MasterFormat::Split, gradient.len())];
+        let block = BlockUpdate {
+            tensors: self.tensors,
+            masters,
+            states: &mut states,
+            layout: &self.layout,
+            gradient,
+            room: &mut room,
+        };
+        let update = Update { step, learning_rate, scale: 1.0, level: self.level, seed: 0 };
+        block.run(self.rule, update, &|_| 0.5);
+    }
+}
 
 /// Ten steps of each rule against `tests/goldens/optimizers.py`: PyTorch's rules, or the
 /// paper's, in f64.
@@ -9,67 +96,14 @@ use crate::models::{Init, Kind};
 fn every_rule_is_pytorchs_or_the_papers() {
     let text = include_str!("../../tests/goldens/optimizers.json");
     let golden: serde_json::Value = serde_json::from_str(text).expect("it is committed");
-    let numbers = |value: &serde_json::Value| -> Vec<f64> {
-        let list = value.as_array().expect("a list").iter();
-        list.map(|number| number.as_f64().expect("a number")).collect()
-    };
-    let decay = |rate: f64| WeightDecay { rate, except: vec!["bias".into()] };
-    let (betas, epsilon) = ((0.9, 0.99), 1e-8);
-    let adamw = || AdamW { betas, epsilon, decay: decay(0.1) };
-    let adafactor = Adafactor {
-        decay_rate: -0.8,
-        epsilon: f64::from(f32::EPSILON),
-        clip_threshold: 1.0,
-        scale_parameter: true,
-        relative_step: false,
-        decay: decay(0.1),
-    };
-    let muon = |nesterov, rate| Muon::new(0.95, nesterov, rate, decay(0.1), adamw());
-    let rules: Vec<(&str, Box<dyn UpdateRule>)> = vec![
-        ("adamw", Box::new(AdamW { betas, epsilon, decay: decay(0.1) })),
-        ("adam", Box::new(Adam { betas, epsilon, decay: decay(0.1) })),
-        ("sgd", Box::new(Sgd { decay: decay(0.1) })),
-        ("momentum", Box::new(Momentum { momentum: 0.9, nesterov: false, decay: decay(0.1) })),
-        ("nesterov", Box::new(Momentum { momentum: 0.9, nesterov: true, decay: decay(0.1) })),
-        ("lion", Box::new(Lion { betas, decay: decay(0.1) })),
-        ("lamb", Box::new(Lamb { betas, epsilon, decay: decay(0.1) })),
-        ("adafactor", Box::new(adafactor.clone())),
-        (
-            "adafactor-clipped",
-            Box::new(Adafactor { clip_threshold: 0.25, decay_rate: -0.5, ..adafactor.clone() }),
-        ),
-        ("adafactor-relative", Box::new(Adafactor { relative_step: true, ..adafactor })),
-        ("muon", Box::new(muon(true, MuonRate::Original))),
-        ("muon-wide", Box::new(muon(false, MuonRate::MatchRmsAdamw))),
-        ("adamw-8bit", Box::new(AdamW8bit { adamw: adamw(), block_size: 16, smallest: 0 })),
-        ("adamw-bf16", Box::new(AdamWBf16 { adamw: adamw(), seed: 9 })),
-        (
-            "groups",
-            Box::new(Groups {
-                groups: vec![Group {
-                    patterns: vec!["b".into()],
-                    rule: Box::new(Momentum {
-                        momentum: 0.9,
-                        nesterov: false,
-                        decay: WeightDecay { rate: 0.2, except: Vec::new() },
-                    }),
-                    rate: 3.0,
-                }],
-                others: Box::new(AdamW { betas, epsilon, decay: decay(0.1) }),
-            }),
-        ),
-    ];
     let steps: Vec<Vec<f64>> =
         golden["gradients"].as_array().expect("a list").iter().map(numbers).collect();
-    for (name, rule) in rules {
-        let wide = name.ends_with("wide");
-        let matrix = if wide { [5, 12] } else { [12, 5] };
+    for (name, rule) in golden_rules() {
+        let matrix = if name.ends_with("wide") { [5, 12] } else { [12, 5] };
         let tensors = [tensor("w", &matrix, Kind::Weight), tensor("b", &[7], Kind::Bias)];
         let ranges: Vec<Range<usize>> = tensor_ranges(&tensors).collect();
-        let layout = BlockStates::new(&*rule, &tensors);
-        let len = 80;
         let spread = |packed: &[f64]| {
-            let mut block = vec![0.0_f32; len];
+            let mut block = vec![0.0_f32; 80];
             let mut packed = packed.iter();
             for range in &ranges {
                 let values = block[range.clone()].iter_mut().zip(&mut packed);
@@ -79,33 +113,18 @@ fn every_rule_is_pytorchs_or_the_papers() {
         };
         let expected = numbers(&golden["rules"][name]);
         let rate = if name.ends_with("relative") { 0.5 } else { 0.01 };
-        for (splits, level) in [(false, Level::best()), (true, Level::best())]
-            .into_iter()
-            .chain(Level::all().into_iter().map(|level| (false, level)))
-        {
+        let plain = Level::all().into_iter().map(|level| (false, level));
+        for (splits, level) in [(true, Level::best())].into_iter().chain(plain) {
             let mut p = spread(&numbers(&golden["begin"]));
-            let mut place = vec![0.0; len];
+            let mut place = vec![0.0; p.len()];
             SplitMasters::of(&mut place).split_from(&p);
-            let mut states: Vec<Vec<f32>> =
-                layout.lens().iter().map(|&len| vec![0.0; len]).collect();
-            let mut unpacked = vec![0.0; rule.unpacked_len(60)];
+            let mut trained = Trained::new(&*rule, &tensors, level);
             for (step, gradient) in (0..).zip(&steps) {
-                let update = Update { step, learning_rate: rate, scale: 1.0, level, seed: 0 };
-                let mut parts: Vec<&mut [f32]> = states.iter_mut().map(Vec::as_mut_slice).collect();
-                let mut masters = match splits {
+                let masters = match splits {
                     true => BlockMasters::Split(SplitMasters::of(&mut place)),
                     false => BlockMasters::Plain(&mut p),
                 };
-                let (gradient, of_block) = (spread(gradient), (&tensors[..], &layout));
-                update_block(
-                    &*rule,
-                    of_block,
-                    &mut masters,
-                    &mut parts,
-                    &gradient,
-                    (update, &|_| 0.5),
-                    &mut unpacked,
-                );
+                trained.update(step, masters, &spread(gradient), rate);
             }
             if splits {
                 SplitMasters::of(&mut place).join_to(&mut p);
@@ -120,16 +139,14 @@ fn every_rule_is_pytorchs_or_the_papers() {
 }
 
 fn tensor(name: &str, shape: &[usize], kind: Kind) -> Tensor {
-    let (name, shape) = (name.to_string(), shape.to_vec());
-    Tensor { name, shape, kind, init: Init::Zeros, joined: false }
+    Tensor { name: name.into(), shape: shape.into(), kind, init: Init::Zeros, joined: false }
 }
 
 /// Bits of all rules, on tensors of several chunks, do not depend on the number of threads.
 #[test]
 fn no_rule_depends_on_threads() {
     let decay = WeightDecay { rate: 0.1, except: Vec::new() };
-    let (betas, epsilon) = ((0.9, 0.99), 1e-8);
-    let adamw = AdamW { betas, epsilon, decay: decay.clone() };
+    let adamw = AdamW { betas: BETAS, epsilon: EPSILON, decay: decay.clone() };
     let adafactor = Adafactor {
         decay_rate: -0.8,
         epsilon: f64::from(f32::EPSILON),
@@ -139,7 +156,7 @@ fn no_rule_depends_on_threads() {
         decay: decay.clone(),
     };
     let rules: Vec<Box<dyn UpdateRule>> = vec![
-        Box::new(Lamb { betas, epsilon, decay: decay.clone() }),
+        Box::new(Lamb { betas: BETAS, epsilon: EPSILON, decay: decay.clone() }),
         Box::new(adafactor),
         Box::new(Muon::new(0.95, true, MuonRate::Original, decay, adamw.clone())),
         Box::new(AdamW8bit { adamw: adamw.clone(), block_size: 256, smallest: 4096 }),
@@ -150,29 +167,21 @@ fn no_rule_depends_on_threads() {
     let len = crate::models::block_len(&tensors);
     let value = |at: usize| (at as f32 * 0.7).sin();
     for rule in rules {
-        let layout = BlockStates::new(&*rule, &tensors);
         let run = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             let mut p: Vec<f32> = (0..len).map(value).collect();
-            let mut states: Vec<Vec<f32>> =
-                layout.lens().iter().map(|&len| vec![0.0; len]).collect();
+            let mut trained = Trained::new(&*rule, &tensors, Level::best());
             pool.expect("threads").install(|| {
                 for step in 0..3 {
                     let gradient: Vec<f32> = (0..len).map(|at| value(3 * at + step)).collect();
-                    let (learning_rate, level) = (0.01, Level::best());
-                    let update =
-                        Update { step: step as u64, learning_rate, scale: 1.0, level, seed: 0 };
-                    let mut parts: Vec<&mut [f32]> =
-                        states.iter_mut().map(Vec::as_mut_slice).collect();
-                    let (masters, of_block) =
-                        (&mut BlockMasters::Plain(&mut p), (&tensors[..], &layout));
-                    let scale = |_: &Tensor| 0.5_f32;
-                    let update = (update, &scale as _);
-                    update_block(&*rule, of_block, masters, &mut parts, &gradient, update, &mut []);
+                    trained.update(step as u64, BlockMasters::Plain(&mut p), &gradient, 0.01);
                 }
             });
-            let states: Vec<u8> =
-                states.iter().flat_map(|state| bytemuck::cast_slice(state).to_vec()).collect();
+            let states: Vec<u8> = trained
+                .states
+                .iter()
+                .flat_map(|state| bytemuck::cast_slice(state).to_vec())
+                .collect();
             (p, states)
         };
         assert!(run(1) == run(3));

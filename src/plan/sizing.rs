@@ -17,7 +17,7 @@ use crate::eps::{cut, part_floats, parts_of};
 use crate::error::Error;
 use crate::kernels::Rows;
 use crate::models::{self, BlockTensors, Measured, Model, Part, Tensor};
-use crate::optimizers::{StateLayout, UpdateRule, unpacked_len};
+use crate::optimizers::{StateLayout, UpdateRule, room_len};
 use crate::stash;
 
 /// What a plan is made of.
@@ -207,7 +207,8 @@ impl Sizing<'_> {
             schedules.stash = schedules.stash.max(stash::layout(&schedule).floats);
             let largest = schedule.micro_batches.iter().copied().max().unwrap_or(1) as usize;
             let tokens = largest * schedule.positions as usize;
-            let bytes = |boundary: &schedule::Boundary| boundary.bytes(largest as u64, tokens as u64);
+            let bytes =
+                |boundary: &schedule::Boundary| boundary.bytes(largest as u64, tokens as u64);
             let bytes = schedule.boundaries.iter().map(bytes).max().unwrap_or(0);
             let floats = (bytes as usize / FLOAT).next_multiple_of(16);
             schedules.boundary = schedules.boundary.max(floats);
@@ -313,7 +314,7 @@ impl Sizing<'_> {
         }
         self.eps_regions(&mut regions, blocks);
         let (format, largest) = (self.config.master_format()?, self.largest_tensor());
-        let unpacked = self.rule.map_or(0, |rule| unpacked_len(rule, format, largest));
+        let unpacked = self.rule.map_or(0, |rule| room_len(rule, format, largest));
         regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
         let tensors = || self.own.iter().flat_map(BlockTensors::trained);
         let workspace =

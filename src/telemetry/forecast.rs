@@ -191,7 +191,7 @@ impl Rates {
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];
                 let all: u32 = plan.schedule.micro_batches.iter().sum();
-                self.host * f64::from(all) / visit.blocks().len() as f64
+                self.host * f64::from(all) / visit.blocks.len() as f64
             }
             (_, &Work::Gather { share: Share::MicroBatch(micro_batch), .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),

@@ -293,4 +293,3 @@ impl DeviceSide {
         self.device.ends(operation, value, now)
     }
 }
-

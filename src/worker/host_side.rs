@@ -18,7 +18,7 @@ use crate::config::{Config, GradientDtype, NonFinite};
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
-use crate::optimizers::{UpdateRule, chunk_squares, unpacked_len};
+use crate::optimizers::{UpdateRule, chunk_squares, room_len};
 use crate::plan::Plan;
 use crate::simd::Level;
 use crate::tensor::widen_in_place;
@@ -64,7 +64,7 @@ impl HostSide {
     ) -> Result<HostSide, Error> {
         let format = config.master_format()?;
         let trains = plan.trains();
-        let unpacked = if trains { unpacked_len(&*rule, format, plan.largest_tensor) } else { 0 };
+        let unpacked = if trains { room_len(&*rule, format, plan.largest_tensor) } else { 0 };
         Ok(HostSide {
             eps,
             rule,

@@ -45,7 +45,9 @@ impl Worker {
         let state = self.steps.of(step.number);
         let beat = &|| operation.still_runs();
         match *operation.work() {
-            Work::AllGather { block, version, slot } => self.complete(block, version, slot, beat)?,
+            Work::AllGather { block, version, slot } => {
+                self.complete(block, version, slot, beat)?
+            }
             Work::ReduceScatter { block, reduced } => self.deal(&state, block, reduced, beat)?,
             Work::AllGatherRows { visit } => {
                 self.exchange_rows(operation, &state, &step.plan.schedule.visits[visit], beat)?;

@@ -12,7 +12,7 @@ use super::memory::HostLease;
 use super::throttle;
 use crate::config::NonFinite;
 use crate::models::Tensor;
-use crate::optimizers::{Update, update_block};
+use crate::optimizers::{BlockUpdate, Update};
 
 impl HostSide {
     /// Moves a block to its next version; its gradient's sum of squares.
@@ -77,13 +77,15 @@ impl HostSide {
         gradient: &[f32],
         (update, factors): (Update, &Factors<'_>),
     ) {
-        let of_block = (self.eps.tensors(block).trained(), self.eps.own_states(block));
-        let mut masters = self.eps.masters(block, masters);
-        let unpacked = &mut self.unpacked.lock().expect("nothing panics inside")[..];
-        self.threads.install(|| {
-            let scale = |tensor: &Tensor| factors.of(tensor);
-            let update = (update, &scale as _);
-            update_block(&*self.rule, of_block, &mut masters, states, gradient, update, unpacked);
-        });
+        let block = BlockUpdate {
+            tensors: self.eps.tensors(block).trained(),
+            masters: self.eps.masters(block, masters),
+            states,
+            layout: self.eps.own_states(block),
+            gradient,
+            room: &mut self.unpacked.lock().expect("nothing panics inside"),
+        };
+        let scale = |tensor: &Tensor| factors.of(tensor);
+        self.threads.install(|| block.run(&*self.rule, update, &scale));
     }
 }

@@ -4,7 +4,7 @@
 use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
 use l2l::data::Batches;
 use l2l::models::{Model, Tensor};
-use l2l::optimizers::{Update, UpdateRule};
+use l2l::optimizers::{Masters, Update, UpdateRule};
 use l2l::plan::RankShare;
 use l2l::telemetry::{Forecast, Hiding, Rates};
 use l2l::{Config, Plan, Trainer, shape_of};
@@ -156,14 +156,14 @@ impl UpdateRule for Descent {
 
     fn apply(
         &self,
-        _: &[Tensor],
-        parameters: &mut [f32],
+        _: &Tensor,
+        masters: Masters<'_>,
         _: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
         let rate = update.learning_rate as f32;
-        parameters.iter_mut().zip(gradient).for_each(|(p, g)| *p -= rate * g);
+        masters.join().iter_mut().zip(gradient).for_each(|(p, g)| *p -= rate * g);
     }
 }
 

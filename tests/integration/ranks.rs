@@ -13,7 +13,7 @@ use l2l::config::{
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};
 use l2l::models::{Base, BlockTensors, Model, Tensor};
-use l2l::optimizers::{Update, UpdateRule};
+use l2l::optimizers::{Masters, Update, UpdateRule};
 use l2l::plan::{FabricBytes, RankShare, Term};
 use l2l::{Config, Error, Plan, Trainer, shape_of};
 use proptest::prelude::*;
@@ -301,13 +301,13 @@ impl UpdateRule for Rule {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        self.0.apply(tensors, parameters, states, gradient, update);
+        self.0.apply(tensor, masters, states, gradient, update);
     }
 }
 

@@ -322,10 +322,7 @@ impl<'m> Wiring<'m> {
 }
 
 /// The steps of the selected layers, in forward order.
-fn chain_of<'m>(
-    model: &'m RingModel,
-    selection: &Selection,
-) -> Result<Vec<Chained<'m>>, Refusal> {
+fn chain_of<'m>(model: &'m RingModel, selection: &Selection) -> Result<Vec<Chained<'m>>, Refusal> {
     let mut chain = Vec::with_capacity(selection.layers.len());
     for &layer in &selection.layers {
         let unknown = || Refusal::of(format!("{layer} is not in the model"));

@@ -3,7 +3,7 @@
 //! A layer declares its steps: what each needs, reads and writes. Generators, rules, plan and lanes
 //! follow from that alone.
 
-use super::{Block, BlockId, Boundary, LayerId, VisitKind};
+use super::{Block, BlockId, Boundary, LayerId, Role, VisitKind};
 
 /// A model without tensors: its layers and blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +14,32 @@ pub struct RingModel {
     pub layers: Vec<RingLayer>,
     /// Tokens of the longest sequence: slots have room for as many.
     pub positions: u32,
+}
+
+impl RingModel {
+    /// A model without a head, for simulations: an embedding with the first block, then a layer
+    /// for each further block, of which the last takes the loss. `bytes`: of hidden states, for
+    /// each sequence.
+    pub fn stack(blocks: Vec<Block>, bytes: u64) -> RingModel {
+        let of_sequences = |role| Boundary::of_sequences(role, bytes as usize, 1);
+        let hidden = of_sequences(Role::Hidden);
+        let statistics = of_sequences(Role::Statistics);
+        let gradient = Some(of_sequences(Role::HiddenGradient));
+        let x = Input { boundary: hidden, gradient };
+        let known = Input { boundary: statistics, gradient: None };
+        let last = blocks.len() - 1;
+        let layers = (0..blocks.len()).map(|number| {
+            let (kind, reads, writes) = match number {
+                0 => (VisitKind::Gather, Vec::new(), vec![hidden, statistics]),
+                _ if number == last => (VisitKind::Layer, vec![x, known], vec![statistics]),
+                _ => (VisitKind::Layer, vec![x], vec![hidden]),
+            };
+            let needs = vec![BlockId(number as u32)];
+            RingLayer { steps: vec![RingStep { kind, needs, reads, writes, saves: None }] }
+        });
+        let layers = layers.collect();
+        RingModel { blocks, layers, positions: 1 }
+    }
 }
 
 /// One layer of a model, as the generators see it.

@@ -359,7 +359,9 @@ impl Row {
             Moves::Boundary(id, m) => schedule.stashed_bytes(id, m),
             Moves::OtherParts(id) => schedule.remote_bytes(schedule.block(id).weight_bytes),
             Moves::OtherPartsOfGradient(_) if !schedule.ranks.dealt => 0,
-            Moves::OtherPartsOfGradient(id) => schedule.remote_bytes(schedule.block(id).reduce_scatter_bytes),
+            Moves::OtherPartsOfGradient(id) => {
+                schedule.remote_bytes(schedule.block(id).reduce_scatter_bytes)
+            }
         }
     }
 }

@@ -7,11 +7,11 @@ pub mod times;
 use std::time::Duration;
 
 use l2l_actors::ports::Ports;
-use l2l_actors::{Relay, Resolved, RingConfig, RingError};
 use l2l_actors::schedule::{
     Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, RingLayer, RingModel, RingStep,
     Role, Schedule, Selection, VisitKind, deal_groups, relay,
 };
+use l2l_actors::{Relay, Resolved, RingConfig, RingError};
 
 /// A boundary of 100 bytes for each sequence.
 pub fn boundary(role: Role) -> Boundary {
@@ -95,8 +95,7 @@ pub fn everything(model: &RingModel, micro_batches: u32) -> Selection {
 /// Stack layers `ids` of the model, with its embedding and all tiles.
 pub fn some(model: &RingModel, micro_batches: u32, ids: &[u32]) -> Selection {
     let mut selection = everything(model, micro_batches);
-    let is_tile =
-        |id: &LayerId| model.layers[id.0 as usize].steps[0].kind == VisitKind::Tile;
+    let is_tile = |id: &LayerId| model.layers[id.0 as usize].steps[0].kind == VisitKind::Tile;
     let ends: Vec<LayerId> = selection.layers.clone();
     selection.layers = vec![LayerId(0)];
     selection.layers.extend(ids.iter().map(|&id| LayerId(id + 1)));

@@ -98,7 +98,8 @@ fn two_hundred_steps_of_random_subsets_and_orders() {
                 assert!(relay.snapshot().versions.iter().all(|&version| version == step + 1));
             }
             let too_many: Vec<u32> = (0..44).collect();
-            let refused = step_of(&mut relay, &relay_of(&model, &some(&model, 1, &too_many)), ()).await;
+            let refused =
+                step_of(&mut relay, &relay_of(&model, &some(&model, 1, &too_many)), ()).await;
             assert!(matches!(refused, Err(RingError::Refused(_))), "{refused:?}");
             relay.stop().await.expect("a refusal leaves the relay as it was");
             updates

@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, BoundaryId, Capacities, LayerId, Phase, Place, Pools,
-    Refusal, Role, Schedule, StepPlan, Visit, VisitKind, relay, resident,
+    Block, BlockId, Boundary, BoundaryId, Capacities, LayerId, Phase, Place, Pools, Refusal, Role,
+    Schedule, StepPlan, Visit, VisitKind, relay, resident,
 };
 
 /// Embedding, two layers, two tied tiles. Visits: 0 gather, 1 and 2 stack, 3 tile, 4 last tile and

@@ -5,7 +5,7 @@ use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPl
 use crate::data::Batches;
 use crate::devices::cuda::emulated;
 use crate::models::{Base, Tensor};
-use crate::optimizers::{Update, UpdateRule};
+use crate::optimizers::{Masters, Update, UpdateRule};
 use crate::tensor::Dtype;
 use crate::{Config, Trainer};
 
@@ -179,7 +179,7 @@ fn kernels_are_timed() {
     });
 }
 
-/// A rule that knows nothing of split masters: they are unpacked for it.
+/// A rule that sees all masters as f32: split ones are joined for it.
 struct Plain(Box<dyn UpdateRule>);
 
 impl UpdateRule for Plain {
@@ -189,13 +189,14 @@ impl UpdateRule for Plain {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
+        tensor: &Tensor,
+        masters: Masters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        self.0.apply(tensors, parameters, states, gradient, update);
+        let mut joined = masters.join();
+        self.0.apply(tensor, Masters::F32(&mut joined), states, gradient, update);
     }
 }
 

@@ -1,17 +1,115 @@
-//! Split masters: each f32 master is stored as two 16-bit halves, the published bf16 and the
-//! remainder. A device that computes in bf16 is sent the published halves without a conversion.
-//! Both halves together give the master back to the bit, and take no more bytes than an f32.
+//! The master weights of a tensor, as an update rule sees them: f32, whole or in two halves.
 //!
-//! This works because the published half is rounded to nearest with ties away from zero: then the
-//! remainder is a signed 16-bit number. (With ties to even it would need one bit more.) A master
-//! that is NaN is given back as NaN, perhaps with other bits.
+//! A device that computes in bf16 is sent the upper halves without a conversion. Both halves together
+//! give the f32 back to the bit, and take no more bytes. This works because the upper half is rounded
+//! to nearest with ties away from zero: then the remainder is a signed 16-bit number. (With ties to
+//! even it would need one bit more.) A master that is NaN is given back as NaN, perhaps with other
+//! bits.
+
+use std::ops::{Deref, DerefMut};
 
 use half::bf16;
 use rayon::prelude::*;
 
 use super::CHUNK;
 
-/// The split masters of a block.
+/// The masters of a tensor, or of a chunk of it.
+#[derive(Debug)]
+pub enum Masters<'a> {
+    /// As f32.
+    F32(&'a mut [f32]),
+    /// As f32 in two halves.
+    Split {
+        /// The halves.
+        halves: SplitMasters<'a>,
+        /// Where [`join`](Masters::join) puts the halves together. It may be empty for a rule that
+        /// does not [join masters](super::UpdateRule::joins_masters).
+        room: &'a mut [f32],
+    },
+}
+
+impl<'a> Masters<'a> {
+    /// All masters as one slice of f32. Split masters are joined now, and split again when the
+    /// slice is dropped.
+    ///
+    /// # Panics
+    /// The rule said that it does not [join masters](super::UpdateRule::joins_masters).
+    pub fn join(self) -> Joined<'a> {
+        match self {
+            Masters::F32(values) => Joined { values, halves: None },
+            Masters::Split { halves, room } => {
+                let values = room.get_mut(..halves.published.len());
+                let values =
+                    values.expect("UpdateRule::joins_masters says whether masters are joined");
+                halves.join_to(values);
+                Joined { values, halves: Some(halves) }
+            }
+        }
+    }
+
+    /// The same masters for a shorter time.
+    pub fn reborrow(&mut self) -> Masters<'_> {
+        match self {
+            Masters::F32(values) => Masters::F32(values),
+            Masters::Split { halves: SplitMasters { published, remainder }, room } => {
+                Masters::Split { halves: SplitMasters { published, remainder }, room }
+            }
+        }
+    }
+
+    /// The masters in chunks of `size`, without room to join them.
+    pub(super) fn chunks(self, size: usize) -> Vec<Masters<'a>> {
+        match self {
+            Masters::F32(values) => values.chunks_mut(size).map(Masters::F32).collect(),
+            Masters::Split { halves: SplitMasters { published, remainder }, .. } => {
+                let halves = published.chunks_mut(size).zip(remainder.chunks_mut(size));
+                let chunk = |(published, remainder)| Masters::Split {
+                    halves: SplitMasters { published, remainder },
+                    room: &mut [],
+                };
+                halves.map(chunk).collect()
+            }
+        }
+    }
+}
+
+impl<'a> From<&'a mut [f32]> for Masters<'a> {
+    fn from(masters: &'a mut [f32]) -> Masters<'a> {
+        Masters::F32(masters)
+    }
+}
+
+/// Masters as one slice of f32: see [`Masters::join`].
+#[derive(Debug)]
+pub struct Joined<'a> {
+    values: &'a mut [f32],
+    /// Where the values are split to at the end.
+    halves: Option<SplitMasters<'a>>,
+}
+
+impl Deref for Joined<'_> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        self.values
+    }
+}
+
+impl DerefMut for Joined<'_> {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        self.values
+    }
+}
+
+impl Drop for Joined<'_> {
+    fn drop(&mut self) {
+        if let Some(halves) = &mut self.halves {
+            halves.split_from(self.values);
+        }
+    }
+}
+
+/// Masters in two halves.
 #[derive(Debug)]
 pub struct SplitMasters<'a> {
     /// The published half of each master.
@@ -25,10 +123,10 @@ impl<'a> SplitMasters<'a> {
     #[inline(always)]
     pub fn split(master: f32) -> (bf16, i16) {
         let bits = master.to_bits();
-        let published = (bits.wrapping_add(0x8000) >> 16) as u16;
-        let (published, remainder) =
-            if master.is_nan() { (bf16::NAN.to_bits(), 0) } else { (published, bits as i16) };
-        (bf16::from_bits(published), remainder)
+        if master.is_nan() {
+            return (bf16::NAN, 0);
+        }
+        (bf16::from_bits((bits.wrapping_add(0x8000) >> 16) as u16), bits as i16)
     }
 
     /// Joins a published half and its remainder into the master.
@@ -42,23 +140,8 @@ impl<'a> SplitMasters<'a> {
     /// then all remainders. The number must be even.
     pub fn of(place: &'a mut [f32]) -> SplitMasters<'a> {
         let (published, remainder) = place.split_at_mut(place.len() / 2);
-        let (published, remainder) =
-            (bytemuck::cast_slice_mut(published), bytemuck::cast_slice_mut(remainder));
-        SplitMasters { published, remainder }
-    }
-
-    /// The first of them, as many as `len`.
-    pub fn first(self, len: usize) -> SplitMasters<'a> {
-        SplitMasters {
-            published: &mut self.published[..len],
-            remainder: &mut self.remainder[..len],
-        }
-    }
-
-    /// The masters one by one, joined on the calling thread.
-    pub fn masters(&self) -> impl Iterator<Item = f32> {
-        let halves = self.published.iter().zip(self.remainder.iter());
-        halves.map(|(&published, &remainder)| SplitMasters::join(published, remainder))
+        let published = bytemuck::cast_slice_mut(published);
+        SplitMasters { published, remainder: bytemuck::cast_slice_mut(remainder) }
     }
 
     /// Joins all masters into `masters`, in parallel.
