@@ -81,6 +81,7 @@ mod watchdog;
 mod wiring;
 
 pub mod conformance;
+pub mod serial;
 pub mod threads;
 pub mod virtual_time;
 

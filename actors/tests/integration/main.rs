@@ -16,3 +16,4 @@ mod misuse;
 mod pipelines;
 mod reports;
 mod rules;
+mod serial;

@@ -1,0 +1,214 @@
+//! A step on one page: all work of a plan, one operation after the other.
+//!
+//! The ring does the same work. There each actor has its own part of it, and lanes overlap. This
+//! walk is the place to read what a step is; tests hold the ring against it. It covers one process
+//! whose blocks are in memory and are uploaded whole: a file, ranks and shards add operations
+//! between these, and change none of them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::messages::Resolved;
+use crate::schedule::{
+    BlockId, BoundaryId, DeviceId, DeviceVisit, MicroBatch, Reduction, Shard, Share, StepPlan,
+    Version, VisitKind,
+};
+use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Work};
+
+/// Walks a plan as the step of this number. `perform` does the work of each operation, on a device
+/// or on the host (`None`), and returns its value: a loss, or a sum of squares.
+pub fn step(
+    plan: &StepPlan,
+    version: Version,
+    deferred: bool,
+    perform: impl FnMut(Option<DeviceId>, Work) -> f64,
+) -> Resolved {
+    let is_gradient = |reduction: &&Reduction| matches!(reduction, Reduction::Gradient { .. });
+    let reductions: Vec<&Reduction> = plan.reductions.iter().filter(is_gradient).collect();
+    let mut walk = Walk {
+        plan,
+        version,
+        deferred,
+        perform,
+        open: BTreeMap::new(),
+        kept: BTreeMap::new(),
+        reductions: reductions.into_iter(),
+        squares: BTreeMap::new(),
+    };
+    let mut device_visits = plan.device_visits.iter().enumerate();
+    let mut loss = 0.0;
+    for (index, visit) in plan.schedule.visits.iter().enumerate() {
+        match visit.kind {
+            VisitKind::Gather => {
+                for m in visit.micro_batches.clone() {
+                    let share = Share::MicroBatch(m);
+                    walk.on_host(Work::Gather { visit: index, share, master: MasterAt::Memory });
+                }
+            }
+            VisitKind::Layer | VisitKind::Tile => {
+                let (at, resolved) = device_visits.next().expect("each has its choices");
+                walk.device_visit(at, resolved);
+            }
+            VisitKind::Loss => {
+                for micro_batch in visit.micro_batches.clone() {
+                    loss += walk.on_host(Work::Loss { visit: index, micro_batch });
+                }
+            }
+            VisitKind::Scatter => walk.scatter(index),
+        }
+    }
+    walk.on_host(Work::Carry { version });
+    let norm = walk.squares.values().sum::<f64>().sqrt();
+    if deferred {
+        plan.updates.iter().for_each(|&block| {
+            walk.update(block, GradientAt::Region, Some(norm));
+        });
+    }
+    Resolved { step: version, loss, norm }
+}
+
+struct Walk<'p, P> {
+    plan: &'p StepPlan,
+    version: Version,
+    deferred: bool,
+    perform: P,
+    /// Accumulators between a block's first and last contribution, by device.
+    open: BTreeMap<(DeviceId, BlockId), u32>,
+    /// Gradients of earlier groups on the host, the youngest last.
+    kept: BTreeMap<BlockId, Vec<u32>>,
+    /// The gradients of the plan, in the order in which visits complete them.
+    reductions: std::vec::IntoIter<&'p Reduction>,
+    /// The sum of squares of each gradient.
+    squares: BTreeMap<BlockId, f64>,
+}
+
+impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
+    fn on_host(&mut self, work: Work) -> f64 {
+        (self.perform)(None, work)
+    }
+
+    /// Uploads blocks that are not there, runs all micro-batches, and reduces what is complete.
+    fn device_visit(&mut self, at: usize, resolved: &DeviceVisit) {
+        let visit = self.plan.visit(at);
+        let device = visit.device().expect("it is a device's");
+        let version = self.version;
+        for residence in resolved.uploads() {
+            let block = residence.block;
+            let weights = residence.slot;
+            let master = MasterAt::Memory;
+            let shard = Shard::WHOLE;
+            let work = Work::UploadBlock { block, version, master, weights, shard };
+            (self.perform)(Some(device), work);
+        }
+        for &(block, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
+            let taken = self.open.iter().filter(|((of, _), _)| *of == device);
+            let slot = lowest_free(taken.map(|(_, &slot)| slot));
+            self.open.insert((device, block), slot);
+        }
+        for m in visit.micro_batches.clone() {
+            let first = m == visit.micro_batches.start;
+            let inputs = placed(&visit.reads);
+            let outputs = placed(&visit.writes);
+            for &inputs in &inputs {
+                (self.perform)(Some(device), Work::UploadBoundary { micro_batch: m, inputs });
+            }
+            let blocks = self.block_uses(device, resolved, first);
+            let compute = Work::Compute {
+                device_visit: at,
+                phase: visit.phase,
+                micro_batch: m,
+                blocks,
+                inputs,
+                outputs: outputs.clone(),
+            };
+            (self.perform)(Some(device), compute);
+            for outputs in outputs {
+                (self.perform)(Some(device), Work::DownloadBoundary { micro_batch: m, outputs });
+            }
+        }
+        for &block in &resolved.closes {
+            self.reduce(device, block, visit.micro_batches.start);
+        }
+    }
+
+    /// The visit's blocks in their slots. The first contribution of a group replaces what its
+    /// accumulator held; the others are added.
+    fn block_uses(
+        &self,
+        device: DeviceId,
+        resolved: &DeviceVisit,
+        is_first: bool,
+    ) -> Vec<BlockUse> {
+        let of = |block: BlockId, weights: u32| {
+            let trained = resolved.accumulates.iter().find(|(trained, _)| *trained == block);
+            let gradient = trained.map(|&(_, first)| Accumulator {
+                slot: self.open[&(device, block)],
+                first: first && is_first,
+            });
+            BlockUse { block, weights, gradient }
+        };
+        resolved.residences.iter().map(|residence| of(residence.block, residence.slot)).collect()
+    }
+
+    /// Brings a group's gradient to the host, and adds it to those of other groups. The sum of all
+    /// is applied at once, or waits: for the norm, or for what a scatter adds.
+    fn reduce(&mut self, device: DeviceId, block: BlockId, micro_batch: MicroBatch) {
+        let group = self.plan.schedule.group_of(micro_batch);
+        let gradients = self.open.remove(&(device, block)).expect("it was opened");
+        let reduced = 0;
+        let download = Work::DownloadGradient { block, group, gradients, reduced };
+        (self.perform)(Some(device), download);
+        let Some(&Reduction::Gradient { join, scattered, .. }) = self.reductions.next() else {
+            unreachable!("the plan has a reduction for each gradient that closes")
+        };
+        if join.adds > 0 || join.keeps || self.plan.schedule.block(block).encoded {
+            let free = lowest_free(self.kept.values().flatten().copied());
+            let kept = self.kept.entry(block).or_default();
+            let mut parts = kept.split_off(kept.len() - join.adds as usize);
+            parts.reverse();
+            let keep = join.keeps.then_some(free);
+            kept.extend(keep);
+            self.on_host(Work::Join { block, group, reduced, parts, keep });
+        }
+        if join.keeps {
+            return;
+        }
+        if scattered || self.deferred {
+            let squares = self.on_host(Work::Reduce { block, reduced, to_region: true });
+            self.squares.insert(block, squares);
+        } else {
+            let squares = self.update(block, GradientAt::Landing(reduced), None);
+            self.squares.insert(block, squares);
+        }
+    }
+
+    /// Adds the gradient of gathered rows to each block they came from.
+    fn scatter(&mut self, index: usize) {
+        let schedule = &self.plan.schedule;
+        for &block in schedule.visits[index].blocks.iter().filter(|&&id| !schedule.block(id).frozen)
+        {
+            let first = !self.squares.contains_key(&block);
+            let gradient = GradientAt::Region;
+            let mut squares = self.on_host(Work::Scatter { visit: index, block, first, gradient });
+            if !self.deferred {
+                squares = self.update(block, gradient, None);
+            }
+            self.squares.insert(block, squares);
+        }
+    }
+
+    fn update(&mut self, block: BlockId, gradient: GradientAt, norm: Option<f64>) -> f64 {
+        let version = self.version;
+        let master = MasterAt::Memory;
+        self.on_host(Work::Update { block, version, master, gradient, norm })
+    }
+}
+
+/// Each boundary in a slot of its own: one operation uses them at a time.
+fn placed(boundaries: &[BoundaryId]) -> Vec<Placed> {
+    (0..).zip(boundaries).map(|(slot, &boundary)| Placed { boundary, slot }).collect()
+}
+
+fn lowest_free(taken: impl Iterator<Item = u32>) -> u32 {
+    let taken: BTreeSet<u32> = taken.collect();
+    (0..).find(|slot| !taken.contains(slot)).expect("there are few")
+}
