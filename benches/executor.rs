@@ -1,8 +1,8 @@
 //! Measures how long the library keeps a tokio executor from its other tasks. A ticker wakes every
 //! 5 ms on a current-thread runtime; for each part of a run, the bench prints the longest delay.
 //!
-//! `cargo bench --bench executor`. The checkpoint has 340 MB. On busy cores the system itself causes
-//! delays of some milliseconds: the first line shows the ticker alone.
+//! `cargo bench --bench executor`. The checkpoint has 340 MB. On busy cores the system itself
+//! causes delays of some milliseconds: the first line shows the ticker alone.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
-//! Measures the cost of telemetry: nanoseconds for each operation, by the observers that receive it.
+//! Measures the cost of telemetry: nanoseconds for each operation, with different observers.
 //!
-//! `cargo bench --bench observers`. Each figure is the median of `ROUNDS` rounds, because machines are
-//! noisy.
+//! `cargo bench --bench observers`. Each figure is the median of `ROUNDS` rounds, because machines
+//! are noisy.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! Simulates a step in f32 and in f16 on the machine of the L2L paper (arXiv 2002.05645): 50 B
 //! parameters on one V100 behind PCIe.
 //!
-//! `cargo run --release --example precision`. The simulation has no tensors: each operation takes the
-//! time of its bytes or FLOPs at full rate, and the ring decides which operations overlap.
+//! `cargo run --release --example precision`. The simulation has no tensors: each operation takes
+//! the time of its bytes or FLOPs at full rate, and the ring decides which operations overlap.
 
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! Data: files become sequences of tokens with labels, and sequences become batches.
 //!
-//! All files are read, checked and tokenized before a run starts (`files`, `reader`, `spool`). After
-//! that a sequence depends only on its index ([`Dataset`]), and a batch only on its step
+//! All files are read, checked and tokenized before a run starts (`files`, `reader`, `spool`).
+//! After that a sequence depends only on its index ([`Dataset`]), and a batch only on its step
 //! ([`Batches`]). So a resumed run has the same data as an uninterrupted one.
 
 mod baseline;

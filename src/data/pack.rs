@@ -11,7 +11,8 @@ use super::Sequence;
 /// packed sequence joins sequences that are close to each other in the data.
 pub(super) fn pack(lengths: impl Iterator<Item = usize>, most: usize) -> Vec<Vec<u32>> {
     let mut packed: Vec<Vec<u32>> = Vec::new();
-    let mut open: BTreeMap<usize, Vec<usize>> = BTreeMap::new(); // remaining room -> indices of `packed`
+    // By remaining room, the indices in `packed`.
+    let mut open: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (index, length) in lengths.enumerate() {
         let (place, room) = match open.range_mut(length..).next() {
             Some((&room, places)) => {

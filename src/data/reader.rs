@@ -191,7 +191,7 @@ impl Reader {
         }
     }
 
-    /// A sequence of text. A causal model scores all of it; for a masked one, masks are drawn later.
+    /// A sequence of text. A causal model scores all of it; a masked one draws masks later.
     fn plain(&self, tokens: Vec<u32>, kinds: Vec<u8>) -> Sequence {
         match self.predicts {
             Predicts::Own => Sequence::unmasked(tokens, kinds),

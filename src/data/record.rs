@@ -131,10 +131,10 @@ impl Record {
         };
         let is_pair = columns.contains_key("chosen") && columns.contains_key("rejected");
         if is_pair && record.completion.is_none() && record.messages.is_none() {
-            return Err("chosen and rejected: training on preferences (DPO) is not supported; \
-                            to train on the chosen answers set data.fields.completion = \"chosen\", \
-                            or data.fields.messages = \"chosen\" where it has the whole chat"
-                    .into());
+            return Err("chosen and rejected: training on preferences (DPO) is not supported; to \
+                        train on the chosen answers set data.fields.completion = \"chosen\", or \
+                        data.fields.messages = \"chosen\" where it has the whole chat"
+                .into());
         }
         unused.extend(columns.into_iter().map(|(name, _)| name));
         Ok((record, unused))

@@ -1,7 +1,7 @@
 //! The spool: tokenized sequences in a temporary file, read by index.
 //!
-//! Data is tokenized once, before a run starts, and may be larger than memory. Memory holds only the
-//! place of each sequence. The file has no name, so the system removes it when the process ends.
+//! Data is tokenized once, before a run starts, and may be larger than memory. Memory holds only
+//! the place of each sequence. The file has no name, so the system removes it with the process.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
