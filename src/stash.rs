@@ -39,7 +39,8 @@ impl StashLayout {
         let unit = unit_of(&self.units, m);
         let (at, floats) = self.places[id.0 as usize * self.units.len() + unit];
         let first = self.before[self.units[unit].start as usize];
-        let (from, to) = (self.before[m as usize], self.before[m as usize + 1]);
+        let from = self.before[m as usize];
+        let to = self.before[m as usize + 1];
         (at + (from - first) * floats, (to - from) * floats)
     }
 }

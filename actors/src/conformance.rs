@@ -177,7 +177,8 @@ impl Run {
         let (mut relay, tasks) = Relay::wire(config, ports.clone());
         let observer = relay.observer();
         let outcome = Arc::new(Mutex::new((Vec::new(), None)));
-        let (out, watched) = (outcome.clone(), ports.clone());
+        let out = outcome.clone();
+        let watched = ports.clone();
         let batches: Vec<_> = (0..STEPS).map(|step| subject.batch(step)).collect();
         subject.run(
             &inner,
@@ -214,7 +215,8 @@ impl Run {
 
 /// Runs both until one ends, and drops the other.
 async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
-    let (mut one, mut other) = (Box::pin(one), Box::pin(other));
+    let mut one = Box::pin(one);
+    let mut other = Box::pin(other);
     poll_fn(|cx| match one.as_mut().poll(cx) {
         Poll::Ready(()) => Poll::Ready(()),
         Poll::Pending => other.as_mut().poll(cx),

@@ -85,7 +85,8 @@ impl Context {
     }
 
     fn enter(&self, state: ActorState, what: WaitsFor, layer: Option<LayerId>) {
-        let (since, waits) = (self.lanes.now(), self.waits);
+        let since = self.lanes.now();
+        let waits = self.waits;
         self.ring.post(self.name).enter(Standing { state, what, layer, since, waits });
     }
 

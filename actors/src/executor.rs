@@ -60,7 +60,8 @@ impl Executor {
         self.gradients.send(Flow::Begin(step.clone()));
         let mut ends: Vec<Fence> = Vec::new();
         for (own, &index) in visits.iter().enumerate() {
-            let (visit, resolved) = (step.plan.visit(index), &step.plan.device_visits[index]);
+            let visit = step.plan.visit(index);
+            let resolved = &step.plan.device_visits[index];
             let layer = Some(visit.layer);
             let Flow::Datum(weights) = self.context.recv(&mut self.weights, layer).await? else {
                 unreachable!("a step has weights for each of its visits");
@@ -84,7 +85,8 @@ impl Executor {
         weights: Weights,
     ) -> Result<Fence, BoxedError> {
         self.open_gradients(step, resolved, visit).await?;
-        let (first, last) = (visit.micro_batches.start, visit.micro_batches.end - 1);
+        let first = visit.micro_batches.start;
+        let last = visit.micro_batches.end - 1;
         let mut blocks = self.block_uses(step, resolved, &weights);
         let mut end = None;
         for m in visit.micro_batches.clone() {
@@ -130,7 +132,8 @@ impl Executor {
         visit: &Visit,
     ) -> Result<(), BoxedError> {
         for &(block, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
-            let (content, pool) = (Content::Gradient(block, step.number), &mut self.gradient_slots);
+            let content = Content::Gradient(block, step.number);
+            let pool = &mut self.gradient_slots;
             let held = self.context.acquire(pool, content, Some(visit.layer)).await?;
             self.open.insert(block, held);
         }
@@ -158,7 +161,8 @@ impl Executor {
         micro_batch: MicroBatch,
     ) -> Result<Inputs, BoxedError> {
         if visit.reads.is_empty() {
-            let (boundaries, arrived) = (Vec::new(), Vec::new());
+            let boundaries = Vec::new();
+            let arrived = Vec::new();
             return Ok(Inputs { device_visit, micro_batch, boundaries, arrived });
         }
         let inputs = self.context.recv(&mut self.inputs, Some(visit.layer)).await?;

@@ -67,7 +67,8 @@ impl Fetcher {
         block: BlockId,
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
-        let (version, layer) = (step.number, Some(visit.layer));
+        let version = step.number;
+        let layer = Some(visit.layer);
         self.context.published(block, version, layer).await?;
         let content = Content::Block(block, version);
         let held = self.context.acquire(&mut self.read_slots, content, layer).await?;
@@ -105,7 +106,8 @@ impl Fetcher {
         share: Share,
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
-        let (first, all) = (visit.micro_batches.start, visit.micro_batches.clone());
+        let first = visit.micro_batches.start;
+        let all = visit.micro_batches.clone();
         let (staged, completed) = match share {
             Share::MicroBatch(m) => {
                 // What the first micro-batch waited for is there for the others, too.

@@ -61,7 +61,8 @@ impl Order {
 
     /// For a visit.
     pub(crate) fn at(step: &Arc<Step>, visit: &Visit, work: Work) -> Order {
-        let (layer, phase) = (Some(visit.layer), Some(visit.phase));
+        let layer = Some(visit.layer);
+        let phase = Some(visit.phase);
         Order { device: visit.device(), layer, phase, ..Order::new(step, work) }
     }
 
@@ -102,7 +103,8 @@ impl Operation {
     ) -> (Operation, Fence) {
         let after = ring.last_finished();
         let Order { layer, ref work, commits, .. } = order;
-        let (queue, row) = (order.queue(), work.row());
+        let queue = order.queue();
+        let row = work.row();
         let number = ring.enqueued(Queued { actor, layer, queue, row, commits, begun: false });
         let fence = Fence::new(number);
         let made = fence.clone();

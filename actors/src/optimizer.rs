@@ -146,7 +146,8 @@ impl Optimizer {
         block: BlockId,
         mut complete: Complete,
     ) -> Result<Fence, BoxedError> {
-        let (version, layer) = (step.number, layer_of(step, block));
+        let version = step.number;
+        let layer = layer_of(step, block);
         let content = Content::Block(block, version);
         let state = self.context.acquire(&mut self.state_slots, content, layer).await?;
         let slot = state.slot(content);
@@ -163,7 +164,8 @@ impl Optimizer {
     /// Writes the staged block that was updated last, unless that was done.
     async fn store(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let Some(Updating { block, state, updated }) = self.updating.take() else { return Ok(()) };
-        let (version, layer) = (step.number, layer_of(step, block));
+        let version = step.number;
+        let layer = layer_of(step, block);
         self.context.fence(Lane::Update, &updated, layer).await?;
         let slot = state.slot(Content::Block(block, version));
         let stored = Stored::State { with_gradient: false };

@@ -76,9 +76,11 @@ impl PeerCopier {
         block: BlockId,
         weights: u32,
     ) -> Result<Fence, BoxedError> {
-        let (version, layer) = (step.number, Some(visit.layer));
+        let version = step.number;
+        let layer = Some(visit.layer);
         let shard = step.plan.schedule.shard_of(self.device);
-        let (mut from, mut holds) = (Vec::new(), Vec::new());
+        let mut from = Vec::new();
+        let mut holds = Vec::new();
         for (peer, other) in self.peers.iter_mut().zip(shard.others()) {
             let uploaded = self.context.recv(peer, layer).await?;
             assert_eq!(uploaded.block, block, "all devices upload blocks in the same order");

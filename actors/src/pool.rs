@@ -77,7 +77,8 @@ impl Pool {
 
     fn at(name: &'static str, device: Option<DeviceId>, slots: u32) -> Pool {
         let slots = Slots { holders: vec![None; slots as usize], in_use: 0, peak: 0 };
-        let (slots, freed) = (Mutex::new(slots), Notify::new());
+        let slots = Mutex::new(slots);
+        let freed = Notify::new();
         Pool { shared: Arc::new(Shared { name, device, slots, freed }) }
     }
 

@@ -67,9 +67,11 @@ impl Prefetcher {
     /// Uploads the blocks of a device visit that are not there yet, and announces the visit.
     async fn announce(&mut self, step: &Arc<Step>, device_visit: usize) -> Result<(), BoxedError> {
         let visit = step.plan.visit(device_visit);
-        let (content, layer) = (Content::Visit(device_visit), Some(visit.layer));
+        let content = Content::Visit(device_visit);
+        let layer = Some(visit.layer);
         let credit = self.context.acquire(&mut self.visit_credits, content, layer).await?;
-        let (mut blocks, mut arrived) = (Vec::new(), Vec::new());
+        let mut blocks = Vec::new();
+        let mut arrived = Vec::new();
         for residence in &step.plan.device_visits[device_visit].residences {
             if residence.upload {
                 arrived.push(self.upload(step, visit, residence).await?);
@@ -89,7 +91,8 @@ impl Prefetcher {
         visit: &Visit,
         &Residence { block, slot, .. }: &Residence,
     ) -> Result<Fence, BoxedError> {
-        let (version, layer) = (step.number, Some(visit.layer));
+        let version = step.number;
+        let layer = Some(visit.layer);
         let staged = self.source(step, visit, block).await?;
         let content = Content::Block(block, version);
         let held = self.context.acquire_slot(&mut self.weight_slots, slot, content, layer).await?;
@@ -133,7 +136,8 @@ impl Prefetcher {
     ) -> Result<(), BoxedError> {
         let visit = step.plan.visit(device_visit);
         let layer = Some(visit.layer);
-        let (mut boundaries, mut arrived) = (Vec::new(), Vec::new());
+        let mut boundaries = Vec::new();
+        let mut arrived = Vec::new();
         for &boundary in &visit.reads {
             self.context.stashed(&[boundary], micro_batch, layer).await?;
             let content = Content::Boundary(boundary, micro_batch);

@@ -107,7 +107,8 @@ impl Reducer {
         self.context.arrived(Lane::Compute, &closed.computed, layer).await?;
         let content = Content::Gradient(block, step.number);
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
-        let (gradients, reduced) = (closed.gradient.slot(content), landing.slot(content));
+        let gradients = closed.gradient.slot(content);
+        let reduced = landing.slot(content);
         let work = Work::DownloadGradient { block, group, gradients, reduced };
         let mut order = Order { device: Some(device), ..Order::gradient(step, layer, work) };
         order.waits = vec![closed.computed];
@@ -129,7 +130,8 @@ impl Reducer {
         if adds == 0 && !keeps && !encoded {
             return Ok(landed);
         }
-        let (content, layer) = (Content::Gradient(block, step.number), layer_of(step, block));
+        let content = Content::Gradient(block, step.number);
+        let layer = layer_of(step, block);
         let kept = self.kept.entry(block).or_default();
         let mut holds = kept.split_off(kept.len() - adds as usize);
         holds.reverse(); // the youngest first
@@ -220,7 +222,8 @@ impl Reducer {
         complete: &Fence,
     ) -> Result<(), BoxedError> {
         self.context.fence(Lane::Host, complete, layer).await?;
-        let (version, stored) = (step.number, Stored::Gradient);
+        let version = step.number;
+        let stored = Stored::Gradient;
         let slot = landing.slot(Content::Gradient(block, version));
         let work = Work::Store { block, version, stored, slot };
         let mut order = Order::gradient(step, layer, work);
@@ -279,9 +282,11 @@ impl Reducer {
         rows: Option<Fence>,
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
-        let (content, layer) = (Content::Gradient(block, step.number), Some(visit.layer));
+        let content = Content::Gradient(block, step.number);
+        let layer = Some(visit.layer);
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
-        let (version, slot) = (step.number, landing.slot(content));
+        let version = step.number;
+        let slot = landing.slot(content);
         let gradient = GradientAt::Landing(slot);
         let mut order =
             Order::at(step, visit, Work::Scatter { visit: index, block, first, gradient });

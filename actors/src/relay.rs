@@ -228,7 +228,8 @@ impl<P: Ports> Relay<P> {
     /// Resolves once every block is published as of all steps that have begun, with true; with
     /// false if the relay ends before. Further steps may run meanwhile.
     pub fn settled(&self) -> impl Future<Output = bool> + Send + 'static + use<P> {
-        let (ring, version) = (self.ring.clone(), self.next);
+        let ring = self.ring.clone();
+        let version = self.next;
         async move { ring.switch.until_tripped(ring.facts.settled(version)).await.is_some() }
     }
 

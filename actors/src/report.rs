@@ -105,13 +105,15 @@ impl fmt::Display for Snapshot {
         for pool in &self.pools {
             let held: Vec<String> =
                 pool.holders.iter().flatten().map(|content| content.to_string()).collect();
-            let (name, all) = (pool.name, pool.holders.len());
+            let name = pool.name;
+            let all = pool.holders.len();
             let device = of_device(pool.device);
             writeln!(f, "pool {name}{device}: {} of {all} [{}]", held.len(), held.join(", "))?;
         }
         for InFlight { actor, queue, operation, begun, .. } in &self.operations {
             let state = if *begun { "runs" } else { "queued" };
-            let (lane, device) = (queue.lane.name(), of_device(queue.device));
+            let lane = queue.lane.name();
+            let device = of_device(queue.device);
             writeln!(f, "lane {lane}{device}: {operation} ({state}, by {actor})")?;
         }
         Ok(())

@@ -61,7 +61,8 @@ pub(crate) struct Post {
 
 impl Post {
     fn new(since: Duration) -> Post {
-        let (state, what) = (ActorState::Busy, WaitsFor::Start);
+        let state = ActorState::Busy;
+        let what = WaitsFor::Start;
         let standing = Mutex::new(Standing { state, what, layer: None, since, waits: 0 });
         Post { standing, meter: Meter::new(since) }
     }

@@ -47,7 +47,9 @@ impl Membership {
     /// The actor has ended by itself.
     fn ends(&mut self) {
         let post = self.ring.post(self.name);
-        let (state, what, since) = (ActorState::Starved, WaitsFor::Nothing, self.lanes.now());
+        let state = ActorState::Starved;
+        let what = WaitsFor::Nothing;
+        let since = self.lanes.now();
         post.enter(Standing { state, what, layer: None, since, ..post.standing() });
         self.ended = true;
     }

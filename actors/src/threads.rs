@@ -85,7 +85,9 @@ impl<W: LaneWork> ThreadLanes<W> {
         pools: &Pools,
         records: Option<Arc<dyn RecordSink>>,
     ) -> io::Result<ThreadLanes<W>> {
-        let (work, origin, alive) = (Arc::new(work), Instant::now(), watch::Sender::new(0));
+        let work = Arc::new(work);
+        let origin = Instant::now();
+        let alive = watch::Sender::new(0);
         let mut queues = HashMap::new();
         for queue in Queue::all(pools) {
             let name = name_of(queue);
@@ -98,7 +100,8 @@ impl<W: LaneWork> ThreadLanes<W> {
             };
             if work.issues(queue) {
                 let (issued, waited) = flume::bounded(ISSUED);
-                let (issuer, mut ender) = (runner(), runner());
+                let issuer = runner();
+                let mut ender = runner();
                 spawn(&name, &alive, move || {
                     operations.iter().for_each(|operation| issuer.issue(operation, &issued));
                 })?;

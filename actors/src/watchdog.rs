@@ -25,7 +25,9 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
     let ring = ring.clone();
     let watchdog = thread::Builder::new().name("l2l-watchdog".into());
     let watching = watchdog.spawn(move || {
-        let (mut progress, mut since, mut tripped) = (ring.progress(), Instant::now(), false);
+        let mut progress = ring.progress();
+        let mut since = Instant::now();
+        let mut tripped = false;
         while held.recv_timeout(patience / 4) == Err(RecvTimeoutError::Timeout) {
             let now = (ring.progress(), ring.switch.tripped());
             let is_idle = !tripped && !ring.is_working();

@@ -89,7 +89,8 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
         updating: None,
     };
     let mut tasks = vec![task(ActorName::Optimizer, &ring, lanes, optimizer)];
-    let (mut gradients, mut staged) = (Vec::new(), Vec::new());
+    let mut gradients = Vec::new();
+    let mut staged = Vec::new();
     for ((device, pools), peers) in (0..).zip(devices).zip(peers(&sizes)) {
         let wired = wire_device(device, pools, peers, &sizes, &ring, lanes, &context_of);
         tasks.extend(wired.tasks);
@@ -97,11 +98,13 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
         staged.push(wired.staged);
     }
     let context = context_of(ActorName::Reducer);
-    let (reduced, kept) = (to_optimizer, BTreeMap::new());
+    let reduced = to_optimizer;
+    let kept = BTreeMap::new();
     let reducer = Reducer { context, gradients, reduced, landing, part_slots, kept, deferred };
     tasks.push(task(ActorName::Reducer, &ring, lanes, reducer));
     let (fetcher, inbox) = mailbox("steps", SIGNALS);
-    let (context, gathered) = (context_of(ActorName::Fetcher), VecDeque::new());
+    let context = context_of(ActorName::Fetcher);
+    let gathered = VecDeque::new();
     let first = Fetcher { context, inbox, staged, read_slots, gathered };
     tasks.push(task(ActorName::Fetcher, &ring, lanes, first));
     Wired { ring, tasks, fetcher, resolved }
@@ -173,7 +176,8 @@ fn wire_device(
         let name = ActorName::PeerCopier(device);
         let (to_peer_copier, prefetched) = weights_mailbox("prefetched");
         let weights = std::mem::replace(&mut to_executor, to_peer_copier);
-        let (context, peers) = (context_of(name), peers.from);
+        let context = context_of(name);
+        let peers = peers.from;
         let peer_copier = PeerCopier { context, device, prefetched, peers, weights, step: None };
         tasks.push(task(name, ring, lanes, peer_copier));
     }

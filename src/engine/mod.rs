@@ -88,7 +88,8 @@ impl Engine {
     /// # Errors
     /// The system gives no threads.
     pub(crate) fn start(config: Config, worker: Worker, trained: u64) -> Result<Engine, Error> {
-        let (model, plan) = (worker.model().clone(), worker.plan().clone());
+        let model = worker.model().clone();
+        let plan = worker.plan().clone();
         let records = worker.records().clone();
         let lanes =
             ThreadLanes::start(worker, &plan.pools, Some(records)).map_err(Error::system)?;
@@ -188,7 +189,8 @@ impl Engine {
         let Planned { plan, stash } = self.plans.of(shape, layers, make)?;
         self.visits += plan.schedule.visits.len() as u64;
         self.pending = Some(purpose);
-        let (trained, updated) = (self.trained, self.trained - self.skipped);
+        let trained = self.trained;
+        let updated = self.trained - self.skipped;
         let loss_scale = self.loss_scale.filter(|_| purpose.trains()).map(|one| one.scale.into());
         let scaled = loss_scale.unwrap_or(1.0);
         let input =
@@ -353,7 +355,8 @@ impl Engine {
         save: impl FnOnce(&Worker, &Saving) -> Result<T, Error> + Send + 'static,
     ) -> Result<JoinHandle<Result<T, Error>>, Error> {
         self.finish_step().await?;
-        let (settled, lanes) = (self.relay.settled(), self.lanes.clone());
+        let settled = self.relay.settled();
+        let lanes = self.lanes.clone();
         let saving = self.worker().eps().begin_saving(self.relay.begun());
         Ok(tokio::spawn(async move {
             if !settled.await {

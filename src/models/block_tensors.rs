@@ -164,8 +164,10 @@ impl BlockTensors {
     /// The weights in a slot of a device of this dtype, in the order of their layer. Joined tensors
     /// are one.
     pub(crate) fn weights(&self, slot: View, dtype: Dtype) -> Vec<SlotWeight<'_>> {
-        let (masters, trained) = (self.masters_len(), self.trained_len());
-        let (published, end) = (dtype.floats(masters), self.published_len(dtype));
+        let masters = self.masters_len();
+        let trained = self.trained_len();
+        let published = dtype.floats(masters);
+        let end = self.published_len(dtype);
         let block = slot.part(0..published).hold(1, masters, dtype);
         let mut trained_views = tensor_views(&self.trained, block.part(0..trained)).into_iter();
         let behind = block.part(trained..masters);
@@ -216,10 +218,12 @@ impl BlockTensors {
             }
             cut
         };
-        let (trained, frozen) = (cut(&self.trained, 0), cut(&self.frozen, self.trained_len()));
+        let trained = cut(&self.trained, 0);
+        let frozen = cut(&self.frozen, self.trained_len());
         let is_trained = [vec![true; trained.len()], vec![false; frozen.len()]].concat();
         let tensors = [trained.clone(), frozen.clone()].concat();
-        let (stored, masters) = (FrozenPart::default(), self.masters);
+        let stored = FrozenPart::default();
+        let masters = self.masters;
         BlockTensors { tensors, is_trained, trained, frozen, stored, masters }
     }
 }

@@ -163,7 +163,8 @@ impl Classes {
         batch: BatchView<'a>,
         scratch: &Scratch<'_>,
     ) -> Option<LowRank<'a>> {
-        let (adapters, c) = (self.adapters.as_ref()?, self.shape.hidden);
+        let adapters = self.adapters.as_ref()?;
+        let c = self.shape.hidden;
         let size = (batch.sequences(), c, c);
         Some(LowRank::new(k, adapters, (batch, INDEX), size, scratch).of_sequences())
     }
@@ -176,7 +177,8 @@ impl Classes {
         h: View,
         scratch: &Scratch<'_>,
     ) -> Activations {
-        let (n, c) = (self.samples().of(batch), self.shape.hidden);
+        let n = self.samples().of(batch);
+        let c = self.shape.hidden;
         if !self.has_transform() {
             let first = scratch.take(n, c);
             let scores = scratch.take(n, self.labels());
@@ -251,7 +253,8 @@ impl Classes {
         let Activations { first, sum, pooled, scores } = self.activations(k, batch, w, h, scratch);
         let [before, behind] = self.dropouts(batch);
         let dscores = scratch.take_like(scores);
-        let (dpooled, dfirst) = (scratch.take_like(pooled), scratch.take_like(first));
+        let dpooled = scratch.take_like(pooled);
+        let dfirst = scratch.take_like(first);
         let batch = *batch;
         k.class_loss_backward(&ClassLossBackward {
             dscores,
@@ -293,7 +296,8 @@ impl Classes {
         linear_backward(dfirst, dpooled, first, 0);
         if let Some(low_rank) = self.low_rank(k, batch, scratch) {
             let c = self.shape.hidden;
-            let (w, d) = (Adapters::only(w, ADAPTER_AT, c), Adapters::only(d, ADAPTER_AT, c));
+            let w = Adapters::only(w, ADAPTER_AT, c);
+            let d = Adapters::only(d, ADAPTER_AT, c);
             low_rank.backward([dfirst, dpooled, first], (&w, &d), pass.accumulate, scratch);
         }
         k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });

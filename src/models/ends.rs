@@ -162,11 +162,14 @@ impl Layer for Stem {
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { batch, weights, gradients, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let (w, d) = (self.parts(weights), self.parts(gradients));
+        let w = self.parts(weights);
+        let d = self.parts(gradients);
         let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
         let dx = dx.unwrap_or_else(|| scratch.take_like(dy));
         if let (Some((gamma, beta)), Some((dgamma, dbeta))) = (w.norm, d.norm) {
-            let (sum, y, dsum) = (scratch.take_like(x), scratch.take_like(x), scratch.take_like(x));
+            let sum = scratch.take_like(x);
+            let y = scratch.take_like(x);
+            let dsum = scratch.take_like(x);
             let statistics = scratch.take_floats(x.rows, 2);
             self.sum(k, &w, sum, x, &batch);
             k.norm(&norm(&self.shape, y, statistics, sum, gamma, beta));
@@ -248,7 +251,8 @@ impl Final {
         chunk: BatchView<'a>,
         scratch: &Scratch<'_>,
     ) -> Option<LowRank<'a>> {
-        let (adapters, c) = (self.adapters.as_ref()?, self.shape.hidden);
+        let adapters = self.adapters.as_ref()?;
+        let c = self.shape.hidden;
         Some(LowRank::new(k, adapters, (chunk, ADAPTER_INDEX), (chunk.rows(), c, c), scratch))
     }
 
@@ -264,7 +268,8 @@ impl Final {
         if !self.shape.masked_head() {
             return (x, None);
         }
-        let (sum, activated) = (scratch.take_like(x), scratch.take_like(x));
+        let sum = scratch.take_like(x);
+        let activated = scratch.take_like(x);
         let transposed = self.shape.transposed;
         k.linear(&Linear { y: sum, x, w: views[0], bias: Some(views[1]), transposed });
         if let Some(low_rank) = low_rank {
@@ -318,7 +323,8 @@ impl Layer for Final {
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { ref batch, weights, x, y, scratch, .. } = *pass;
         let at = self.norm_at();
-        let (gamma, beta) = (weights[at], weights.get(at + 1).copied());
+        let gamma = weights[at];
+        let beta = weights.get(at + 1).copied();
         for chunk in batch.chunks(Some(self.shape.chunk_positions)) {
             let scratch = &scratch.nested();
             let [x, y] = [x, y].map(|view| chunk.rows_of(view));
@@ -357,9 +363,11 @@ impl Final {
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        let (y, statistics) = (scratch.take_like(dy), scratch.take_floats(x.rows, 2));
+        let y = scratch.take_like(dy);
+        let statistics = scratch.take_floats(x.rows, 2);
         let at = self.norm_at();
-        let (gamma, beta) = (weights[at], weights.get(at + 1).copied());
+        let gamma = weights[at];
+        let beta = weights.get(at + 1).copied();
         let low_rank = self.low_rank(k, chunk, scratch);
         let (input, sum) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
         k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));

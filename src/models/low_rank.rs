@@ -96,7 +96,8 @@ impl<'a> LowRank<'a> {
             let sum = columns(self.sum, x.rows, one.outputs);
             let op = Linear { y: sum, x: low, w: one.b, bias: None, transposed: true };
             self.k.linear(&op);
-            let (first, scale) = (one.first, self.adapters.scale);
+            let first = one.first;
+            let scale = self.adapters.scale;
             self.k.add_columns(&AddColumns { y, x: sum, first, scale });
         }
     }
@@ -113,9 +114,11 @@ impl<'a> LowRank<'a> {
             let scratch = &scratch.nested();
             let [input, low] = self.inputs(one, x);
             let dsum = columns(self.sum, x.rows, one.outputs);
-            let (first, scale) = (one.first, self.adapters.scale);
+            let first = one.first;
+            let scale = self.adapters.scale;
             self.k.take_columns(&TakeColumns { y: dsum, x: dy, first, scale });
-            let (dlow, dinput) = (scratch.take_like(low), scratch.take_like(x));
+            let dlow = scratch.take_like(low);
+            let dinput = scratch.take_like(x);
             let product = |dx, dw, dy, x, w| LinearBackward {
                 dx,
                 dw,

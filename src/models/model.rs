@@ -334,7 +334,8 @@ impl Model {
     ) -> f64 {
         let part = &self.parts[layer];
         let Products { weights, trained, channels } = self.products(layer);
-        let (mut forward, mut of_gradients) = (0.0, 0.0);
+        let mut forward = 0.0;
+        let mut of_gradients = 0.0;
         for length in lengths {
             let length = length as f64;
             forward += 2.0 * (weights * length + channels * length * length);

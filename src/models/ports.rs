@@ -25,7 +25,8 @@ pub struct LayerStep {
 impl LayerStep {
     /// A step from hidden states to hidden states, which needs these blocks and saves nothing.
     pub fn on_hidden(context: &StepContext, blocks: Vec<usize>) -> LayerStep {
-        let (reads, writes) = (vec![context.hidden_input()], vec![context.hidden()]);
+        let reads = vec![context.hidden_input()];
+        let writes = vec![context.hidden()];
         LayerStep { blocks, reads, writes, saves: None }
     }
 }
@@ -58,7 +59,8 @@ impl StepContext {
         save: Option<Save>,
     ) -> StepContext {
         let hidden = Boundary::of_tokens(Role::Hidden, channels, dtype.size());
-        let (scores, cached) = (false, None);
+        let scores = false;
+        let cached = None;
         StepContext { positions, dtype, save, channels, scores, cached, hidden }
     }
 

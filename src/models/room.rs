@@ -50,10 +50,8 @@ mod tests {
         for name in ["gpt2", "bert-base", "llama-7b"] {
             let shape = families::preset(name).expect("it is one");
             let shape = Shape { layers: 2, ..shape };
-            let (few, all) = (
-                Model::with_room(shape, 5, &Training::default()).expect("all is trained"),
-                Model::new(Shape { layers: 5, ..shape }),
-            );
+            let few = Model::with_room(shape, 5, &Training::default()).expect("all is trained");
+            let all = Model::new(Shape { layers: 5, ..shape });
             assert_eq!(few.blocks.len(), all.blocks.len());
             let named = |model: &Model| -> Vec<Vec<String>> {
                 let names =

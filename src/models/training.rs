@@ -70,7 +70,9 @@ impl Lora {
     /// The adapters of those of a layer's modules that are targets, if any is.
     fn adapters(&self, mut modules: Vec<String>) -> Option<Adapters> {
         modules.retain(|name| self.targets(name));
-        let (rank, scale, dropout) = (self.rank, self.scale() as f32, self.dropout);
+        let rank = self.rank;
+        let scale = self.scale() as f32;
+        let dropout = self.dropout;
         (!modules.is_empty()).then_some(Adapters { rank, scale, dropout, modules })
     }
 }

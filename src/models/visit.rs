@@ -393,7 +393,8 @@ impl Measured<'_> {
         rows: Rows,
     ) -> usize {
         let Measured { model, dtype, save, .. } = self;
-        let (starts, kinds) = (rows.starts(), vec![0; rows.count()]);
+        let starts = rows.starts();
+        let kinds = vec![0; rows.count()];
         let batch = BatchMetadata {
             starts: &starts,
             kinds: &kinds,
@@ -417,7 +418,8 @@ impl Measured<'_> {
             }
         });
         let blocks = blocks.collect();
-        let (sequences, tokens) = (rows.sequences as u64, rows.count() as u64);
+        let sequences = rows.sequences as u64;
+        let tokens = rows.count() as u64;
         let mut ports = |ids: &[BoundaryId]| -> Vec<Port> {
             let port = |id: &BoundaryId| {
                 let boundary = *schedule.boundary(*id);
@@ -426,7 +428,8 @@ impl Measured<'_> {
             };
             ids.iter().map(port).collect()
         };
-        let (reads, writes) = (ports(&visit.reads), ports(&visit.writes));
+        let reads = ports(&visit.reads);
+        let writes = ports(&visit.writes);
         let chunk_state = match &model.parts[visit.layer.0 as usize] {
             Part::Stack(layer) => layer.chunk_state_len(rows.positions, backward, dtype),
             Part::Embedding | Part::Head(_) | Part::Classes(_) => 0,

@@ -74,7 +74,9 @@ pub(super) fn check_sizes(
 ) -> Result<(), Error> {
     const VISITS: u128 = 1 << 22;
     const FLOATS: u128 = 1 << 44;
-    let (shape, devices, layers) = (&model.shape, config.devices(), model.parts.len() - 1);
+    let shape = &model.shape;
+    let devices = config.devices();
+    let layers = model.parts.len() - 1;
     let is_dealt = config.parallel.deal == Deal::Layers;
     if is_dealt && devices as usize > layers {
         let problem = format_args!(

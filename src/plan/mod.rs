@@ -242,7 +242,8 @@ impl Plan {
                            stages cannot say";
             return Err(Error::config("parallel.deal", problem));
         }
-        let (sequences, positions) = (self.sequences, self.positions);
+        let sequences = self.sequences;
+        let positions = self.positions;
         let step = StepShape { sequences, positions, purpose: Purpose::Train };
         let mut order = Pipeline::of(&schedule_of(&self.config, model, self.step(step))?);
         order.devices.resize(self.devices as usize, Vec::new());
@@ -251,7 +252,9 @@ impl Plan {
 
     /// What the schedule of a step of all layers is made of.
     pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
-        let (states, share, file) = (&self.states, self.share, self.pipeline.as_deref());
+        let states = &self.states;
+        let share = self.share;
+        let file = self.pipeline.as_deref();
         StepSpec { shape, layers: None, states, share, file }
     }
 

@@ -25,7 +25,8 @@ pub(super) fn read(config: &Config) -> Result<Option<Pipeline>, Error> {
     };
     let text = read_text(path).map_err(refused)?;
     let pipeline = Pipeline::parse(&text).map_err(|refusal| refused(refusal.reason))?;
-    let (rows, devices) = (pipeline.devices.len(), config.devices());
+    let rows = pipeline.devices.len();
+    let devices = config.devices();
     if rows != devices as usize {
         return Err(refused(format!(
             "has {rows} rows, one for each device, and there are {devices} devices"
@@ -57,7 +58,8 @@ pub(super) fn schedule_of(
     let refused =
         |refusal: Refusal| Error::config(key, format_args!("cannot run: {}", refusal.reason));
     let count = selection.micro_batches.len() as MicroBatch;
-    let (devices, chunks) = (config.devices(), config.schedule.chunks());
+    let devices = config.devices();
+    let chunks = config.schedule.chunks();
     let made = match (config.schedule.kind, file) {
         (_, Some(file)) => file.clone(),
         _ if !trains => Pipeline::gpipe(devices, chunks, count),

@@ -44,7 +44,8 @@ impl RankShare {
 
     /// How a step of so many sequences is dealt.
     pub(crate) fn deal(self, config: &Config, sequences: usize) -> Result<DealtStep, Error> {
-        let (groups, ranks) = (config.parallel.groups, self.ranks);
+        let groups = config.parallel.groups;
+        let ranks = self.ranks;
         if groups < ranks {
             let problem = format_args!(
                 "is {groups}, and {ranks} processes share each step: set at least {ranks} (a step \

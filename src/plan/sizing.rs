@@ -105,7 +105,8 @@ impl Sizing<'_> {
             schedules.all.iter().map(|schedule| schedule.micro_batches.len()).max().unwrap_or(0);
         let walked = schedule::StepPlan::new(schedule, pools)?;
         self.check_exchanges(&walked, pipeline.as_deref())?;
-        let (traffic, file_bytes) = (walked.traffic, walked.file_bytes(self.deferred()));
+        let traffic = walked.traffic;
+        let file_bytes = walked.file_bytes(self.deferred());
         let links = walked.walks.iter().map(|walk| &walk.traffic);
         let links = links.map(|link| LinkBytes {
             upload: link.to_device(),
@@ -201,7 +202,8 @@ impl Sizing<'_> {
     fn schedules(&self, file: Option<&Pipeline>) -> Result<Schedules, Error> {
         let mut schedules = Schedules { all: Vec::new(), boundary: 0, stash: 0 };
         for step in self.steps {
-            let (states, share) = (&self.states, self.share);
+            let states = &self.states;
+            let share = self.share;
             let spec = StepSpec { shape: *step, layers: None, states, share, file };
             let schedule = schedule_of(self.config, self.model, spec)?;
             schedules.stash = schedules.stash.max(stash::layout(&schedule).floats);
@@ -313,7 +315,8 @@ impl Sizing<'_> {
             }
         }
         self.eps_regions(&mut regions, blocks);
-        let (format, largest) = (self.config.master_format()?, self.largest_tensor());
+        let format = self.config.master_format()?;
+        let largest = self.largest_tensor();
         let unpacked = self.rule.map_or(0, |rule| room_len(rule, format, largest));
         regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
         let tensors = || self.own.iter().flat_map(BlockTensors::trained);
@@ -335,7 +338,9 @@ impl Sizing<'_> {
         blocks: &Blocks,
         rows: Rows,
     ) {
-        let (model, config, trains) = (self.model, self.config, self.trains());
+        let model = self.model;
+        let config = self.config;
+        let trains = self.trains();
         let dtype = config.device.dtype;
         let chunk_state = model.parts.iter().map(|part| match part {
             Part::Stack(layer) => layer.chunk_state_len(rows.positions, trains, dtype),
@@ -379,7 +384,8 @@ impl Sizing<'_> {
             let staged = self.own.iter().zip(&parts).map(|(own, parts)| {
                 parts.iter().sum::<usize>() + if self.deferred() { waits(own) } else { 0 }
             });
-            let (slot, part) = (staged.max(), parts.iter().flatten().max());
+            let slot = staged.max();
+            let part = parts.iter().flatten().max();
             regions.add(Holder::FileStates, Place::Host, states, slot.unwrap_or(0));
             regions.add(Holder::FileBuffer, Place::HostOwn, 1, part.copied().unwrap_or(0));
         }

@@ -167,7 +167,8 @@ fn ring_model(
 /// the stash where that makes them smaller.
 fn context(config: &Config, model: &Model, shape: StepShape) -> StepContext {
     let StepShape { positions, purpose, .. } = shape;
-    let (dtype, save) = (config.device.dtype, config.schedule.recompute.keep());
+    let dtype = config.device.dtype;
+    let save = config.schedule.recompute.keep();
     let context = model.context(positions, dtype, save.filter(|_| purpose.trains()));
     let encoding = match config.stash.dtype {
         StashDtype::F32 => Encoding::Plain,

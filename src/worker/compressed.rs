@@ -37,7 +37,8 @@ impl HostSide {
         group: GroupId,
         landed: &mut [f32],
     ) {
-        let (kind, tensors) = (feedback.compression, self.whole_trained(block));
+        let kind = feedback.compression;
+        let tensors = self.whole_trained(block);
         let mut runs = feedback.lease(block);
         let error = &mut runs[kind.runs_per_group() * (feedback.own.start + group) as usize];
         self.threads.install(|| {
@@ -79,19 +80,17 @@ impl HostSide {
         complete: Option<Complete<'_>>,
     ) -> Result<(), Lost> {
         let Compression::PowerSgd { rank } = feedback.compression else { return Ok(()) };
-        let (power, factors) =
-            (PowerSgd { rank, seed: self.seed }, Factors::new(self.whole_trained(block), rank));
+        let power = PowerSgd { rank, seed: self.seed };
+        let factors = Factors::new(self.whole_trained(block), rank);
         let mut runs = feedback.lease(block);
         let own = feedback.own.start as usize..feedback.own.end as usize;
-        let (width, groups) =
-            (factors.left_and_vectors(complete.is_some()), feedback.groups as usize);
+        let width = factors.left_and_vectors(complete.is_some());
+        let groups = feedback.groups as usize;
         let mut workspace = self.exchanged.parts.lock().expect("nothing panics inside");
         let (lefts, rights) = workspace.split_at_mut(groups * width);
         let rights = &mut rights[..groups * factors.right_len];
-        let (left_of, right_of) = (
-            |group: usize| group * width..(group + 1) * width,
-            |group: usize| group * factors.right_len..(group + 1) * factors.right_len,
-        );
+        let left_of = |group: usize| group * width..(group + 1) * width;
+        let right_of = |group: usize| group * factors.right_len..(group + 1) * factors.right_len;
         for group in own.clone() {
             let [error, right] = &mut runs[2 * group..2 * group + 2] else { unreachable!("two") };
             let (left, mut vectors) = lefts[left_of(group)].split_at_mut(factors.left_len);
@@ -114,14 +113,16 @@ impl HostSide {
         let left = &mut lefts[..width];
         self.threads.install(|| power.orthonormalise(&factors, left));
         for group in own.clone() {
-            let (error, right) = (&runs[2 * group], &mut rights[right_of(group)]);
+            let error = &runs[2 * group];
+            let right = &mut rights[right_of(group)];
             self.threads.install(|| power.right(&factors, right, error, left));
         }
         if let Some(complete) = complete {
             complete(rights)?;
         }
         for group in own.clone() {
-            let (error, right) = (&mut runs[2 * group], &rights[right_of(group)]);
+            let error = &mut runs[2 * group];
+            let right = &rights[right_of(group)];
             self.threads.install(|| power.subtract(&factors, error, left, right));
         }
         self.sum_groups(rights, factors.right_len);
@@ -164,8 +165,10 @@ impl Worker {
     ) -> Result<(), BoxedError> {
         let host = &self.host;
         let parts = host.eps.parts().expect("several ranks");
-        let (exchanges, cut) = (&parts.exchanges, parts.of_trained(block));
-        let (rank, ranks) = (exchanges.rank(), exchanges.ranks());
+        let exchanges = &parts.exchanges;
+        let cut = parts.of_trained(block);
+        let rank = exchanges.rank();
+        let ranks = exchanges.ranks();
         let own = cut.of(rank);
         if let Compression::PowerSgd { .. } = feedback.compression {
             let complete = |all: &mut [f32]| {
@@ -178,7 +181,8 @@ impl Worker {
             gradient.copy_within(own, 0);
             return Ok(());
         }
-        let (kind, tensors) = (feedback.compression, host.whole_trained(block));
+        let kind = feedback.compression;
+        let tensors = host.whole_trained(block);
         let packed_parts = kind.packed_parts(tensors, &cut, ranks);
         let packed = packed_parts.of(rank);
         let mut workspace = host.exchanged.parts.lock().expect("nothing panics inside");

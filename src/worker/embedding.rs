@@ -146,11 +146,14 @@ impl Worker {
         let tile = self.model.tiles[tile.expect("a share is of the visit's blocks")];
         let tokens = &state.batch.tokens[state.range(m, schedule).rows];
         let id = schedule.with_role(&visit.writes, Role::Hidden).expect("a gather writes it");
-        let (layer, boundary) = (visit.layer, id);
+        let layer = visit.layer;
+        let boundary = id;
         let x = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
-        let (x, channels) = (host.stashed_mut(x), self.model.shape.hidden);
+        let x = host.stashed_mut(x);
+        let channels = self.model.shape.hidden;
         let tensors = &self.model.blocks[block.0 as usize];
-        let (first, table) = (tile.first, self.host.eps.table_rows(tensors, stored));
+        let first = tile.first;
+        let table = self.host.eps.table_rows(tensors, stored);
         let scale = self.model.shape.embedding_scale;
         let rows = Gathered { tokens, table: &table, first, channels, scale };
         let noise = (self.neftune_alpha > 0.0 && state.purpose.trains())
@@ -184,7 +187,8 @@ impl Worker {
         let schedule = &step.plan.schedule;
         let targets = &state.batch.targets[state.range(m, schedule).rows];
         let id = schedule.with_role(&visit.writes, Role::Statistics).expect("a gather writes it");
-        let (layer, boundary) = (visit.layer, id);
+        let layer = visit.layer;
+        let boundary = id;
         let place = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
         let statistics = host.stashed_mut(place);
         let positions = statistics.chunks_exact_mut(STATISTICS).zip(targets);
@@ -202,7 +206,8 @@ impl Worker {
         first: bool,
         landing: Option<&mut [f32]>,
     ) -> Squares {
-        let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
+        let state = self.steps.of(step.number);
+        let schedule = &step.plan.schedule;
         let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
         let id = id.expect("a scatter reads it");
         let layer = visit.layer;
@@ -220,7 +225,8 @@ impl Worker {
                 &mut region[..]
             }
         };
-        let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
+        let tile = self.model.tiles[block.0 as usize];
+        let channels = self.model.shape.hidden;
         let scale = self.model.shape.embedding_scale;
         // Of several processes, this one's part of the table.
         let from = self.host.eps.parts().map_or(0, |parts| parts.own(block).start);

@@ -10,7 +10,8 @@ use super::{Worker, throttle};
 impl Worker {
     /// Reads or writes what the operation says.
     pub(super) fn on_file(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let (begin, file) = (Instant::now(), self.host.file());
+        let begin = Instant::now();
+        let file = self.host.file();
         let host = self.memory.lease();
         let beat = &|| operation.still_runs();
         match *operation.work() {

@@ -43,13 +43,15 @@ impl Written {
     /// What a mark of a step says; none if it is of another step.
     fn of_step(step: Version, mark: i64) -> Option<Written> {
         let visit = (mark & i64::from(u32::MAX)) as usize;
-        let (device_visit, what) = (visit / LOOKED_AT.len(), visit % LOOKED_AT.len());
+        let device_visit = visit / LOOKED_AT.len();
+        let what = visit % LOOKED_AT.len();
         let written = Written { step, device_visit, what };
         (written.mark() == mark).then_some(written)
     }
 
     fn words(self, step: &Step) -> String {
-        let (layer, what) = (step.plan.visit(self.device_visit).layer, LOOKED_AT[self.what]);
+        let layer = step.plan.visit(self.device_visit).layer;
+        let what = LOOKED_AT[self.what];
         format!("{layer} is the first whose {what} are not finite")
     }
 }

@@ -137,7 +137,8 @@ pub(super) fn scatter<G: Gradient>(
                 for (&token, gradient) in tokens.iter().zip(gradients) {
                     let Some(row) = (token as usize).checked_sub(first) else { continue };
                     let at = row * channels;
-                    let (low, high) = (at.max(start), (at + channels).min(end));
+                    let low = at.max(start);
+                    let high = (at + channels).min(end);
                     if low < high {
                         let to = &mut run_of_rows[low - start..high - start];
                         gradient.add_to(to, low - at..high - at, scale);
@@ -171,7 +172,8 @@ mod tests {
 
     #[test]
     fn noise_is_uniform_in_its_range() {
-        let (mut y, tokens) = (vec![1.0_f32; 3 * 1000], [4, 9, 5]);
+        let mut y = vec![1.0_f32; 3 * 1000];
+        let tokens = [4, 9, 5];
         // Tokens 4 and 5 lie in the tile, and have noise of 0.1 and 0.2.
         let noise = |row: usize| (row as u64, 0.1 * (1 + row / 2) as f32);
         add_noise(&mut y, &tokens, (3, 4), 1000, noise);
@@ -190,10 +192,12 @@ mod tests {
 
     #[test]
     fn tokens_are_gathered_and_scattered_tile_by_tile() {
-        let (c, tokens) = (2, [4_u32, 0, 4, 2]);
+        let c = 2;
+        let tokens = [4_u32, 0, 4, 2];
         let table: Vec<f32> = (0..10).map(|at| at as f32 + 0.25).collect();
         let dy: Vec<f32> = (0..8).map(|at| 0.5 - at as f32).collect();
-        let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![f32::NAN; 5 * c]);
+        let mut y = vec![f32::NAN; tokens.len() * c];
+        let mut dtable = vec![f32::NAN; 5 * c];
         for (first, to) in [(0, 3), (3, 5)] {
             gather_rows(&mut y, &tokens, &table[first * c..to * c], first, c, 1.0);
             let rows: Vec<&[f32]> = dy.chunks_exact(c).collect();

@@ -177,7 +177,8 @@ impl Worker {
             Work::Join { block, group, reduced, ref parts, keep } => {
                 let len = self.trained_len(block);
                 let parts: Vec<&[f32]> = parts.iter().map(|&part| host.part(part, len)).collect();
-                let (landed, is_last) = (host.landing(reduced, len), keep.is_none());
+                let landed = host.landing(reduced, len);
+                let is_last = keep.is_none();
                 let keep = keep.map(|part| host.part_mut(part, len));
                 self.host.widen(landed);
                 let feedback = self.host.eps.feedback();
@@ -212,7 +213,8 @@ impl Worker {
             }
             Work::Update { block, version, master, gradient, norm } => {
                 let state = self.steps.of(version);
-                let (rate, at) = (state.learning_rate, (master, gradient));
+                let rate = state.learning_rate;
+                let at = (master, gradient);
                 let has_groups = self.host.clipping.has_groups();
                 if self.host.non_finite == NonFinite::Skip && norm.is_some_and(|n| !n.is_finite()) {
                     self.host.eps.carry(block, version);
@@ -254,7 +256,8 @@ impl Worker {
 
     /// A micro-batch's share of the loss; keeps its logits, if they left the device.
     fn loss(&self, step: &Step, host: &HostLease<'_>, visit: &Visit, m: MicroBatch) -> f64 {
-        let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
+        let state = self.steps.of(step.number);
+        let schedule = &step.plan.schedule;
         let scores_vocabulary = self.model.shape.scores_vocabulary();
         if state.purpose.scores() {
             self.keep_logits(step, &state, host, visit, m);
@@ -263,7 +266,9 @@ impl Worker {
             }
         }
         let id = schedule.with_role(&visit.reads, Role::Statistics).expect("a loss reads it");
-        let (state, layer, boundary) = (&*state, visit.layer, id);
+        let state = &*state;
+        let layer = visit.layer;
+        let boundary = id;
         let place = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
         let statistics = host.stashed(place);
         let of_position = |statistics: &[f32]| {

@@ -31,7 +31,8 @@ impl Worker {
 
     /// The upload lane.
     pub(super) fn upload(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let (host, device) = (self.memory.lease(), self.device(operation));
+        let host = self.memory.lease();
+        let device = self.device(operation);
         match *operation.work() {
             Work::UploadBlock { block, version, master, weights, shard } => {
                 let slot = device.weights(weights, self.published_len(block));
@@ -70,7 +71,8 @@ impl Worker {
         let &Work::CopyShards { block, weights, ref from, .. } = operation.work() else {
             unreachable!("{} is not of the lane of peers", operation.work())
         };
-        let (device, len) = (self.device(operation), self.published_len(block));
+        let device = self.device(operation);
+        let len = self.published_len(block);
         let slot = device.weights(weights, len);
         for &(shard, weights) in from {
             let peer = &self.devices[usize::from(shard.index)];
@@ -83,7 +85,8 @@ impl Worker {
 
     /// The download lane.
     pub(super) fn download(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let (host, device) = (self.memory.lease(), self.device(operation));
+        let host = self.memory.lease();
+        let device = self.device(operation);
         match *operation.work() {
             Work::DownloadGradient { block, gradients, reduced, .. } => {
                 let len = self.trained_len(block);
@@ -144,7 +147,8 @@ impl Worker {
         slot: View,
     ) -> Result<(), BoxedError> {
         let host = self.memory.lease();
-        let (layer, schedule) = (self.cache_layer(filled.layer), &filled.step.plan.schedule);
+        let layer = self.cache_layer(filled.layer);
+        let schedule = &filled.step.plan.schedule;
         let slots = filled.state.cache_slots(filled.micro_batch, schedule);
         let lengths = filled.state.lengths(filled.micro_batch, schedule);
         let mut from = 0;
@@ -170,9 +174,12 @@ impl Worker {
         else {
             unreachable!("a compute operation computes")
         };
-        let (step, m, device) = (operation.step(), *micro_batch, self.device(operation));
+        let step = operation.step();
+        let m = *micro_batch;
+        let device = self.device(operation);
         let state = self.steps.of(step.number);
-        let (visit, schedule) = (step.plan.visit(*device_visit), &step.plan.schedule);
+        let visit = step.plan.visit(*device_visit);
+        let schedule = &step.plan.schedule;
         let block = |&BlockUse { block, weights, gradient }: &BlockUse| BlockViews {
             weights: device.weights(weights, self.published_len(block)),
             gradient: gradient

@@ -41,7 +41,8 @@ impl Worker {
 
     /// The lanes of exchanges.
     pub(super) fn on_ranks(&self, operation: &Operation) -> Result<f64, BoxedError> {
-        let (begin, step) = (Instant::now(), operation.step());
+        let begin = Instant::now();
+        let step = operation.step();
         let state = self.steps.of(step.number);
         let beat = &|| operation.still_runs();
         match *operation.work() {
@@ -71,7 +72,9 @@ impl Worker {
         slot: u32,
         beat: &dyn Fn(),
     ) -> Result<(), BoxedError> {
-        let (parts, host, eps) = (self.parts(), self.memory.lease(), &self.host.eps);
+        let parts = self.parts();
+        let host = self.memory.lease();
+        let eps = &self.host.eps;
         let cut = parts.of(block).in_bytes(eps.tensors(block).masters().sent().size());
         let own = cut.of(parts.exchanges.rank());
         let slot = &mut bytemuck::cast_slice_mut(host.read_slot_mut(slot))[..cut.len()];
@@ -95,7 +98,8 @@ impl Worker {
         reduced: u32,
         beat: &dyn Fn(),
     ) -> Result<(), BoxedError> {
-        let (parts, host) = (self.parts(), self.memory.lease());
+        let parts = self.parts();
+        let host = self.memory.lease();
         let cut = parts.of_trained(block);
         let own = cut.of(parts.exchanges.rank());
         let gradient = host.landing(reduced, cut.len());
@@ -103,7 +107,8 @@ impl Worker {
             return self.deal_compressed(feedback, block, gradient, beat);
         }
         if let Some(dealt) = &state.dealt {
-            let (rank, ranks) = (parts.exchanges.rank() as usize, parts.exchanges.ranks() as usize);
+            let rank = parts.exchanges.rank() as usize;
+            let ranks = parts.exchanges.ranks() as usize;
             let mut received = self.host.exchanged.parts.lock().expect("nothing panics inside");
             let received = &mut received[..own.len() * (ranks - 1)];
             let sent = bytemuck::cast_slice(gradient);
@@ -133,13 +138,15 @@ impl Worker {
         visit: &Visit,
         beat: &dyn Fn(),
     ) -> Result<(), BoxedError> {
-        let (step, host) = (operation.step(), self.memory.lease());
+        let step = operation.step();
+        let host = self.memory.lease();
         let schedule = &step.plan.schedule;
         let dealt = state.dealt.as_ref().expect("the step is dealt");
         let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
         let boundary = id.expect("a scatter reads it");
         let row = self.packing(schedule.boundary(boundary)).row_bytes();
-        let (exchanges, cut) = (&self.parts().exchanges, dealt.rows.in_bytes(row));
+        let exchanges = &self.parts().exchanges;
+        let cut = dealt.rows.in_bytes(row);
         let mut rows = self.host.exchanged.rows.write().expect("nothing panics inside");
         let rows = &mut bytemuck::cast_slice_mut::<f32, u8>(&mut rows)[..cut.len()];
         let mut at = cut.of(exchanges.rank()).start;
@@ -176,7 +183,8 @@ impl Worker {
         let blocks: Vec<BlockId> = own.keys().copied().collect();
         let all = self.numbers_of_ranks(own.into_values().flatten().collect(), beat)?;
         let mut left: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
-        let (mut sum, mut group_sums) = (0.0, self.host.clipping.no_sums());
+        let mut sum = 0.0;
+        let mut group_sums = self.host.clipping.no_sums();
         for block in blocks {
             let tensors = &parts.tensors[block.0 as usize];
             let mut squares = Vec::new();

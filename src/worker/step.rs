@@ -115,7 +115,8 @@ impl StepState {
     /// Where a micro-batch lies in the step's batch.
     pub(super) fn range(&self, m: MicroBatch, schedule: &Schedule) -> MicroBatchRange {
         let before: u32 = schedule.micro_batches[..m as usize].iter().sum();
-        let (first, count) = (before as usize, schedule.micro_batches[m as usize] as usize);
+        let first = before as usize;
+        let count = schedule.micro_batches[m as usize] as usize;
         let rows = self.batch.starts[first]..self.batch.starts[first + count];
         MicroBatchRange { sequences: first..first + count, rows }
     }

@@ -118,7 +118,8 @@ impl Small {
             }
         };
         let records = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));
-        let (plan, learning_rate) = (Arc::new(plan), config.learning_rate(100));
+        let plan = Arc::new(plan);
+        let learning_rate = config.learning_rate(100);
         let parts = Parts { model, plan, rule, learning_rate, eps, records, copies: true };
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
@@ -142,7 +143,8 @@ fn the_cuda_device_conforms() {
 /// Layers dealt over two devices, and groups, with whole blocks and in shards.
 #[test]
 fn two_cpu_devices_conform() {
-    let (whole, sharded) = (Transfer::Whole, Transfer::Sharded);
+    let whole = Transfer::Whole;
+    let sharded = Transfer::Sharded;
     for (deal, transfer) in
         [(Deal::Layers, whole), (Deal::Sequences, whole), (Deal::Sequences, sharded)]
     {
@@ -267,7 +269,8 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
     let mut small = Small::new(true.into(), StashPlace::Host, false);
     small.config.device.count = Some(2);
     small.config.model.layers = Some(4);
-    let (model, schedule) = (small.model(), small.schedule());
+    let model = small.model();
+    let schedule = small.schedule();
     let gradient_floats = model.blocks[model.blocks_of_layer(0)[0].0 as usize].len();
     let plan = Plan::new(&small.config, &model, &small.config.update_rule());
     let mut worker = small.worker(&plan.expect("a plan of ours").pools);

@@ -49,7 +49,9 @@ impl HostSide {
         if !squares.sum.is_finite() && self.non_finite == NonFinite::Stop {
             return Err(squares);
         }
-        let (scale, level, seed) = (1.0, self.level, self.seed);
+        let scale = 1.0;
+        let level = self.level;
+        let seed = self.seed;
         let update =
             |updates| (Update { step: updates, learning_rate, scale, level, seed }, factors);
         if let Some((masters, states)) = parts.split_first_mut() {

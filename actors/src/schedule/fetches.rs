@@ -70,7 +70,8 @@ pub(super) fn fetches(
     let read = |visit: usize| move |&block: &BlockId| Fetch::Read { visit, block };
     let reads = takes.iter().flat_map(|take| take.blocks.iter().map(read(take.visit)));
     let mut reads = reads.enumerate().peekable();
-    let (mut list, mut count) = (Vec::new(), 0);
+    let mut list = Vec::new();
+    let mut count = 0;
     for &Take { visit, share, ref blocks } in &takes {
         // Its own reads, and those behind them for which slots are left.
         let limit = count + pools.reads as usize;

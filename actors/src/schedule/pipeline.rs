@@ -212,7 +212,8 @@ impl Pipeline {
     pub(super) fn in_order(&self) -> Result<Vec<(DeviceId, Action)>, Refusal> {
         let stages = self.stages();
         let mut at = vec![0; self.devices.len()];
-        let (mut done, mut order) = (BTreeSet::new(), Vec::new());
+        let mut done = BTreeSet::new();
+        let mut order = Vec::new();
         loop {
             let before = order.len();
             for (device, actions) in self.devices.iter().enumerate() {
@@ -293,7 +294,8 @@ impl Rounds {
 
     /// The pass number `at`: which chunk, and which micro-batch of it.
     fn nth(&self, at: u32) -> (u32, MicroBatch) {
-        let (turn, within) = (at / self.round, at % self.round);
+        let turn = at / self.round;
+        let within = at % self.round;
         (turn % self.chunks, turn / self.chunks * self.round + within)
     }
 

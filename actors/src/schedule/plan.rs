@@ -65,7 +65,9 @@ impl StepPlan {
         };
         let walks: Vec<DeviceWalk> = by_device(&schedule, &pools).into_iter().map(walk).collect();
         let replay = |pools: &Pools, fetches: &[Fetch]| {
-            let (schedule, device_visits, devices) = (&schedule, &device_visits[..], &walks[..]);
+            let schedule = &schedule;
+            let device_visits = &device_visits[..];
+            let devices = &walks[..];
             Walks { schedule, pools, fetches, device_visits, devices, reductions: &reductions }
                 .replay()
         };

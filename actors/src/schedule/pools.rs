@@ -141,14 +141,16 @@ impl Pools {
         if schedule.shards > 1 && self.shards == 1 {
             return Err(Refusal::of("blocks come in shards, and this ring has no PeerCopiers"));
         }
-        let (open, has) = (open_gradients(schedule), self.gradients);
+        let open = open_gradients(schedule);
+        let has = self.gradients;
         if open > has {
             let reason = format!(
                 "holds {open} gradients of a device open at once; pool gradients has {has}"
             );
             return Err(Refusal::of(reason));
         }
-        let (kept, has) = (kept_gradients(schedule), self.parts);
+        let kept = kept_gradients(schedule);
+        let has = self.parts;
         if kept > has {
             let reason = format!("keeps {kept} gradients for later groups; pool parts has {has}");
             return Err(Refusal::of(reason));

@@ -81,7 +81,8 @@ fn shape(visit: &Visit) -> Result<(), String> {
         let places = "a host visit gathers, scatters or takes the loss; a device visits layers";
         return Err(format!("{:?} in the wrong place: {places}", visit.kind));
     }
-    let (reads, writes) = (!visit.reads.is_empty(), !visit.writes.is_empty());
+    let reads = !visit.reads.is_empty();
+    let writes = !visit.writes.is_empty();
     let is_right = match visit.kind {
         VisitKind::Layer | VisitKind::Tile => true,
         VisitKind::Gather => visit.phase == Phase::Forward && writes && !reads,

@@ -69,7 +69,8 @@ impl Schedule {
 
 /// Where blocks are sharded, all devices upload the same blocks in the same order.
 pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Result<(), Refusal> {
-    let (shards, devices) = (schedule.shards, schedule.devices());
+    let shards = schedule.shards;
+    let devices = schedule.devices();
     if shards == 1 {
         return Ok(());
     }

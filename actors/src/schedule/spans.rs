@@ -106,7 +106,8 @@ pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
     let mut counts = BTreeMap::new(); // block -> contributions, all of them
     closed.iter().for_each(|&block| *counts.entry(block).or_insert(0) += 1);
     let mut came = BTreeMap::new();
-    let (mut kept, mut most) = (0, 0);
+    let mut kept = 0;
+    let mut most = 0;
     for block in closed {
         let nth = came.entry(block).or_insert(0);
         let Join { adds, keeps } = join(*nth, counts[&block]);

@@ -106,7 +106,9 @@ fn stages(
 /// of the total.
 fn cuts(sizes: &[u64], count: usize) -> Vec<Range<usize>> {
     let total: u128 = sizes.iter().map(|&size| u128::from(size)).sum();
-    let (mut cuts, mut end, mut sum) = (Vec::with_capacity(count), 0, 0_u128);
+    let mut cuts = Vec::with_capacity(count);
+    let mut end = 0;
+    let mut sum = 0_u128;
     for stage in 1..=count {
         let start = end;
         let most = sizes.len() - (count - stage); // the stages behind it have a layer each

@@ -42,7 +42,8 @@ pub fn run<T: 'static, F: Future<Output = T> + 'static>(
         world.spawn(task.name.to_string(), task.future);
     }
     let result = Arc::new(Mutex::new(None));
-    let (main, out) = (main(relay), result.clone());
+    let main = main(relay);
+    let out = result.clone();
     world.spawn("main".into(), async move {
         let returned = main.await;
         *out.lock().expect("one task writes") = Some(returned);

@@ -58,8 +58,10 @@ impl Touch {
         operation: &Operation,
         count: impl Fn(Cell, BlockId, Version) -> usize,
     ) -> Touch {
-        let (step, mut touch) = (operation.step(), Touch::default());
-        let (now, plan) = (step.number, &*step.plan);
+        let step = operation.step();
+        let mut touch = Touch::default();
+        let now = step.number;
+        let plan = &*step.plan;
         // Host work names no slot of a device.
         let device = operation.device().unwrap_or_default();
         let input = |slot| Cell::Input(device, slot);
@@ -126,7 +128,8 @@ impl Touch {
                 touch.store((block, version), stored, slot, &count);
             }
             &Work::AllGather { block, version, slot } => {
-                let (label, whole) = (Label::Block(block, version), Cell::Read(slot));
+                let label = Label::Block(block, version);
+                let whole = Cell::Read(slot);
                 if plan.schedule.block(block).staged {
                     touch.writes.push((whole, Some(label), label));
                 } else {
@@ -162,7 +165,8 @@ impl Touch {
 
     /// A block goes from one version to the next.
     fn publish(&mut self, cell: Cell, block: BlockId, version: Version) {
-        let (before, after) = (Label::Block(block, version), Label::Block(block, version + 1));
+        let before = Label::Block(block, version);
+        let after = Label::Block(block, version + 1);
         self.writes.push((cell, Some(before), after));
     }
 
@@ -273,7 +277,8 @@ impl Touch {
         count: &impl Contributions,
     ) {
         let gradient = || Label::Gradient(block, now, count(Cell::Region(block), block, now));
-        let (master, label) = (Cell::Master(block), Label::Block(block, now));
+        let master = Cell::Master(block);
+        let label = Label::Block(block, now);
         match stored {
             Stored::Master => {
                 self.read(master, label);

@@ -164,8 +164,10 @@ impl ChunkPass<'_> {
         let norms = (&self.w.branch_norms, &g.d.branch_norms, &self.saved.branches);
         let (Some(w), Some(d), Some(branches)) = norms else { return dy };
         let Branch { output: x, statistics } = branches[which];
-        let (dx, residual) = (scratch.take_like(dy), None);
-        let (d, w) = (d[which], w[which]);
+        let dx = scratch.take_like(dy);
+        let residual = None;
+        let d = d[which];
+        let w = w[which];
         let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
         self.norm_backward(g, &op, scratch);
         dx
@@ -194,8 +196,13 @@ impl ChunkPass<'_> {
             self.norm_sum(output, saved.norm2, &sum, w.norm2);
         }
         let dsum = scratch.take_like(buffers.dbranch);
-        let (d, w, statistics) = (g.d.norm2, w.norm2, saved.norm2);
-        let (dx, dy, x, residual) = (dsum, g.dy, sum, None);
+        let d = g.d.norm2;
+        let w = w.norm2;
+        let statistics = saved.norm2;
+        let dx = dsum;
+        let dy = g.dy;
+        let x = sum;
+        let residual = None;
         let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
         self.norm_backward(g, &op, scratch);
         dsum
@@ -216,7 +223,9 @@ impl ChunkPass<'_> {
         let dropped = self.dropout_backward(dbranch, dsum, block.feed_forward_dropout(batch));
         let doutput = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
         let dactivated = if gated { scratch.take_like(activated) } else { dup };
-        let (dx, dy, x) = (dactivated, doutput, activated);
+        let dx = dactivated;
+        let dy = doutput;
+        let x = activated;
         let op = ProductBackward { dx, d: &g.d.down, dy, x, w: &w.down, activate: None };
         self.product_backward(g, &op, scratch);
         let x = saved.up;
@@ -224,7 +233,9 @@ impl ChunkPass<'_> {
             k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x, activation });
         }
         let activate = (!gated).then_some(ActivateBackward { dx: dup, x, activation });
-        let (dx, dy, x) = (dbranch, dup, hidden);
+        let dx = dbranch;
+        let dy = dup;
+        let x = hidden;
         let op = ProductBackward { dx, d: &g.d.up, dy, x, w: &w.up, activate };
         self.product_backward(g, &op, scratch);
     }
@@ -247,7 +258,9 @@ impl ChunkPass<'_> {
         } else {
             (g.d.norm2, w.norm2, saved.norm2)
         };
-        let (dx, dy, x) = (buffers.dattention_sum, dbranch, saved.attention_sum);
+        let dx = buffers.dattention_sum;
+        let dy = dbranch;
+        let x = saved.attention_sum;
         let residual = (!post_norm).then_some(dsum);
         let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
         self.norm_backward(g, &op, scratch);
@@ -267,11 +280,15 @@ impl ChunkPass<'_> {
         let dprojected = self.branch_norm_backward(g, dropped, ATTENTION, scratch);
         let y = saved.attention_output;
         let doutput = scratch.take_like(y);
-        let (dx, dy, x) = (doutput, dprojected, y);
-        let (d, w) = (&g.d.projection, &w.projection);
+        let dx = doutput;
+        let dy = dprojected;
+        let x = y;
+        let d = &g.d.projection;
+        let w = &w.projection;
         let op = ProductBackward { dx, d, dy, x, w, activate: None };
         self.product_backward(g, &op, scratch);
-        let (dqkv, shape) = (scratch.take_like(saved.qkv), block.attention(batch));
+        let dqkv = scratch.take_like(saved.qkv);
+        let shape = block.attention(batch);
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
         } else if block.shape.qk_norm {
@@ -279,7 +296,9 @@ impl ChunkPass<'_> {
         } else {
             saved.qkv
         };
-        let (chunk_kv, dy, lse) = (g.chunk_kv, doutput, saved.lse);
+        let chunk_kv = g.chunk_kv;
+        let dy = doutput;
+        let lse = saved.lse;
         let op = AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape };
         k.attention_backward(&op, scratch);
         if let Some(ChunkKv { dkv, .. }) = chunk_kv {
@@ -322,18 +341,25 @@ impl ChunkPass<'_> {
     ) {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let Buffers { dbranch, dattention_sum, .. } = buffers;
-        let (dx, dy, activate) = (dbranch, dqkv, None);
+        let dx = dbranch;
+        let dy = dqkv;
+        let activate = None;
         let product = ProductBackward { dx, d: &g.d.qkv, dy, x, w: &w.qkv, activate };
         if block.shape.post_norm {
             self.product_backward(g, &product, scratch);
-            let (y, a) = (g.dx, dattention_sum);
+            let y = g.dx;
+            let a = dattention_sum;
             k.residual(&Residual { y, a, x: dbranch, dropout: None });
             return;
         }
         self.norm(hidden, saved.norm1, x, w.norm1);
         self.product_backward(g, &ProductBackward { x: hidden, ..product }, scratch);
-        let (d, w, statistics) = (g.d.norm1, w.norm1, saved.norm1);
-        let (dx, dy, residual) = (g.dx, dbranch, Some(dattention_sum));
+        let d = g.d.norm1;
+        let w = w.norm1;
+        let statistics = saved.norm1;
+        let dx = g.dx;
+        let dy = dbranch;
+        let residual = Some(dattention_sum);
         let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
         self.norm_backward(g, &op, scratch);
     }

@@ -110,7 +110,8 @@ impl ChunkPass<'_> {
         self.recompute_attention();
         let ChunkPass { block, w, x: a, ref saved, hidden, ref batch, .. } = *self;
         self.branch(hidden, saved.attention_output, &w.projection, ATTENTION);
-        let (y, dropout) = (saved.attention_sum, block.attention_dropout(batch));
+        let y = saved.attention_sum;
+        let dropout = block.attention_dropout(batch);
         let (statistics, norm) = self.feed_forward_norm();
         self.norm_sum(hidden, statistics, &Residual { y, a, x: hidden, dropout }, norm);
         self.linear(saved.up, hidden, &w.up);
@@ -119,8 +120,10 @@ impl ChunkPass<'_> {
     /// Attention's activations, from the chunk's input to attention's output.
     pub(super) fn recompute_attention(&self) {
         let ChunkPass { k, ref saved, kv, .. } = *self;
-        let (qkv, shape) = (self.project_qkv(), self.block.attention(&self.batch));
-        let (y, lse) = (saved.attention_output, saved.lse);
+        let qkv = self.project_qkv();
+        let shape = self.block.attention(&self.batch);
+        let y = saved.attention_output;
+        let lse = saved.lse;
         match kv.cached {
             Some(cache) => k.cached_attention(&CachedAttention { y, qkv, cache, shape }),
             None => k.attention(&Attention { y, lse, qkv, kv: kv.chunk, shape }),
@@ -150,7 +153,9 @@ impl ChunkPass<'_> {
         let shape = block.attention(&self.batch);
         let mut qkv = saved.qkv;
         if let (Some(gamma), Some(statistics)) = (w.qk_norm(), saved.qk_norm) {
-            let (y, x, epsilon) = (rotated, saved.qkv, block.shape.norm_epsilon);
+            let y = rotated;
+            let x = saved.qkv;
+            let epsilon = block.shape.norm_epsilon;
             let gamma_offset = block.shape.norm_offset;
             k.head_norm(&HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape });
             if let Some(rotary) = block.rotary() {

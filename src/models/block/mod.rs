@@ -286,7 +286,8 @@ impl Layer for TransformerBlock {
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { ref batch, weights, gradients, mut accumulate, .. } = *pass;
-        let (w, d) = (self.weights(weights), self.weights(gradients));
+        let w = self.weights(weights);
+        let d = self.weights(gradients);
         let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
         let chunks = self.chunks(batch);
         for chunks in chunks.chunk_by(|a, b| sequence(a) == sequence(b)) {

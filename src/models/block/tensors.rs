@@ -168,16 +168,22 @@ impl TransformerBlock {
         let mut views = views.iter().copied();
         let mut next = || views.next().expect("as `list_tensors` lists them");
         let mut affine = |has_bias: bool| Affine { weight: next(), bias: has_bias.then(&mut next) };
-        let (norm1, qkv, projection) = (affine(!rms_norm), affine(biases[0]), affine(biases[1]));
-        let (norm2, up, down) = (affine(!rms_norm), affine(biases[2]), affine(biases[2]));
+        let norm1 = affine(!rms_norm);
+        let qkv = affine(biases[0]);
+        let projection = affine(biases[1]);
+        let norm2 = affine(!rms_norm);
+        let up = affine(biases[2]);
+        let down = affine(biases[2]);
         let branch_norms = self.shape.branch_norm.then(|| [(); 2].map(|()| affine(!rms_norm)));
         let qk_norm = qk_norm.then(|| [affine(false).weight, affine(false).weight]);
         let mut site = 0;
         let mut product = |affine: Affine<V>, modules: Modules| {
-            let (mut adapters, mut first) = (Vec::new(), 0);
+            let mut adapters = Vec::new();
+            let mut first = 0;
             for (name, outputs) in modules.parts {
                 if self.adapters.as_ref().is_some_and(|adapters| adapters.has(&name)) {
-                    let (a, b) = (next(), next());
+                    let a = next();
+                    let b = next();
                     adapters.push(Adapter { a, b, first, outputs, site });
                 }
                 (first, site) = (first + outputs, site + 1);

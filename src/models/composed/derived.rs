@@ -79,7 +79,8 @@ impl Walk<'_, '_> {
 
     /// From the gradient of an operation's output to those of its inputs.
     fn step(&mut self, operation: &Operation<'_>, dy: Gradient) {
-        let (k, forward) = (self.k, self.forward);
+        let k = self.k;
+        let forward = self.forward;
         match *operation {
             Operation::Linear { x, w, bias, transposed } => {
                 self.linear(x, [Some(w), bias], transposed, dy.view);
@@ -93,7 +94,8 @@ impl Walk<'_, '_> {
                 self.add(x, dx, true);
             }
             Operation::Gate { x, activation } => {
-                let (dx, input) = (self.take_for(x), forward.view(x));
+                let dx = self.take_for(x);
+                let input = forward.view(x);
                 k.gate_backward(&GateBackward { dx, dy: dy.view, x: input, activation });
                 self.add(x, dx, true);
             }
@@ -107,7 +109,9 @@ impl Walk<'_, '_> {
                 self.add(x, dx, true);
             }
             Operation::Attention { x, y, qkv, lse, ref shape, ref rotary } => {
-                let (dqkv, dy, y) = (self.take_for(x), dy.view, forward.view(y));
+                let dqkv = self.take_for(x);
+                let dy = dy.view;
+                let y = forward.view(y);
                 let shape = **shape;
                 let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
                 k.attention_backward(&op, self.scratch);

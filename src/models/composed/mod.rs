@@ -166,7 +166,8 @@ impl<'a> Operations<'a> {
 
     /// x w + bias, by the tensors of these indices. w: (C, N), or (N, C) `transposed`; bias: (N).
     pub fn linear(&mut self, x: Value, w: usize, bias: Option<usize>, transposed: bool) -> Value {
-        let (input, weight) = (self.view(x), self.weights[w]);
+        let input = self.view(x);
+        let weight = self.weights[w];
         let (y, output) = self.value(if transposed { weight.rows } else { weight.columns });
         let shift = bias.map(|bias| self.weights[bias]);
         let op = Linear { y: output, x: input, w: weight, bias: shift, transposed };
@@ -218,7 +219,8 @@ impl<'a> Operations<'a> {
 
     /// a + b.
     pub fn add(&mut self, a: Value, b: Value) -> Value {
-        let (first, second) = (self.view(a), self.view(b));
+        let first = self.view(a);
+        let second = self.view(b);
         let (y, output) = self.value(first.columns);
         let op = Residual { y: output, a: first, x: second, dropout: None };
         self.run(|k| k.residual(&op));
@@ -240,7 +242,8 @@ impl<'a> Operations<'a> {
     /// x has another width; or a layer with two attentions is to use a KV cache.
     pub fn attention(&mut self, x: Value, heads: Heads) -> Value {
         let Heads { heads, kv_heads, head_size, causal, window, rotary, dropout } = heads;
-        let (batch, dropout) = (self.batch, self.next_dropout(dropout));
+        let batch = self.batch;
+        let dropout = self.next_dropout(dropout);
         let shape = AttentionShape { batch, heads, kv_heads, head_size, causal, window, dropout };
         let input = self.view(x);
         assert_eq!(input.columns, shape.qkv_width(), "queries, keys and values side by side");

@@ -40,7 +40,8 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
     only(keys, "position_embedding_type", "absolute")?;
     only(keys, "is_decoder", false)?;
     only(keys, "tie_word_embeddings", true)?;
-    let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
+    let hidden = size(keys, "hidden_size")?;
+    let heads = size(keys, "num_attention_heads")?;
     let residual = number(keys, "hidden_dropout_prob", 0.1)?;
     Ok(Shape {
         names,

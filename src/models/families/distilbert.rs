@@ -40,7 +40,8 @@ pub(super) static NAMES: Names = Names {
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "sinusoidal_pos_embds", false)?;
     only(keys, "tie_word_embeddings", true)?;
-    let (hidden, heads) = (size(keys, "dim")?, size(keys, "n_heads")?);
+    let hidden = size(keys, "dim")?;
+    let heads = size(keys, "n_heads")?;
     let residual = number(keys, "dropout", 0.1)?;
     Ok(Shape {
         names: &NAMES,

@@ -101,7 +101,8 @@ fn window(keys: &Keys) -> Result<Option<Window>, String> {
 fn write(shape: &Shape) -> Value {
     let of_tokens = matches!(shape.head, Head::Tokens);
     let mut config = write_shared(shape, if of_tokens { "Gemma3" } else { "Gemma3Text" });
-    let (rotary, window) = (shape.rotary.as_ref(), shape.window_rotary.as_ref());
+    let rotary = shape.rotary.as_ref();
+    let window = shape.window_rotary.as_ref();
     config["rope_parameters"] = json!({
         "full_attention": rotary.map(rotary_keys),
         "sliding_attention": window.map(rotary_keys),

@@ -35,7 +35,8 @@ pub(super) const SHARED: Names = Names {
 /// Reads the keys that Llama, Mistral and Qwen share: all but biases, norms of queries and keys,
 /// and sliding windows.
 pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Result<Shape, String> {
-    let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
+    let hidden = size(keys, "hidden_size")?;
+    let heads = size(keys, "num_attention_heads")?;
     Ok(Shape {
         names,
         layers: size(keys, "num_hidden_layers")?,

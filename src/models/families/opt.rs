@@ -49,7 +49,8 @@ fn read(keys: &Keys) -> Result<Shape, String> {
                     block is not built. Take a checkpoint with one"
             .into());
     }
-    let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
+    let hidden = size(keys, "hidden_size")?;
+    let heads = size(keys, "num_attention_heads")?;
     let embedded = size_or_none(keys, "word_embed_proj_dim")?.unwrap_or(hidden);
     if embedded != hidden {
         return Err(format!(

@@ -42,7 +42,8 @@ pub(super) fn write_window(shape: &Shape, config: &mut Value) {
 }
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    let (window, biases) = (window(keys)?, [true, false, false]);
+    let window = window(keys)?;
+    let biases = [true, false, false];
     Ok(Shape { window, biases, ..read_shared(keys, &NAMES, 10_000.0)? })
 }
 

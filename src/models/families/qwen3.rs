@@ -19,7 +19,8 @@ pub(super) static NAMES: Names = Names {
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     let bias = flag(keys, "attention_bias", false)?;
-    let (window, biases) = (window(keys)?, [bias, bias, false]);
+    let window = window(keys)?;
+    let biases = [bias, bias, false];
     let head_size = size_or_none(keys, "head_dim")?.unwrap_or(128); // transformers' default
     let shared = read_shared(keys, &NAMES, 10_000.0)?;
     Ok(Shape { window, biases, head_size, qk_norm: true, ..shared })
