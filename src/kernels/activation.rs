@@ -1,6 +1,6 @@
 //! Activation functions of feed-forwards, alone and as gates.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
 /// An activation function.
@@ -88,35 +88,36 @@ pub struct GateBackward {
     pub activation: Activation,
 }
 
-impl Activate {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        Check("activate").view("x", self.x, [self.y.rows, self.y.columns], self.y.dtype);
+impl Operation for Activate {
+    fn views(&self, views: &mut Views<'_>) {
+        let Activate { y, x, .. } = *self;
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, y.shape(), y.dtype);
     }
 }
 
-impl ActivateBackward {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ActivateBackward {
+    fn views(&self, views: &mut Views<'_>) {
         let ActivateBackward { dx, x, .. } = *self;
-        Check("activate_backward").view("x", x, [dx.rows, dx.columns], dx.dtype);
+        views.writes("dx", dx, dx.shape(), dx.dtype);
+        views.reads("x", x, dx.shape(), dx.dtype);
     }
 }
 
-impl Gate {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Gate {
+    fn views(&self, views: &mut Views<'_>) {
         let Gate { y, x, .. } = *self;
-        Check("gate").view("x", x, [y.rows, 2 * y.columns], y.dtype);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, [y.rows, 2 * y.columns], y.dtype);
     }
 }
 
-impl GateBackward {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for GateBackward {
+    fn views(&self, views: &mut Views<'_>) {
         let GateBackward { dx, dy, x, .. } = *self;
-        let (check, shape) = (Check("gate_backward"), [dy.rows, 2 * dy.columns]);
-        check.view("dx", dx, shape, dy.dtype);
-        check.view("x", x, shape, dy.dtype);
+        let wide = [dy.rows, 2 * dy.columns];
+        views.writes("dx", dx, wide, dy.dtype);
+        views.reads("dy", dy, dy.shape(), dy.dtype);
+        views.reads("x", x, wide, dy.dtype);
     }
 }

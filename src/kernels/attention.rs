@@ -1,8 +1,8 @@
 //! Scaled dot-product attention over whole micro-batches and over chunks of long sequences.
 
 use super::batch::BatchView;
-use super::check::Check;
 use super::dropout::Dropout;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// The most channels of a head that kernels have room for.
@@ -101,35 +101,38 @@ pub struct AttentionBackward<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-impl Attention<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Attention<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let Attention { y, lse, qkv, kv, shape } = *self;
-        let (check, rows, dtype) = (Check("attention"), shape.rows(), qkv.dtype);
-        check.view("y", y, [rows, shape.width()], dtype);
-        check.view("lse", lse, [rows, shape.heads], Dtype::F32);
-        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
+        let rows = shape.rows();
+        let dtype = qkv.dtype;
+        views.writes("y", y, [rows, shape.width()], dtype);
+        views.writes("lse", lse, [rows, shape.heads], Dtype::F32);
+        views.reads("qkv", qkv, [rows, shape.qkv_width()], dtype);
         if let Some(kv) = kv {
-            check.view("kv", kv, [shape.kv_rows(), shape.kv_width()], dtype);
+            views.reads("kv", kv, [shape.kv_rows(), shape.kv_width()], dtype);
         }
     }
 }
 
-impl AttentionBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for AttentionBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape } = *self;
-        let (check, rows) = (Check("attention_backward"), shape.rows());
+        let rows = shape.rows();
         let dtype = qkv.dtype;
-        check.view("dqkv", dqkv, [rows, shape.qkv_width()], dtype);
-        check.view("dy", dy, [rows, shape.width()], dtype);
-        check.view("y", y, [rows, shape.width()], dtype);
-        check.view("lse", lse, [rows, shape.heads], Dtype::F32);
-        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
-        if let Some(ChunkKv { kv, dkv, .. }) = chunk_kv {
-            let all = [shape.kv_rows(), shape.kv_width()];
-            check.view("kv", kv, all, dtype);
-            check.view("dkv", dkv, all, Dtype::F32);
+        match chunk_kv {
+            None => views.writes("dqkv", dqkv, [rows, shape.qkv_width()], dtype),
+            Some(ChunkKv { kv, dkv, .. }) => {
+                let all = [shape.kv_rows(), shape.kv_width()];
+                // The columns of keys and values are written later, from `dkv`.
+                views.writes_opaque("dqkv", dqkv, [rows, shape.qkv_width()], dtype);
+                views.writes("dkv", dkv, all, Dtype::F32);
+                views.reads("kv", kv, all, dtype);
+            }
         }
+        views.reads("dy", dy, [rows, shape.width()], dtype);
+        views.reads("y", y, [rows, shape.width()], dtype);
+        views.reads("lse", lse, [rows, shape.heads], Dtype::F32);
+        views.reads("qkv", qkv, [rows, shape.qkv_width()], dtype);
     }
 }

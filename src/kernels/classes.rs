@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use super::batch::BatchView;
-use super::check::Check;
 use super::cross_entropy::STATISTICS;
 use super::loss::Smoothing;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// Which row of a sequence stands for it.
@@ -122,45 +122,39 @@ pub struct ClassLossBackward<'a> {
     pub batch: BatchView<'a>,
 }
 
-impl PooledRows<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, PooledRows { y, x, batch, .. }) = (Check("pooled_rows"), *self);
-        check.view("y", y, [batch.sequences(), x.columns], x.dtype);
-        check.view("x", x, [batch.rows(), y.columns], y.dtype);
+impl Operation for PooledRows<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let PooledRows { y, x, batch, .. } = *self;
+        views.writes("y", y, [batch.sequences(), x.columns], x.dtype);
+        views.reads("x", x, [batch.rows(), y.columns], y.dtype);
     }
 }
 
-impl PooledRowsBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, PooledRowsBackward { dx, dy, batch, .. }) =
-            (Check("pooled_rows_backward"), *self);
-        check.view("dy", dy, [batch.sequences(), dx.columns], dx.dtype);
-        check.view("dx", dx, [batch.rows(), dy.columns], dy.dtype);
+impl Operation for PooledRowsBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let PooledRowsBackward { dx, dy, batch, .. } = *self;
+        views.writes("dx", dx, [batch.rows(), dy.columns], dy.dtype);
+        views.reads("dy", dy, [batch.sequences(), dx.columns], dx.dtype);
     }
 }
 
-impl ClassLoss<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ClassLoss<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ClassLoss { out, statistics, scores, samples, is_value, batch, .. } = *self;
-        let check = Check("class_loss");
-        check.view("out", out, [batch.rows(), STATISTICS], Dtype::F32);
-        check.view("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
-        check.view("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
-        check.rule(!is_value || scores.columns == 1, "a value has one score");
+        // Each row of them holds a label, which is no number.
+        views.writes_opaque("out", out, [batch.rows(), STATISTICS], Dtype::F32);
+        views.reads("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
+        views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
+        views.rule(!is_value || scores.columns == 1, "a value has one score");
     }
 }
 
-impl ClassLossBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ClassLossBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ClassLossBackward { dscores, scores, statistics, samples, batch, .. } = *self;
-        let check = Check("class_loss_backward");
-        check.view("dscores", dscores, [scores.rows, scores.columns], scores.dtype);
-        check.view("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
-        check.view("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
-        check.rule(!self.is_value || scores.columns == 1, "a value has one score");
+        views.writes("dscores", dscores, scores.shape(), scores.dtype);
+        views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
+        views.reads("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
+        views.rule(!self.is_value || scores.columns == 1, "a value has one score");
     }
 }

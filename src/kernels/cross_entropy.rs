@@ -3,8 +3,8 @@
 //! A tile adds itself to the statistics of each labelled position: running maximum, sum, target's
 //! logit, label. So logits exist for some positions and one tile at a time.
 
-use super::check::Check;
 use super::loss::{Loss, Smoothing};
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// Floats of a position's head statistics: running maximum, sum, target's logit, label.
@@ -102,53 +102,57 @@ pub(crate) struct ScoreSize {
     pub(crate) first: usize,
 }
 
-/// Panics unless what the head reads and a tile's weights agree.
-fn check_tile(check: Check, statistics: View, h: View, w: View, bias: Option<View>) {
-    check.view("statistics", statistics, [h.rows, STATISTICS], Dtype::F32);
-    check.view("w", w, [w.rows, h.columns], h.dtype);
-    check.optional("bias", bias, [1, w.rows], h.dtype);
+/// What every operation of a tile reads: statistics, the head's input and the tile's weights.
+fn reads_tile(views: &mut Views<'_>, statistics: View, h: View, w: View, bias: Option<View>) {
+    views.reads("statistics", statistics, [h.rows, STATISTICS], Dtype::F32);
+    views.reads("h", h, h.shape(), h.dtype);
+    views.reads("w", w, [w.rows, h.columns], h.dtype);
+    views.reads("bias", bias, [1, w.rows], h.dtype);
+}
+
+impl Operation for Score {
+    fn views(&self, views: &mut Views<'_>) {
+        let Score { out, statistics, h, w, bias, .. } = *self;
+        // Each row of them holds a label, which is no number.
+        views.writes_opaque("out", out, [h.rows, STATISTICS], Dtype::F32);
+        reads_tile(views, statistics, h, w, bias);
+    }
 }
 
 impl Score {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, Score { out, statistics, h, w, bias, .. }) = (Check("score"), *self);
-        check.view("out", out, [h.rows, STATISTICS], Dtype::F32);
-        check_tile(check, statistics, h, w, bias);
-    }
-
     pub(crate) fn size(&self) -> ScoreSize {
         let Score { h, w, first, labelled, .. } = *self;
         ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }
     }
 }
 
-impl Logits {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, Logits { y, statistics, h, w, bias }) = (Check("logits"), *self);
-        check.view("y", y, [y.rows, w.rows], Dtype::F32);
-        check_tile(check, statistics, h, w, bias);
+impl Operation for Logits {
+    fn views(&self, views: &mut Views<'_>) {
+        let Logits { y, statistics, h, w, bias } = *self;
+        views.writes("y", y, [y.rows, w.rows], Dtype::F32);
+        reads_tile(views, statistics, h, w, bias);
     }
+}
 
+impl Logits {
     pub(crate) fn size(&self) -> ScoreSize {
         let Logits { y, h, w, .. } = *self;
         ScoreSize { rows: h.rows, labelled: y.rows, channels: h.columns, tile: w.rows, first: 0 }
     }
 }
 
-impl ScoreBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ScoreBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, .. } = *self;
-        let check = Check("score_backward");
-        check.view("dh", dh, [h.rows, h.columns], Dtype::F32);
-        check.optional("dw", dw, [w.rows, w.columns], Dtype::F32);
-        check.optional("dbias", dbias, [1, w.rows], Dtype::F32);
-        check.optional("dh_before", dh_before, [h.rows, h.columns], Dtype::F32);
-        check_tile(check, statistics, h, w, bias);
+        views.writes("dh", dh, h.shape(), Dtype::F32);
+        views.writes("dw", dw, w.shape(), Dtype::F32);
+        views.writes("dbias", dbias, [1, w.rows], Dtype::F32);
+        views.reads("dh_before", dh_before, h.shape(), Dtype::F32);
+        reads_tile(views, statistics, h, w, bias);
     }
+}
 
+impl ScoreBackward<'_> {
     pub(crate) fn size(&self) -> ScoreSize {
         let ScoreBackward { h, w, first, labelled, .. } = *self;
         ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }

@@ -1,5 +1,6 @@
 //! Kernels that are not built in.
 
+use super::operation::{Named, Operation, Views};
 use crate::tensor::View;
 
 /// What a kernel does on a CPU: what it writes, what it reads, numbers.
@@ -35,4 +36,18 @@ pub struct Custom<'a> {
     pub reads: &'a [View],
     /// Numbers.
     pub numbers: &'a [f32],
+}
+
+impl Named for Custom<'_> {
+    fn name(&self) -> &'static str {
+        self.kernel.name
+    }
+}
+
+impl Operation for Custom<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        // Only the kernel knows the shapes that it takes.
+        self.writes.iter().for_each(|view| views.writes("writes", *view, view.shape(), view.dtype));
+        self.reads.iter().for_each(|view| views.reads("reads", *view, view.shape(), view.dtype));
+    }
 }

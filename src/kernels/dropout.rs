@@ -1,7 +1,7 @@
 //! Dropout, and sums on the residual stream.
 
 use super::batch::BatchView;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
 /// What the dropout masks of a micro-batch are drawn from.
@@ -77,30 +77,35 @@ pub struct Residual<'a> {
     pub dropout: Option<Dropout<'a>>,
 }
 
+/// `x` has the shape of `y`. Where it is `y`, the operation works in place.
+fn reads_unless_in_place(views: &mut Views<'_>, x: View, y: View) {
+    if x != y {
+        views.reads("x", x, y.shape(), y.dtype);
+    }
+}
+
 /// A mask is drawn for all rows.
-fn check_mask(check: Check, y: View, dropout: Option<Dropout<'_>>) {
+fn check_mask(views: &Views<'_>, y: View, dropout: Option<Dropout<'_>>) {
     if let Some(Dropout { rows: MaskRows::Positions(batch), .. }) = dropout {
-        check.rule(batch.rows() == y.rows, "the rows of y are not those of the dropout");
+        views.rule(batch.rows() == y.rows, "the rows of y are not those of the dropout");
     }
 }
 
-impl ApplyDropout<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ApplyDropout<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ApplyDropout { y, x, dropout } = *self;
-        let check = Check("dropout");
-        check.view("x", x, [y.rows, y.columns], y.dtype);
-        check_mask(check, y, dropout);
+        views.writes("y", y, y.shape(), y.dtype);
+        reads_unless_in_place(views, x, y);
+        check_mask(views, y, dropout);
     }
 }
 
-impl Residual<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Residual<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let Residual { y, a, x, dropout } = *self;
-        let check = Check("residual");
-        check.view("a", a, [y.rows, y.columns], y.dtype);
-        check.view("x", x, [y.rows, y.columns], y.dtype);
-        check_mask(check, y, dropout);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("a", a, y.shape(), y.dtype);
+        reads_unless_in_place(views, x, y);
+        check_mask(views, y, dropout);
     }
 }

@@ -1,7 +1,7 @@
 //! Tables whose rows are added: by position, and by kind of token.
 
 use super::batch::BatchView;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// y += the row of the table for each token's kind.
@@ -55,39 +55,35 @@ pub struct AddPositionsBackward<'a> {
     pub accumulate: bool,
 }
 
-impl AddTokenTypes<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, AddTokenTypes { y, table, batch }) = (Check("add_token_types"), *self);
-        check.view("y", y, [batch.rows(), table.columns], table.dtype);
+impl Operation for AddTokenTypes<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let AddTokenTypes { y, table, batch } = *self;
+        views.writes("y", y, [batch.rows(), table.columns], table.dtype);
+        views.reads("table", table, table.shape(), table.dtype);
     }
 }
 
-impl AddTokenTypesBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for AddTokenTypesBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let AddTokenTypesBackward { dtable, dy, batch, .. } = *self;
-        let check = Check("add_token_types_backward");
-        check.view("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
-        check.view("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.writes("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.reads("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
     }
 }
 
-impl AddPositions<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, AddPositions { y, x, table, batch }) = (Check("add_positions"), *self);
-        check.view("y", y, [batch.rows(), table.columns], table.dtype);
-        check.view("x", x, [y.rows, y.columns], y.dtype);
+impl Operation for AddPositions<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let AddPositions { y, x, table, batch } = *self;
+        views.writes("y", y, [batch.rows(), table.columns], table.dtype);
+        views.reads("x", x, y.shape(), y.dtype);
+        views.reads("table", table, table.shape(), table.dtype);
     }
 }
 
-impl AddPositionsBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for AddPositionsBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let AddPositionsBackward { dtable, dy, batch, .. } = *self;
-        let check = Check("add_positions_backward");
-        check.view("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
-        check.view("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.writes("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.reads("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
     }
 }

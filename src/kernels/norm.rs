@@ -1,6 +1,6 @@
 //! Norms over the channels of each row: by mean and deviation, or by root mean square.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// y = (offset + γ) (x − mean) rstd + β.
@@ -51,29 +51,29 @@ pub struct NormBackward {
     pub accumulate: bool,
 }
 
-impl Norm {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Norm {
+    fn views(&self, views: &mut Views<'_>) {
         let Norm { y, statistics, x, gamma, beta, .. } = *self;
-        let (check, dtype) = (Check("norm"), x.dtype);
-        check.view("y", y, [x.rows, x.columns], dtype);
-        check.view("statistics", statistics, [x.rows, 2], Dtype::F32);
-        check.view("gamma", gamma, [1, x.columns], dtype);
-        check.optional("beta", beta, [1, x.columns], dtype);
+        let dtype = x.dtype;
+        views.writes("y", y, x.shape(), dtype);
+        views.writes("statistics", statistics, [x.rows, 2], Dtype::F32);
+        views.reads("x", x, x.shape(), dtype);
+        views.reads("gamma", gamma, [1, x.columns], dtype);
+        views.reads("beta", beta, [1, x.columns], dtype);
     }
 }
 
-impl NormBackward {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for NormBackward {
+    fn views(&self, views: &mut Views<'_>) {
         let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *self;
-        let (check, dtype, shape) = (Check("norm_backward"), x.dtype, [x.rows, x.columns]);
-        check.view("dx", dx, shape, dtype);
-        check.view("dgamma", dgamma, [1, x.columns], Dtype::F32);
-        check.optional("dbeta", dbeta, [1, x.columns], Dtype::F32);
-        check.optional("residual", residual, shape, dtype);
-        check.view("dy", dy, shape, dtype);
-        check.view("statistics", statistics, [x.rows, 2], Dtype::F32);
-        check.view("gamma", gamma, [1, x.columns], dtype);
+        let dtype = x.dtype;
+        views.writes("dx", dx, x.shape(), dtype);
+        views.writes("dgamma", dgamma, [1, x.columns], Dtype::F32);
+        views.writes("dbeta", dbeta, [1, x.columns], Dtype::F32);
+        views.reads("residual", residual, x.shape(), dtype);
+        views.reads("dy", dy, x.shape(), dtype);
+        views.reads("x", x, x.shape(), dtype);
+        views.reads("statistics", statistics, [x.rows, 2], Dtype::F32);
+        views.reads("gamma", gamma, [1, x.columns], dtype);
     }
 }

@@ -5,7 +5,7 @@
 //! says whether it is positive; the positive numbers, as far as there is room, of the dtype that
 //! they have. Without room for any, signs alone are packed, and each positive number becomes 1.
 
-use super::check::Check;
+use super::operation::{Named, Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// packed = the positive numbers of x.
@@ -35,21 +35,26 @@ pub fn packed_row(numbers: usize, room: usize, dtype: Dtype) -> usize {
     1 + numbers.div_ceil(32) + dtype.floats(room)
 }
 
-impl PackPositive {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        check("pack_positive", self.packed, self.x, self.room);
+impl Operation for PackPositive {
+    fn views(&self, views: &mut Views<'_>) {
+        let PackPositive { packed, x, room } = *self;
+        let row = packed_row(x.columns, room, x.dtype);
+        views.writes_opaque("packed", packed, [x.rows, row], Dtype::F32);
+        views.reads("x", x, x.shape(), x.dtype);
     }
 }
 
-impl UnpackPositive {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        check("unpack_positive", self.packed, self.y, self.room);
+impl Named for UnpackPositive {
+    fn name(&self) -> &'static str {
+        "unpack_positive"
     }
 }
 
-fn check(name: &'static str, packed: View, x: View, room: usize) {
-    let shape = [x.rows, packed_row(x.columns, room, x.dtype)];
-    Check(name).view("packed", packed, shape, Dtype::F32);
+impl Operation for UnpackPositive {
+    fn views(&self, views: &mut Views<'_>) {
+        let UnpackPositive { y, packed, room } = *self;
+        let row = packed_row(y.columns, room, y.dtype);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("packed", packed, [y.rows, row], Dtype::F32);
+    }
 }

@@ -1,6 +1,6 @@
 //! Frozen weights that are stored in fewer bits.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, Quantisation, View};
 
 /// y = the matrix that x stores. Each element is computed in f32 and rounded once.
@@ -14,11 +14,10 @@ pub struct Dequantise {
     pub quantisation: Quantisation,
 }
 
-impl Dequantise {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Dequantise {
+    fn views(&self, views: &mut Views<'_>) {
         let Dequantise { y, x, quantisation } = *self;
-        let floats = quantisation.floats(y.rows, y.columns);
-        Check("dequantise").view("x", x, [1, floats], Dtype::F32);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, [1, quantisation.floats(y.rows, y.columns)], Dtype::F32);
     }
 }

@@ -1,7 +1,7 @@
 //! Positions by rotation (Su et al. 2021): how fast each pair of channels rotates.
 
 use super::attention::AttentionShape;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
 /// Positions by rotation of pairs of channels (Su et al. 2021).
@@ -74,10 +74,9 @@ pub struct Rotate<'a> {
     pub inverse: bool,
 }
 
-impl Rotate<'_> {
-    /// Panics unless the shape is right.
-    pub fn check(&self) {
+impl Operation for Rotate<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let Rotate { qkv, shape, .. } = *self;
-        Check("rotate").view("qkv", qkv, [shape.rows(), shape.qkv_width()], qkv.dtype);
+        views.writes("qkv", qkv, [shape.rows(), shape.qkv_width()], qkv.dtype);
     }
 }
