@@ -21,7 +21,7 @@ pub struct AttentionShape<'a> {
     pub head_size: usize,
     /// True when a query sees no later position.
     pub causal: bool,
-    /// How many positions a query sees at most, its own included.
+    /// The most positions that a query sees, its own included.
     pub window: Option<usize>,
     /// Dropout of the probabilities.
     pub dropout: Option<Dropout<'a>>,
@@ -48,7 +48,7 @@ impl AttentionShape<'_> {
         self.width() + self.kv_width()
     }
 
-    /// Rows of the keys and values of a chunk's sequence up to its last position: before + R.
+    /// Rows of a chunk's keys and values, from the sequence's first position on: before + R.
     pub(crate) fn kv_rows(&self) -> usize {
         self.batch.same_positions_before() + self.rows()
     }
@@ -59,30 +59,30 @@ impl AttentionShape<'_> {
 pub struct Attention<'a> {
     /// Output. (R, H D).
     pub y: View,
-    /// Floats: log-sum-exp of the scores. (R, H) numbers, laid out sequence by sequence, and there
-    /// head by head.
+    /// Floats: log-sum-exp of the scores. (R, H) numbers, laid out sequence by sequence; within a
+    /// sequence, head by head.
     pub lse: View,
     /// Queries, keys and values side by side. (R, (H + 2 K) D).
     pub qkv: View,
-    /// For a chunk: keys and values of its sequence up to its last position. The positions before
-    /// it are whole tiles of 64; causal. (before + R, 2 K D).
+    /// For a chunk: keys and values of its sequence up to its last position. A chunk is causal, and
+    /// the positions before it are whole tiles of 64. (before + R, 2 K D).
     pub kv: Option<View>,
     /// Sizes.
     pub shape: AttentionShape<'a>,
 }
 
-/// For a chunk: keys and values of its sequence up to its last position, and their gradients.
+/// The keys and values of a chunk's sequence up to the chunk's last position, and their gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkKv {
     /// Keys and values. (before + R, 2 K D).
     pub kv: View,
     /// Floats: their gradients. (before + R, 2 K D).
     pub dkv: View,
-    /// True when `dkv` holds what later queries contributed already.
+    /// True when `dkv` already holds the contributions of later queries.
     pub accumulate: bool,
 }
 
-/// dqkv from dy. For a chunk, the gradients of keys and values go to `chunk_kv` instead.
+/// Computes dqkv from dy. For a chunk, the gradients of keys and values go to `chunk_kv` instead.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBackward<'a> {
     /// (R, (H + 2 K) D).

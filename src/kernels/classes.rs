@@ -1,5 +1,5 @@
-//! The heads of classes: the position that stands for a sequence, and the loss of each sequence or
-//! each token.
+//! Classification heads: the row that is pooled from each sequence, and the loss of each sequence
+//! or of each token.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::loss::Smoothing;
 use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
-/// Which row of a sequence stands for it.
+/// The row of a sequence that its scores are computed from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
     /// The first.
@@ -19,7 +19,7 @@ pub enum Pooling {
 }
 
 impl Pooling {
-    /// The row of a sequence that has these rows.
+    /// The pooled row of a sequence, whose rows are `rows`.
     pub fn row(self, rows: Range<usize>) -> usize {
         match self {
             Pooling::First => rows.start,
@@ -28,7 +28,7 @@ impl Pooling {
     }
 }
 
-/// What has a label and scores of its own.
+/// The units that have a label and scores each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Samples {
     /// Whole sequences. Label and loss are in the statistics of the first position.
@@ -38,7 +38,7 @@ pub enum Samples {
 }
 
 impl Samples {
-    /// How many a batch has.
+    /// The number of samples in a batch.
     pub fn of(self, batch: &BatchView<'_>) -> usize {
         match self {
             Samples::Sequences => batch.sequences(),
@@ -46,7 +46,7 @@ impl Samples {
         }
     }
 
-    /// The row with the label and the loss of each.
+    /// The row of each sample that has its label and its loss.
     pub fn rows<'b>(self, batch: &'b BatchView<'_>) -> impl Iterator<Item = usize> + 'b {
         (0..self.of(batch)).map(move |sample| match self {
             Samples::Sequences => batch.sequence(sample).start,
@@ -62,7 +62,7 @@ pub struct PooledRows<'a> {
     pub y: View,
     /// Input. (R, C).
     pub x: View,
-    /// Which row.
+    /// The row that is pooled.
     pub pool: Pooling,
     /// The sequences.
     pub batch: BatchView<'a>,
@@ -75,13 +75,14 @@ pub struct PooledRowsBackward<'a> {
     pub dx: View,
     /// (B, C).
     pub dy: View,
-    /// Which row.
+    /// The row that is pooled.
     pub pool: Pooling,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
 
-/// The loss of each of the N samples, by the label in its statistics, where the loss is written.
+/// Computes the loss of each of the N samples from the label in its statistics, and writes the loss
+/// there.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassLoss<'a> {
     /// Output: floats. (R, 4).
@@ -90,12 +91,12 @@ pub struct ClassLoss<'a> {
     pub statistics: View,
     /// (N, L).
     pub scores: View,
-    /// What has a label.
+    /// The units that have a label.
     pub samples: Samples,
-    /// True: the square of the difference between the one score and a value. False: the cross
-    /// entropy of classes.
+    /// True: the loss is the squared difference between the one score and a value (regression).
+    /// False: the cross entropy of classes.
     pub is_value: bool,
-    /// What of which scores is the label's.
+    /// Label smoothing.
     pub smoothing: Smoothing,
     /// The sequences.
     pub batch: BatchView<'a>,

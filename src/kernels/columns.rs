@@ -1,4 +1,5 @@
-//! Some columns of a tensor: those of one module among the outputs of a product for several.
+//! Columns of a tensor that belong to one module, where one product computes several modules: an
+//! adapter on the values reads and writes a part of queries, keys and values.
 
 use super::operation::{Operation, Views};
 use crate::tensor::View;
@@ -13,7 +14,7 @@ pub struct AddColumns {
     pub y: View,
     /// Input. (R, N).
     pub x: View,
-    /// The first of the columns.
+    /// The first column.
     pub first: usize,
     /// A factor.
     pub scale: f32,
@@ -26,7 +27,7 @@ pub struct TakeColumns {
     pub y: View,
     /// Input. (R, C).
     pub x: View,
-    /// The first of the columns.
+    /// The first column.
     pub first: usize,
     /// A factor.
     pub scale: f32,

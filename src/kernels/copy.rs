@@ -3,7 +3,7 @@
 use super::operation::{Operation, Views};
 use crate::tensor::View;
 
-/// y = x, of which one may be floats where the other is of the device's dtype.
+/// y = x. One may hold floats and the other elements of the device's dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast {
     /// Output. (R, C).

@@ -1,28 +1,28 @@
-//! Tables whose rows are added: by position, and by kind of token.
+//! Embedding tables whose rows are added to hidden states: by position, and by token type.
 
 use super::batch::BatchView;
 use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
-/// y += the row of the table for each token's kind.
+/// y += the row of the table for each token's type.
 #[derive(Clone, Copy, Debug)]
 pub struct AddTokenTypes<'a> {
     /// Input and output. (R, C).
     pub y: View,
-    /// (kinds, C).
+    /// The table. (types, C).
     pub table: View,
-    /// The kinds.
+    /// The token types.
     pub batch: BatchView<'a>,
 }
 
-/// dtable (+)= Σ over rows of each kind of dy, in order.
+/// dtable (+)= Σ of dy over the rows of each token type, in order.
 #[derive(Clone, Copy, Debug)]
 pub struct AddTokenTypesBackward<'a> {
-    /// Floats. (kinds, C).
+    /// Floats. (types, C).
     pub dtable: View,
     /// (R, C).
     pub dy: View,
-    /// The kinds.
+    /// The token types.
     pub batch: BatchView<'a>,
     /// True when `dtable` is added to; false when it is replaced.
     pub accumulate: bool,
@@ -35,14 +35,14 @@ pub struct AddPositions<'a> {
     pub y: View,
     /// Input. (R, C).
     pub x: View,
-    /// (positions of the model, C).
+    /// The table. (positions of the model, C).
     pub table: View,
     /// The positions.
     pub batch: BatchView<'a>,
 }
 
-/// dtable (+)= Σ over rows of each position of dy. Positions that no row has get 0 where it
-/// replaces.
+/// dtable (+)= Σ of dy over the rows of each position. Without `accumulate`, a position without a
+/// row gets 0.
 #[derive(Clone, Copy, Debug)]
 pub struct AddPositionsBackward<'a> {
     /// Floats. (positions of the model, C).

@@ -4,12 +4,12 @@ use super::attention::AttentionShape;
 use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
-/// A vector of D channels for queries, and one for keys.
+/// One value for queries, and one for keys: by default views of D channels.
 #[derive(Clone, Copy, Debug)]
 pub struct QueryKey<T = View> {
-    /// Of each head of queries.
+    /// For the heads of queries.
     pub query: T,
-    /// Of each head of keys.
+    /// For the heads of keys.
     pub key: T,
 }
 
@@ -24,7 +24,7 @@ pub struct HeadNorm<'a> {
     pub x: View,
     /// Scales. (1, D).
     pub gamma: QueryKey,
-    /// What is added to them: 1 where they are stored as their difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// Added to the mean square.
     pub epsilon: f32,
@@ -32,7 +32,8 @@ pub struct HeadNorm<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-/// Its backward, in place: `dx` holds dy before; gradients of values stay. dγ (+)= ….
+/// The backward of [`HeadNorm`], in place: `dx` holds dy before the call. The gradients of values
+/// stay. dγ (+)= ….
 #[derive(Clone, Copy, Debug)]
 pub struct HeadNormBackward<'a> {
     /// (R, (H + 2 K) D).
@@ -45,7 +46,7 @@ pub struct HeadNormBackward<'a> {
     pub statistics: View,
     /// Scales. (1, D).
     pub gamma: QueryKey,
-    /// What is added to them: 1 where they are stored as their difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// Sizes.
     pub shape: AttentionShape<'a>,

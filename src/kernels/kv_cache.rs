@@ -1,4 +1,5 @@
-//! The KV cache: keys and values beside their queries or apart, and attention to cached ones.
+//! The KV cache: copies of keys and values from beside their queries and back, and attention to
+//! cached keys and values.
 
 use super::attention::AttentionShape;
 use super::operation::{Operation, Views};
@@ -26,15 +27,15 @@ pub struct ReadKv<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-/// Attention of new positions to cached keys and values, and to their own. Causal.
+/// Causal attention of new positions to cached keys and values and to their own.
 #[derive(Clone, Copy, Debug)]
 pub struct CachedAttention<'a> {
     /// Output. (R, H D).
     pub y: View,
     /// Queries, keys and values of the new positions. (R, (H + 2 K) D).
     pub qkv: View,
-    /// The cache. Each sequence has room for P positions, of which it uses as many as the batch
-    /// says are cached. (B P, 2 K D).
+    /// The cache. Each sequence has room for P positions; the batch says how many of them it uses.
+    /// (B P, 2 K D).
     pub cache: View,
     /// Sizes.
     pub shape: AttentionShape<'a>,
@@ -71,6 +72,6 @@ impl Operation for CachedAttention<'_> {
         let cached = (0..sequences).map(|one| shape.batch.positions_before(one)).max();
         let is_whole = cache.rows.is_multiple_of(sequences);
         let has_room = is_whole && cache.rows / sequences >= cached.unwrap_or(0);
-        views.rule(has_room, "the cache has not the rows of all cached positions");
+        views.rule(has_room, "the cache does not have rows for all cached positions");
     }
 }

@@ -23,7 +23,7 @@ pub struct Linear {
 pub struct LinearBackward {
     /// (R, C).
     pub dx: View,
-    /// Floats, of the shape of `w`; `None`: it is frozen.
+    /// Floats, in the shape of `w`; `None`: the weights are frozen.
     pub dw: Option<View>,
     /// Floats. (1, N).
     pub dbias: Option<View>,

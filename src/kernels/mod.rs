@@ -1,10 +1,13 @@
-//! What layers ask of a device: one struct for each operation, on views of the device's memory.
+//! The operations that layers ask of a device: one struct each, on views of the device's memory.
 //!
 //! Legend: B sequences, T positions, C channels, H heads of queries, K heads of keys and values, D
 //! channels of a head, I channels of a feed-forward, N outputs, V rows of a vocabulary tile. R is
-//! the number of rows: those of all sequences, one behind the other. All tensors are row-major. In
-//! each struct outputs come first, then inputs, then sizes. `(+)=` replaces, or adds where
-//! `accumulate` says so: the first call of a step replaces.
+//! the number of rows: the rows of all sequences, one sequence behind the other. All tensors are
+//! row-major. In each struct outputs come first, then inputs, then sizes. `(+)=` adds if
+//! `accumulate` is true, and replaces otherwise: the first call of a step replaces.
+//!
+//! A new operation is a struct with an implementation of [`Operation`], a row of the table below,
+//! and an implementation of [`Runs`] or [`RunsIn`] on each device.
 //!
 //! Weights and activations are of the device's [`Dtype`](crate::tensor::Dtype). Gradients of
 //! weights, statistics, log-sum-exps, gradients of chunks' keys and values, and a head's `dh` and
@@ -59,15 +62,16 @@ pub use rotary::{Rotary, RotaryScaling, Rotate};
 
 use crate::tensor::Scratch;
 
-/// A device that computes an operation, whose views were checked before.
+/// A device that computes an operation.
 pub(crate) trait Runs<O> {
-    /// Computes it.
+    /// Computes an operation whose views were checked before.
     fn run(&self, op: &O);
 }
 
-/// A device that computes an operation in workspace, whose views were checked before.
+/// A device that computes an operation with workspace.
 pub(crate) trait RunsIn<O> {
-    /// Computes it. What is taken from `scratch` is given back.
+    /// Computes an operation whose views were checked before. The workspace that it takes from
+    /// `scratch` is given back when it returns.
     fn run_in(&self, op: &O, scratch: &Scratch<'_>);
 }
 

@@ -14,13 +14,13 @@ pub struct Norm {
     pub x: View,
     /// Scale. (1, C).
     pub gamma: View,
-    /// What is added to γ: 1 where γ is stored as its difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// Shift. (1, C).
     pub beta: Option<View>,
     /// Added to the variance, or to the mean square.
     pub epsilon: f32,
-    /// True: by root mean square, without a mean.
+    /// True: root mean square, without a mean.
     pub rms: bool,
 }
 
@@ -33,7 +33,7 @@ pub struct NormBackward {
     pub dgamma: View,
     /// Floats. (1, C).
     pub dbeta: Option<View>,
-    /// The gradient of the residual stream, where `x` goes there, too. (R, C).
+    /// The gradient of the residual stream, if `x` is its input, too. (R, C).
     pub residual: Option<View>,
     /// (R, C).
     pub dy: View,
@@ -43,7 +43,7 @@ pub struct NormBackward {
     pub statistics: View,
     /// Scale. (1, C).
     pub gamma: View,
-    /// What is added to γ: 1 where γ is stored as its difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// As in [`Norm`].
     pub rms: bool,

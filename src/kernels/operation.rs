@@ -1,9 +1,9 @@
-//! What an operation declares, once: its name, and each view that it reads or writes, with the
-//! shape and dtype that the other fields ask for.
+//! How an operation declares the views that it reads and writes, each with the shape and dtype
+//! that the other fields ask for.
 //!
-//! The check of arguments, the memory that the CPU resolves for a call, and [`Inspected`] follow
-//! from this. So views that were swapped, or cut from the wrong place, are found where they are
-//! used and not in the numbers.
+//! Three things follow from this one declaration: the check of arguments, the slices that the CPU
+//! device makes for a call, and [`Inspected`]. So a view that was swapped with another one, or was
+//! cut from the wrong place, is found where it is used and not in the numbers.
 
 use super::Kernels;
 use crate::tensor::{Dtype, View};
@@ -17,7 +17,7 @@ pub trait Named {
 
 /// An operation on views of a device's memory.
 pub trait Operation: Named {
-    /// Declares its views, those that it writes first.
+    /// Declares the views that it writes, then the views that it reads.
     fn views(&self, views: &mut Views<'_>);
 
     /// Panics unless the shapes and dtypes of its views agree.
@@ -27,12 +27,12 @@ pub trait Operation: Named {
     }
 }
 
-/// What an operation does with a view.
+/// How an operation uses a view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     /// It reads its elements.
     Read,
-    /// It makes each of its elements a number.
+    /// It writes a number to each of its elements.
     Write,
     /// It writes elements that are no numbers (labels, bits), or leaves some as they were.
     WriteOpaque,
@@ -44,7 +44,7 @@ pub struct Views<'v> {
     then: Then<'v>,
 }
 
-/// What is done with each declared view.
+/// How a declaration of views is used.
 enum Then<'v> {
     Check,
     Call(&'v mut dyn FnMut(Access, View)),
@@ -68,7 +68,7 @@ impl Views<'_> {
         self.declare(Access::Read, field, view.into(), shape, dtype);
     }
 
-    /// A view of numbers, each of which is written. It may be read, too.
+    /// A view that is written: each of its elements gets a number. It may be read, too.
     #[track_caller]
     pub fn writes(
         &mut self,
@@ -80,8 +80,7 @@ impl Views<'_> {
         self.declare(Access::Write, field, view.into(), shape, dtype);
     }
 
-    /// A view that is written with elements that are no numbers, or not whole: nobody may look for
-    /// numbers in it after this operation.
+    /// A view that is written with labels or bits, or only in part. [`Inspected`] leaves it out.
     #[track_caller]
     pub fn writes_opaque(&mut self, field: &str, view: View, shape: [usize; 2], dtype: Dtype) {
         self.declare(Access::WriteOpaque, field, Some(view), shape, dtype);
@@ -116,8 +115,8 @@ impl Views<'_> {
     }
 }
 
-/// Kernels that call a function with each view of numbers that an operation wrote, and with the
-/// operation's name.
+/// Kernels that call `on_write` after each operation, with the operation's name and each view of
+/// numbers that it wrote.
 pub(crate) struct Inspected<'k> {
     pub(crate) kernels: &'k dyn Kernels,
     pub(crate) on_write: &'k dyn Fn(&'static str, View),

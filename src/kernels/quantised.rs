@@ -3,14 +3,14 @@
 use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, Quantisation, View};
 
-/// y = the matrix that x stores. Each element is computed in f32 and rounded once.
+/// y = the matrix that x stores. Each element is computed in f32, then rounded once to y's dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Dequantise {
     /// Output. (rows, columns).
     pub y: View,
     /// Storage, as [`Quantisation::encode`] writes it: floats. (1, [`Quantisation::floats`]).
     pub x: View,
-    /// How it is stored.
+    /// The format of the storage.
     pub quantisation: Quantisation,
 }
 

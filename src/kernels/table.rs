@@ -1,14 +1,14 @@
-//! What follows from the table of operations in [`kernels`](super): the trait that layers use, the
-//! trait that devices implement, and [`Inspected`](super::Inspected).
+//! The macro that reads the table of operations in [`kernels`](super). It writes the trait that
+//! layers use, the trait that devices implement, and the kernels that are inspected.
 
-/// Writes both traits for the operations of a table. `plain` operations take no workspace.
+/// Writes the traits for the operations of a table. `plain` operations take no workspace.
 macro_rules! operations {
     (
         plain { $($name:ident($op:ident $(<$life:lifetime>)?);)* }
         with_workspace { $($name_in:ident($op_in:ident $(<$life_in:lifetime>)?);)* }
     ) => {
-        /// What a layer asks of a device. Each method first checks the shapes and dtypes of its
-        /// views. The methods that are given `scratch` take workspace from it and give it back.
+        /// The operations that a layer may ask of a device. Each method first checks the shapes and
+        /// dtypes of the views. Methods with `scratch` take workspace from it and give it back.
         pub trait Kernels {
             $(
                 #[doc = concat!("Computes a [`", stringify!($op), "`].")]
@@ -16,18 +16,22 @@ macro_rules! operations {
             )*
             $(
                 #[doc = concat!("Computes a [`", stringify!($op_in), "`].")]
-                fn $name_in $(<$life_in>)? (&self, op: &$op_in $(<$life_in>)?, scratch: &Scratch<'_>);
+                fn $name_in $(<$life_in>)? (
+                    &self,
+                    op: &$op_in $(<$life_in>)?,
+                    scratch: &Scratch<'_>,
+                );
             )*
 
             /// Computes a [`Custom`] kernel.
             fn custom(&self, op: &Custom<'_>);
 
-            /// Computes an [`UnpackPositive`]. False: a row has more positive numbers than there
-            /// was room for, and what is written is of no use.
+            /// Computes an [`UnpackPositive`]. Returns false if a row had more positive numbers than
+            /// there was room for; `y` then has no use.
             fn unpack_positive(&self, op: &UnpackPositive) -> bool;
 
-            /// The backward of an activation function, then of the product before it: `linear.dy`
-            /// is `activate.dx`. A device may sum `linear.dbias` in the same pass.
+            /// Computes the backward of an activation function, then of the product before it:
+            /// `linear.dy` is `activate.dx`. A device may sum `linear.dbias` in the same pass.
             fn activate_linear_backward(
                 &self,
                 activate: &ActivateBackward,
@@ -38,15 +42,15 @@ macro_rules! operations {
                 self.linear_backward(linear, scratch);
             }
 
-            /// A sum and its norm: `norm.x` is `sum.y`, and `norm.y` may be `sum.x`. A device may
-            /// do both in one pass.
+            /// Computes a sum and its norm: `norm.x` is `sum.y`, and `norm.y` may be `sum.x`. A
+            /// device may do both in one pass.
             fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {
                 self.residual(sum);
                 self.norm(norm);
             }
 
-            /// The last tile's [`Score`], then its [`ScoreBackward`], which reads the statistics
-            /// that the score writes. A device may compute the logits once for both.
+            /// Computes the last tile's [`Score`], then its [`ScoreBackward`], which reads the
+            /// statistics that the score writes. A device may compute the logits once for both.
             fn score_and_backward(
                 &self,
                 score: &Score,
@@ -119,7 +123,11 @@ macro_rules! operations {
                 }
             )*
             $(
-                fn $name_in $(<$life_in>)? (&self, op: &$op_in $(<$life_in>)?, scratch: &Scratch<'_>) {
+                fn $name_in $(<$life_in>)? (
+                    &self,
+                    op: &$op_in $(<$life_in>)?,
+                    scratch: &Scratch<'_>,
+                ) {
                     op.check();
                     self.run_in(op, scratch);
                 }
@@ -173,7 +181,11 @@ macro_rules! operations {
                 }
             )*
             $(
-                fn $name_in $(<$life_in>)? (&self, op: &$op_in $(<$life_in>)?, scratch: &Scratch<'_>) {
+                fn $name_in $(<$life_in>)? (
+                    &self,
+                    op: &$op_in $(<$life_in>)?,
+                    scratch: &Scratch<'_>,
+                ) {
                     self.kernels.$name_in(op, scratch);
                     self.inspect(op);
                 }

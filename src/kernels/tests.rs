@@ -1,11 +1,11 @@
-//! Views that were swapped or are of a wrong shape or dtype are found, whatever the operation.
+//! Every operation refuses views that were swapped, or that have a wrong shape or dtype.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::*;
 use crate::tensor::{Dtype, Quantisation, View};
 
-/// R, C and N of the operations below: no two are the same, nor one twice another.
+/// R, C and N of the operations below: all different, and none twice another.
 const R: usize = 12;
 const C: usize = 7;
 const N: usize = 5;
@@ -41,10 +41,10 @@ fn float(rows: usize, columns: usize) -> View {
     View { dtype: Dtype::F32, ..element(rows, columns) }
 }
 
-/// A name, and what it does to a view.
+/// A name, and a function that makes a view wrong.
 type Wrong = (&'static str, fn(View) -> View);
 
-/// How a view may be wrong.
+/// The ways in which a view may be wrong.
 const WRONGS: [Wrong; 4] = [
     ("a row more", |view| View { rows: view.rows + 1, ..view }),
     ("a column more", |view| View { columns: view.columns + 1, ..view }),
@@ -59,8 +59,8 @@ fn panics(call: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(call)).is_err()
 }
 
-/// Checks an operation as it is, and with each listed view wrong in each way. The rows of a field
-/// in `any_rows`, and the dtype of one in `any_dtype`, are its own.
+/// Checks an operation, then checks that it is refused with each listed view wrong in each way. A
+/// field in `any_rows` may have any number of rows, and a field in `any_dtype` any dtype.
 macro_rules! found {
     (
         $op:expr, [$($($field:ident).+),*]
