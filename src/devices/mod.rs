@@ -171,7 +171,8 @@ pub(crate) fn open(
     own: View,
     threads: &Arc<ThreadPool>,
 ) -> Result<Vec<Box<dyn Device>>, Error> {
-    let (devices, floats) = (config.devices(), on_device.floats);
+    let devices = config.devices();
+    let floats = on_device.floats;
     match config.device.kind {
         DeviceKind::Cpu => {
             let first = |device: u32| device as usize * stride(floats);

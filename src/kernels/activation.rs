@@ -1,6 +1,6 @@
 //! Activation functions of feed-forwards, alone and as gates.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
 /// An activation function.
@@ -8,7 +8,7 @@ use crate::tensor::View;
 pub enum Activation {
     /// x Φ(x) (Hendrycks and Gimpel 2016).
     GeluErf,
-    /// The same, with Φ by tanh.
+    /// x Φ(x), with Φ approximated by tanh.
     GeluTanh,
     /// x σ(x) (Elfwing et al. 2018).
     Silu,
@@ -19,7 +19,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// All names that transformers has for them.
+    /// All names of these functions in transformers' configs.
     pub const ALL: [(&str, Activation); 7] = [
         ("gelu", Activation::GeluErf),
         ("gelu_new", Activation::GeluTanh),
@@ -30,12 +30,12 @@ impl Activation {
         ("tanh", Activation::Tanh),
     ];
 
-    /// The one of this name.
+    /// The function of this name.
     pub fn named(name: &str) -> Option<Activation> {
         Activation::ALL.iter().find(|(known, _)| *known == name).map(|(_, activation)| *activation)
     }
 
-    /// Its first name.
+    /// The first of its names in transformers' configs.
     pub fn name(self) -> &'static str {
         let named = Activation::ALL.iter().find(|(_, activation)| *activation == self);
         named.expect("each has a name").0
@@ -53,7 +53,7 @@ pub struct Activate {
     pub activation: Activation,
 }
 
-/// dx = dy f′(x), in place: `dx` holds dy before.
+/// dx = dy f′(x), in place: `dx` holds dy before the call.
 #[derive(Clone, Copy, Debug)]
 pub struct ActivateBackward {
     /// (R, C).
@@ -75,10 +75,10 @@ pub struct Gate {
     pub activation: Activation,
 }
 
-/// Gradients of gate and up.
+/// Computes the gradients of gate and up from dy.
 #[derive(Clone, Copy, Debug)]
 pub struct GateBackward {
-    /// Those of gate and up side by side. (R, 2 I).
+    /// Output: the gradients of gate and up side by side. (R, 2 I).
     pub dx: View,
     /// (R, I).
     pub dy: View,
@@ -88,35 +88,36 @@ pub struct GateBackward {
     pub activation: Activation,
 }
 
-impl Activate {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        Check("activate").view("x", self.x, [self.y.rows, self.y.columns], self.y.dtype);
+impl Operation for Activate {
+    fn views(&self, views: &mut Views<'_>) {
+        let Activate { y, x, .. } = *self;
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, y.shape(), y.dtype);
     }
 }
 
-impl ActivateBackward {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ActivateBackward {
+    fn views(&self, views: &mut Views<'_>) {
         let ActivateBackward { dx, x, .. } = *self;
-        Check("activate_backward").view("x", x, [dx.rows, dx.columns], dx.dtype);
+        views.writes("dx", dx, dx.shape(), dx.dtype);
+        views.reads("x", x, dx.shape(), dx.dtype);
     }
 }
 
-impl Gate {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Gate {
+    fn views(&self, views: &mut Views<'_>) {
         let Gate { y, x, .. } = *self;
-        Check("gate").view("x", x, [y.rows, 2 * y.columns], y.dtype);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, [y.rows, 2 * y.columns], y.dtype);
     }
 }
 
-impl GateBackward {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for GateBackward {
+    fn views(&self, views: &mut Views<'_>) {
         let GateBackward { dx, dy, x, .. } = *self;
-        let (check, shape) = (Check("gate_backward"), [dy.rows, 2 * dy.columns]);
-        check.view("dx", dx, shape, dy.dtype);
-        check.view("x", x, shape, dy.dtype);
+        let wide = [dy.rows, 2 * dy.columns];
+        views.writes("dx", dx, wide, dy.dtype);
+        views.reads("dy", dy, dy.shape(), dy.dtype);
+        views.reads("x", x, wide, dy.dtype);
     }
 }

@@ -1,8 +1,8 @@
 //! Scaled dot-product attention over whole micro-batches and over chunks of long sequences.
 
 use super::batch::BatchView;
-use super::check::Check;
 use super::dropout::Dropout;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// The most channels of a head that kernels have room for.
@@ -21,7 +21,7 @@ pub struct AttentionShape<'a> {
     pub head_size: usize,
     /// True when a query sees no later position.
     pub causal: bool,
-    /// How many positions a query sees at most, its own included.
+    /// The most positions that a query sees, its own included.
     pub window: Option<usize>,
     /// Dropout of the probabilities.
     pub dropout: Option<Dropout<'a>>,
@@ -48,7 +48,7 @@ impl AttentionShape<'_> {
         self.width() + self.kv_width()
     }
 
-    /// Rows of the keys and values of a chunk's sequence up to its last position: before + R.
+    /// Rows of a chunk's keys and values, from the sequence's first position on: before + R.
     pub(crate) fn kv_rows(&self) -> usize {
         self.batch.same_positions_before() + self.rows()
     }
@@ -59,30 +59,30 @@ impl AttentionShape<'_> {
 pub struct Attention<'a> {
     /// Output. (R, H D).
     pub y: View,
-    /// Floats: log-sum-exp of the scores. (R, H) numbers, laid out sequence by sequence, and there
-    /// head by head.
+    /// Floats: log-sum-exp of the scores. (R, H) numbers, laid out sequence by sequence; within a
+    /// sequence, head by head.
     pub lse: View,
     /// Queries, keys and values side by side. (R, (H + 2 K) D).
     pub qkv: View,
-    /// For a chunk: keys and values of its sequence up to its last position. The positions before
-    /// it are whole tiles of 64; causal. (before + R, 2 K D).
+    /// For a chunk: keys and values of its sequence up to its last position. A chunk is causal, and
+    /// the positions before it are whole tiles of 64. (before + R, 2 K D).
     pub kv: Option<View>,
     /// Sizes.
     pub shape: AttentionShape<'a>,
 }
 
-/// For a chunk: keys and values of its sequence up to its last position, and their gradients.
+/// The keys and values of a chunk's sequence up to the chunk's last position, and their gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkKv {
     /// Keys and values. (before + R, 2 K D).
     pub kv: View,
     /// Floats: their gradients. (before + R, 2 K D).
     pub dkv: View,
-    /// True when `dkv` holds what later queries contributed already.
+    /// True when `dkv` already holds the contributions of later queries.
     pub accumulate: bool,
 }
 
-/// dqkv from dy. For a chunk, the gradients of keys and values go to `chunk_kv` instead.
+/// Computes dqkv from dy. For a chunk, the gradients of keys and values go to `chunk_kv` instead.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBackward<'a> {
     /// (R, (H + 2 K) D).
@@ -101,35 +101,38 @@ pub struct AttentionBackward<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-impl Attention<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Attention<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let Attention { y, lse, qkv, kv, shape } = *self;
-        let (check, rows, dtype) = (Check("attention"), shape.rows(), qkv.dtype);
-        check.view("y", y, [rows, shape.width()], dtype);
-        check.view("lse", lse, [rows, shape.heads], Dtype::F32);
-        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
+        let rows = shape.rows();
+        let dtype = qkv.dtype;
+        views.writes("y", y, [rows, shape.width()], dtype);
+        views.writes("lse", lse, [rows, shape.heads], Dtype::F32);
+        views.reads("qkv", qkv, [rows, shape.qkv_width()], dtype);
         if let Some(kv) = kv {
-            check.view("kv", kv, [shape.kv_rows(), shape.kv_width()], dtype);
+            views.reads("kv", kv, [shape.kv_rows(), shape.kv_width()], dtype);
         }
     }
 }
 
-impl AttentionBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for AttentionBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape } = *self;
-        let (check, rows) = (Check("attention_backward"), shape.rows());
+        let rows = shape.rows();
         let dtype = qkv.dtype;
-        check.view("dqkv", dqkv, [rows, shape.qkv_width()], dtype);
-        check.view("dy", dy, [rows, shape.width()], dtype);
-        check.view("y", y, [rows, shape.width()], dtype);
-        check.view("lse", lse, [rows, shape.heads], Dtype::F32);
-        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
-        if let Some(ChunkKv { kv, dkv, .. }) = chunk_kv {
-            let all = [shape.kv_rows(), shape.kv_width()];
-            check.view("kv", kv, all, dtype);
-            check.view("dkv", dkv, all, Dtype::F32);
+        match chunk_kv {
+            None => views.writes("dqkv", dqkv, [rows, shape.qkv_width()], dtype),
+            Some(ChunkKv { kv, dkv, .. }) => {
+                let all = [shape.kv_rows(), shape.kv_width()];
+                // The columns of keys and values are written later, from `dkv`.
+                views.writes_opaque("dqkv", dqkv, [rows, shape.qkv_width()], dtype);
+                views.writes("dkv", dkv, all, Dtype::F32);
+                views.reads("kv", kv, all, dtype);
+            }
         }
+        views.reads("dy", dy, [rows, shape.width()], dtype);
+        views.reads("y", y, [rows, shape.width()], dtype);
+        views.reads("lse", lse, [rows, shape.heads], Dtype::F32);
+        views.reads("qkv", qkv, [rows, shape.qkv_width()], dtype);
     }
 }

@@ -1,8 +1,8 @@
-//! A micro-batch as layers and kernels see it: rows of sequences one behind the other, their
-//! metadata, and chunks of them.
+//! A micro-batch as layers and kernels see it: the rows of its sequences, one sequence behind the
+//! other, their metadata, and chunks of a sequence.
 //!
-//! The metadata has one owner. A layer that walks a long sequence chunk by chunk hands on a range
-//! of positions, and each device computes from the range which part of the metadata is meant.
+//! The metadata has one owner. A layer that walks a long sequence chunk by chunk passes a range of
+//! positions to the kernels, and each device computes from it which part of the metadata to read.
 
 use std::ops::Range;
 
@@ -10,10 +10,10 @@ use super::dropout::{Dropout, DropoutKey, MaskRows};
 use crate::random;
 use crate::tensor::View;
 
-/// Noise of embeddings has random numbers of its own.
+/// Separates the random numbers of embedding noise from those of masks.
 const NOISE: u64 = 0x4e45_4654;
 
-/// Sizes of the largest micro-batch that something has room for.
+/// Sizes of the largest micro-batch that a buffer has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
     /// B.
@@ -23,12 +23,12 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Its rows, where all sequences are as long as the longest.
+    /// The number of rows if all sequences are as long as the longest.
     pub fn count(self) -> usize {
         self.sequences * self.positions
     }
 
-    /// Where the rows of its sequences begin, where all are as long as the longest.
+    /// The first row of each sequence if all are as long as the longest; then the count of rows.
     pub fn starts(self) -> Vec<usize> {
         (0..=self.sequences).map(|sequence| sequence * self.positions).collect()
     }
@@ -43,14 +43,14 @@ pub struct Document {
     pub to: u32,
 }
 
-/// What the tokens of a micro-batch are.
+/// The metadata of a micro-batch's tokens.
 ///
 /// Legend: B sequences, R rows. A row is a token: the rows of a sequence follow those of the one
 /// before it, without padding.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchMetadata<'a> {
-    /// The first row of each sequence, and the row behind the last. They may count from another row
-    /// than the micro-batch's first, as those of a larger batch do. (B + 1).
+    /// The first row of each sequence, and the row behind the last. The first number need not be 0:
+    /// it is not where this is a part of a larger batch. (B + 1).
     pub starts: &'a [usize],
     /// The kind of each token. (R).
     pub kinds: &'a [u8],
@@ -58,7 +58,7 @@ pub struct BatchMetadata<'a> {
     pub documents: &'a [Document],
     /// Positions of each sequence that are in the KV cache already. Empty: none. (B).
     pub cached: &'a [usize],
-    /// What dropout masks are drawn from. `None`: nothing is dropped.
+    /// The key that dropout masks are drawn from. `None`: nothing is dropped.
     pub dropout_key: Option<DropoutKey>,
 }
 
@@ -109,7 +109,7 @@ impl<'a> BatchMetadata<'a> {
 }
 
 impl<'a> BatchView<'a> {
-    /// What the tokens of the whole micro-batch are.
+    /// The metadata of the whole micro-batch.
     pub fn metadata(&self) -> &BatchMetadata<'a> {
         &self.metadata
     }
@@ -130,8 +130,8 @@ impl<'a> BatchView<'a> {
         BatchView { metadata: self.metadata, chunk: Some(chunk) }
     }
 
-    /// All rows at once; or, where a sequence is longer than `most` positions, chunks of as many,
-    /// sequence by sequence. `None`: sequences may not be cut.
+    /// The whole micro-batch, or, if a sequence is longer than `most` positions, chunks of at most
+    /// `most` positions, sequence by sequence. `None`: sequences may not be cut.
     ///
     /// # Panics
     /// `most` is 0.
@@ -147,7 +147,7 @@ impl<'a> BatchView<'a> {
         (0..self.metadata.sequences()).flat_map(of_sequence).collect()
     }
 
-    /// B: how many sequences it has rows of.
+    /// B: the number of sequences; 1 for a chunk.
     pub fn sequences(&self) -> usize {
         self.chunk.map_or(self.metadata.sequences(), |_| 1)
     }
@@ -157,7 +157,7 @@ impl<'a> BatchView<'a> {
         self.chunk.map_or(self.metadata.rows(), |chunk| chunk.to - chunk.from)
     }
 
-    /// Those of its rows that are of one of its sequences.
+    /// The rows of one of its sequences.
     pub fn sequence(&self, index: usize) -> Range<usize> {
         match self.chunk {
             Some(chunk) => 0..chunk.to - chunk.from,
@@ -170,7 +170,7 @@ impl<'a> BatchView<'a> {
         self.chunk.map_or_else(|| self.metadata.longest(), |chunk| chunk.to - chunk.from)
     }
 
-    /// Its rows among those of the micro-batch.
+    /// Its rows, as the micro-batch numbers them.
     pub fn row_range(&self) -> Range<usize> {
         match self.chunk {
             Some(SequenceChunk { sequence, from, to }) => {
@@ -214,10 +214,10 @@ impl<'a> BatchView<'a> {
         cached.copied().unwrap_or(0) + self.first_position()
     }
 
-    /// The same, where it is the same for each of its sequences.
+    /// Positions before the first row, if all sequences have the same number of them.
     ///
     /// # Panics
-    /// It differs.
+    /// They differ.
     pub fn same_positions_before(&self) -> usize {
         let before = self.positions_before(0);
         let is_same = (1..self.sequences()).all(|one| self.positions_before(one) == before);
@@ -225,7 +225,7 @@ impl<'a> BatchView<'a> {
         before
     }
 
-    /// The sequence of a row, and how many of its rows come before this one.
+    /// The sequence of a row, and the row's index in that sequence.
     pub fn place(&self, row: usize) -> (usize, usize) {
         if self.chunk.is_some() {
             return (0, row);
@@ -243,12 +243,12 @@ impl<'a> BatchView<'a> {
         position - document.map_or(0, |document| document.from as usize)
     }
 
-    /// Whether it is for training.
+    /// True if the micro-batch is for training.
     pub fn trains(&self) -> bool {
         self.metadata.dropout_key.is_some()
     }
 
-    /// The key and the greatest value of the noise that NEFTune adds to a row's embedding.
+    /// The random key and the largest magnitude of the noise that NEFTune adds to a row.
     ///
     /// # Panics
     /// The batch is not for training.
@@ -289,7 +289,7 @@ mod tests {
 
     fn metadata() -> BatchMetadata<'static> {
         BatchMetadata {
-            // As of a larger batch, which has three rows before.
+            // A part of a larger batch, with three rows before it.
             starts: &[3, 7, 10],
             kinds: &[0, 1, 0, 1, 1, 1, 0],
             documents: &[WHOLE, WHOLE, WHOLE, WHOLE, FIRST, FIRST, SECOND],

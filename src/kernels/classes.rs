@@ -1,15 +1,15 @@
-//! The heads of classes: the position that stands for a sequence, and the loss of each sequence or
-//! each token.
+//! Classification heads: the row that is pooled from each sequence, and the loss of each sequence
+//! or of each token.
 
 use std::ops::Range;
 
 use super::batch::BatchView;
-use super::check::Check;
 use super::cross_entropy::STATISTICS;
 use super::loss::Smoothing;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
-/// Which row of a sequence stands for it.
+/// The row of a sequence that its scores are computed from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
     /// The first.
@@ -19,7 +19,7 @@ pub enum Pooling {
 }
 
 impl Pooling {
-    /// The row of a sequence that has these rows.
+    /// The pooled row of a sequence, whose rows are `rows`.
     pub fn row(self, rows: Range<usize>) -> usize {
         match self {
             Pooling::First => rows.start,
@@ -28,7 +28,7 @@ impl Pooling {
     }
 }
 
-/// What has a label and scores of its own.
+/// The units that have a label and scores each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Samples {
     /// Whole sequences. Label and loss are in the statistics of the first position.
@@ -38,7 +38,7 @@ pub enum Samples {
 }
 
 impl Samples {
-    /// How many a batch has.
+    /// The number of samples in a batch.
     pub fn of(self, batch: &BatchView<'_>) -> usize {
         match self {
             Samples::Sequences => batch.sequences(),
@@ -46,7 +46,7 @@ impl Samples {
         }
     }
 
-    /// The row with the label and the loss of each.
+    /// The row of each sample that has its label and its loss.
     pub fn rows<'b>(self, batch: &'b BatchView<'_>) -> impl Iterator<Item = usize> + 'b {
         (0..self.of(batch)).map(move |sample| match self {
             Samples::Sequences => batch.sequence(sample).start,
@@ -62,7 +62,7 @@ pub struct PooledRows<'a> {
     pub y: View,
     /// Input. (R, C).
     pub x: View,
-    /// Which row.
+    /// The row that is pooled.
     pub pool: Pooling,
     /// The sequences.
     pub batch: BatchView<'a>,
@@ -75,13 +75,14 @@ pub struct PooledRowsBackward<'a> {
     pub dx: View,
     /// (B, C).
     pub dy: View,
-    /// Which row.
+    /// The row that is pooled.
     pub pool: Pooling,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
 
-/// The loss of each of the N samples, by the label in its statistics, where the loss is written.
+/// Computes the loss of each of the N samples from the label in its statistics, and writes the loss
+/// there.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassLoss<'a> {
     /// Output: floats. (R, 4).
@@ -90,12 +91,12 @@ pub struct ClassLoss<'a> {
     pub statistics: View,
     /// (N, L).
     pub scores: View,
-    /// What has a label.
+    /// The units that have a label.
     pub samples: Samples,
-    /// True: the square of the difference between the one score and a value. False: the cross
-    /// entropy of classes.
+    /// True: the loss is the squared difference between the one score and a value (regression).
+    /// False: the cross entropy of classes.
     pub is_value: bool,
-    /// What of which scores is the label's.
+    /// Label smoothing.
     pub smoothing: Smoothing,
     /// The sequences.
     pub batch: BatchView<'a>,
@@ -122,45 +123,39 @@ pub struct ClassLossBackward<'a> {
     pub batch: BatchView<'a>,
 }
 
-impl PooledRows<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, PooledRows { y, x, batch, .. }) = (Check("pooled_rows"), *self);
-        check.view("y", y, [batch.sequences(), x.columns], x.dtype);
-        check.view("x", x, [batch.rows(), y.columns], y.dtype);
+impl Operation for PooledRows<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let PooledRows { y, x, batch, .. } = *self;
+        views.writes("y", y, [batch.sequences(), x.columns], x.dtype);
+        views.reads("x", x, [batch.rows(), y.columns], y.dtype);
     }
 }
 
-impl PooledRowsBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, PooledRowsBackward { dx, dy, batch, .. }) =
-            (Check("pooled_rows_backward"), *self);
-        check.view("dy", dy, [batch.sequences(), dx.columns], dx.dtype);
-        check.view("dx", dx, [batch.rows(), dy.columns], dy.dtype);
+impl Operation for PooledRowsBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let PooledRowsBackward { dx, dy, batch, .. } = *self;
+        views.writes("dx", dx, [batch.rows(), dy.columns], dy.dtype);
+        views.reads("dy", dy, [batch.sequences(), dx.columns], dx.dtype);
     }
 }
 
-impl ClassLoss<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ClassLoss<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ClassLoss { out, statistics, scores, samples, is_value, batch, .. } = *self;
-        let check = Check("class_loss");
-        check.view("out", out, [batch.rows(), STATISTICS], Dtype::F32);
-        check.view("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
-        check.view("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
-        check.rule(!is_value || scores.columns == 1, "a value has one score");
+        // Each row of them holds a label, which is no number.
+        views.writes_opaque("out", out, [batch.rows(), STATISTICS], Dtype::F32);
+        views.reads("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
+        views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
+        views.rule(!is_value || scores.columns == 1, "a value has one score");
     }
 }
 
-impl ClassLossBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ClassLossBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ClassLossBackward { dscores, scores, statistics, samples, batch, .. } = *self;
-        let check = Check("class_loss_backward");
-        check.view("dscores", dscores, [scores.rows, scores.columns], scores.dtype);
-        check.view("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
-        check.view("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
-        check.rule(!self.is_value || scores.columns == 1, "a value has one score");
+        views.writes("dscores", dscores, scores.shape(), scores.dtype);
+        views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
+        views.reads("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
+        views.rule(!self.is_value || scores.columns == 1, "a value has one score");
     }
 }

@@ -1,7 +1,11 @@
-//! Some columns of a tensor: those of one module among the outputs of a product for several.
+//! Columns of a tensor that belong to one module, where one product computes several modules: an
+//! adapter on the values reads and writes a part of queries, keys and values.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
+
+/// The rule that was broken when the columns of the narrow tensor are not in the wide one.
+const OUTSIDE: &str = "the columns lie outside";
 
 /// y[:, first..first + N] += scale · x.
 #[derive(Clone, Copy, Debug)]
@@ -10,7 +14,7 @@ pub struct AddColumns {
     pub y: View,
     /// Input. (R, N).
     pub x: View,
-    /// The first of the columns.
+    /// The first column.
     pub first: usize,
     /// A factor.
     pub scale: f32,
@@ -23,28 +27,26 @@ pub struct TakeColumns {
     pub y: View,
     /// Input. (R, C).
     pub x: View,
-    /// The first of the columns.
+    /// The first column.
     pub first: usize,
     /// A factor.
     pub scale: f32,
 }
 
-impl AddColumns {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        check("add_columns", self.y, ("x", self.x), self.first);
+impl Operation for AddColumns {
+    fn views(&self, views: &mut Views<'_>) {
+        let AddColumns { y, x, first, .. } = *self;
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, [y.rows, x.columns], y.dtype);
+        views.rule(first + x.columns <= y.columns, OUTSIDE);
     }
 }
 
-impl TakeColumns {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        check("take_columns", self.x, ("y", self.y), self.first);
+impl Operation for TakeColumns {
+    fn views(&self, views: &mut Views<'_>) {
+        let TakeColumns { y, x, first, .. } = *self;
+        views.writes("y", y, [x.rows, y.columns], x.dtype);
+        views.reads("x", x, x.shape(), x.dtype);
+        views.rule(first + y.columns <= x.columns, OUTSIDE);
     }
-}
-
-fn check(name: &'static str, all: View, (field, some): (&str, View), first: usize) {
-    let check = Check(name);
-    check.view(field, some, [all.rows, some.columns], all.dtype);
-    check.rule(first + some.columns <= all.columns, "the columns lie outside");
 }

@@ -1,9 +1,9 @@
 //! Copies between dtypes, and zeros.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
-/// y = x, of which one may be floats where the other is of the device's dtype.
+/// y = x. One may hold floats and the other elements of the device's dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast {
     /// Output. (R, C).
@@ -19,9 +19,16 @@ pub struct Clear {
     pub y: View,
 }
 
-impl Cast {
-    /// Panics unless shapes agree.
-    pub fn check(&self) {
-        Check("cast").view("x", self.x, [self.y.rows, self.y.columns], self.x.dtype);
+impl Operation for Cast {
+    fn views(&self, views: &mut Views<'_>) {
+        let Cast { y, x } = *self;
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, y.shape(), x.dtype);
+    }
+}
+
+impl Operation for Clear {
+    fn views(&self, views: &mut Views<'_>) {
+        views.writes("y", self.y, self.y.shape(), self.y.dtype);
     }
 }

@@ -1,28 +1,28 @@
 //! Scores of tokens, a tile of the vocabulary at a time.
 //!
-//! A tile adds itself to the statistics of each labelled position: running maximum, sum, target's
-//! logit, label. So logits exist for some positions and one tile at a time.
+//! Each tile is added to the statistics of each labelled position: running maximum, sum, target's
+//! logit, label. So logits exist for a few positions and one tile at a time.
 
-use super::check::Check;
 use super::loss::{Loss, Smoothing};
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// Floats of a position's head statistics: running maximum, sum, target's logit, label.
 pub const STATISTICS: usize = 4;
 
-/// The label of a position's statistics, whose bits the fourth float holds; negative: none.
+/// The label in a position's statistics: the fourth float holds its bits. Negative: no label.
 pub fn label_of(statistics: &[f32]) -> i32 {
     statistics[3].to_bits() as i32
 }
 
-/// Takes a tile of the vocabulary into the statistics of each labelled position.
+/// Adds a tile of the vocabulary to the statistics of each labelled position.
 #[derive(Clone, Copy, Debug)]
 pub struct Score {
     /// Output: floats. (R, 4).
     pub out: View,
-    /// Statistics over the tiles before: floats. (R, 4).
+    /// Statistics over the earlier tiles: floats. (R, 4).
     pub statistics: View,
-    /// What the head reads. (R, C).
+    /// The head's input. (R, C).
     pub h: View,
     /// The tile's weights. (V, C).
     pub w: View,
@@ -30,20 +30,20 @@ pub struct Score {
     pub bias: Option<View>,
     /// The tile's first row in the vocabulary.
     pub first: usize,
-    /// How many positions have a label.
+    /// The number of positions with a label.
     pub labelled: usize,
-    /// What of which logits is the target's.
+    /// Label smoothing.
     pub smoothing: Smoothing,
 }
 
-/// Logits of the labelled positions, in order.
+/// Computes the logits of the labelled positions, in order.
 #[derive(Clone, Copy, Debug)]
 pub struct Logits {
     /// Output: floats. (labelled positions, V).
     pub y: View,
     /// Floats. (R, 4).
     pub statistics: View,
-    /// What the head reads. (R, C).
+    /// The head's input. (R, C).
     pub h: View,
     /// The tile's weights. (V, C).
     pub w: View,
@@ -51,8 +51,8 @@ pub struct Logits {
     pub bias: Option<View>,
 }
 
-/// dh = `dh_before` (or 0) + scale · d w, dw (+)= scale · dᵀ h, with d the loss's gradient of the
-/// logits, from complete statistics.
+/// dh = `dh_before` (or 0) + scale · d w, dw (+)= scale · dᵀ h. d is the gradient of the loss with
+/// respect to the logits, which follows from complete statistics.
 #[derive(Clone, Copy)]
 pub struct ScoreBackward<'a> {
     /// Output: floats. (R, C).
@@ -61,11 +61,11 @@ pub struct ScoreBackward<'a> {
     pub dw: Option<View>,
     /// Floats. (1, V).
     pub dbias: Option<View>,
-    /// The gradient by the tiles that came before; `None`: this is the first. (R, C).
+    /// The sum over the tiles that came before; `None`: this is the first tile. (R, C).
     pub dh_before: Option<View>,
     /// Complete statistics: floats. (R, 4).
     pub statistics: View,
-    /// What the head read. (R, C).
+    /// The head's input in the forward pass. (R, C).
     pub h: View,
     /// The tile's weights. (V, C).
     pub w: View,
@@ -79,7 +79,7 @@ pub struct ScoreBackward<'a> {
     pub scale: f32,
     /// The tile's first row in the vocabulary.
     pub first: usize,
-    /// How many positions have a label.
+    /// The number of positions with a label.
     pub labelled: usize,
     /// True when `dw` and `dbias` are added to; false when they are replaced.
     pub accumulate: bool,
@@ -91,64 +91,68 @@ pub(crate) struct ScoreSize {
     /// R.
     #[allow(dead_code, reason = "not all devices read it")]
     pub(crate) rows: usize,
-    /// How many of them have a label.
+    /// The number of rows with a label.
     #[allow(dead_code, reason = "not all devices read it")]
     pub(crate) labelled: usize,
     /// C.
     pub(crate) channels: usize,
     /// V.
     pub(crate) tile: usize,
-    /// The first of its rows in the vocabulary.
+    /// The tile's first row in the vocabulary.
     pub(crate) first: usize,
 }
 
-/// Panics unless what the head reads and a tile's weights agree.
-fn check_tile(check: Check, statistics: View, h: View, w: View, bias: Option<View>) {
-    check.view("statistics", statistics, [h.rows, STATISTICS], Dtype::F32);
-    check.view("w", w, [w.rows, h.columns], h.dtype);
-    check.optional("bias", bias, [1, w.rows], h.dtype);
+/// Declares the views that every operation of a tile reads.
+fn reads_tile(views: &mut Views<'_>, statistics: View, h: View, w: View, bias: Option<View>) {
+    views.reads("statistics", statistics, [h.rows, STATISTICS], Dtype::F32);
+    views.reads("h", h, h.shape(), h.dtype);
+    views.reads("w", w, [w.rows, h.columns], h.dtype);
+    views.reads("bias", bias, [1, w.rows], h.dtype);
+}
+
+impl Operation for Score {
+    fn views(&self, views: &mut Views<'_>) {
+        let Score { out, statistics, h, w, bias, .. } = *self;
+        // Each row of them holds a label, which is no number.
+        views.writes_opaque("out", out, [h.rows, STATISTICS], Dtype::F32);
+        reads_tile(views, statistics, h, w, bias);
+    }
 }
 
 impl Score {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, Score { out, statistics, h, w, bias, .. }) = (Check("score"), *self);
-        check.view("out", out, [h.rows, STATISTICS], Dtype::F32);
-        check_tile(check, statistics, h, w, bias);
-    }
-
     pub(crate) fn size(&self) -> ScoreSize {
         let Score { h, w, first, labelled, .. } = *self;
         ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }
     }
 }
 
-impl Logits {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, Logits { y, statistics, h, w, bias }) = (Check("logits"), *self);
-        check.view("y", y, [y.rows, w.rows], Dtype::F32);
-        check_tile(check, statistics, h, w, bias);
+impl Operation for Logits {
+    fn views(&self, views: &mut Views<'_>) {
+        let Logits { y, statistics, h, w, bias } = *self;
+        views.writes("y", y, [y.rows, w.rows], Dtype::F32);
+        reads_tile(views, statistics, h, w, bias);
     }
+}
 
+impl Logits {
     pub(crate) fn size(&self) -> ScoreSize {
         let Logits { y, h, w, .. } = *self;
         ScoreSize { rows: h.rows, labelled: y.rows, channels: h.columns, tile: w.rows, first: 0 }
     }
 }
 
-impl ScoreBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ScoreBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, .. } = *self;
-        let check = Check("score_backward");
-        check.view("dh", dh, [h.rows, h.columns], Dtype::F32);
-        check.optional("dw", dw, [w.rows, w.columns], Dtype::F32);
-        check.optional("dbias", dbias, [1, w.rows], Dtype::F32);
-        check.optional("dh_before", dh_before, [h.rows, h.columns], Dtype::F32);
-        check_tile(check, statistics, h, w, bias);
+        views.writes("dh", dh, h.shape(), Dtype::F32);
+        views.writes("dw", dw, w.shape(), Dtype::F32);
+        views.writes("dbias", dbias, [1, w.rows], Dtype::F32);
+        views.reads("dh_before", dh_before, h.shape(), Dtype::F32);
+        reads_tile(views, statistics, h, w, bias);
     }
+}
 
+impl ScoreBackward<'_> {
     pub(crate) fn size(&self) -> ScoreSize {
         let ScoreBackward { h, w, first, labelled, .. } = *self;
         ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }

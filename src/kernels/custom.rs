@@ -1,30 +1,31 @@
-//! Kernels that are not built in.
+//! Kernels that a program brings along.
 
+use super::operation::{Named, Operation, Views};
 use crate::tensor::View;
 
-/// What a kernel does on a CPU: what it writes, what it reads, numbers.
+/// A kernel's function for the CPU. Its arguments are the outputs, the inputs and the numbers.
 pub type CpuFunction = fn(&mut [&mut [f32]], &[&[f32]], &[f32]);
 
-/// A kernel that is not among [`Kernels`](super::Kernels)' methods: what it does on a CPU, which is
-/// what a GPU is checked against, and its text for a GPU.
+/// A kernel that is not among the methods of [`Kernels`](super::Kernels): a function for the CPU,
+/// which is the reference that a GPU is checked against, and CUDA source for a GPU.
 ///
-/// The text is CUDA C++ behind `src/devices/cuda/kernels/prelude.cu`. There, `T` is the type of the
-/// device's elements, and `get` and `put` read and make one. The text declares
-/// `extern "C" __global__ void NAME(T* ..., const T* ..., long long count, float ...)`: what it
-/// writes, what it reads, elements of the first that it writes, numbers. It runs on at least
-/// `count` threads, in blocks of 256. The element of a thread is
-/// `blockIdx.x * blockDim.x + threadIdx.x`, and there may be no such element.
+/// The source is CUDA C++ that is compiled behind `src/devices/cuda/kernels/prelude.cu`. There, `T`
+/// is the type of the device's elements, and `get` and `put` convert from and to it. It declares
+/// `extern "C" __global__ void NAME(T* ..., const T* ..., long long count, float ...)`: outputs,
+/// inputs, the number of elements of the first output, numbers. It runs on at least `count` threads,
+/// in blocks of 256. A thread's element is `blockIdx.x * blockDim.x + threadIdx.x`; a thread beyond
+/// `count` has none.
 #[derive(Clone, Copy, Debug)]
 pub struct CustomKernel {
-    /// Its name, in the text too; no other kernel's.
+    /// Its name in the source, which no other kernel has.
     pub name: &'static str,
-    /// Its text for a GPU.
+    /// Its CUDA source.
     pub text: &'static str,
-    /// The same on a CPU.
+    /// Its function for the CPU.
     pub cpu: CpuFunction,
 }
 
-/// A call of a kernel that is not built in. Nobody but the kernel knows which shapes it takes.
+/// A call of a [`CustomKernel`]. Shapes are not checked: only the kernel knows them.
 #[derive(Clone, Copy, Debug)]
 pub struct Custom<'a> {
     /// The kernel, which its layer [lists](crate::models::Layer::custom_kernels).
@@ -35,4 +36,17 @@ pub struct Custom<'a> {
     pub reads: &'a [View],
     /// Numbers.
     pub numbers: &'a [f32],
+}
+
+impl Named for Custom<'_> {
+    fn name(&self) -> &'static str {
+        self.kernel.name
+    }
+}
+
+impl Operation for Custom<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        self.writes.iter().for_each(|view| views.writes("writes", *view, view.shape(), view.dtype));
+        self.reads.iter().for_each(|view| views.reads("reads", *view, view.shape(), view.dtype));
+    }
 }

@@ -1,10 +1,10 @@
 //! Dropout, and sums on the residual stream.
 
 use super::batch::BatchView;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
-/// What the dropout masks of a micro-batch are drawn from.
+/// The key that the dropout masks of a micro-batch are drawn from.
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutKey {
     /// The run's seed.
@@ -15,7 +15,7 @@ pub struct DropoutKey {
     pub first_sequence: u32,
 }
 
-/// What the rows of a mask are.
+/// How the rows of a mask map to positions.
 #[derive(Clone, Copy, Debug)]
 pub enum MaskRows<'a> {
     /// The rows of a micro-batch, or of a chunk: each is a position of a sequence.
@@ -24,7 +24,8 @@ pub enum MaskRows<'a> {
     Sequences,
 }
 
-/// The dropout of one site of a layer: it draws the same mask whenever it is asked.
+/// Dropout at one site of a layer. The mask is a function of these fields, so a recomputed forward
+/// pass drops the same elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout<'a> {
     /// Probability of zero, below 1.
@@ -33,18 +34,18 @@ pub struct Dropout<'a> {
     pub seed: u64,
     /// The step.
     pub step: u64,
-    /// The layer, and which of its dropouts.
+    /// The layer and the index of this dropout in it, as one number.
     pub site: u32,
     /// The index in the step of the first row's sequence.
     pub first_sequence: u32,
     /// The position of the first row in its sequence.
     pub first_position: u32,
-    /// What its rows are.
+    /// How its rows map to positions.
     pub rows: MaskRows<'a>,
 }
 
 impl Dropout<'_> {
-    /// The sequence of a row, and its position: both counted from those of the first row.
+    /// The sequence and the position of a row, both relative to the first row's.
     pub fn place(&self, row: usize) -> (usize, usize) {
         match self.rows {
             MaskRows::Positions(batch) => batch.place(row),
@@ -60,7 +61,7 @@ pub struct ApplyDropout<'a> {
     pub y: View,
     /// Input. (R, C).
     pub x: View,
-    /// The mask; `None`: this is a copy.
+    /// The dropout; `None`: y = x.
     pub dropout: Option<Dropout<'a>>,
 }
 
@@ -73,34 +74,39 @@ pub struct Residual<'a> {
     pub a: View,
     /// The output of a branch. (R, C).
     pub x: View,
-    /// The mask; `None`: this is a sum.
+    /// The dropout; `None`: y = a + x.
     pub dropout: Option<Dropout<'a>>,
 }
 
-/// A mask is drawn for all rows.
-fn check_mask(check: Check, y: View, dropout: Option<Dropout<'_>>) {
+/// Declares `x`, which has the shape of `y`, unless it is `y`: then the operation works in place.
+fn reads_unless_in_place(views: &mut Views<'_>, x: View, y: View) {
+    if x != y {
+        views.reads("x", x, y.shape(), y.dtype);
+    }
+}
+
+/// A mask of positions has the rows of `y`.
+fn check_mask(views: &Views<'_>, y: View, dropout: Option<Dropout<'_>>) {
     if let Some(Dropout { rows: MaskRows::Positions(batch), .. }) = dropout {
-        check.rule(batch.rows() == y.rows, "the rows of y are not those of the dropout");
+        views.rule(batch.rows() == y.rows, "the rows of y are not those of the dropout");
     }
 }
 
-impl ApplyDropout<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for ApplyDropout<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ApplyDropout { y, x, dropout } = *self;
-        let check = Check("dropout");
-        check.view("x", x, [y.rows, y.columns], y.dtype);
-        check_mask(check, y, dropout);
+        views.writes("y", y, y.shape(), y.dtype);
+        reads_unless_in_place(views, x, y);
+        check_mask(views, y, dropout);
     }
 }
 
-impl Residual<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Residual<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let Residual { y, a, x, dropout } = *self;
-        let check = Check("residual");
-        check.view("a", a, [y.rows, y.columns], y.dtype);
-        check.view("x", x, [y.rows, y.columns], y.dtype);
-        check_mask(check, y, dropout);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("a", a, y.shape(), y.dtype);
+        reads_unless_in_place(views, x, y);
+        check_mask(views, y, dropout);
     }
 }

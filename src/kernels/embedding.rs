@@ -1,28 +1,28 @@
-//! Tables whose rows are added: by position, and by kind of token.
+//! Embedding tables whose rows are added to hidden states: by position, and by token type.
 
 use super::batch::BatchView;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
-/// y += the row of the table for each token's kind.
+/// y += the row of the table for each token's type.
 #[derive(Clone, Copy, Debug)]
 pub struct AddTokenTypes<'a> {
     /// Input and output. (R, C).
     pub y: View,
-    /// (kinds, C).
+    /// The table. (types, C).
     pub table: View,
-    /// The kinds.
+    /// The token types.
     pub batch: BatchView<'a>,
 }
 
-/// dtable (+)= Σ over rows of each kind of dy, in order.
+/// dtable (+)= Σ of dy over the rows of each token type, in order.
 #[derive(Clone, Copy, Debug)]
 pub struct AddTokenTypesBackward<'a> {
-    /// Floats. (kinds, C).
+    /// Floats. (types, C).
     pub dtable: View,
     /// (R, C).
     pub dy: View,
-    /// The kinds.
+    /// The token types.
     pub batch: BatchView<'a>,
     /// True when `dtable` is added to; false when it is replaced.
     pub accumulate: bool,
@@ -35,14 +35,14 @@ pub struct AddPositions<'a> {
     pub y: View,
     /// Input. (R, C).
     pub x: View,
-    /// (positions of the model, C).
+    /// The table. (positions of the model, C).
     pub table: View,
     /// The positions.
     pub batch: BatchView<'a>,
 }
 
-/// dtable (+)= Σ over rows of each position of dy. Positions that no row has get 0 where it
-/// replaces.
+/// dtable (+)= Σ of dy over the rows of each position. Without `accumulate`, a position without a
+/// row gets 0.
 #[derive(Clone, Copy, Debug)]
 pub struct AddPositionsBackward<'a> {
     /// Floats. (positions of the model, C).
@@ -55,39 +55,35 @@ pub struct AddPositionsBackward<'a> {
     pub accumulate: bool,
 }
 
-impl AddTokenTypes<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, AddTokenTypes { y, table, batch }) = (Check("add_token_types"), *self);
-        check.view("y", y, [batch.rows(), table.columns], table.dtype);
+impl Operation for AddTokenTypes<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let AddTokenTypes { y, table, batch } = *self;
+        views.writes("y", y, [batch.rows(), table.columns], table.dtype);
+        views.reads("table", table, table.shape(), table.dtype);
     }
 }
 
-impl AddTokenTypesBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for AddTokenTypesBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let AddTokenTypesBackward { dtable, dy, batch, .. } = *self;
-        let check = Check("add_token_types_backward");
-        check.view("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
-        check.view("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.writes("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.reads("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
     }
 }
 
-impl AddPositions<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, AddPositions { y, x, table, batch }) = (Check("add_positions"), *self);
-        check.view("y", y, [batch.rows(), table.columns], table.dtype);
-        check.view("x", x, [y.rows, y.columns], y.dtype);
+impl Operation for AddPositions<'_> {
+    fn views(&self, views: &mut Views<'_>) {
+        let AddPositions { y, x, table, batch } = *self;
+        views.writes("y", y, [batch.rows(), table.columns], table.dtype);
+        views.reads("x", x, y.shape(), y.dtype);
+        views.reads("table", table, table.shape(), table.dtype);
     }
 }
 
-impl AddPositionsBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for AddPositionsBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let AddPositionsBackward { dtable, dy, batch, .. } = *self;
-        let check = Check("add_positions_backward");
-        check.view("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
-        check.view("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.writes("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
+        views.reads("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
     }
 }

@@ -1,15 +1,15 @@
 //! Norms of each head of queries and keys by root mean square (Henry et al. 2020, as in Qwen3).
 
 use super::attention::AttentionShape;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
-/// A vector of D channels for queries, and one for keys.
+/// One value for queries, and one for keys: by default views of D channels.
 #[derive(Clone, Copy, Debug)]
 pub struct QueryKey<T = View> {
-    /// Of each head of queries.
+    /// For the heads of queries.
     pub query: T,
-    /// Of each head of keys.
+    /// For the heads of keys.
     pub key: T,
 }
 
@@ -24,7 +24,7 @@ pub struct HeadNorm<'a> {
     pub x: View,
     /// Scales. (1, D).
     pub gamma: QueryKey,
-    /// What is added to them: 1 where they are stored as their difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// Added to the mean square.
     pub epsilon: f32,
@@ -32,7 +32,8 @@ pub struct HeadNorm<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-/// Its backward, in place: `dx` holds dy before; gradients of values stay. dγ (+)= ….
+/// The backward of [`HeadNorm`], in place: `dx` holds dy before the call. The gradients of values
+/// stay. dγ (+)= ….
 #[derive(Clone, Copy, Debug)]
 pub struct HeadNormBackward<'a> {
     /// (R, (H + 2 K) D).
@@ -45,7 +46,7 @@ pub struct HeadNormBackward<'a> {
     pub statistics: View,
     /// Scales. (1, D).
     pub gamma: QueryKey,
-    /// What is added to them: 1 where they are stored as their difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// Sizes.
     pub shape: AttentionShape<'a>,
@@ -53,30 +54,30 @@ pub struct HeadNormBackward<'a> {
     pub accumulate: bool,
 }
 
-impl HeadNorm<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for HeadNorm<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let HeadNorm { y, statistics, x, gamma, shape, .. } = *self;
-        let (check, rows, dtype) = (Check("head_norm"), shape.rows(), x.dtype);
-        check.view("y", y, [rows, shape.qkv_width()], dtype);
-        check.view("statistics", statistics, [rows, shape.heads + shape.kv_heads], Dtype::F32);
-        check.view("x", x, [rows, shape.qkv_width()], dtype);
-        check.view("gamma.query", gamma.query, [1, shape.head_size], dtype);
-        check.view("gamma.key", gamma.key, [1, shape.head_size], dtype);
+        let rows = shape.rows();
+        let dtype = x.dtype;
+        views.writes("y", y, [rows, shape.qkv_width()], dtype);
+        views.writes("statistics", statistics, [rows, shape.heads + shape.kv_heads], Dtype::F32);
+        views.reads("x", x, [rows, shape.qkv_width()], dtype);
+        views.reads("gamma.query", gamma.query, [1, shape.head_size], dtype);
+        views.reads("gamma.key", gamma.key, [1, shape.head_size], dtype);
     }
 }
 
-impl HeadNormBackward<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for HeadNormBackward<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let HeadNormBackward { dx, dgamma, x, statistics, gamma, shape, .. } = *self;
-        let (check, rows, dtype) = (Check("head_norm_backward"), shape.rows(), x.dtype);
-        check.view("dx", dx, [rows, shape.qkv_width()], dtype);
-        check.view("dgamma.query", dgamma.query, [1, shape.head_size], Dtype::F32);
-        check.view("dgamma.key", dgamma.key, [1, shape.head_size], Dtype::F32);
-        check.view("x", x, [rows, shape.qkv_width()], dtype);
-        check.view("statistics", statistics, [rows, shape.heads + shape.kv_heads], Dtype::F32);
-        check.view("gamma.query", gamma.query, [1, shape.head_size], dtype);
-        check.view("gamma.key", gamma.key, [1, shape.head_size], dtype);
+        let rows = shape.rows();
+        let dtype = x.dtype;
+        views.writes("dx", dx, [rows, shape.qkv_width()], dtype);
+        views.writes("dgamma.query", dgamma.query, [1, shape.head_size], Dtype::F32);
+        views.writes("dgamma.key", dgamma.key, [1, shape.head_size], Dtype::F32);
+        views.reads("x", x, [rows, shape.qkv_width()], dtype);
+        views.reads("statistics", statistics, [rows, shape.heads + shape.kv_heads], Dtype::F32);
+        views.reads("gamma.query", gamma.query, [1, shape.head_size], dtype);
+        views.reads("gamma.key", gamma.key, [1, shape.head_size], dtype);
     }
 }

@@ -1,7 +1,8 @@
-//! The KV cache: keys and values beside their queries or apart, and attention to cached ones.
+//! The KV cache: copies of keys and values from beside their queries and back, and attention to
+//! cached keys and values.
 
 use super::attention::AttentionShape;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
 /// Copies keys and values from beside their queries.
@@ -26,52 +27,51 @@ pub struct ReadKv<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-/// Attention of new positions to cached keys and values, and to their own. Causal.
+/// Causal attention of new positions to cached keys and values and to their own.
 #[derive(Clone, Copy, Debug)]
 pub struct CachedAttention<'a> {
     /// Output. (R, H D).
     pub y: View,
     /// Queries, keys and values of the new positions. (R, (H + 2 K) D).
     pub qkv: View,
-    /// The cache. Each sequence has room for P positions, of which it uses as many as the batch
-    /// says are cached. (B P, 2 K D).
+    /// The cache. Each sequence has room for P positions; the batch says how many of them it uses.
+    /// (B P, 2 K D).
     pub cache: View,
     /// Sizes.
     pub shape: AttentionShape<'a>,
 }
 
-impl WriteKv<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for WriteKv<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let WriteKv { kv, qkv, shape } = *self;
-        let (check, rows) = (Check("write_kv"), shape.rows());
-        check.view("kv", kv, [rows, shape.kv_width()], qkv.dtype);
-        check.view("qkv", qkv, [rows, shape.qkv_width()], qkv.dtype);
+        let rows = shape.rows();
+        views.writes("kv", kv, [rows, shape.kv_width()], qkv.dtype);
+        views.reads("qkv", qkv, [rows, shape.qkv_width()], qkv.dtype);
     }
 }
 
-impl ReadKv<'_> {
-    /// Panics unless shapes agree.
-    pub fn check(&self) {
+impl Operation for ReadKv<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let ReadKv { qkv, kv, shape } = *self;
-        let (check, rows) = (Check("read_kv"), shape.rows());
-        check.view("qkv", qkv, [rows, shape.qkv_width()], qkv.dtype);
-        check.view("kv", kv, [rows, shape.kv_width()], kv.dtype);
+        let rows = shape.rows();
+        // The queries' columns stay as they were.
+        views.writes_opaque("qkv", qkv, [rows, shape.qkv_width()], qkv.dtype);
+        views.reads("kv", kv, [rows, shape.kv_width()], kv.dtype);
     }
 }
 
-impl CachedAttention<'_> {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for CachedAttention<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let CachedAttention { y, qkv, cache, shape } = *self;
-        let (check, rows, dtype) = (Check("cached_attention"), shape.rows(), qkv.dtype);
-        check.view("y", y, [rows, shape.width()], dtype);
-        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
-        check.view("cache", cache, [cache.rows, shape.kv_width()], dtype);
+        let rows = shape.rows();
+        let dtype = qkv.dtype;
+        views.writes("y", y, [rows, shape.width()], dtype);
+        views.reads("qkv", qkv, [rows, shape.qkv_width()], dtype);
+        views.reads("cache", cache, [cache.rows, shape.kv_width()], dtype);
         let sequences = shape.batch.sequences();
         let cached = (0..sequences).map(|one| shape.batch.positions_before(one)).max();
         let is_whole = cache.rows.is_multiple_of(sequences);
         let has_room = is_whole && cache.rows / sequences >= cached.unwrap_or(0);
-        check.rule(has_room, "the cache has not the rows of all cached positions");
+        views.rule(has_room, "the cache does not have rows for all cached positions");
     }
 }

@@ -1,6 +1,6 @@
 //! Matrix products with weights.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// y = x w + bias.
@@ -23,7 +23,7 @@ pub struct Linear {
 pub struct LinearBackward {
     /// (R, C).
     pub dx: View,
-    /// Floats, of the shape of `w`; `None`: it is frozen.
+    /// Floats, in the shape of `w`; `None`: the weights are frozen.
     pub dw: Option<View>,
     /// Floats. (1, N).
     pub dbias: Option<View>,
@@ -59,32 +59,38 @@ impl LinearSize {
     }
 }
 
-impl Linear {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, size, dtype) = (Check("linear"), self.size(), self.x.dtype);
-        check.view("y", self.y, [size.rows, size.outputs], dtype);
-        check.view("w", self.w, size.weights(), dtype);
-        check.optional("bias", self.bias, [1, size.outputs], dtype);
+impl Operation for Linear {
+    fn views(&self, views: &mut Views<'_>) {
+        let size = self.size();
+        let dtype = self.x.dtype;
+        views.writes("y", self.y, [size.rows, size.outputs], dtype);
+        views.reads("x", self.x, [size.rows, size.inputs], dtype);
+        views.reads("w", self.w, size.weights(), dtype);
+        views.reads("bias", self.bias, [1, size.outputs], dtype);
     }
+}
 
+impl Linear {
     pub(crate) fn size(&self) -> LinearSize {
         let Linear { y, x, transposed, .. } = *self;
         LinearSize { rows: x.rows, inputs: x.columns, outputs: y.columns, transposed }
     }
 }
 
-impl LinearBackward {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        let (check, size, dtype) = (Check("linear_backward"), self.size(), self.x.dtype);
-        check.view("dx", self.dx, [size.rows, size.inputs], dtype);
-        check.optional("dw", self.dw, size.weights(), Dtype::F32);
-        check.optional("dbias", self.dbias, [1, size.outputs], Dtype::F32);
-        check.view("dy", self.dy, [size.rows, size.outputs], dtype);
-        check.view("w", self.w, size.weights(), dtype);
+impl Operation for LinearBackward {
+    fn views(&self, views: &mut Views<'_>) {
+        let size = self.size();
+        let dtype = self.x.dtype;
+        views.writes("dx", self.dx, [size.rows, size.inputs], dtype);
+        views.writes("dw", self.dw, size.weights(), Dtype::F32);
+        views.writes("dbias", self.dbias, [1, size.outputs], Dtype::F32);
+        views.reads("dy", self.dy, [size.rows, size.outputs], dtype);
+        views.reads("x", self.x, [size.rows, size.inputs], dtype);
+        views.reads("w", self.w, size.weights(), dtype);
     }
+}
 
+impl LinearBackward {
     pub(crate) fn size(&self) -> LinearSize {
         let LinearBackward { dy, x, transposed, .. } = *self;
         LinearSize { rows: x.rows, inputs: x.columns, outputs: dy.columns, transposed }

@@ -1,24 +1,24 @@
 //! The loss of a position.
 //!
-//! The head scores one tile of the vocabulary after another. So a loss is a function of what tiles
-//! accumulate: the log-sum-exp of all logits, and the target's logit. With p = softmax of the
-//! logits, its gradient of logit j is (dloss/dlse) p_j + (dloss/dtarget) [j is the target].
+//! The head scores one tile of the vocabulary after another. So a loss is a function of two numbers
+//! that accumulate over tiles: the log-sum-exp of all logits, and the target's logit. Its gradient
+//! of logit j is (dloss/dlse) p_j + (dloss/dtarget) [j is the target], with p = softmax(logits).
 
 /// A loss as a function of log-sum-exp and the target's logit.
 pub trait Loss: Send + Sync {
-    /// Its value.
+    /// The loss.
     fn value(&self, lse: f32, target: f32) -> f32;
 
     /// Its derivatives by `lse` and by `target`.
     fn slopes(&self, lse: f32, target: f32) -> [f32; 2];
 
-    /// Whether it is [`CrossEntropy`], which devices other than the CPU know.
+    /// True for [`CrossEntropy`], the only loss that a GPU computes.
     fn is_cross_entropy(&self) -> bool {
         false
     }
 }
 
-/// −log p of the target.
+/// The cross entropy: −log p of the target.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CrossEntropy;
 
@@ -36,8 +36,8 @@ impl Loss for CrossEntropy {
     }
 }
 
-/// Label smoothing (Szegedy et al. 2016): the target's logit of a loss is a mean, of the target's
-/// own and of those of all classes.
+/// Label smoothing (Szegedy et al. 2016): the loss reads a weighted sum of logits in place of the
+/// target's logit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Smoothing {
     /// The weight of the target's own logit.
@@ -47,10 +47,10 @@ pub struct Smoothing {
 }
 
 impl Smoothing {
-    /// The target's logit alone.
+    /// No smoothing: the target's logit alone.
     pub const NONE: Smoothing = Smoothing { own: 1.0, each: 0.0 };
 
-    /// A share of 1 − `epsilon` for the target, and of `epsilon` for all classes together.
+    /// Smoothing that gives 1 − `epsilon` to the target, and `epsilon` to all classes together.
     pub fn of(epsilon: f32, classes: usize) -> Smoothing {
         let each = f64::from(epsilon) / classes as f64;
         Smoothing { own: 1.0 - epsilon, each: each as f32 }

@@ -1,6 +1,6 @@
 //! Norms over the channels of each row: by mean and deviation, or by root mean square.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, View};
 
 /// y = (offset + γ) (x − mean) rstd + β.
@@ -14,13 +14,13 @@ pub struct Norm {
     pub x: View,
     /// Scale. (1, C).
     pub gamma: View,
-    /// What is added to γ: 1 where γ is stored as its difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// Shift. (1, C).
     pub beta: Option<View>,
     /// Added to the variance, or to the mean square.
     pub epsilon: f32,
-    /// True: by root mean square, without a mean.
+    /// True: root mean square, without a mean.
     pub rms: bool,
 }
 
@@ -33,7 +33,7 @@ pub struct NormBackward {
     pub dgamma: View,
     /// Floats. (1, C).
     pub dbeta: Option<View>,
-    /// The gradient of the residual stream, where `x` goes there, too. (R, C).
+    /// The gradient of the residual stream, if `x` is its input, too. (R, C).
     pub residual: Option<View>,
     /// (R, C).
     pub dy: View,
@@ -43,7 +43,7 @@ pub struct NormBackward {
     pub statistics: View,
     /// Scale. (1, C).
     pub gamma: View,
-    /// What is added to γ: 1 where γ is stored as its difference from 1, else 0.
+    /// The offset that is added to γ: 1 if γ is stored as its difference from 1, else 0.
     pub gamma_offset: f32,
     /// As in [`Norm`].
     pub rms: bool,
@@ -51,29 +51,29 @@ pub struct NormBackward {
     pub accumulate: bool,
 }
 
-impl Norm {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Norm {
+    fn views(&self, views: &mut Views<'_>) {
         let Norm { y, statistics, x, gamma, beta, .. } = *self;
-        let (check, dtype) = (Check("norm"), x.dtype);
-        check.view("y", y, [x.rows, x.columns], dtype);
-        check.view("statistics", statistics, [x.rows, 2], Dtype::F32);
-        check.view("gamma", gamma, [1, x.columns], dtype);
-        check.optional("beta", beta, [1, x.columns], dtype);
+        let dtype = x.dtype;
+        views.writes("y", y, x.shape(), dtype);
+        views.writes("statistics", statistics, [x.rows, 2], Dtype::F32);
+        views.reads("x", x, x.shape(), dtype);
+        views.reads("gamma", gamma, [1, x.columns], dtype);
+        views.reads("beta", beta, [1, x.columns], dtype);
     }
 }
 
-impl NormBackward {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for NormBackward {
+    fn views(&self, views: &mut Views<'_>) {
         let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *self;
-        let (check, dtype, shape) = (Check("norm_backward"), x.dtype, [x.rows, x.columns]);
-        check.view("dx", dx, shape, dtype);
-        check.view("dgamma", dgamma, [1, x.columns], Dtype::F32);
-        check.optional("dbeta", dbeta, [1, x.columns], Dtype::F32);
-        check.optional("residual", residual, shape, dtype);
-        check.view("dy", dy, shape, dtype);
-        check.view("statistics", statistics, [x.rows, 2], Dtype::F32);
-        check.view("gamma", gamma, [1, x.columns], dtype);
+        let dtype = x.dtype;
+        views.writes("dx", dx, x.shape(), dtype);
+        views.writes("dgamma", dgamma, [1, x.columns], Dtype::F32);
+        views.writes("dbeta", dbeta, [1, x.columns], Dtype::F32);
+        views.reads("residual", residual, x.shape(), dtype);
+        views.reads("dy", dy, x.shape(), dtype);
+        views.reads("x", x, x.shape(), dtype);
+        views.reads("statistics", statistics, [x.rows, 2], Dtype::F32);
+        views.reads("gamma", gamma, [1, x.columns], dtype);
     }
 }

@@ -1,21 +1,21 @@
-//! The positive numbers of a tensor and their places: all that a ReLU's backward reads (Jain et al.
-//! 2018, "Gist", sections 3.1 and 3.2).
+//! The positive numbers of a tensor and their places. A ReLU's backward needs nothing else (Jain et
+//! al. 2018, "Gist", sections 3.1 and 3.2).
 //!
-//! A packed row is, in floats: the number of positive numbers, as bits; a bit for each number that
-//! says whether it is positive; the positive numbers, as far as there is room, of the dtype that
-//! they have. Without room for any, signs alone are packed, and each positive number becomes 1.
+//! A packed row consists of floats: the count of positive numbers, as bits; one bit for each
+//! number, set if it is positive; the positive numbers in their own dtype, as far as there is room. With no
+//! room at all, only the bits are packed, and each positive number becomes 1.
 
-use super::check::Check;
+use super::operation::{Named, Operation, Views};
 use crate::tensor::{Dtype, View};
 
-/// packed = the positive numbers of x.
+/// packed = the positive numbers of x and their places.
 #[derive(Clone, Copy, Debug)]
 pub struct PackPositive {
     /// Output, in floats. (R, [`packed_row`]).
     pub packed: View,
     /// Input. (R, I).
     pub x: View,
-    /// Numbers of a row that there is room for; 0: signs alone.
+    /// The most positive numbers that a packed row holds; 0: bits alone.
     pub room: usize,
 }
 
@@ -24,32 +24,37 @@ pub struct PackPositive {
 pub struct UnpackPositive {
     /// Output. (R, I).
     pub y: View,
-    /// What was packed, in floats. (R, [`packed_row`]).
+    /// Input: packed rows, in floats. (R, [`packed_row`]).
     pub packed: View,
     /// As in [`PackPositive`].
     pub room: usize,
 }
 
-/// Floats of a packed row of so many numbers.
+/// Floats of a packed row, from the numbers of the row and the positive ones that it has room for.
 pub fn packed_row(numbers: usize, room: usize, dtype: Dtype) -> usize {
     1 + numbers.div_ceil(32) + dtype.floats(room)
 }
 
-impl PackPositive {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        check("pack_positive", self.packed, self.x, self.room);
+impl Operation for PackPositive {
+    fn views(&self, views: &mut Views<'_>) {
+        let PackPositive { packed, x, room } = *self;
+        let row = packed_row(x.columns, room, x.dtype);
+        views.writes_opaque("packed", packed, [x.rows, row], Dtype::F32);
+        views.reads("x", x, x.shape(), x.dtype);
     }
 }
 
-impl UnpackPositive {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
-        check("unpack_positive", self.packed, self.y, self.room);
+impl Named for UnpackPositive {
+    fn name(&self) -> &'static str {
+        "unpack_positive"
     }
 }
 
-fn check(name: &'static str, packed: View, x: View, room: usize) {
-    let shape = [x.rows, packed_row(x.columns, room, x.dtype)];
-    Check(name).view("packed", packed, shape, Dtype::F32);
+impl Operation for UnpackPositive {
+    fn views(&self, views: &mut Views<'_>) {
+        let UnpackPositive { y, packed, room } = *self;
+        let row = packed_row(y.columns, room, y.dtype);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("packed", packed, [y.rows, row], Dtype::F32);
+    }
 }

@@ -1,24 +1,23 @@
 //! Frozen weights that are stored in fewer bits.
 
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::{Dtype, Quantisation, View};
 
-/// y = the matrix that x stores. Each element is computed in f32 and rounded once.
+/// y = the matrix that x stores. Each element is computed in f32, then rounded once to y's dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Dequantise {
     /// Output. (rows, columns).
     pub y: View,
     /// Storage, as [`Quantisation::encode`] writes it: floats. (1, [`Quantisation::floats`]).
     pub x: View,
-    /// How it is stored.
+    /// The format of the storage.
     pub quantisation: Quantisation,
 }
 
-impl Dequantise {
-    /// Panics unless shapes and dtypes agree.
-    pub fn check(&self) {
+impl Operation for Dequantise {
+    fn views(&self, views: &mut Views<'_>) {
         let Dequantise { y, x, quantisation } = *self;
-        let floats = quantisation.floats(y.rows, y.columns);
-        Check("dequantise").view("x", x, [1, floats], Dtype::F32);
+        views.writes("y", y, y.shape(), y.dtype);
+        views.reads("x", x, [1, quantisation.floats(y.rows, y.columns)], Dtype::F32);
     }
 }

@@ -1,10 +1,11 @@
-//! Positions by rotation (Su et al. 2021): how fast each pair of channels rotates.
+//! Rotary position embeddings (Su et al. 2021).
 
 use super::attention::AttentionShape;
-use super::check::Check;
+use super::operation::{Operation, Views};
 use crate::tensor::View;
 
-/// Positions by rotation of pairs of channels (Su et al. 2021).
+/// Rotary position embeddings: pairs of channels rotate by an angle that grows with the position
+/// (Su et al. 2021).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotary {
     /// The base of the frequencies: about the period of the slowest pair.
@@ -16,12 +17,11 @@ pub struct Rotary {
 /// How the frequencies of [`Rotary`] are scaled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RotaryScaling {
-    /// They are not.
+    /// Frequencies are not scaled.
     None,
     /// All frequencies are divided.
     Linear(f32),
-    /// Low frequencies are divided, high ones are not, and those between are interpolated (Llama
-    /// 3.1).
+    /// Low frequencies are divided, high ones are kept, others are interpolated (Llama 3.1).
     Llama3 {
         /// The divisor.
         factor: f32,
@@ -35,7 +35,7 @@ pub enum RotaryScaling {
 }
 
 impl Rotary {
-    /// The frequency of each pair of a head of this size, as transformers computes it.
+    /// The frequency of each pair of channels of a head, in transformers' arithmetic.
     pub fn frequencies(&self, head_size: usize) -> impl Iterator<Item = f32> {
         let rotary = *self;
         (0..head_size / 2).map(move |pair| {
@@ -66,18 +66,17 @@ impl Rotary {
 pub struct Rotate<'a> {
     /// Input and output. (R, (H + 2 K) D).
     pub qkv: View,
-    /// How fast each pair of channels rotates.
+    /// The frequencies.
     pub rotary: &'a Rotary,
     /// Sizes, and the positions of the rows.
     pub shape: AttentionShape<'a>,
-    /// True: by the opposite angles, as for gradients.
+    /// True: rotates back, as gradients need it.
     pub inverse: bool,
 }
 
-impl Rotate<'_> {
-    /// Panics unless the shape is right.
-    pub fn check(&self) {
+impl Operation for Rotate<'_> {
+    fn views(&self, views: &mut Views<'_>) {
         let Rotate { qkv, shape, .. } = *self;
-        Check("rotate").view("qkv", qkv, [shape.rows(), shape.qkv_width()], qkv.dtype);
+        views.writes("qkv", qkv, [shape.rows(), shape.qkv_width()], qkv.dtype);
     }
 }

@@ -1,11 +1,11 @@
-//! Views that were swapped or are of a wrong shape or dtype are found, whatever the operation.
+//! Every operation refuses views that were swapped, or that have a wrong shape or dtype.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::*;
 use crate::tensor::{Dtype, Quantisation, View};
 
-/// R, C and N of the operations below: no two are the same, nor one twice another.
+/// R, C and N of the operations below: all different, and none twice another.
 const R: usize = 12;
 const C: usize = 7;
 const N: usize = 5;
@@ -22,8 +22,12 @@ fn batch() -> BatchView<'static> {
 }
 
 fn shape() -> AttentionShape<'static> {
-    let (heads, kv_heads, head_size) = (6, 3, 4);
-    let (causal, window, dropout) = (true, None, None);
+    let heads = 6;
+    let kv_heads = 3;
+    let head_size = 4;
+    let causal = true;
+    let window = None;
+    let dropout = None;
     AttentionShape { batch: batch(), heads, kv_heads, head_size, causal, window, dropout }
 }
 
@@ -37,10 +41,10 @@ fn float(rows: usize, columns: usize) -> View {
     View { dtype: Dtype::F32, ..element(rows, columns) }
 }
 
-/// A name, and what it does to a view.
+/// A name, and a function that makes a view wrong.
 type Wrong = (&'static str, fn(View) -> View);
 
-/// How a view may be wrong.
+/// The ways in which a view may be wrong.
 const WRONGS: [Wrong; 4] = [
     ("a row more", |view| View { rows: view.rows + 1, ..view }),
     ("a column more", |view| View { columns: view.columns + 1, ..view }),
@@ -55,8 +59,8 @@ fn panics(call: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(call)).is_err()
 }
 
-/// Checks an operation as it is, and with each listed view wrong in each way. The rows of a field
-/// in `any_rows`, and the dtype of one in `any_dtype`, are its own.
+/// Checks an operation, then checks that it is refused with each listed view wrong in each way. A
+/// field in `any_rows` may have any number of rows, and a field in `any_dtype` any dtype.
 macro_rules! found {
     (
         $op:expr, [$($($field:ident).+),*]
@@ -103,17 +107,26 @@ impl Viewed for Option<View> {
 fn wrong_views_of_products_and_norms_are_found() {
     for transposed in [false, true] {
         let w = if transposed { [N, C] } else { [C, N] };
-        let (y, x, w) = (element(R, N), element(R, C), element(w[0], w[1]));
+        let y = element(R, N);
+        let x = element(R, C);
+        let w = element(w[0], w[1]);
         let bias = Some(element(1, N));
         found!(Linear { y, x, w, bias, transposed }, [y, x, w, bias]);
-        let (dx, dw, dbias) = (x, View { dtype: Dtype::F32, ..w }, Some(float(1, N)));
+        let dx = x;
+        let dw = View { dtype: Dtype::F32, ..w };
+        let dbias = Some(float(1, N));
         let op =
             LinearBackward { dx, dw: Some(dw), dbias, dy: y, x, w, transposed, accumulate: false };
         found!(op, [dx, dw, dbias, dy, x, w]);
     }
-    let (y, statistics, x, gamma) = (element(R, C), float(R, 2), element(R, C), element(1, C));
+    let y = element(R, C);
+    let statistics = float(R, 2);
+    let x = element(R, C);
+    let gamma = element(1, C);
     let beta = Some(gamma);
-    let (gamma_offset, epsilon, rms) = (0.0, 1e-5, false);
+    let gamma_offset = 0.0;
+    let epsilon = 1e-5;
+    let rms = false;
     let op = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
     found!(op, [y, statistics, x, gamma, beta]);
     let op = NormBackward {
@@ -134,7 +147,9 @@ fn wrong_views_of_products_and_norms_are_found() {
 
 #[test]
 fn wrong_views_of_activations_and_dropouts_are_found() {
-    let (narrow, wide, activation) = (element(R, C), element(R, 2 * C), Activation::Silu);
+    let narrow = element(R, C);
+    let wide = element(R, 2 * C);
+    let activation = Activation::Silu;
     found!(Activate { y: narrow, x: narrow, activation }, [y, x]);
     found!(ActivateBackward { dx: narrow, x: narrow, activation }, [dx, x]);
     found!(Gate { y: narrow, x: wide, activation }, [y, x]);
@@ -155,10 +170,12 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
 #[test]
 fn wrong_views_of_attention_are_found() {
     let shape = shape();
-    let (y, lse) = (element(R, shape.width()), float(R, shape.heads));
+    let y = element(R, shape.width());
+    let lse = float(R, shape.heads);
     let qkv = element(R, shape.qkv_width());
     found!(Attention { y, lse, qkv, kv: None, shape }, [y, lse, qkv]);
-    let (dqkv, dy) = (qkv, y);
+    let dqkv = qkv;
+    let dy = y;
     let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
     found!(op, [dqkv, dy, y, lse, qkv]);
     let kv = element(R, shape.kv_width());
@@ -172,7 +189,8 @@ fn wrong_views_of_attention_are_found() {
     let one = element(1, shape.head_size);
     let gamma = QueryKey { query: one, key: one };
     let statistics = float(R, shape.heads + shape.kv_heads);
-    let (gamma_offset, epsilon) = (0.0, 1e-5);
+    let gamma_offset = 0.0;
+    let epsilon = 1e-5;
     let op = HeadNorm { y: qkv, statistics, x: qkv, gamma, gamma_offset, epsilon, shape };
     found!(op, [y, statistics, x, gamma.query, gamma.key]);
     let one = float(1, shape.head_size);
@@ -193,12 +211,16 @@ fn wrong_views_of_attention_are_found() {
 fn wrong_views_of_a_chunks_keys_and_values_are_found() {
     let chunk = batch().chunk_of(SequenceChunk { sequence: 0, from: 2, to: 4 });
     let shape = AttentionShape { batch: chunk, ..shape() };
-    let (y, lse) = (element(2, shape.width()), float(2, shape.heads));
-    let (qkv, kv) = (element(2, shape.qkv_width()), element(4, shape.kv_width()));
+    let y = element(2, shape.width());
+    let lse = float(2, shape.heads);
+    let qkv = element(2, shape.qkv_width());
+    let kv = element(4, shape.kv_width());
     found!(Attention { y, lse, qkv, kv: Some(kv), shape }, [y, lse, qkv, kv]);
     let right = ChunkKv { kv, dkv: float(4, shape.kv_width()), accumulate: false };
     let backward = |chunk_kv| {
-        let (dqkv, dy, chunk_kv) = (qkv, y, Some(chunk_kv));
+        let dqkv = qkv;
+        let dy = y;
+        let chunk_kv = Some(chunk_kv);
         AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape }
     };
     backward(right).check();
@@ -211,10 +233,13 @@ fn wrong_views_of_a_chunks_keys_and_values_are_found() {
 
 #[test]
 fn wrong_views_of_tables_are_found() {
-    let (batch, y, table) = (batch(), element(R, C), element(5, C));
+    let batch = batch();
+    let y = element(R, C);
+    let table = element(5, C);
     found!(AddTokenTypes { y, table, batch }, [y, table], any_rows: ["table"]);
     found!(AddPositions { y, x: y, table, batch }, [y, x, table], any_rows: ["table"]);
-    let (dtable, accumulate) = (float(5, C), false);
+    let dtable = float(5, C);
+    let accumulate = false;
     let op = AddTokenTypesBackward { dtable, dy: y, batch, accumulate };
     found!(op, [dtable, dy], any_rows: ["dtable"], any_dtype: ["dy"]);
     let op = AddPositionsBackward { dtable, dy: y, batch, accumulate };
@@ -223,7 +248,9 @@ fn wrong_views_of_tables_are_found() {
 
 #[test]
 fn wrong_views_of_heads_are_found() {
-    let (h, w, bias) = (element(R, C), element(N, C), Some(element(1, N)));
+    let h = element(R, C);
+    let w = element(N, C);
+    let bias = Some(element(1, N));
     let statistics = float(R, STATISTICS);
     let smoothing = Smoothing::NONE;
     let op = Score { out: statistics, statistics, h, w, bias, first: 0, labelled: R, smoothing };
@@ -248,8 +275,11 @@ fn wrong_views_of_heads_are_found() {
     };
     found!(op, [dh, dw, dbias, dh_before, statistics, h, w, bias]);
 
-    let (scores, is_value) = (element(3, N), false);
-    let (first, all, batch) = (element(3, C), element(R, C), batch());
+    let scores = element(3, N);
+    let is_value = false;
+    let first = element(3, C);
+    let all = element(R, C);
+    let batch = batch();
     found!(PooledRows { y: first, x: all, pool: Pooling::First, batch }, [y, x]);
     found!(PooledRowsBackward { dx: all, dy: first, pool: Pooling::Last, batch }, [dx, dy]);
     let op = ClassLoss {
@@ -263,7 +293,8 @@ fn wrong_views_of_heads_are_found() {
     };
     found!(op, [out, statistics], any_rows: ["scores"]);
     assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");
-    let (dscores, scale) = (scores, 1.0);
+    let dscores = scores;
+    let scale = 1.0;
     let samples = Samples::Sequences;
     let op = ClassLossBackward {
         dscores,

@@ -125,7 +125,8 @@ mod poison {
 
     #[cfg(l2l_asan)]
     pub(super) fn set(zone: &[f32], is_poisoned: bool) {
-        let (begin, bytes) = (zone.as_ptr(), size_of_val(zone));
+        let begin = zone.as_ptr();
+        let bytes = size_of_val(zone);
         // SAFETY: they change what AddressSanitizer notes about memory, and not the memory.
         unsafe {
             match is_poisoned {

@@ -79,7 +79,8 @@ impl<'p> Row<'p> {
     pub(crate) fn numbers(self, range: Range<usize>) -> impl Iterator<Item = f32> {
         let blocks = range.start / self.block..range.end.div_ceil(self.block);
         blocks.flat_map(move |block| {
-            let (start, scale) = (block * self.block, self.scales[block]);
+            let start = block * self.block;
+            let scale = self.scales[block];
             let some = start.max(range.start)..(start + self.block).min(range.end);
             self.multiples[some].iter().map(move |&multiple| f32::from(multiple) * scale)
         })

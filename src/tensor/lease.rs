@@ -54,7 +54,8 @@ mod tests {
                 scope.spawn(move || {
                     // SAFETY: nobody else has the slot that it writes, and nobody writes the first.
                     let lease = unsafe { Lease::new(arena) };
-                    let (to, from) = (lease.write(slots.whole(slot)), lease.read(slots.whole(0)));
+                    let to = lease.write(slots.whole(slot));
+                    let from = lease.read(slots.whole(0));
                     to.iter_mut().zip(from).for_each(|(to, from)| *to += from * slot as f32);
                     arena.check_zones();
                 });

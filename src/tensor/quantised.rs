@@ -122,13 +122,15 @@ impl Quantisation {
     /// Where the parts of the storage begin, and where it ends: in floats.
     pub(crate) fn parts(self, rows: usize, columns: usize) -> [usize; PARTS + 1] {
         let elements = rows * columns;
-        let (blocks, groups) = (elements.div_ceil(BLOCK), elements.div_ceil(TASK));
+        let blocks = elements.div_ceil(BLOCK);
+        let groups = elements.div_ceil(TASK);
         let bytes = match self {
             Quantisation::Nf4 => [elements.div_ceil(2), blocks, 4 * groups, 4],
             Quantisation::Int8 => [elements, 4 * rows, 0, 0],
             Quantisation::Bf16 => [2 * elements, 0, 0, 0],
         };
-        let (mut end, mut parts) = (0, [0; PARTS + 1]);
+        let mut end = 0;
+        let mut parts = [0; PARTS + 1];
         for (part, bytes) in parts.iter_mut().zip(bytes) {
             *part = end;
             end += bytes.next_multiple_of(16) / size_of::<f32>();
@@ -183,7 +185,8 @@ impl Quantisation {
         match self {
             Quantisation::Nf4 if !from.is_empty() => {
                 let codes = bytemuck::cast_slice_mut(codes);
-                let (scales, offset) = (bytemuck::cast_slice_mut(scales), &mut last[0]);
+                let scales = bytemuck::cast_slice_mut(scales);
+                let offset = &mut last[0];
                 encode_nf4(level, from, Nf4Mut { codes, scales, groups, offset });
             }
             Quantisation::Int8 if !from.is_empty() => {
@@ -224,7 +227,8 @@ impl Quantisation {
         match self {
             Quantisation::Nf4 => {
                 let codes = bytemuck::cast_slice(codes);
-                let (scales, offset) = (bytemuck::cast_slice(scales), last[0]);
+                let scales = bytemuck::cast_slice(scales);
+                let offset = last[0];
                 decode_nf4(level, Nf4 { codes, scales, groups, offset }, to);
             }
             Quantisation::Int8 => {
@@ -308,7 +312,8 @@ fn encode_nf4(level: Level, from: &[f32], to: Nf4Mut<'_>) {
 /// Codes of a block, two a byte. The code behind an odd number of them is that of 0.
 #[inline(always)]
 fn encode_block(block: &[f32], codes: &mut [u8], inverse: f32) {
-    let (mut scaled, mut each) = ([0.0; BLOCK], [0; BLOCK]);
+    let mut scaled = [0.0; BLOCK];
+    let mut each = [0; BLOCK];
     scaled[..block.len()].copy_from_slice(block);
     for (code, value) in each.iter_mut().zip(scaled) {
         let value = value * inverse;

@@ -21,14 +21,17 @@ impl Scratch<'_> {
     /// All of a workspace, which is a vector of floats, for elements of this dtype.
     pub fn new(workspace: View, dtype: Dtype) -> Scratch<'static> {
         assert_eq!(workspace.dtype, Dtype::F32, "a workspace holds floats");
-        let (used, peak) = (Cell::new(0), Cell::new(0));
+        let used = Cell::new(0);
+        let peak = Cell::new(0);
         Scratch { dtype, at: workspace.at, capacity: workspace.len(), used, peak, outer: None }
     }
 
     /// The rest of it, for a callee that gives its views back before the caller takes more.
     pub fn nested(&self) -> Scratch<'_> {
-        let (at, capacity) = (self.at + self.used.get(), self.capacity - self.used.get());
-        let (used, peak) = (Cell::new(0), Cell::new(0));
+        let at = self.at + self.used.get();
+        let capacity = self.capacity - self.used.get();
+        let used = Cell::new(0);
+        let peak = Cell::new(0);
         Scratch { dtype: self.dtype, at, capacity, used, peak, outer: Some(self) }
     }
 

@@ -63,7 +63,12 @@ impl View {
         View { at, rows: 1, columns: len, dtype: Dtype::F32 }
     }
 
-    /// Its elements.
+    /// Its rows and columns.
+    pub fn shape(self) -> [usize; 2] {
+        [self.rows, self.columns]
+    }
+
+    /// The number of its elements.
     pub fn len(self) -> usize {
         self.rows * self.columns
     }
@@ -99,7 +104,8 @@ impl View {
     /// The range lies outside.
     pub fn part(self, range: Range<usize>) -> View {
         assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of {self}");
-        let (at, columns) = (self.at + range.start, range.end - range.start);
+        let at = self.at + range.start;
+        let columns = range.end - range.start;
         View { at, rows: 1, columns, ..self }
     }
 
@@ -108,7 +114,8 @@ impl View {
     /// # Panics
     /// The range lies outside.
     pub fn row_range(self, range: Range<usize>) -> View {
-        let (rows, columns) = (range.end - range.start, self.columns);
+        let rows = range.end - range.start;
+        let columns = self.columns;
         let elements = self.part(range.start * columns..range.end * columns);
         View { rows, columns, ..elements }
     }

@@ -4,35 +4,41 @@ use rayon::prelude::*;
 
 use super::math::{erf, exp, tanh};
 use super::views::CpuKernels;
-use crate::kernels::{Activate, ActivateBackward, Activation, Gate, GateBackward};
+use crate::kernels::{Activate, ActivateBackward, Activation, Gate, GateBackward, Runs};
 use crate::simd::Level;
 
-pub(super) fn activate(on: &CpuKernels<'_>, &Activate { y, x, activation }: &Activate) {
-    let Some(call) = on.call([y], &[x]) else { return };
-    let [y] = call.write();
-    forward(on.level, y, call.read(x), activation);
+impl Runs<Activate> for CpuKernels<'_> {
+    fn run(&self, op: &Activate) {
+        let Activate { y, x, activation } = *op;
+        let Some(call) = self.call(op) else { return };
+        forward(self.level, call.write(y), call.read(x), activation);
+    }
 }
 
-pub(super) fn activate_backward(on: &CpuKernels<'_>, op: &ActivateBackward) {
-    let ActivateBackward { dx, x, activation } = *op;
-    let Some(call) = on.call([dx], &[x]) else { return };
-    let [dx] = call.write();
-    backward(on.level, dx, call.read(x), activation);
+impl Runs<ActivateBackward> for CpuKernels<'_> {
+    fn run(&self, op: &ActivateBackward) {
+        let ActivateBackward { dx, x, activation } = *op;
+        let Some(call) = self.call(op) else { return };
+        backward(self.level, call.write(dx), call.read(x), activation);
+    }
 }
 
-pub(super) fn gate(on: &CpuKernels<'_>, &Gate { y, x, activation }: &Gate) {
-    let Some(call) = on.call([y], &[x]) else { return };
-    let channels = y.columns;
-    let [y] = call.write();
-    gated(on.level, y, call.read(x), channels, activation);
+impl Runs<Gate> for CpuKernels<'_> {
+    fn run(&self, op: &Gate) {
+        let Gate { y, x, activation } = *op;
+        let Some(call) = self.call(op) else { return };
+        gated(self.level, call.write(y), call.read(x), y.columns, activation);
+    }
 }
 
-pub(super) fn gate_backward(on: &CpuKernels<'_>, op: &GateBackward) {
-    let GateBackward { dx, dy, x, activation } = *op;
-    let Some(call) = on.call([dx], &[dy, x]) else { return };
-    let channels = dy.columns;
-    let [dx] = call.write();
-    gated_backward(on.level, dx, call.read(dy), call.read(x), channels, activation);
+impl Runs<GateBackward> for CpuKernels<'_> {
+    fn run(&self, op: &GateBackward) {
+        let GateBackward { dx, dy, x, activation } = *op;
+        let Some(call) = self.call(op) else { return };
+        let channels = dy.columns;
+        let dx = call.write(dx);
+        gated_backward(self.level, dx, call.read(dy), call.read(x), channels, activation);
+    }
 }
 
 /// Elements one task takes.
@@ -188,7 +194,8 @@ fn gated(level: Level, y: &mut [f32], x: &[f32], i: usize, form: Activation) {
 fn gated_backward(level: Level, dx: &mut [f32], dy: &[f32], x: &[f32], i: usize, form: Activation) {
     let rows = dx.par_chunks_mut(2 * i).zip(dy.par_chunks(i)).zip(x.par_chunks(2 * i));
     rows.for_each(|((dx, dy), x)| {
-        let ((dgate, dup), (gate, up)) = (dx.split_at_mut(i), x.split_at(i));
+        let (dgate, dup) = dx.split_at_mut(i);
+        let (gate, up) = x.split_at(i);
         level.run(
             #[inline(always)]
             || {
@@ -232,8 +239,10 @@ mod tests {
 
     #[test]
     fn gates_are_the_plain_ones() {
-        let (rows, i) = (5, 7);
-        let (x, dy) = (noise(rows * 2 * i, 1), noise(rows * i, 2));
+        let rows = 5;
+        let i = 7;
+        let x = noise(rows * 2 * i, 1);
+        let dy = noise(rows * i, 2);
         let plain_gate = |x: &[f64], form| -> Vec<f64> {
             let row =
                 |x: &[f64]| (0..i).map(|at| plain(x[at], form) * x[i + at]).collect::<Vec<_>>();

@@ -12,8 +12,8 @@ use super::dropout::Row;
 use super::math::{dot, exp, largest, sum};
 use super::product::{Matrix, Product, Start};
 use super::scattered::Scattered;
-use super::views::{CpuKernels, or_nothing};
-use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT};
+use super::views::CpuKernels;
+use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT, Runs, RunsIn};
 use crate::simd::Level;
 use crate::tensor::Scratch;
 
@@ -32,31 +32,43 @@ fn small(
     Product { a, b, rows, depth, columns, start }.on_this_thread(level, c, width);
 }
 
-pub(super) fn attention(on: &CpuKernels<'_>, op: &Attention<'_>) {
-    let Attention { y, lse, qkv, kv, ref shape } = *op;
-    let Some(call) = on.call([y, lse], &[qkv, or_nothing(kv)]) else { return };
-    let [y, lse] = call.write();
-    forward(on.level, y, lse, call.read(qkv), call.read_if(kv), shape);
+impl Runs<Attention<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &Attention<'_>) {
+        let Attention { y, lse, qkv, kv, ref shape } = *op;
+        let Some(call) = self.call(op) else { return };
+        let y = call.write(y);
+        let lse = call.write(lse);
+        forward(self.level, y, lse, call.read(qkv), call.read_if(kv), shape);
+    }
 }
 
-pub(super) fn attention_backward(
-    on: &CpuKernels<'_>,
-    op: &AttentionBackward<'_>,
-    scratch: &Scratch<'_>,
-) {
-    let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
-    let scratch = scratch.nested();
-    let delta_view = scratch.take_floats(shape.rows(), shape.heads);
-    let (kv, dkv) = (chunk_kv.map(|one| one.kv), or_nothing(chunk_kv.map(|one| one.dkv)));
-    let reads = [dy, y, lse, qkv, or_nothing(kv)];
-    let Some(call) = on.call([dqkv, delta_view, dkv], &reads) else { return };
-    let [dqkv, sums, dkv] = call.write();
-    let dy = call.read(dy);
-    delta(on.level, sums, call.read(y), dy, shape);
-    let (lse, qkv, kv) = (call.read(lse), call.read(qkv), call.read_if(kv));
-    let dkv = chunk_kv.map(|one| (dkv, one.accumulate));
-    let inputs = Inputs { dy, lse, qkv, kv, delta: sums };
-    backward(on.level, dqkv, dkv, &inputs, shape);
+impl RunsIn<AttentionBackward<'_>> for CpuKernels<'_> {
+    fn run_in(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
+        let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
+        let scratch = scratch.nested();
+        let sums = scratch.take_floats(shape.rows(), shape.heads);
+        let Some(call) = self.call_in(op, [sums]) else { return };
+        let dy = call.read(dy);
+        let sums = call.write(sums);
+        delta(self.level, sums, call.read(y), dy, shape);
+        let inputs = Inputs {
+            dy,
+            lse: call.read(lse),
+            qkv: call.read(qkv),
+            kv: chunk_kv.map(|chunk| call.read(chunk.kv)),
+            delta: sums,
+        };
+        let dkv = chunk_kv
+            .map(|chunk| DkvPart { values: call.write(chunk.dkv), accumulate: chunk.accumulate });
+        backward(self.level, call.write(dqkv), dkv, &inputs, shape);
+    }
+}
+
+/// The gradients of a chunk's keys and values.
+struct DkvPart<'a> {
+    values: &'a mut [f32],
+    /// True when they are added to; false when they are replaced.
+    accumulate: bool,
 }
 
 /// One head of one sequence. Positions count from the begin of the sequence: the queries stand
@@ -98,8 +110,10 @@ impl Span {
 
 impl<'a> Head<'a> {
     fn new(size: &'a AttentionShape<'a>, own_kv: bool, sequence: usize, head: usize) -> Head<'a> {
-        let (before, rows) = (positions_before(size), size.batch.sequence(sequence));
-        let (first_row, end) = (rows.start, before + rows.len());
+        let before = positions_before(size);
+        let rows = size.batch.sequence(sequence);
+        let first_row = rows.start;
+        let end = before + rows.len();
         Head { size, before, own_kv, sequence, first_row, end, head }
     }
 
@@ -208,7 +222,8 @@ impl<'a> Head<'a> {
         queries: Span,
         keys: Span,
     ) {
-        let (q, k) = (self.queries(qkv, queries), self.keys(kv, 0, keys));
+        let q = self.queries(qkv, queries);
+        let k = self.keys(kv, 0, keys);
         let sizes = [queries.len(), self.size.head_size, keys.len()];
         small(level, s, TILE, [q, k.transposed()], sizes, false);
         let scale = self.scale();
@@ -254,7 +269,8 @@ fn each_head(size: &AttentionShape<'_>, own_kv: bool, group: usize, of: impl Fn(
     let of_sequence = size.heads / group;
     let tasks = size.batch.sequences() * of_sequence;
     (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
-        let (sequence, head) = (task / of_sequence, task % of_sequence * group);
+        let sequence = task / of_sequence;
+        let head = task % of_sequence * group;
         of(Head::new(size, own_kv, sequence, head));
     });
 }
@@ -278,12 +294,16 @@ pub(super) fn forward(
     kv: Option<&[f32]>,
     size: &AttentionShape<'_>,
 ) {
-    let (y, lse, d) = (Scattered::new(y), Scattered::new(lse), size.head_size);
-    let (own_kv, kv) = (kv.is_some(), kv.unwrap_or(qkv));
+    let y = Scattered::new(y);
+    let lse = Scattered::new(lse);
+    let d = size.head_size;
+    let own_kv = kv.is_some();
+    let kv = kv.unwrap_or(qkv);
     each_tile(size, own_kv, |head, queries| {
         let mut p = [0.0_f32; TILE * TILE];
         let mut output = [0.0_f32; TILE * HEAD_LIMIT];
-        let (mut most, mut total) = ([f32::NEG_INFINITY; TILE], [0.0_f32; TILE]);
+        let mut most = [f32::NEG_INFINITY; TILE];
+        let mut total = [0.0_f32; TILE];
         let end = head.keys_end(queries);
         for tile in head.key_tiles(queries, end) {
             let keys = Span::tile(tile, end);
@@ -305,7 +325,8 @@ pub(super) fn forward(
             );
             head.drop_out(level, &mut p, queries, keys);
             let v = head.keys(kv, 1, keys);
-            let (p, sizes) = (Matrix::rows(&p, TILE), [queries.len(), keys.len(), d]);
+            let p = Matrix::rows(&p, TILE);
+            let sizes = [queries.len(), keys.len(), d];
             small(level, &mut output, d, [p, v], sizes, true);
         }
         for index in 0..queries.len() {
@@ -341,7 +362,8 @@ impl<'a> Inputs<'a> {
 
 /// delta of [`Inputs`].
 fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size: &AttentionShape<'_>) {
-    let (delta, d) = (Scattered::new(delta), size.head_size);
+    let delta = Scattered::new(delta);
+    let d = size.head_size;
     each_head(size, false, 1, |head| {
         let queries = head.positions();
         // SAFETY: this task alone has this head of this sequence.
@@ -369,7 +391,8 @@ impl Pair {
     fn fill(&mut self, level: Level, head: &Head<'_>, inputs: &Inputs<'_>, q: Span, k: Span) {
         let d = head.size.head_size;
         head.scores(level, &mut self.p, [inputs.qkv, inputs.keys()], q, k);
-        let (dy, v) = (head.columns(inputs.dy, q), head.keys(inputs.keys(), 1, k));
+        let dy = head.columns(inputs.dy, q);
+        let v = head.keys(inputs.keys(), 1, k);
         small(level, &mut self.ds, TILE, [dy, v.transposed()], [q.len(), d, k.len()], false);
         head.drop_out(level, &mut self.ds, q, k);
         let scale = head.scale();
@@ -379,7 +402,8 @@ impl Pair {
                 let rows = self.p.chunks_exact_mut(TILE).zip(self.ds.chunks_exact_mut(TILE));
                 for (index, (p, ds)) in rows.take(q.len()).enumerate() {
                     let at = head.statistic(q.from + index);
-                    let (lse, delta) = (inputs.lse[at], inputs.delta[at]);
+                    let lse = inputs.lse[at];
+                    let delta = inputs.delta[at];
                     for (p, ds) in p[..k.len()].iter_mut().zip(ds) {
                         *p = exp(*p - lse);
                         *ds = scale * *p * (*ds - delta);
@@ -396,13 +420,15 @@ impl Pair {
 fn backward(
     level: Level,
     dqkv: &mut [f32],
-    dkv: Option<(&mut [f32], bool)>,
+    dkv: Option<DkvPart<'_>>,
     inputs: &Inputs<'_>,
     size: &AttentionShape<'_>,
 ) {
-    let (dqkv, d, own_kv) = (Scattered::new(dqkv), size.head_size, inputs.kv.is_some());
-    let accumulate = dkv.as_ref().is_some_and(|(_, accumulate)| *accumulate);
-    let dkv = dkv.map(|(dkv, _)| Scattered::new(dkv));
+    let dqkv = Scattered::new(dqkv);
+    let d = size.head_size;
+    let own_kv = inputs.kv.is_some();
+    let accumulate = dkv.as_ref().is_some_and(|dkv| dkv.accumulate);
+    let dkv = dkv.map(|dkv| Scattered::new(dkv.values));
     let dkv = dkv.as_ref().unwrap_or(&dqkv);
     let write = |head: &Head<'_>, which: usize, span: Span, values: &[f32]| {
         for (position, values) in (span.from..span.to).zip(values.chunks_exact(d)) {
@@ -424,7 +450,8 @@ fn backward(
             unsafe { dqkv.piece(head.at_query(position), d) }.fill(0.0);
         }
         for keys in Span::tiles(0, first.end).map(|tile| Span::tile(tile, first.end)) {
-            let (mut dk, mut dv) = ([0.0; TILE * HEAD_LIMIT], [0.0; TILE * HEAD_LIMIT]);
+            let mut dk = [0.0; TILE * HEAD_LIMIT];
+            let mut dv = [0.0; TILE * HEAD_LIMIT];
             for head in heads() {
                 for tile in head.query_tiles(keys) {
                     let queries = Span::tile(tile, head.end);

@@ -2,8 +2,8 @@
 
 use super::views::CpuKernels;
 use crate::kernels::{
-    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, STATISTICS,
-    Smoothing, label_of,
+    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Runs,
+    STATISTICS, Smoothing, label_of,
 };
 
 /// The row that stands for each sequence.
@@ -11,44 +11,52 @@ fn one_of_each(pool: Pooling, batch: &BatchView<'_>) -> impl Iterator<Item = usi
     (0..batch.sequences()).map(move |sequence| pool.row(batch.sequence(sequence)))
 }
 
-pub(super) fn pooled_rows(on: &CpuKernels<'_>, op: &PooledRows<'_>) {
-    let PooledRows { y, x, pool, ref batch } = *op;
-    let Some(call) = on.call([y], &[x]) else { return };
-    let channels = y.columns;
-    let ([y], x) = (call.write(), call.read(x));
-    for (y, row) in y.chunks_exact_mut(channels).zip(one_of_each(pool, batch)) {
-        y.copy_from_slice(&x[row * channels..][..channels]);
+impl Runs<PooledRows<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &PooledRows<'_>) {
+        let PooledRows { y, x, pool, ref batch } = *op;
+        let Some(call) = self.call(op) else { return };
+        let channels = y.columns;
+        let x = call.read(x);
+        for (y, row) in call.write(y).chunks_exact_mut(channels).zip(one_of_each(pool, batch)) {
+            y.copy_from_slice(&x[row * channels..][..channels]);
+        }
     }
 }
 
-pub(super) fn pooled_rows_backward(on: &CpuKernels<'_>, op: &PooledRowsBackward<'_>) {
-    let PooledRowsBackward { dx, dy, pool, ref batch } = *op;
-    let Some(call) = on.call([dx], &[dy]) else { return };
-    let channels = dy.columns;
-    let ([dx], dy) = (call.write(), call.read(dy));
-    dx.fill(0.0);
-    for (dy, row) in dy.chunks_exact(channels).zip(one_of_each(pool, batch)) {
-        dx[row * channels..][..channels].copy_from_slice(dy);
+impl Runs<PooledRowsBackward<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &PooledRowsBackward<'_>) {
+        let PooledRowsBackward { dx, dy, pool, ref batch } = *op;
+        let Some(call) = self.call(op) else { return };
+        let channels = dy.columns;
+        let dx = call.write(dx);
+        dx.fill(0.0);
+        for (dy, row) in call.read(dy).chunks_exact(channels).zip(one_of_each(pool, batch)) {
+            dx[row * channels..][..channels].copy_from_slice(dy);
+        }
     }
 }
 
-pub(super) fn class_loss(on: &CpuKernels<'_>, op: &ClassLoss<'_>) {
-    let ClassLoss { out, statistics, scores, is_value, smoothing, .. } = *op;
-    let Some(call) = on.call([out], &[statistics, scores]) else { return };
-    let [out] = call.write();
-    out.copy_from_slice(call.read(statistics));
-    let target = Target { is_value, smoothing };
-    forward(out, call.read(scores), scores.columns, target, op.samples.rows(&op.batch));
+impl Runs<ClassLoss<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &ClassLoss<'_>) {
+        let ClassLoss { out, statistics, scores, is_value, smoothing, .. } = *op;
+        let Some(call) = self.call(op) else { return };
+        let out = call.write(out);
+        out.copy_from_slice(call.read(statistics));
+        let target = Target { is_value, smoothing };
+        forward(out, call.read(scores), scores.columns, target, op.samples.rows(&op.batch));
+    }
 }
 
-pub(super) fn class_loss_backward(on: &CpuKernels<'_>, op: &ClassLossBackward<'_>) {
-    let ClassLossBackward { dscores, scores, statistics, scale, .. } = *op;
-    let target = Target { is_value: op.is_value, smoothing: op.smoothing };
-    let Some(call) = on.call([dscores], &[scores, statistics]) else { return };
-    let ([dscores], statistics) = (call.write(), call.read(statistics));
-    let rows = op.samples.rows(&op.batch);
-    let labels: Vec<i32> = rows.map(|row| label_of(&statistics[row * STATISTICS..])).collect();
-    backward(dscores, call.read(scores), &labels, scale, target);
+impl Runs<ClassLossBackward<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &ClassLossBackward<'_>) {
+        let ClassLossBackward { dscores, scores, statistics, scale, .. } = *op;
+        let target = Target { is_value: op.is_value, smoothing: op.smoothing };
+        let Some(call) = self.call(op) else { return };
+        let statistics = call.read(statistics);
+        let rows = op.samples.rows(&op.batch);
+        let labels: Vec<i32> = rows.map(|row| label_of(&statistics[row * STATISTICS..])).collect();
+        backward(call.write(dscores), call.read(scores), &labels, scale, target);
+    }
 }
 
 /// What scores are compared with.
@@ -135,7 +143,8 @@ mod tests {
 
     /// Three sequences of six rows.
     fn batch() -> BatchView<'static> {
-        let (starts, dropout_key) = (&[0, 2, 3, 6], None);
+        let starts = &[0, 2, 3, 6];
+        let dropout_key = None;
         BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key }.view()
     }
 
@@ -187,7 +196,8 @@ mod tests {
     fn pooled_rows_go_and_come_back() {
         let mut memory = Arena::new(64).expect("little");
         let batch = batch();
-        let (x, y) = (View::floats(0, 6).with_columns(1), View::floats(16, 3).with_columns(1));
+        let x = View::floats(0, 6).with_columns(1);
+        let y = View::floats(16, 3).with_columns(1);
         let dx = View::floats(32, 6).with_columns(1);
         memory.fill(x, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         for (pool, pooled, back) in [
@@ -196,8 +206,8 @@ mod tests {
         ] {
             memory.fill(dx, &[9.0; 6]);
             let on = CpuKernels::new(Some(&memory), Level::Portable);
-            pooled_rows(&on, &PooledRows { y, x, pool, batch });
-            pooled_rows_backward(&on, &PooledRowsBackward { dx, dy: y, pool, batch });
+            on.run(&PooledRows { y, x, pool, batch });
+            on.run(&PooledRowsBackward { dx, dy: y, pool, batch });
             assert_eq!(memory.values(y), pooled);
             assert_eq!(memory.values(dx), back);
         }

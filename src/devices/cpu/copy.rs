@@ -1,16 +1,19 @@
 //! Copies, and zeros. During an operation all elements are floats, so a cast is a copy.
 
 use super::views::CpuKernels;
-use crate::kernels::{Cast, Clear};
+use crate::kernels::{Cast, Clear, Runs};
 
-pub(super) fn cast(on: &CpuKernels<'_>, &Cast { y, x }: &Cast) {
-    let Some(call) = on.call([y], &[x]) else { return };
-    let [y] = call.write();
-    y.copy_from_slice(call.read(x));
+impl Runs<Cast> for CpuKernels<'_> {
+    fn run(&self, op: &Cast) {
+        let Cast { y, x } = *op;
+        let Some(call) = self.call(op) else { return };
+        call.write(y).copy_from_slice(call.read(x));
+    }
 }
 
-pub(super) fn clear(on: &CpuKernels<'_>, &Clear { y }: &Clear) {
-    let Some(call) = on.call([y], &[]) else { return };
-    let [y] = call.write();
-    y.fill(0.0);
+impl Runs<Clear> for CpuKernels<'_> {
+    fn run(&self, op: &Clear) {
+        let Some(call) = self.call(op) else { return };
+        call.write(op.y).fill(0.0);
+    }
 }

@@ -7,87 +7,95 @@ use rayon::prelude::*;
 
 use super::math::{exp, largest, sum_of};
 use super::product::{Matrix, Product, Start};
-use super::views::{CpuKernels, or_nothing};
+use super::views::CpuKernels;
 use crate::kernels::{
-    Logits, Loss, STATISTICS, Score, ScoreBackward, ScoreSize, Smoothing, label_of,
+    Logits, Loss, RunsIn, STATISTICS, Score, ScoreBackward, ScoreSize, Smoothing, label_of,
 };
 use crate::simd::Level;
-use crate::tensor::Scratch;
+use crate::tensor::{Scratch, View};
 
 /// Labelled positions that are scored at once.
 const CHUNK: usize = 256;
 
-pub(super) fn score(on: &CpuKernels<'_>, op: &Score, scratch: &Scratch<'_>) {
-    let Score { out, statistics, h, w, bias, smoothing, .. } = *op;
-    let (scratch, size) = (scratch.nested(), op.size());
-    let memory = scratch.take_floats(1, forward_scratch(&size));
-    let reads = [statistics, h, w, or_nothing(bias)];
-    let Some(call) = on.call([out, memory], &reads) else { return };
-    let [out, memory] = call.write();
-    out.copy_from_slice(call.read(statistics));
-    let head = Head { w: call.read(w), bias: call.read_if(bias) };
-    forward(on.level, out, call.read(h), (head, smoothing), &size, memory);
-}
-
-pub(super) fn logits(on: &CpuKernels<'_>, op: &Logits, scratch: &Scratch<'_>) {
-    let Logits { y, statistics, h, w, bias } = *op;
-    let (scratch, size) = (scratch.nested(), op.size());
-    let memory = scratch.take_floats(1, logits_scratch(&size));
-    let reads = [statistics, h, w, or_nothing(bias)];
-    let Some(call) = on.call([y, memory], &reads) else { return };
-    let [y, memory] = call.write();
-    let head = Head { w: call.read(w), bias: call.read_if(bias) };
-    labelled_logits(on.level, y, call.read(statistics), call.read(h), head, &size, memory);
-}
-
-pub(super) fn score_backward(on: &CpuKernels<'_>, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
-    both_ways(on, None, op, scratch);
-}
-
-pub(super) fn score_and_backward(
-    on: &CpuKernels<'_>,
-    score: &Score,
-    op: &ScoreBackward<'_>,
-    scratch: &Scratch<'_>,
-) {
-    assert_eq!(score.out, op.statistics, "the backward reads what the score writes");
-    both_ways(on, Some(score), op, scratch);
-}
-
-/// A tile's backward; before it its score, if that is wanted too.
-fn both_ways(
-    on: &CpuKernels<'_>,
-    score: Option<&Score>,
-    op: &ScoreBackward<'_>,
-    scratch: &Scratch<'_>,
-) {
-    let ScoreBackward { dh, dw, dbias, dh_before, h, w, bias, loss, scale, smoothing, .. } = *op;
-    let (scratch, size) = (scratch.nested(), op.size());
-    let memory = scratch.take_floats(1, backward_scratch(&size));
-    let known = score.map_or(op.statistics, |score| score.statistics);
-    let reads = [known, h, w, dh_before.unwrap_or(h), or_nothing(bias)];
-    let completed = or_nothing(score.map(|score| score.out));
-    let Some(call) = on.call([dh, or_nothing(dw), or_nothing(dbias), completed, memory], &reads)
-    else {
-        return;
-    };
-    let [dh, dw_or_nothing, dbias_or_nothing, completed, memory] = call.write();
-    match dh_before {
-        Some(before) => dh.copy_from_slice(call.read(before)),
-        None => dh.fill(0.0),
+impl RunsIn<Score> for CpuKernels<'_> {
+    fn run_in(&self, op: &Score, scratch: &Scratch<'_>) {
+        let Score { out, statistics, h, w, bias, smoothing, .. } = *op;
+        let scratch = scratch.nested();
+        let size = op.size();
+        let memory = scratch.take_floats(1, forward_scratch(&size));
+        let Some(call) = self.call_in(op, [memory]) else { return };
+        let out = call.write(out);
+        out.copy_from_slice(call.read(statistics));
+        let head = Head { w: call.read(w), bias: call.read_if(bias) };
+        forward(self.level, out, call.read(h), head, smoothing, &size, call.write(memory));
     }
-    let statistics = match score {
-        None => Statistics::Complete(call.read(known)),
-        Some(_) => {
-            completed.copy_from_slice(call.read(known));
-            Statistics::BeforeLast(completed)
+}
+
+impl RunsIn<Logits> for CpuKernels<'_> {
+    fn run_in(&self, op: &Logits, scratch: &Scratch<'_>) {
+        let Logits { y, statistics, h, w, bias } = *op;
+        let scratch = scratch.nested();
+        let size = op.size();
+        let memory = scratch.take_floats(1, logits_scratch(&size));
+        let Some(call) = self.call_in(op, [memory]) else { return };
+        let y = call.write(y);
+        let memory = call.write(memory);
+        let head = Head { w: call.read(w), bias: call.read_if(bias) };
+        labelled_logits(self.level, y, call.read(statistics), call.read(h), head, &size, memory);
+    }
+}
+
+impl RunsIn<ScoreBackward<'_>> for CpuKernels<'_> {
+    fn run_in(&self, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
+        self.tile_backward(op, None, scratch);
+    }
+}
+
+impl CpuKernels<'_> {
+    /// The last tile's score and its backward. The logits are computed once for both.
+    pub(super) fn score_last_tile(
+        &self,
+        score: &Score,
+        op: &ScoreBackward<'_>,
+        scratch: &Scratch<'_>,
+    ) {
+        assert_eq!(score.out, op.statistics, "the backward reads what the score writes");
+        let before = ScoreBackward { statistics: score.statistics, ..*op };
+        self.tile_backward(&before, Some(score.out), scratch);
+    }
+
+    /// A tile's backward. With `completed`, the tile first adds itself to the statistics there.
+    fn tile_backward(
+        &self,
+        op: &ScoreBackward<'_>,
+        completed: Option<View>,
+        scratch: &Scratch<'_>,
+    ) {
+        let ScoreBackward { dh, dw, dbias, dh_before, h, w, bias, loss, scale, smoothing, .. } =
+            *op;
+        let scratch = scratch.nested();
+        let size = op.size();
+        let memory = scratch.take_floats(1, backward_scratch(&size));
+        let workspace = [Some(memory), completed];
+        let Some(call) = self.call_in(op, workspace.into_iter().flatten()) else { return };
+        let dh = call.write(dh);
+        match dh_before {
+            Some(before) => dh.copy_from_slice(call.read(before)),
+            None => dh.fill(0.0),
         }
-    };
-    let head = Head { w: call.read(w), bias: call.read_if(bias) };
-    let inputs = Inputs { statistics, h: call.read(h), head, loss, smoothing, scale };
-    let (dw, dbias) = (dw.map(|_| dw_or_nothing), dbias.map(|_| dbias_or_nothing));
-    let gradients = Gradients { dh, dw, dbias };
-    backward(on.level, gradients, inputs, &size, op.accumulate, memory);
+        let known = call.read(op.statistics);
+        let statistics = match call.write_if(completed) {
+            None => Statistics::Complete(known),
+            Some(completed) => {
+                completed.copy_from_slice(known);
+                Statistics::BeforeLast(completed)
+            }
+        };
+        let head = Head { w: call.read(w), bias: call.read_if(bias) };
+        let inputs = Inputs { statistics, h: call.read(h), head, loss, smoothing, scale };
+        let gradients = Gradients { dh, dw: call.write_if(dw), dbias: call.write_if(dbias) };
+        backward(self.level, gradients, inputs, &size, op.accumulate, call.write(memory));
+    }
 }
 
 /// The next labelled rows from `from` on, at most a chunk of them; how many.
@@ -128,8 +136,10 @@ fn logits_of(
     rows: usize,
     size: &ScoreSize,
 ) {
-    let (depth, columns) = (size.channels, size.tile);
-    let (a, b) = (Matrix::rows(h, depth), Matrix::rows(head.w, depth).transposed());
+    let depth = size.channels;
+    let columns = size.tile;
+    let a = Matrix::rows(h, depth);
+    let b = Matrix::rows(head.w, depth).transposed();
     let start = head.bias.map_or(Start::Zero, Start::Bias);
     Product { a, b, rows, depth, columns, start }.run(level, logits);
 }
@@ -144,13 +154,16 @@ fn forward(
     level: Level,
     out: &mut [f32],
     h: &[f32],
-    (head, smoothing): (Head<'_>, Smoothing),
+    head: Head<'_>,
+    smoothing: Smoothing,
     size: &ScoreSize,
     scratch: &mut [f32],
 ) {
-    let (c, v) = (size.channels, size.tile);
+    let c = size.channels;
+    let v = size.tile;
     let (gathered, logits) = scratch.split_at_mut(CHUNK * c);
-    let (mut from, mut rows) = (0, [0; CHUNK]);
+    let mut from = 0;
+    let mut rows = [0; CHUNK];
     loop {
         let count = labelled(out, &mut from, &mut rows);
         if count == 0 {
@@ -172,7 +185,8 @@ fn add_to_statistics(
     size: &ScoreSize,
     smoothing: Smoothing,
 ) {
-    let (v, before) = (size.tile, &*statistics);
+    let v = size.tile;
+    let before = &*statistics;
     let mut added = [[0.0; 3]; CHUNK];
     let tasks = logits.par_chunks(v).zip(&mut added[..rows.len()]).zip(rows);
     tasks.for_each(|((logits, added), &row)| {
@@ -214,7 +228,8 @@ fn labelled_logits(
     size: &ScoreSize,
     gathered: &mut [f32],
 ) {
-    let (mut from, mut rows) = (0, [0; CHUNK]);
+    let mut from = 0;
+    let mut rows = [0; CHUNK];
     for y in y.chunks_mut(CHUNK * size.tile) {
         let count = labelled(statistics, &mut from, &mut rows);
         assert_eq!(count * size.tile, y.len(), "a row of logits for each labelled position");
@@ -271,11 +286,14 @@ fn backward(
     accumulate: bool,
     scratch: &mut [f32],
 ) {
-    let (c, v) = (size.channels, size.tile);
+    let c = size.channels;
+    let v = size.tile;
     let (gathered, scratch) = scratch.split_at_mut(CHUNK * c);
     let (moved, scratch) = scratch.split_at_mut(CHUNK * c);
     let logits = &mut scratch[..CHUNK * v];
-    let (mut from, mut rows, mut accumulate) = (0, [0; CHUNK], accumulate);
+    let mut from = 0;
+    let mut rows = [0; CHUNK];
+    let mut accumulate = accumulate;
     loop {
         let count = labelled(statistics.values(), &mut from, &mut rows);
         if count == 0 {
@@ -291,7 +309,8 @@ fn backward(
         let statistics = statistics.values();
         logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
             let of_row = &statistics[row * STATISTICS..][..STATISTICS];
-            let (lse, label) = (of_row[0] + of_row[1].ln(), label_of(of_row) as usize);
+            let lse = of_row[0] + of_row[1].ln();
+            let label = label_of(of_row) as usize;
             let [of_lse, of_target] = loss.slopes(lse, of_row[2]).map(|slope| scale * slope);
             level.run(
                 #[inline(always)]
@@ -308,14 +327,16 @@ fn backward(
             }
         });
         let moved = &mut moved[..count * c];
-        let (d, w) = (Matrix::rows(logits, v), Matrix::rows(head.w, c));
+        let d = Matrix::rows(logits, v);
+        let w = Matrix::rows(head.w, c);
         let of_h = Product { a: d, b: w, rows: count, depth: v, columns: c, start: Start::Zero };
         of_h.run(level, moved);
         for (moved, &row) in moved.chunks_exact(c).zip(&rows[..count]) {
             dh[row * c..][..c].iter_mut().zip(moved).for_each(|(dh, moved)| *dh += moved);
         }
         if let Some(dw) = &mut dw {
-            let (a, start) = (d.transposed(), Start::accumulate(accumulate));
+            let a = d.transposed();
+            let start = Start::accumulate(accumulate);
             Product { a, b: h, rows: v, depth: count, columns: c, start }.run(level, dw);
         }
         if let Some(dbias) = &mut dbias {
@@ -354,8 +375,12 @@ mod tests {
 
     #[test]
     fn a_tile_scored_in_its_backward_has_the_same_bits() {
-        let (rows, c, v) = (300, 5, 20);
-        let (h, w, bias) = (noise(rows * c, 1), noise(v * c, 2), noise(v, 3));
+        let rows = 300;
+        let c = 5;
+        let v = 20;
+        let h = noise(rows * c, 1);
+        let w = noise(v * c, 2);
+        let bias = noise(v, 3);
         let size = ScoreSize { rows, labelled: 200, channels: c, tile: v, first: 10 };
         let head = Head { w: &w.narrow, bias: Some(&bias.narrow) };
         let mut before = vec![0.0; rows * STATISTICS];
@@ -367,9 +392,11 @@ mod tests {
         let levels = Level::all().into_iter();
         for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
             let run = |statistics: Statistics<'_>| {
-                let (mut dh, mut dw) = (vec![0.0; rows * c], vec![1.0; v * c]);
+                let mut dh = vec![0.0; rows * c];
+                let mut dw = vec![1.0; v * c];
                 let mut dbias = vec![1.0; v];
-                let (h, loss) = (&h.narrow, &CrossEntropy);
+                let h = &h.narrow;
+                let loss = &CrossEntropy;
                 let inputs = Inputs { statistics, h, head, loss, smoothing, scale: 0.5 };
                 let gradients =
                     Gradients { dh: &mut dh, dw: Some(&mut dw), dbias: Some(&mut dbias) };
@@ -379,7 +406,7 @@ mod tests {
             };
             let mut complete = before.clone();
             let mut memory = vec![f32::NAN; forward_scratch(&size)];
-            forward(level, &mut complete, &h.narrow, (head, smoothing), &size, &mut memory);
+            forward(level, &mut complete, &h.narrow, head, smoothing, &size, &mut memory);
             let mut completed = before.clone();
             assert_eq!(
                 run(Statistics::BeforeLast(&mut completed)),
@@ -392,7 +419,8 @@ mod tests {
     #[test]
     fn tiles_are_one_softmax_forward_and_backward() {
         for (rows, c, vocabulary, tile) in [(3, 5, 7, 7), (6, 4, 11, 3), (300, 3, 20, 8)] {
-            let (h, w) = (noise(rows * c, 1), noise(vocabulary * c, 2));
+            let h = noise(rows * c, 1);
+            let w = noise(vocabulary * c, 2);
             let bias = noise(vocabulary, 3);
             let label =
                 |row: usize| if row % 3 == 1 { -100 } else { (row * 5 % vocabulary) as i32 };
@@ -413,17 +441,11 @@ mod tests {
                 let size =
                     |first, tile| ScoreSize { rows, labelled: rows, channels: c, tile, first };
                 for &(first, tile) in &tiles {
-                    let (size, w) = (size(first, tile), &w.narrow[first * c..][..tile * c]);
+                    let size = size(first, tile);
+                    let w = &w.narrow[first * c..][..tile * c];
                     let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
                     let mut memory = vec![f32::NAN; forward_scratch(&size)];
-                    forward(
-                        level,
-                        &mut statistics,
-                        &h.narrow,
-                        (head, smoothing),
-                        &size,
-                        &mut memory,
-                    );
+                    forward(level, &mut statistics, &h.narrow, head, smoothing, &size, &mut memory);
                 }
                 let labelled = statistics.chunks_exact(STATISTICS).filter(|of| label_of(of) >= 0);
                 let losses = labelled.map(|of| CrossEntropy.value(of[0] + of[1].ln(), of[2]));
@@ -431,18 +453,22 @@ mod tests {
                 let expected = plain([&h.wide, &w.wide, &bias.wide], &labels, c, smoothing);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
 
-                let (mut dh, mut dw) = (vec![0.0; rows * c], vec![f32::NAN; vocabulary * c]);
+                let mut dh = vec![0.0; rows * c];
+                let mut dw = vec![f32::NAN; vocabulary * c];
                 let mut dbias = vec![f32::NAN; vocabulary];
                 for &(first, tile) in tiles.iter().rev() {
-                    let (size, part) = (size(first, tile), first * c..(first + tile) * c);
+                    let size = size(first, tile);
+                    let part = first * c..(first + tile) * c;
                     let mut memory = vec![f32::NAN; backward_scratch(&size)];
                     let w = &w.narrow[part.clone()];
                     let statistics = &statistics;
-                    let (h, loss) = (&h.narrow, &CrossEntropy);
+                    let h = &h.narrow;
+                    let loss = &CrossEntropy;
                     let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
                     let statistics = Statistics::Complete(statistics);
                     let inputs = Inputs { statistics, h, head, loss, smoothing, scale: 0.5 };
-                    let (dw, dbias) = (&mut dw[part], Some(&mut dbias[first..][..tile]));
+                    let dw = &mut dw[part];
+                    let dbias = Some(&mut dbias[first..][..tile]);
                     let gradients = Gradients { dh: &mut dh, dw: Some(dw), dbias };
                     backward(level, gradients, inputs, &size, false, &mut memory);
                 }

@@ -1,11 +1,13 @@
 //! Kernels that are not built in: their function for a CPU.
 
 use super::views::CpuKernels;
-use crate::kernels::Custom;
+use crate::kernels::{Custom, Runs};
 
-pub(super) fn custom(on: &CpuKernels<'_>, op: &Custom<'_>) {
-    let function = |writes: &mut [&mut [f32]], reads: &[&[f32]]| {
-        (op.kernel.cpu)(writes, reads, op.numbers);
-    };
-    on.with_slices(op.writes, op.reads, function);
+impl Runs<Custom<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &Custom<'_>) {
+        let Some(call) = self.call(op) else { return };
+        let mut outputs: Vec<_> = op.writes.iter().map(|view| call.write(*view)).collect();
+        let inputs: Vec<_> = op.reads.iter().map(|view| call.read(*view)).collect();
+        (op.kernel.cpu)(&mut outputs, &inputs, op.numbers);
+    }
 }

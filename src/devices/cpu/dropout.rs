@@ -6,30 +6,41 @@
 
 use rayon::prelude::*;
 
-use super::views::{CpuKernels, or_nothing};
-use crate::kernels::{ApplyDropout, Dropout, Residual};
+use super::views::CpuKernels;
+use crate::kernels::{ApplyDropout, Dropout, Operation, Residual, Runs};
 use crate::simd::Level;
 use crate::tensor::View;
 
-pub(super) fn dropout(on: &CpuKernels<'_>, op: &ApplyDropout<'_>) {
-    let ApplyDropout { y, x, dropout } = *op;
-    if y != x || dropout.is_some() {
-        sum(on, y, None, x, dropout);
+impl Runs<ApplyDropout<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &ApplyDropout<'_>) {
+        let ApplyDropout { y, x, dropout } = *op;
+        if y != x || dropout.is_some() {
+            self.sum(op, y, None, x, dropout);
+        }
     }
 }
 
-pub(super) fn residual(on: &CpuKernels<'_>, op: &Residual<'_>) {
-    let Residual { y, a, x, dropout } = *op;
-    sum(on, y, Some(a), x, dropout);
+impl Runs<Residual<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &Residual<'_>) {
+        let Residual { y, a, x, dropout } = *op;
+        self.sum(op, y, Some(a), x, dropout);
+    }
 }
 
-/// y = a + dropout(x), in one pass. `y` may be `x`.
-fn sum(on: &CpuKernels<'_>, y: View, a: Option<View>, x: View, dropout: Option<Dropout<'_>>) {
-    let from = Some(x).filter(|x| *x != y);
-    let Some(call) = on.call([y], &[or_nothing(from), or_nothing(a)]) else { return };
-    let channels = y.columns;
-    let [y] = call.write();
-    apply(on.level, y, call.read_if(from), call.read_if(a), channels, dropout.as_ref());
+impl CpuKernels<'_> {
+    /// y = a + dropout(x), in one pass. `y` may be `x`.
+    fn sum(
+        &self,
+        op: &dyn Operation,
+        y: View,
+        a: Option<View>,
+        x: View,
+        dropout: Option<Dropout<'_>>,
+    ) {
+        let Some(call) = self.call(op) else { return };
+        let from = call.read_if(Some(x).filter(|x| *x != y));
+        apply(self.level, call.write(y), from, call.read_if(a), y.columns, dropout.as_ref());
+    }
 }
 
 /// Counters that are drawn from at once. With fewer, the compiler makes no vector instructions.
@@ -72,7 +83,8 @@ impl Row {
     pub(super) fn new(dropout: &Dropout<'_>, sequence: usize, row: u32) -> Row {
         let Dropout { probability, seed, step, site, first_sequence, first_position, .. } =
             *dropout;
-        let (sequence, row) = (first_sequence + sequence as u32, first_position + row);
+        let sequence = first_sequence + sequence as u32;
+        let row = first_position + row;
         Row {
             key: [seed as u32, (seed >> 32) as u32 ^ (step >> 32) as u32],
             counter: [row, sequence, site.wrapping_mul(0x9E37_79B1) ^ (step as u32)],

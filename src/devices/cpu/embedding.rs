@@ -4,37 +4,43 @@ use rayon::prelude::*;
 
 use super::views::CpuKernels;
 use crate::kernels::{
-    AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward, BatchView,
+    AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward, BatchView, Runs,
+    RunsIn,
 };
 use crate::simd::Level;
+use crate::tensor::Scratch;
 
-pub(super) fn add_token_types(on: &CpuKernels<'_>, op: &AddTokenTypes<'_>) {
-    let AddTokenTypes { y, table, batch } = *op;
-    let Some(call) = on.call([y], &[table]) else { return };
-    let channels = y.columns;
-    let [y] = call.write();
-    add_types(on.level, y, call.read(table), batch.kinds(), channels);
+impl Runs<AddTokenTypes<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &AddTokenTypes<'_>) {
+        let AddTokenTypes { y, table, batch } = *op;
+        let Some(call) = self.call(op) else { return };
+        add_types(self.level, call.write(y), call.read(table), batch.kinds(), y.columns);
+    }
 }
 
-pub(super) fn add_token_types_backward(on: &CpuKernels<'_>, op: &AddTokenTypesBackward<'_>) {
-    let AddTokenTypesBackward { dtable, dy, batch, accumulate } = *op;
-    let Some(call) = on.call([dtable], &[dy]) else { return };
-    let [dtable] = call.write();
-    sum_types(on.level, dtable, call.read(dy), batch.kinds(), dy.columns, accumulate);
+impl RunsIn<AddTokenTypesBackward<'_>> for CpuKernels<'_> {
+    fn run_in(&self, op: &AddTokenTypesBackward<'_>, _: &Scratch<'_>) {
+        let AddTokenTypesBackward { dtable, dy, batch, accumulate } = *op;
+        let Some(call) = self.call(op) else { return };
+        let dtable = call.write(dtable);
+        sum_types(self.level, dtable, call.read(dy), batch.kinds(), dy.columns, accumulate);
+    }
 }
 
-pub(super) fn add_positions(on: &CpuKernels<'_>, op: &AddPositions<'_>) {
-    let AddPositions { y, x, table, ref batch } = *op;
-    let Some(call) = on.call([y], &[x, table]) else { return };
-    let [y] = call.write();
-    add_rows(on.level, y, call.read(x), call.read(table), batch);
+impl Runs<AddPositions<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &AddPositions<'_>) {
+        let AddPositions { y, x, table, ref batch } = *op;
+        let Some(call) = self.call(op) else { return };
+        add_rows(self.level, call.write(y), call.read(x), call.read(table), batch);
+    }
 }
 
-pub(super) fn add_positions_backward(on: &CpuKernels<'_>, op: &AddPositionsBackward<'_>) {
-    let AddPositionsBackward { dtable, dy, ref batch, accumulate } = *op;
-    let Some(call) = on.call([dtable], &[dy]) else { return };
-    let [dtable] = call.write();
-    sum_rows(on.level, dtable, call.read(dy), batch, accumulate);
+impl Runs<AddPositionsBackward<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &AddPositionsBackward<'_>) {
+        let AddPositionsBackward { dtable, dy, ref batch, accumulate } = *op;
+        let Some(call) = self.call(op) else { return };
+        sum_rows(self.level, call.write(dtable), call.read(dy), batch, accumulate);
+    }
 }
 
 /// y = x + w by position. x, y: (R, C); w: (positions, C).
@@ -140,7 +146,9 @@ mod tests {
 
     fn check_positions(batch: BatchView<'_>, c: usize, position: impl Fn(usize) -> usize) {
         let r = batch.rows();
-        let (x, w, dy) = (noise(r * c, 1), noise(4 * c, 2), noise(r * c, 3));
+        let x = noise(r * c, 1);
+        let w = noise(4 * c, 2);
+        let dy = noise(r * c, 3);
         let plain = |w: &[f64]| -> Vec<f64> {
             x.wide.iter().enumerate().map(|(i, x)| x + w[position(i / c) * c + i % c]).collect()
         };

@@ -4,40 +4,53 @@ use rayon::prelude::*;
 
 use super::linear::add_parts;
 use super::math::{dot, dot_with};
-use super::views::CpuKernels;
-use crate::kernels::{AttentionShape, HeadNorm, HeadNormBackward};
+use super::views::{Call, CpuKernels};
+use crate::kernels::{AttentionShape, HeadNorm, HeadNormBackward, QueryKey, Runs, RunsIn};
 use crate::simd::Level;
 use crate::tensor::Scratch;
 
 /// Rows that one partial sum of dγ takes: by shape, never by threads.
 const SUM_ROWS: usize = 64;
 
-pub(super) fn head_norm(on: &CpuKernels<'_>, op: &HeadNorm<'_>) {
-    let HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, ref shape } = *op;
-    let Some(call) = on.call([y, statistics], &[x, gamma.query, gamma.key]) else { return };
-    let [y, statistics] = call.write();
-    let gamma = [gamma.query, gamma.key].map(|gamma| call.read(gamma));
-    forward(on.level, y, statistics, call.read(x), (gamma, gamma_offset), epsilon, shape);
+impl Runs<HeadNorm<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &HeadNorm<'_>) {
+        let HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, ref shape } = *op;
+        let Some(call) = self.call(op) else { return };
+        let y = call.write(y);
+        let statistics = call.write(statistics);
+        let scales = Scales::read(&call, gamma, gamma_offset);
+        forward(self.level, y, statistics, call.read(x), scales, epsilon, shape);
+    }
 }
 
-pub(super) fn head_norm_backward(
-    on: &CpuKernels<'_>,
-    op: &HeadNormBackward<'_>,
-    scratch: &Scratch<'_>,
-) {
-    let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate, .. } = *op;
-    let scratch = scratch.nested();
-    let memory = scratch.take_floats(1, scratch_len(shape));
-    let writes = [dx, dgamma.query, dgamma.key, memory];
-    let Some(call) = on.call(writes, &[x, statistics, gamma.query, gamma.key]) else { return };
-    let [dx, dquery, dkey, memory] = call.write();
-    let inputs = Inputs {
-        x: call.read(x),
-        statistics: call.read(statistics),
-        gamma: [gamma.query, gamma.key].map(|gamma| call.read(gamma)),
-        gamma_offset: op.gamma_offset,
-    };
-    backward(on.level, dx, [dquery, dkey], inputs, shape, accumulate, memory);
+impl RunsIn<HeadNormBackward<'_>> for CpuKernels<'_> {
+    fn run_in(&self, op: &HeadNormBackward<'_>, scratch: &Scratch<'_>) {
+        let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate, .. } = *op;
+        let scratch = scratch.nested();
+        let memory = scratch.take_floats(1, scratch_len(shape));
+        let Some(call) = self.call_in(op, [memory]) else { return };
+        let inputs = Inputs {
+            x: call.read(x),
+            statistics: call.read(statistics),
+            scales: Scales::read(&call, gamma, op.gamma_offset),
+        };
+        let dx = call.write(dx);
+        let dgamma = [dgamma.query, dgamma.key].map(|view| call.write(view));
+        backward(self.level, dx, dgamma, inputs, shape, accumulate, call.write(memory));
+    }
+}
+
+/// The scales of queries and of keys, and the offset that is added to them.
+#[derive(Clone, Copy)]
+struct Scales<'a> {
+    gamma: [&'a [f32]; 2],
+    offset: f32,
+}
+
+impl<'a> Scales<'a> {
+    fn read(call: &'a Call<'_>, gamma: QueryKey, offset: f32) -> Scales<'a> {
+        Scales { gamma: [gamma.query, gamma.key].map(|gamma| call.read(gamma)), offset }
+    }
 }
 
 /// y = (offset + γ) x rstd by head; values are copied. `statistics`: (R, H + K), rstd.
@@ -46,11 +59,13 @@ fn forward(
     y: &mut [f32],
     statistics: &mut [f32],
     x: &[f32],
-    (gamma, offset): ([&[f32]; 2], f32),
+    Scales { gamma, offset }: Scales<'_>,
     epsilon: f32,
     shape: &AttentionShape<'_>,
 ) {
-    let (width, d, normed) = (shape.qkv_width(), shape.head_size, shape.heads + shape.kv_heads);
+    let width = shape.qkv_width();
+    let d = shape.head_size;
+    let normed = shape.heads + shape.kv_heads;
     let rows = y.par_chunks_mut(width).zip(statistics.par_chunks_mut(normed));
     rows.zip(x.par_chunks(width)).for_each(|((y, statistics), x)| {
         level.run(
@@ -58,7 +73,8 @@ fn forward(
             || {
                 for (head, statistic) in statistics.iter_mut().enumerate() {
                     let gamma = gamma[usize::from(head >= shape.heads)];
-                    let (y, x) = (&mut y[head * d..][..d], &x[head * d..][..d]);
+                    let y = &mut y[head * d..][..d];
+                    let x = &x[head * d..][..d];
                     *statistic = 1.0 / (dot(x, x) / d as f32 + epsilon).sqrt();
                     let all = y.iter_mut().zip(x).zip(gamma);
                     all.for_each(|((y, x), g)| *y = *x * *statistic * (offset + g));
@@ -79,8 +95,7 @@ fn scratch_len(shape: &AttentionShape<'_>) -> usize {
 struct Inputs<'a> {
     x: &'a [f32],
     statistics: &'a [f32],
-    gamma: [&'a [f32]; 2],
-    gamma_offset: f32,
+    scales: Scales<'a>,
 }
 
 /// dx from dy, which it holds before; dγ (+)= ….
@@ -93,7 +108,9 @@ fn backward(
     accumulate: bool,
     scratch: &mut [f32],
 ) {
-    let (width, d, normed) = (shape.qkv_width(), shape.head_size, shape.heads + shape.kv_heads);
+    let width = shape.qkv_width();
+    let d = shape.head_size;
+    let normed = shape.heads + shape.kv_heads;
     let (q_parts, k_parts) = scratch.split_at_mut(scratch.len() / 2);
     let parts = q_parts.par_chunks_mut(d).zip(k_parts.par_chunks_mut(d));
     let chunks = dx.par_chunks_mut(width * SUM_ROWS).zip(parts).enumerate();
@@ -109,13 +126,14 @@ fn backward(
                     for head in 0..normed {
                         let is_key = head >= shape.heads;
                         let part = if is_key { &mut *k_part } else { &mut *q_part };
-                        let gamma = inputs.gamma[usize::from(is_key)];
+                        let gamma = inputs.scales.gamma[usize::from(is_key)];
                         let rstd = inputs.statistics[row * normed + head];
                         backward_head(
                             &mut dx[head * d..][..d],
                             part,
                             &x[head * d..][..d],
-                            (gamma, inputs.gamma_offset),
+                            gamma,
+                            inputs.scales.offset,
                             rstd,
                         );
                     }
@@ -134,7 +152,8 @@ fn backward_head(
     dx: &mut [f32],
     dgamma: &mut [f32],
     x: &[f32],
-    (gamma, offset): (&[f32], f32),
+    gamma: &[f32],
+    offset: f32,
     rstd: f32,
 ) {
     for (((dx, dgamma), x), gamma) in dx.iter_mut().zip(dgamma).zip(x).zip(gamma) {
@@ -188,18 +207,20 @@ mod tests {
             dropout: None,
         };
         let len = shape.rows() * shape.qkv_width();
-        let (x, dy) = (noise(len, 1), noise(len, 2));
-        let (q, k) = (noise(3, 3), noise(3, 4));
+        let x = noise(len, 1);
+        let dy = noise(len, 2);
+        let q = noise(3, 3);
+        let k = noise(3, 4);
         for level in Level::all() {
             let mut y = vec![f32::NAN; len];
             let mut statistics = vec![f32::NAN; shape.rows() * 3];
-            let gamma = [&q.narrow[..], &k.narrow];
-            forward(level, &mut y, &mut statistics, &x.narrow, (gamma, OFFSET), EPSILON, &shape);
+            let scales = Scales { gamma: [&q.narrow, &k.narrow], offset: OFFSET };
+            forward(level, &mut y, &mut statistics, &x.narrow, scales, EPSILON, &shape);
             close(&y, &plain(&x.wide, [&q.wide, &k.wide], &shape), 1e-5);
             let mut dx = dy.narrow.clone();
-            let (mut dq, mut dk) = (vec![f32::NAN; 3], vec![f32::NAN; 3]);
-            let (x32, gamma_offset) = (&x.narrow, OFFSET);
-            let inputs = Inputs { x: x32, statistics: &statistics, gamma, gamma_offset };
+            let mut dq = vec![f32::NAN; 3];
+            let mut dk = vec![f32::NAN; 3];
+            let inputs = Inputs { x: &x.narrow, statistics: &statistics, scales };
             let mut memory = vec![f32::NAN; scratch_len(&shape)];
             let dgamma = [&mut dq[..], &mut dk];
             backward(level, &mut dx, dgamma, inputs, &shape, false, &mut memory);

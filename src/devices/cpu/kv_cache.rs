@@ -5,31 +5,34 @@ use rayon::prelude::*;
 
 use super::math::{dot, exp, largest, sum};
 use super::views::CpuKernels;
-use crate::kernels::{AttentionShape, CachedAttention, ReadKv, WriteKv};
+use crate::kernels::{AttentionShape, CachedAttention, ReadKv, Runs, WriteKv};
 use crate::simd::Level;
 
 /// Keys that are scored together.
 const TILE: usize = 64;
 
-pub(super) fn write_kv(on: &CpuKernels<'_>, op: &WriteKv<'_>) {
-    let WriteKv { kv, qkv, ref shape } = *op;
-    let Some(call) = on.call([kv], &[qkv]) else { return };
-    let [kv] = call.write();
-    copy_from_qkv(kv, call.read(qkv), shape);
+impl Runs<WriteKv<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &WriteKv<'_>) {
+        let WriteKv { kv, qkv, ref shape } = *op;
+        let Some(call) = self.call(op) else { return };
+        copy_from_qkv(call.write(kv), call.read(qkv), shape);
+    }
 }
 
-pub(super) fn read_kv(on: &CpuKernels<'_>, op: &ReadKv<'_>) {
-    let ReadKv { qkv, kv, ref shape } = *op;
-    let Some(call) = on.call([qkv], &[kv]) else { return };
-    let [qkv] = call.write();
-    copy_to_qkv(qkv, call.read(kv), shape);
+impl Runs<ReadKv<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &ReadKv<'_>) {
+        let ReadKv { qkv, kv, ref shape } = *op;
+        let Some(call) = self.call(op) else { return };
+        copy_to_qkv(call.write(qkv), call.read(kv), shape);
+    }
 }
 
-pub(super) fn cached_attention(on: &CpuKernels<'_>, op: &CachedAttention<'_>) {
-    let CachedAttention { y, qkv, cache, ref shape } = *op;
-    let Some(call) = on.call([y], &[qkv, cache]) else { return };
-    let [y] = call.write();
-    attention(on.level, y, call.read(qkv), call.read(cache), shape);
+impl Runs<CachedAttention<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &CachedAttention<'_>) {
+        let CachedAttention { y, qkv, cache, ref shape } = *op;
+        let Some(call) = self.call(op) else { return };
+        attention(self.level, call.write(y), call.read(qkv), call.read(cache), shape);
+    }
 }
 
 /// Keys and values of each position. kv: (R, 2 K D); qkv: (R, (H + 2K) D).
@@ -51,11 +54,12 @@ fn attention(level: Level, y: &mut [f32], qkv: &[f32], cache: &[f32], size: &Att
     let d = size.head_size;
     let of_sequence = cache.len() / size.batch.sequences();
     y.par_chunks_mut(d).enumerate().for_each(|(task, y)| {
-        let (row, head) = (task / size.heads, task % size.heads);
+        let row = task / size.heads;
+        let head = task % size.heads;
         let (sequence, at) = size.batch.place(row);
         let first_row = row - at;
-        let (cached, shared) =
-            (size.batch.positions_before(sequence), head * size.kv_heads / size.heads);
+        let cached = size.batch.positions_before(sequence);
+        let shared = head * size.kv_heads / size.heads;
         // A position's keys and values: in the cache, or beside its queries.
         let kv_of = |key: usize| -> &[f32] {
             match key.checked_sub(cached) {
@@ -65,13 +69,15 @@ fn attention(level: Level, y: &mut [f32], qkv: &[f32], cache: &[f32], size: &Att
         };
         let query = cached + at;
         let q = &qkv[row * size.qkv_width() + head * d..][..d];
-        let (k, v) = (shared * d, (size.kv_heads + shared) * d);
+        let k = shared * d;
+        let v = (size.kv_heads + shared) * d;
         let first = size.window.map_or(0, |window| (query + 1).saturating_sub(window));
         let scale = 1.0 / (d as f32).sqrt();
         level.run(
             #[inline(always)]
             || {
-                let (mut most, mut total) = (f32::NEG_INFINITY, 0.0_f32);
+                let mut most = f32::NEG_INFINITY;
+                let mut total = 0.0_f32;
                 y.fill(0.0);
                 for tile in (first..=query).step_by(TILE) {
                     let keys = tile..(tile + TILE).min(query + 1);
@@ -106,7 +112,9 @@ mod tests {
     /// Attention to a cache is attention to all positions at once.
     #[test]
     fn it_is_attention_to_all_at_once() {
-        let (starts, most, d) = ([0_usize, 7, 97, 168], 90, 5);
+        let starts = [0_usize, 7, 97, 168];
+        let most = 90;
+        let d = 5;
         let lengths = [7, 90, 71];
         for (heads, kv_heads, window) in [(2, 2, None), (4, 2, Some(66)), (3, 1, Some(1))] {
             let metadata = BatchMetadata {
@@ -127,7 +135,8 @@ mod tests {
             };
             let rows = all.rows();
             let qkv = noise(rows * all.qkv_width(), 1).narrow;
-            let (mut y, mut lse) = (vec![0.0; rows * heads * d], vec![0.0; rows * heads]);
+            let mut y = vec![0.0; rows * heads * d];
+            let mut lse = vec![0.0; rows * heads];
             let mut kv = vec![0.0; rows * all.kv_width()];
             for new in [[1, 1, 1], [3, 1, 2]] {
                 let cached = [0, 1, 2].map(|s| lengths[s] - new[s]);

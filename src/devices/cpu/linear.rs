@@ -3,33 +3,35 @@
 use rayon::prelude::*;
 
 use super::product::{Matrix, Product, Start};
-use super::views::{CpuKernels, or_nothing};
-use crate::kernels::{Linear, LinearBackward, LinearSize};
+use super::views::CpuKernels;
+use crate::kernels::{Linear, LinearBackward, LinearSize, Runs, RunsIn};
 use crate::simd::Level;
 use crate::tensor::Scratch;
 
 /// Rows that one partial sum over rows takes: by shape, never by threads.
 const SUM_ROWS: usize = 64;
 
-pub(super) fn linear(on: &CpuKernels<'_>, op: &Linear) {
-    let Linear { y, x, w, bias, .. } = *op;
-    let Some(call) = on.call([y], &[x, w, or_nothing(bias)]) else { return };
-    let [y] = call.write();
-    forward(on.level, y, call.read(x), call.read(w), call.read_if(bias), &op.size());
+impl Runs<Linear> for CpuKernels<'_> {
+    fn run(&self, op: &Linear) {
+        let Linear { y, x, w, bias, .. } = *op;
+        let Some(call) = self.call(op) else { return };
+        let y = call.write(y);
+        forward(self.level, y, call.read(x), call.read(w), call.read_if(bias), &op.size());
+    }
 }
 
-pub(super) fn linear_backward(on: &CpuKernels<'_>, op: &LinearBackward, scratch: &Scratch<'_>) {
-    let LinearBackward { dx, dw, dbias, dy, x, w, accumulate, .. } = *op;
-    let size = op.size();
-    let scratch = scratch.nested();
-    let memory = scratch.take_floats(1, dbias.map_or(0, |_| scratch_len(&size)));
-    let writes = [dx, or_nothing(dw), or_nothing(dbias), memory];
-    let Some(call) = on.call(writes, &[dy, x, w]) else { return };
-    let [dx, dw_or_nothing, dbias_or_nothing, memory] = call.write();
-    let (dw, db) = (dw.map(|_| dw_or_nothing), dbias.map(|_| dbias_or_nothing));
-    let gradients = Gradients { dx, dw, db };
-    let inputs = Inputs { dy: call.read(dy), x: call.read(x), w: call.read(w) };
-    backward(on.level, gradients, inputs, &size, accumulate, memory);
+impl RunsIn<LinearBackward> for CpuKernels<'_> {
+    fn run_in(&self, op: &LinearBackward, scratch: &Scratch<'_>) {
+        let LinearBackward { dx, dw, dbias, dy, x, w, accumulate, .. } = *op;
+        let size = op.size();
+        let scratch = scratch.nested();
+        let memory = scratch.take_floats(1, dbias.map_or(0, |_| scratch_len(&size)));
+        let Some(call) = self.call_in(op, [memory]) else { return };
+        let gradients =
+            Gradients { dx: call.write(dx), dw: call.write_if(dw), db: call.write_if(dbias) };
+        let inputs = Inputs { dy: call.read(dy), x: call.read(x), w: call.read(w) };
+        backward(self.level, gradients, inputs, &size, accumulate, call.write(memory));
+    }
 }
 
 /// w as (inputs, outputs), whether it is transposed or not.
@@ -51,7 +53,8 @@ fn forward(
     size: &LinearSize,
 ) {
     let LinearSize { rows, inputs, outputs, .. } = *size;
-    let (a, b) = (Matrix::rows(x, inputs), upright(w, size));
+    let a = Matrix::rows(x, inputs);
+    let b = upright(w, size);
     let start = bias.map_or(Start::Zero, Start::Bias);
     Product { a, b, rows, depth: inputs, columns: outputs, start }.run(level, y);
 }
@@ -89,14 +92,16 @@ fn backward(
     if let Some(db) = db {
         sum_rows(level, db, dy, rows, accumulate, scratch);
     }
-    let (x, dy) = (Matrix::rows(x, inputs), Matrix::rows(dy, outputs));
+    let x = Matrix::rows(x, inputs);
+    let dy = Matrix::rows(dy, outputs);
     let (a, b, [of, by]) =
         if transposed { (dy, x, [outputs, inputs]) } else { (x, dy, [inputs, outputs]) };
     if let Some(dw) = dw {
         let start = Start::accumulate(accumulate);
         Product { a: a.transposed(), b, rows: of, depth: rows, columns: by, start }.run(level, dw);
     }
-    let (b, start) = (upright(w, size).transposed(), Start::Zero);
+    let b = upright(w, size).transposed();
+    let start = Start::Zero;
     Product { a: dy, b, rows, depth: outputs, columns: inputs, start }.run(level, dx);
 }
 
@@ -168,7 +173,9 @@ mod tests {
         let sizes = [(1, 1, 1), (5, 7, 3), (130, 33, 17), (300, 20, 530)];
         for ((r, c, n), transposed) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
             let size = LinearSize { rows: r, inputs: c, outputs: n, transposed };
-            let (x, w, b) = (noise(r * c, 1), noise(c * n, 2), noise(n, 3));
+            let x = noise(r * c, 1);
+            let w = noise(c * n, 2);
+            let b = noise(n, 3);
             for level in Level::all() {
                 let mut y = vec![f32::NAN; r * n];
                 forward(level, &mut y, &x.narrow, &w.narrow, Some(&b.narrow), &size);
@@ -180,7 +187,8 @@ mod tests {
                 let dy = noise(r * n, 4);
                 let gradients = |accumulate: bool, start: f32| {
                     let mut dx = vec![f32::NAN; r * c];
-                    let (mut dw, mut db) = (vec![start; c * n], vec![start; n]);
+                    let mut dw = vec![start; c * n];
+                    let mut db = vec![start; n];
                     let mut memory = vec![f32::NAN; scratch_len(&size)];
                     let gradients = Gradients { dx: &mut dx, dw: Some(&mut dw), db: Some(&mut db) };
                     let inputs = Inputs { dy: &dy.narrow, x: &x.narrow, w: &w.narrow };

@@ -82,8 +82,10 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
 #[inline(always)]
 pub(super) fn dot_with(a: &[f32], b: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
-    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let (a_rest, b_rest) = (a_chunks.remainder(), b_chunks.remainder());
+    let a_chunks = a.chunks_exact(LANES);
+    let b_chunks = b.chunks_exact(LANES);
+    let a_rest = a_chunks.remainder();
+    let b_rest = b_chunks.remainder();
     for (a, b) in a_chunks.zip(b_chunks) {
         for lane in 0..LANES {
             lanes[lane] += a[lane] * of(b[lane]);

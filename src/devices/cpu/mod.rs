@@ -14,7 +14,6 @@ mod custom;
 mod dropout;
 mod embedding;
 mod head_norm;
-mod kernels;
 mod kv_cache;
 mod linear;
 mod math;
@@ -76,7 +75,9 @@ pub(super) fn threads_of(
     if devices == 1 {
         return Ok(all.clone());
     }
-    let (count, devices, nth) = (all.current_num_threads(), devices as usize, device as usize);
+    let count = all.current_num_threads();
+    let devices = devices as usize;
+    let nth = device as usize;
     let share = count / devices + usize::from(nth < count % devices);
     let pool = ThreadPoolBuilder::new()
         .num_threads(share.max(1))
@@ -139,7 +140,8 @@ impl Device for Cpu {
             let mut chunks = values.chunks(CHUNK);
             chunks.all(|chunk| chunk.iter().fold(true, |all, &value| all & is_finite(value)))
         }
-        let (at, len) = (view.at * view.dtype.size() / Dtype::F32.size(), view.len());
+        let at = view.at * view.dtype.size() / Dtype::F32.size();
+        let len = view.len();
         // SAFETY: the ring gives the slot to the operation that asks, which has written it.
         let values = unsafe { self.memory.read(View::floats(at, view.dtype.floats(len))) };
         Ok(match view.dtype {

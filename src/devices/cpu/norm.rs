@@ -5,41 +5,54 @@ use rayon::prelude::*;
 
 use super::linear::add_parts;
 use super::math::{dot_with, sum, sum_of};
-use super::views::{CpuKernels, or_nothing};
-use crate::kernels::{Norm, NormBackward};
+use super::views::CpuKernels;
+use crate::kernels::{Norm, NormBackward, Runs, RunsIn};
 use crate::simd::Level;
 use crate::tensor::Scratch;
 
 /// Rows that one partial sum of dγ and dβ takes: by shape, never by threads.
 const SUM_ROWS: usize = 64;
 
-pub(super) fn norm(on: &CpuKernels<'_>, op: &Norm) {
-    let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
-    let Some(call) = on.call([y, statistics], &[x, gamma, or_nothing(beta)]) else { return };
-    let [y, statistics] = call.write();
-    let affine = (call.read(gamma), gamma_offset, call.read_if(beta));
-    forward(on.level, y, statistics, call.read(x), affine, epsilon, rms);
+impl Runs<Norm> for CpuKernels<'_> {
+    fn run(&self, op: &Norm) {
+        let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
+        let Some(call) = self.call(op) else { return };
+        let y = call.write(y);
+        let statistics = call.write(statistics);
+        let affine =
+            Affine { gamma: call.read(gamma), offset: gamma_offset, beta: call.read_if(beta) };
+        forward(self.level, y, statistics, call.read(x), affine, epsilon, rms);
+    }
 }
 
-pub(super) fn norm_backward(on: &CpuKernels<'_>, op: &NormBackward, scratch: &Scratch<'_>) {
-    let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *op;
-    let scratch = scratch.nested();
-    let memory = scratch.take_floats(1, scratch_len(x.rows, x.columns));
-    let reads = [dy, x, statistics, gamma, residual.unwrap_or(dy)];
-    let writes = [dx, dgamma, or_nothing(dbeta), memory];
-    let Some(call) = on.call(writes, &reads) else { return };
-    let [dx, dgamma, dbeta_or_nothing, memory] = call.write();
-    let inputs = Inputs {
-        residual: call.read_if(residual),
-        dy: call.read(dy),
-        x: call.read(x),
-        statistics: call.read(statistics),
-        gamma: call.read(gamma),
-        gamma_offset: op.gamma_offset,
-        rms: op.rms,
-    };
-    let gradients = (dgamma, dbeta.map(|_| dbeta_or_nothing));
-    backward(on.level, dx, gradients, inputs, op.accumulate, memory);
+impl RunsIn<NormBackward> for CpuKernels<'_> {
+    fn run_in(&self, op: &NormBackward, scratch: &Scratch<'_>) {
+        let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *op;
+        let scratch = scratch.nested();
+        let memory = scratch.take_floats(1, scratch_len(x.rows, x.columns));
+        let Some(call) = self.call_in(op, [memory]) else { return };
+        let inputs = Inputs {
+            residual: call.read_if(residual),
+            dy: call.read(dy),
+            x: call.read(x),
+            statistics: call.read(statistics),
+            gamma: call.read(gamma),
+            gamma_offset: op.gamma_offset,
+            rms: op.rms,
+        };
+        let dx = call.write(dx);
+        let dgamma = call.write(dgamma);
+        let dbeta = call.write_if(dbeta);
+        backward(self.level, dx, dgamma, dbeta, inputs, op.accumulate, call.write(memory));
+    }
+}
+
+/// What a norm is multiplied by, and what is added to the product.
+#[derive(Clone, Copy)]
+struct Affine<'a> {
+    gamma: &'a [f32],
+    offset: f32,
+    beta: Option<&'a [f32]>,
 }
 
 /// y = (offset + γ) (x − mean) rstd + β; `statistics` gets mean and rstd of each row.
@@ -48,7 +61,7 @@ fn forward(
     y: &mut [f32],
     statistics: &mut [f32],
     x: &[f32],
-    (gamma, offset, beta): (&[f32], f32, Option<&[f32]>),
+    Affine { gamma, offset, beta }: Affine<'_>,
     epsilon: f32,
     rms: bool,
 ) {
@@ -99,7 +112,8 @@ struct Inputs<'a> {
 fn backward(
     level: Level,
     dx: &mut [f32],
-    (dgamma, dbeta): (&mut [f32], Option<&mut [f32]>),
+    dgamma: &mut [f32],
+    dbeta: Option<&mut [f32]>,
     inputs: Inputs<'_>,
     accumulate: bool,
     scratch: &mut [f32],
@@ -137,9 +151,12 @@ fn backward_row(
 ) {
     // Slices of one length: then the loops below have no checks, and become vectors.
     let c = dx.len();
-    let (dgamma, dbeta) = (&mut dgamma[..c], &mut dbeta[..c]);
-    let (dy, x) = (&inputs.dy[row * c..][..c], &inputs.x[row * c..][..c]);
-    let (gamma, offset) = (&inputs.gamma[..c], inputs.gamma_offset);
+    let dgamma = &mut dgamma[..c];
+    let dbeta = &mut dbeta[..c];
+    let dy = &inputs.dy[row * c..][..c];
+    let x = &inputs.x[row * c..][..c];
+    let gamma = &inputs.gamma[..c];
+    let offset = inputs.gamma_offset;
     let [mean, rstd] = [inputs.statistics[2 * row], inputs.statistics[2 * row + 1]];
     // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy (offset + γ); g first goes to dx.
     for i in 0..c {
@@ -190,16 +207,22 @@ mod tests {
     fn forward_and_backward_are_the_plain_ones() {
         let sizes = [(1, 2), (3, 7), (5, 48), (150, 5)];
         for ((rows, c), rms) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
-            let (x, gamma, beta) = (noise(rows * c, 1), noise(c, 2), noise(c, 3));
-            let (dy, residual) = (noise(rows * c, 4), noise(rows * c, 5));
+            let x = noise(rows * c, 1);
+            let gamma = noise(c, 2);
+            let beta = noise(c, 3);
+            let dy = noise(rows * c, 4);
+            let residual = noise(rows * c, 5);
             for level in Level::all() {
-                let (mut y, mut statistics) = (vec![f32::NAN; rows * c], vec![f32::NAN; 2 * rows]);
-                let affine = (&gamma.narrow[..], offset(rms), Some(&beta.narrow[..]));
+                let mut y = vec![f32::NAN; rows * c];
+                let mut statistics = vec![f32::NAN; 2 * rows];
+                let affine =
+                    Affine { gamma: &gamma.narrow, offset: offset(rms), beta: Some(&beta.narrow) };
                 forward(level, &mut y, &mut statistics, &x.narrow, affine, EPSILON, rms);
                 close(&y, &plain(&x.wide, &gamma.wide, &beta.wide, rms), 1e-5);
 
                 let mut dx = vec![f32::NAN; rows * c];
-                let (mut dgamma, mut dbeta) = (vec![f32::NAN; c], vec![f32::NAN; c]);
+                let mut dgamma = vec![f32::NAN; c];
+                let mut dbeta = vec![f32::NAN; c];
                 let inputs = Inputs {
                     residual: Some(&residual.narrow),
                     dy: &dy.narrow,
@@ -210,8 +233,8 @@ mod tests {
                     rms,
                 };
                 let mut memory = vec![f32::NAN; scratch_len(rows, c)];
-                let gradients = (&mut dgamma[..], Some(&mut dbeta[..]));
-                backward(level, &mut dx, gradients, inputs, false, &mut memory);
+                let dbeta_slice = Some(&mut dbeta[..]);
+                backward(level, &mut dx, &mut dgamma, dbeta_slice, inputs, false, &mut memory);
                 let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| {
                     let y = plain(x, gamma, beta, rms);
                     y.iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()

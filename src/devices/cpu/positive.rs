@@ -4,51 +4,59 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::views::CpuKernels;
-use crate::kernels::{PackPositive, UnpackPositive};
+use crate::kernels::{PackPositive, Runs, UnpackPositive};
 use crate::tensor::{Dtype, Element};
 
 /// Rows of one parallel task.
 const ROWS: usize = 16;
 
-pub(super) fn pack(on: &CpuKernels<'_>, &PackPositive { packed, x, room }: &PackPositive) {
-    let Some(call) = on.call([packed], &[x]) else { return };
-    let ([to], from) = (call.write(), call.read(x));
-    let pack_row = match x.dtype {
-        Dtype::F32 => pack_row::<f32>,
-        Dtype::Bf16 => pack_row::<bf16>,
-        Dtype::F16 => pack_row::<f16>,
-    };
-    let (packed, numbers) = (packed.columns, x.columns);
-    to.par_chunks_mut(ROWS * packed).zip(from.par_chunks(ROWS * numbers)).for_each(|(to, from)| {
-        let rows = to.chunks_exact_mut(packed).zip(from.chunks_exact(numbers));
-        rows.for_each(|(row, x)| pack_row(row, x, room));
-    });
+impl Runs<PackPositive> for CpuKernels<'_> {
+    fn run(&self, op: &PackPositive) {
+        let PackPositive { packed, x, room } = *op;
+        let Some(call) = self.call(op) else { return };
+        let to = call.write(packed);
+        let from = call.read(x);
+        let pack_row = match x.dtype {
+            Dtype::F32 => pack_row::<f32>,
+            Dtype::Bf16 => pack_row::<bf16>,
+            Dtype::F16 => pack_row::<f16>,
+        };
+        let packed = packed.columns;
+        let numbers = x.columns;
+        to.par_chunks_mut(ROWS * packed).zip(from.par_chunks(ROWS * numbers)).for_each(
+            |(to, from)| {
+                let rows = to.chunks_exact_mut(packed).zip(from.chunks_exact(numbers));
+                rows.for_each(|(row, x)| pack_row(row, x, room));
+            },
+        );
+    }
 }
 
-/// Whether all that was positive could be packed. Otherwise what it writes is of no use. (Without
-/// memory, it could not.)
-pub(super) fn unpack(
-    on: &CpuKernels<'_>,
-    &UnpackPositive { y, packed, room }: &UnpackPositive,
-) -> bool {
-    let Some(call) = on.call([y], &[packed]) else { return false };
-    let ([to], from) = (call.write(), call.read(packed));
-    let (row_floats, numbers) = (packed.columns, y.columns);
-    let is_whole = |row: &[f32]| room == 0 || row[0].to_bits() as usize <= room;
-    if !from.par_chunks_exact(row_floats).all(is_whole) {
-        return false;
+impl CpuKernels<'_> {
+    /// True if all positive numbers could be packed, and so come back. Without memory: false.
+    pub(super) fn unpack(&self, op: &UnpackPositive) -> bool {
+        let UnpackPositive { y, packed, room } = *op;
+        let Some(call) = self.call(op) else { return false };
+        let to = call.write(y);
+        let from = call.read(packed);
+        let row_floats = packed.columns;
+        let numbers = y.columns;
+        let is_whole = |row: &[f32]| room == 0 || row[0].to_bits() as usize <= room;
+        if !from.par_chunks_exact(row_floats).all(is_whole) {
+            return false;
+        }
+        let unpack_row = match y.dtype {
+            Dtype::F32 => unpack_row::<f32>,
+            Dtype::Bf16 => unpack_row::<bf16>,
+            Dtype::F16 => unpack_row::<f16>,
+        };
+        let tasks = to.par_chunks_mut(ROWS * numbers).zip(from.par_chunks(ROWS * row_floats));
+        tasks.for_each(|(to, from)| {
+            let rows = to.chunks_exact_mut(numbers).zip(from.chunks_exact(row_floats));
+            rows.for_each(|(y, row)| unpack_row(y, row, room));
+        });
+        true
     }
-    let unpack_row = match y.dtype {
-        Dtype::F32 => unpack_row::<f32>,
-        Dtype::Bf16 => unpack_row::<bf16>,
-        Dtype::F16 => unpack_row::<f16>,
-    };
-    let tasks = to.par_chunks_mut(ROWS * numbers).zip(from.par_chunks(ROWS * row_floats));
-    tasks.for_each(|(to, from)| {
-        let rows = to.chunks_exact_mut(numbers).zip(from.chunks_exact(row_floats));
-        rows.for_each(|(y, row)| unpack_row(y, row, room));
-    });
-    true
 }
 
 fn pack_row<D: Element>(row: &mut [f32], x: &[f32], room: usize) {
@@ -96,7 +104,8 @@ mod tests {
 
     #[test]
     fn what_is_packed_comes_back_or_says_that_it_does_not() {
-        let (rows, numbers) = (35, 45);
+        let rows = 35;
+        let numbers = 45;
         let x: Vec<f32> = (0..rows * numbers)
             .map(|at| if at % 3 == 0 { (at % 19) as f32 - 3.0 } else { -(at as f32) })
             .collect();
@@ -123,13 +132,13 @@ mod tests {
                     (rows * numbers).next_multiple_of(16),
                 );
                 let kernels = CpuKernels::with_room(Some(&memory), Level::best(), widened);
-                pack(&kernels, &PackPositive { packed, x: view, room });
+                kernels.run(&PackPositive { packed, x: view, room });
                 let op = UnpackPositive { y: view, packed, room };
-                assert_eq!(unpack(&kernels, &op), fits, "{room} of {most}");
+                assert_eq!(kernels.unpack(&op), fits, "{room} of {most}");
                 if !fits {
                     continue;
                 }
-                let call = kernels.call([], &[view]).expect("there is memory");
+                let call = kernels.call_on(Vec::new(), vec![view]).expect("there is memory");
                 let expected = x.iter().map(|x| match room {
                     0 if *x > 0.0 => 1.0,
                     _ => x.max(0.0),

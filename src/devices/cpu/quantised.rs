@@ -1,11 +1,12 @@
 //! Frozen weights that are stored in fewer bits.
 
 use super::views::CpuKernels;
-use crate::kernels::Dequantise;
+use crate::kernels::{Dequantise, Runs};
 
-pub(super) fn dequantise(on: &CpuKernels<'_>, op: &Dequantise) {
-    let Dequantise { y, x, quantisation } = *op;
-    let Some(call) = on.call([y], &[x]) else { return };
-    let (shape, [y]) = ([y.rows, y.columns], call.write());
-    quantisation.decode_at(on.level, call.read(x), shape, y);
+impl Runs<Dequantise> for CpuKernels<'_> {
+    fn run(&self, op: &Dequantise) {
+        let Dequantise { y, x, quantisation } = *op;
+        let Some(call) = self.call(op) else { return };
+        quantisation.decode_at(self.level, call.read(x), y.shape(), call.write(y));
+    }
 }

@@ -57,11 +57,15 @@ pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
     const SIZE: usize = 1024;
     const ROUNDS: usize = 8;
     let pool = pool(threads)?;
-    let (a, b) = (vec![0.5_f32; SIZE * SIZE], vec![0.25_f32; SIZE * SIZE]);
+    let a = vec![0.5_f32; SIZE * SIZE];
+    let b = vec![0.25_f32; SIZE * SIZE];
     let mut c = vec![0.0_f32; SIZE * SIZE];
-    let (a, b, start) = (Matrix::rows(&a, SIZE), Matrix::rows(&b, SIZE), Start::Zero);
+    let a = Matrix::rows(&a, SIZE);
+    let b = Matrix::rows(&b, SIZE);
+    let start = Start::Zero;
     let product = Product { a, b, rows: SIZE, depth: SIZE, columns: SIZE, start };
-    let (level, mut best) = (Level::best(), f64::INFINITY);
+    let level = Level::best();
+    let mut best = f64::INFINITY;
     for _ in 0..ROUNDS {
         let begin = Instant::now();
         pool.install(|| product.run(level, &mut c));
@@ -119,10 +123,14 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     let mut layout = Layout::default();
     let [x, y, z] = [(); 3].map(|()| layout.place(ROWS, CHANNELS));
     let [gamma, beta, dgamma, dbeta] = [(); 4].map(|()| layout.place(1, CHANNELS));
-    let (statistics, workspace) = (layout.place(ROWS, 2), layout.workspace());
+    let statistics = layout.place(ROWS, 2);
+    let workspace = layout.workspace();
     let arena = layout.arena()?;
     let k = CpuKernels::new(Some(&arena), Level::best());
-    let (gamma_offset, epsilon, rms, accumulate) = (0.0, 1e-5, false, false);
+    let gamma_offset = 0.0;
+    let epsilon = 1e-5;
+    let rms = false;
+    let accumulate = false;
     let key = DropoutKey { seed: 1, step: 0, first_sequence: 0 };
     let metadata = BatchMetadata { dropout_key: Some(key), ..one_sequence(&[0, ROWS]) };
     let dropout = metadata.view().dropout(0.1, 0, 0);
@@ -175,7 +183,8 @@ fn attention_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     let mut layout = Layout::default();
     let [y, dy] = [(); 2].map(|()| layout.place(POSITIONS, shape.width()));
     let [qkv, dqkv] = [(); 2].map(|()| layout.place(POSITIONS, shape.qkv_width()));
-    let (lse, workspace) = (layout.place(POSITIONS, shape.heads), layout.workspace());
+    let lse = layout.place(POSITIONS, shape.heads);
+    let workspace = layout.workspace();
     let arena = layout.arena()?;
     let k = CpuKernels::new(Some(&arena), Level::best());
     let forward = Attention { y, lse, qkv, kv: None, shape };

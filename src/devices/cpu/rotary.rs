@@ -4,17 +4,18 @@
 use rayon::prelude::*;
 
 use super::views::CpuKernels;
-use crate::kernels::{AttentionShape, Rotary, Rotate};
+use crate::kernels::{AttentionShape, Rotary, Rotate, Runs};
 use crate::simd::Level;
 
 /// Channels of the largest head, halved.
 const PAIRS: usize = crate::kernels::HEAD_LIMIT / 2;
 
-pub(super) fn rotate(on: &CpuKernels<'_>, op: &Rotate<'_>) {
-    let Rotate { qkv, rotary, ref shape, inverse } = *op;
-    let Some(call) = on.call([qkv], &[]) else { return };
-    let [qkv] = call.write();
-    rotate_all(on.level, qkv, rotary, shape, inverse);
+impl Runs<Rotate<'_>> for CpuKernels<'_> {
+    fn run(&self, op: &Rotate<'_>) {
+        let Rotate { qkv, rotary, ref shape, inverse } = *op;
+        let Some(call) = self.call(op) else { return };
+        rotate_all(self.level, call.write(qkv), rotary, shape, inverse);
+    }
 }
 
 /// Rotates queries and keys in place, forward or back. qkv: (R, (H + 2K) D).
@@ -34,7 +35,8 @@ fn rotate_all(
     let rotated = (shape.heads + shape.kv_heads) * d;
     qkv.par_chunks_mut(shape.qkv_width()).enumerate().for_each(|(row, qkv)| {
         let position = shape.batch.position_in_document(row) as f32;
-        let (mut cos, mut sin) = ([0.0; PAIRS], [0.0; PAIRS]);
+        let mut cos = [0.0; PAIRS];
+        let mut sin = [0.0; PAIRS];
         for pair in 0..pairs {
             // The angle in f32, as transformers has it; its sine and cosine exactly.
             let (s, c) = f64::from(position * frequencies[pair]).sin_cos();
@@ -90,8 +92,10 @@ mod tests {
             rotate_all(level, &mut y, &rotary, &shape, false);
             let expected: Vec<f64> = (0..x.wide.len())
                 .map(|at| {
-                    let (row, column) = (at / shape.qkv_width(), at % shape.qkv_width());
-                    let (head, i) = (column / 4, column % 4);
+                    let row = at / shape.qkv_width();
+                    let column = at % shape.qkv_width();
+                    let head = column / 4;
+                    let i = column % 4;
                     if head >= 4 {
                         return x.wide[at];
                     }

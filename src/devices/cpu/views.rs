@@ -7,12 +7,16 @@
 //! Where AddressSanitizer watches, an operation has copies of its views instead, with guard zones
 //! between them: tensors of a workspace lie side by side, too.
 
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
 
+use crate::kernels::{
+    Access, DeviceKernels, Operation, Score, ScoreBackward, UnpackPositive, each_view,
+};
 use crate::simd::Level;
-use crate::tensor::{Arena, ArenaPlan, Dtype, Slots, View, narrow, widen};
+use crate::tensor::{Arena, ArenaPlan, Dtype, Scratch, Slots, View, narrow, widen};
 
 /// Kernels on a device's memory; without memory, they only take their workspace.
 #[derive(Debug)]
@@ -25,15 +29,12 @@ pub(crate) struct CpuKernels<'a> {
     most_widened: AtomicUsize,
 }
 
-/// Views resolved for one call.
-pub(super) struct Call<'a, const N: usize> {
-    views: Resolved<'a>,
-    writes: [View; N],
-}
-
-/// The views of one operation.
-struct Resolved<'a> {
+/// The views of one operation, as slices of floats.
+pub(super) struct Call<'a> {
     memory: &'a Arena,
+    /// Views that are written and that nobody has as a slice yet.
+    unwritten: RefCell<Vec<View>>,
+    reads: Vec<View>,
     /// Views of 16 bits, and where their floats are.
     widened: Vec<(View, View)>,
     /// How many of those, from the first on, are written.
@@ -60,7 +61,7 @@ impl<'a> CpuKernels<'a> {
         CpuKernels::with_room(memory, level, View::floats(0, 0))
     }
 
-    /// The same, with room to widen elements of 16 bits.
+    /// Kernels with room to widen elements of 16 bits.
     pub(crate) fn with_room(
         memory: Option<&'a Arena>,
         level: Level,
@@ -74,33 +75,35 @@ impl<'a> CpuKernels<'a> {
         self.most_widened.load(Relaxed)
     }
 
-    /// Begins a call that writes some views and reads others; `None` without memory.
-    pub(super) fn call<const N: usize>(
-        &self,
-        writes: [View; N],
-        reads: &[View],
-    ) -> Option<Call<'a, N>> {
-        Some(Call { views: self.resolve(&writes, reads)?, writes })
+    /// Begins an operation; `None` without memory.
+    pub(super) fn call(&self, op: &dyn Operation) -> Option<Call<'a>> {
+        self.call_in(op, [])
     }
 
-    /// Calls a function with the floats of some views; does nothing without memory.
-    pub(super) fn with_slices(
+    /// Begins an operation that also writes workspace; `None` without memory.
+    pub(super) fn call_in(
         &self,
-        writes: &[View],
-        reads: &[View],
-        function: impl FnOnce(&mut [&mut [f32]], &[&[f32]]),
-    ) {
-        let Some(views) = self.resolve(writes, reads) else { return };
-        let mut outputs: Vec<_> = writes.iter().map(|view| views.write(*view)).collect();
-        let inputs: Vec<_> = reads.iter().map(|view| views.read(*view)).collect();
-        function(&mut outputs, &inputs);
+        op: &dyn Operation,
+        workspace: impl IntoIterator<Item = View>,
+    ) -> Option<Call<'a>> {
+        let mut writes = Vec::new();
+        let mut reads = Vec::new();
+        each_view(op, &mut |access, view| match access {
+            Access::Read => reads.push(view),
+            Access::Write | Access::WriteOpaque => writes.push(view),
+        });
+        writes.extend(workspace);
+        self.call_on(writes, reads)
     }
 
-    /// Gives each view of 16 bits its floats.
-    fn resolve(&self, writes: &[View], reads: &[View]) -> Option<Resolved<'a>> {
-        check_apart(writes, reads);
-        let (mut widened, mut written, mut end): (Vec<(View, View)>, _, _) = (Vec::new(), 0, 0);
-        for (index, &view) in writes.iter().chain(reads).enumerate() {
+    /// Begins a call that writes some views and reads others; `None` without memory. Each view of 16
+    /// bits gets floats.
+    pub(super) fn call_on(&self, writes: Vec<View>, reads: Vec<View>) -> Option<Call<'a>> {
+        check_apart(&writes, &reads);
+        let mut widened: Vec<(View, View)> = Vec::new();
+        let mut written = 0;
+        let mut end = 0;
+        for (index, &view) in writes.iter().chain(&reads).enumerate() {
             let is_known = widened.iter().any(|(known, _)| *known == view);
             if view.dtype != Dtype::F32 && !view.is_empty() && !is_known {
                 let at = self.widened.at + end;
@@ -112,29 +115,60 @@ impl<'a> CpuKernels<'a> {
         self.most_widened.fetch_max(end, Relaxed);
         let memory = self.memory?;
         assert!(end <= self.widened.len(), "room to widen {end} elements: {}", self.widened);
-        let mut views = Resolved { memory, widened, written, copies: None };
-        views.widened.iter().for_each(|&(view, floats)| views.widen(view, floats));
-        views.copies = cfg!(l2l_asan).then(|| views.copy(writes, reads));
-        Some(views)
+        let unwritten = RefCell::new(writes);
+        let mut call = Call { memory, unwritten, reads, widened, written, copies: None };
+        call.widened.iter().for_each(|&(view, floats)| call.widen(view, floats));
+        call.copies = cfg!(l2l_asan).then(|| call.copy());
+        Some(call)
     }
 }
 
-impl<const N: usize> Call<'_, N> {
-    pub(super) fn read(&self, view: View) -> &[f32] {
-        self.views.read(view)
+impl DeviceKernels for CpuKernels<'_> {
+    fn unpack_positive(&self, op: &UnpackPositive) -> bool {
+        self.unpack(op)
     }
 
+    fn score_and_backward(&self, score: &Score, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
+        self.score_last_tile(score, op, scratch);
+    }
+}
+
+impl Call<'_> {
+    /// The floats of a view that the operation reads.
+    pub(super) fn read(&self, view: View) -> &[f32] {
+        assert!(view.is_empty() || self.reads.contains(&view), "{view} is not declared as read");
+        let (memory, view) = self.given(view);
+        // SAFETY: it was checked that no view which this call writes overlaps it, and the ring lets
+        // no other operation write it. Its widened elements and copies are this call's alone.
+        unsafe { memory.read(view) }
+    }
+
+    /// The floats of a view that the operation may read.
     pub(super) fn read_if(&self, view: Option<View>) -> Option<&[f32]> {
         view.map(|view| self.read(view))
     }
 
+    /// The floats of a view that the operation writes: once for each view.
     #[allow(clippy::mut_from_ref, reason = "the views that a call writes are apart")]
-    pub(super) fn write(&self) -> [&mut [f32]; N] {
-        self.writes.map(|view| self.views.write(view))
+    pub(super) fn write(&self, view: View) -> &mut [f32] {
+        if !view.is_empty() {
+            let mut unwritten = self.unwritten.borrow_mut();
+            let found = unwritten.iter().position(|known| *known == view);
+            unwritten.swap_remove(found.expect("a view is declared as written, and taken once"));
+        }
+        let (memory, view) = self.given(view);
+        // SAFETY: it was checked that the views overlap neither each other nor one that is read,
+        // and the ring gives them to no other operation. Each is taken once. Its widened elements
+        // and copies are this call's.
+        unsafe { memory.write(view) }
     }
-}
 
-impl Resolved<'_> {
+    /// The floats of a view that the operation may write: once for each view.
+    #[allow(clippy::mut_from_ref, reason = "the views that a call writes are apart")]
+    pub(super) fn write_if(&self, view: Option<View>) -> Option<&mut [f32]> {
+        view.map(|view| self.write(view))
+    }
+
     /// Where the floats of a view are.
     fn floats(&self, view: View) -> View {
         if view.is_empty() {
@@ -154,26 +188,12 @@ impl Resolved<'_> {
         }
     }
 
-    fn read(&self, view: View) -> &[f32] {
-        let (memory, view) = self.given(view);
-        // SAFETY: it was checked that no view which this call writes overlaps it, and the ring lets
-        // no other operation write it. Its widened elements and copies are this call's alone.
-        unsafe { memory.read(view) }
-    }
-
-    #[allow(clippy::mut_from_ref, reason = "the views that a call writes are apart")]
-    fn write(&self, view: View) -> &mut [f32] {
-        let (memory, view) = self.given(view);
-        // SAFETY: it was checked that the views overlap neither each other nor one that is read,
-        // and the ring gives them to no other operation. Its widened elements and copies are this
-        // call's.
-        unsafe { memory.write(view) }
-    }
-
     /// Copies of views, each with a guard zone before it and behind it.
-    fn copy(&self, writes: &[View], reads: &[View]) -> Copies {
-        let (mut places, mut plan) = (Vec::<(View, View)>::new(), ArenaPlan::default());
-        for &view in writes.iter().chain(reads) {
+    fn copy(&self) -> Copies {
+        let mut places = Vec::<(View, View)>::new();
+        let mut plan = ArenaPlan::default();
+        let writes = self.unwritten.borrow();
+        for &view in writes.iter().chain(&self.reads) {
             if !view.is_empty() && !places.iter().any(|(known, _)| *known == view) {
                 places.push((view, View { at: plan.floats, dtype: Dtype::F32, ..view }));
                 let slot = Slots { at: plan.floats, count: 1, slot_floats: view.len() };
@@ -192,13 +212,15 @@ impl Resolved<'_> {
 
     fn widen(&self, view: View, floats: View) {
         // SAFETY: nobody writes the view meanwhile, as in `read`; nobody has its floats yet.
-        let (to, from) = unsafe { (self.memory.write(floats), self.memory.read_halves(view)) };
+        let to = unsafe { self.memory.write(floats) };
+        // SAFETY: as above.
+        let from = unsafe { self.memory.read_halves(view) };
         let pieces = to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE));
         pieces.for_each(|(to, from)| widen(view.dtype, to, from));
     }
 }
 
-impl Drop for Resolved<'_> {
+impl Drop for Call<'_> {
     /// Rounds what was written.
     fn drop(&mut self) {
         if let Some(mut copies) = self.copies.take() {
@@ -210,7 +232,9 @@ impl Drop for Resolved<'_> {
         }
         for &(view, floats) in &self.widened[..self.written] {
             // SAFETY: the operation has ended, and its slices with it; the view is its own still.
-            let (to, from) = unsafe { (self.memory.write_halves(view), self.memory.read(floats)) };
+            let to = unsafe { self.memory.write_halves(view) };
+            // SAFETY: as above.
+            let from = unsafe { self.memory.read(floats) };
             let pieces = to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE));
             pieces.for_each(|(to, from)| narrow(view.dtype, to, from));
         }
@@ -226,11 +250,12 @@ fn place(places: &[(View, View)], view: View) -> View {
 /// Panics when a view that is written overlaps another one.
 fn check_apart(writes: &[View], reads: &[View]) {
     let bytes = |view: &View| {
-        let (size, end) = (view.dtype.size(), view.at + view.len());
-        view.at * size..end * size
+        let size = view.dtype.size();
+        view.at * size..(view.at + view.len()) * size
     };
     let are_apart = |a: &View, b: &View| {
-        let (a, b) = (bytes(a), bytes(b));
+        let a = bytes(a);
+        let b = bytes(b);
         a.end <= b.start || b.end <= a.start
     };
     for (index, write) in writes.iter().enumerate() {
@@ -238,9 +263,4 @@ fn check_apart(writes: &[View], reads: &[View]) {
             assert!(are_apart(write, other), "{write} is written, and {other} is in use");
         }
     }
-}
-
-/// An optional view, or a view of nothing.
-pub(super) fn or_nothing(view: Option<View>) -> View {
-    view.unwrap_or(View::floats(0, 0))
 }

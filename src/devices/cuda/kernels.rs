@@ -1,4 +1,4 @@
-//! What layers ask for, as launches: checks operations, resolves views to addresses.
+//! What layers ask for, as launches: views become addresses, workspace is taken.
 
 use super::batch_metadata::DeviceMetadata;
 use super::driver::{Address, Place};
@@ -7,10 +7,10 @@ use super::{attention, cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, Gate, GateBackward, HeadNorm,
-    HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, PackPositive,
-    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns,
-    UnpackPositive, WriteKv,
+    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, DeviceKernels, Gate, GateBackward,
+    HeadNorm, HeadNormBackward, Linear, LinearBackward, Logits, Norm, NormBackward, PackPositive,
+    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Runs, RunsIn, Score, ScoreBackward,
+    TakeColumns, UnpackPositive, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -60,44 +60,126 @@ impl<'a> CudaKernels<'a> {
         self.on.map_or(Ok(()), |on| on.queue.end())
     }
 
-    fn run(&self, launch: impl FnOnce(&On<'_>)) {
+    fn on_device(&self, launch: impl FnOnce(&On<'_>)) {
         if let Some(on) = &self.on {
             launch(on);
         }
     }
 }
 
-impl Kernels for CudaKernels<'_> {
-    fn linear(&self, op: &Linear) {
-        op.check();
-        self.run(|on| on.linear(op));
-    }
+/// Operations that take no workspace: each is a method of [`On`].
+macro_rules! launched {
+    ($($name:ident($op:ty);)*) => {$(
+        impl Runs<$op> for CudaKernels<'_> {
+            fn run(&self, op: &$op) {
+                self.on_device(|on| on.$name(op));
+            }
+        }
+    )*};
+}
 
-    fn linear_backward(&self, op: &LinearBackward, scratch: &Scratch<'_>) {
-        op.check();
+launched! {
+    linear(Linear);
+    norm(Norm);
+    activate(Activate);
+    activate_backward(ActivateBackward);
+    gate(Gate);
+    gate_backward(GateBackward);
+    rotate(Rotate<'_>);
+    head_norm(HeadNorm<'_>);
+    attention(Attention<'_>);
+    write_kv(WriteKv<'_>);
+    read_kv(ReadKv<'_>);
+    cached_attention(CachedAttention<'_>);
+    dropout(ApplyDropout<'_>);
+    residual(Residual<'_>);
+    cast(Cast);
+    dequantise(Dequantise);
+    add_columns(AddColumns);
+    take_columns(TakeColumns);
+    pooled_rows(PooledRows<'_>);
+    pooled_rows_backward(PooledRowsBackward<'_>);
+    class_loss(ClassLoss<'_>);
+    class_loss_backward(ClassLossBackward<'_>);
+    add_token_types(AddTokenTypes<'_>);
+    add_positions(AddPositions<'_>);
+    add_positions_backward(AddPositionsBackward<'_>);
+    custom(Custom<'_>);
+}
+
+impl Runs<Clear> for CudaKernels<'_> {
+    fn run(&self, op: &Clear) {
+        self.on_device(|on| on.clear(op.y));
+    }
+}
+
+impl Runs<PackPositive> for CudaKernels<'_> {
+    fn run(&self, _: &PackPositive) {
+        unreachable!("packed activations are refused on this device");
+    }
+}
+
+impl RunsIn<LinearBackward> for CudaKernels<'_> {
+    fn run_in(&self, op: &LinearBackward, scratch: &Scratch<'_>) {
         let parts = linear::backward_scratch(op, &scratch.nested());
-        self.run(|on| on.linear_backward(op, parts));
+        self.on_device(|on| on.linear_backward(op, parts));
     }
+}
 
-    fn norm(&self, op: &Norm) {
-        op.check();
-        self.run(|on| on.norm(op));
-    }
-
-    fn norm_backward(&self, op: &NormBackward, scratch: &Scratch<'_>) {
-        op.check();
+impl RunsIn<NormBackward> for CudaKernels<'_> {
+    fn run_in(&self, op: &NormBackward, scratch: &Scratch<'_>) {
         let parts = norm::backward_scratch(op, &scratch.nested());
-        self.run(|on| on.norm_backward(op, parts));
+        self.on_device(|on| on.norm_backward(op, parts));
     }
+}
 
-    fn activate(&self, op: &Activate) {
-        op.check();
-        self.run(|on| on.activate(op));
+impl RunsIn<HeadNormBackward<'_>> for CudaKernels<'_> {
+    fn run_in(&self, op: &HeadNormBackward<'_>, scratch: &Scratch<'_>) {
+        let parts = head_norm::backward_scratch(op, &scratch.nested());
+        self.on_device(|on| on.head_norm_backward(op, parts));
     }
+}
 
-    fn activate_backward(&self, op: &ActivateBackward) {
-        op.check();
-        self.run(|on| on.activate_backward(op));
+impl RunsIn<AttentionBackward<'_>> for CudaKernels<'_> {
+    fn run_in(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
+        let workspace = attention::backward_scratch(&op.shape, &scratch.nested());
+        self.on_device(|on| on.attention_backward(op, workspace));
+    }
+}
+
+impl RunsIn<AddTokenTypesBackward<'_>> for CudaKernels<'_> {
+    fn run_in(&self, op: &AddTokenTypesBackward<'_>, scratch: &Scratch<'_>) {
+        let parts = embedding::backward_scratch(op, &scratch.nested());
+        self.on_device(|on| on.add_token_types_backward(op, parts));
+    }
+}
+
+impl RunsIn<Score> for CudaKernels<'_> {
+    fn run_in(&self, op: &Score, scratch: &Scratch<'_>) {
+        let labelled = cross_entropy::Labelled::take(&op.size(), &scratch.nested());
+        self.on_device(|on| on.score(op, &labelled));
+    }
+}
+
+impl RunsIn<Logits> for CudaKernels<'_> {
+    fn run_in(&self, op: &Logits, scratch: &Scratch<'_>) {
+        let scratch = scratch.nested();
+        let places = scratch.take_floats(1, op.y.rows);
+        let gathered = scratch.take(op.y.rows, op.h.columns);
+        self.on_device(|on| on.logits(op, places, gathered));
+    }
+}
+
+impl RunsIn<ScoreBackward<'_>> for CudaKernels<'_> {
+    fn run_in(&self, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
+        let memory = cross_entropy::BackwardScratch::take(op, &scratch.nested());
+        self.on_device(|on| on.score_backward(op, &memory));
+    }
+}
+
+impl DeviceKernels for CudaKernels<'_> {
+    fn unpack_positive(&self, _: &UnpackPositive) -> bool {
+        unreachable!("packed activations are refused on this device")
     }
 
     fn activate_linear_backward(
@@ -106,176 +188,11 @@ impl Kernels for CudaKernels<'_> {
         linear: &LinearBackward,
         scratch: &Scratch<'_>,
     ) {
-        activate.check();
-        linear.check();
-        assert_eq!(linear.dy, activate.dx, "the product is the one before the function");
         let parts = linear::backward_scratch(linear, &scratch.nested());
-        self.run(|on| on.activate_linear_backward(activate, linear, parts));
-    }
-
-    fn gate(&self, op: &Gate) {
-        op.check();
-        self.run(|on| on.gate(op));
-    }
-
-    fn gate_backward(&self, op: &GateBackward) {
-        op.check();
-        self.run(|on| on.gate_backward(op));
-    }
-
-    fn rotate(&self, op: &Rotate<'_>) {
-        op.check();
-        self.run(|on| on.rotate(op));
-    }
-
-    fn head_norm(&self, op: &HeadNorm<'_>) {
-        op.check();
-        self.run(|on| on.head_norm(op));
-    }
-
-    fn head_norm_backward(&self, op: &HeadNormBackward<'_>, scratch: &Scratch<'_>) {
-        op.check();
-        let parts = head_norm::backward_scratch(op, &scratch.nested());
-        self.run(|on| on.head_norm_backward(op, parts));
-    }
-
-    fn attention(&self, op: &Attention<'_>) {
-        op.check();
-        self.run(|on| on.attention(op));
-    }
-
-    fn attention_backward(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
-        op.check();
-        let workspace = attention::backward_scratch(&op.shape, &scratch.nested());
-        self.run(|on| on.attention_backward(op, workspace));
-    }
-
-    fn write_kv(&self, op: &WriteKv<'_>) {
-        op.check();
-        self.run(|on| on.write_kv(op));
-    }
-
-    fn read_kv(&self, op: &ReadKv<'_>) {
-        op.check();
-        self.run(|on| on.read_kv(op));
-    }
-
-    fn cached_attention(&self, op: &CachedAttention<'_>) {
-        op.check();
-        self.run(|on| on.cached_attention(op));
-    }
-
-    fn dropout(&self, op: &ApplyDropout<'_>) {
-        op.check();
-        self.run(|on| on.dropout(op));
-    }
-
-    fn residual(&self, op: &Residual<'_>) {
-        op.check();
-        self.run(|on| on.residual(op));
+        self.on_device(|on| on.activate_linear_backward(activate, linear, parts));
     }
 
     fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {
-        sum.check();
-        norm.check();
-        assert_eq!(norm.x, sum.y, "the norm is that of the sum");
-        self.run(|on| on.residual_norm(sum, norm));
-    }
-
-    fn cast(&self, op: &Cast) {
-        op.check();
-        self.run(|on| on.cast(op));
-    }
-
-    fn clear(&self, op: &Clear) {
-        self.run(|on| on.clear(op.y));
-    }
-
-    fn dequantise(&self, op: &Dequantise) {
-        op.check();
-        self.run(|on| on.dequantise(op));
-    }
-
-    fn pack_positive(&self, _: &PackPositive) {
-        unreachable!("packed activations are refused on this device");
-    }
-
-    fn unpack_positive(&self, _: &UnpackPositive) -> bool {
-        unreachable!("packed activations are refused on this device")
-    }
-
-    fn add_columns(&self, op: &AddColumns) {
-        op.check();
-        self.run(|on| on.add_columns(op));
-    }
-
-    fn take_columns(&self, op: &TakeColumns) {
-        op.check();
-        self.run(|on| on.take_columns(op));
-    }
-
-    fn pooled_rows(&self, op: &PooledRows<'_>) {
-        op.check();
-        self.run(|on| on.pooled_rows(op));
-    }
-
-    fn pooled_rows_backward(&self, op: &PooledRowsBackward<'_>) {
-        op.check();
-        self.run(|on| on.pooled_rows_backward(op));
-    }
-
-    fn class_loss(&self, op: &ClassLoss<'_>) {
-        op.check();
-        self.run(|on| on.class_loss(op));
-    }
-
-    fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
-        op.check();
-        self.run(|on| on.class_loss_backward(op));
-    }
-
-    fn add_token_types(&self, op: &AddTokenTypes<'_>) {
-        op.check();
-        self.run(|on| on.add_token_types(op));
-    }
-
-    fn add_token_types_backward(&self, op: &AddTokenTypesBackward<'_>, scratch: &Scratch<'_>) {
-        op.check();
-        let parts = embedding::backward_scratch(op, &scratch.nested());
-        self.run(|on| on.add_token_types_backward(op, parts));
-    }
-
-    fn add_positions(&self, op: &AddPositions<'_>) {
-        op.check();
-        self.run(|on| on.add_positions(op));
-    }
-
-    fn add_positions_backward(&self, op: &AddPositionsBackward<'_>) {
-        op.check();
-        self.run(|on| on.add_positions_backward(op));
-    }
-
-    fn score(&self, op: &Score, scratch: &Scratch<'_>) {
-        op.check();
-        let labelled = cross_entropy::Labelled::take(&op.size(), &scratch.nested());
-        self.run(|on| on.score(op, &labelled));
-    }
-
-    fn logits(&self, op: &Logits, scratch: &Scratch<'_>) {
-        op.check();
-        let scratch = scratch.nested();
-        let places = scratch.take_floats(1, op.y.rows);
-        let gathered = scratch.take(op.y.rows, op.h.columns);
-        self.run(|on| on.logits(op, places, gathered));
-    }
-
-    fn score_backward(&self, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
-        op.check();
-        let memory = cross_entropy::BackwardScratch::take(op, &scratch.nested());
-        self.run(|on| on.score_backward(op, &memory));
-    }
-
-    fn custom(&self, op: &Custom<'_>) {
-        self.run(|on| on.custom(op));
+        self.on_device(|on| on.residual_norm(sum, norm));
     }
 }

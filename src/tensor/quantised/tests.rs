@@ -91,7 +91,8 @@ fn bytes_and_values_are_those_of_bitsandbytes() {
                 let storage = encoded(how, level, &from, shape);
                 let bytes: &[u8] = bytemuck::cast_slice(&storage);
                 let part = |index: usize, bytes_of: usize| {
-                    let (from, end) = (4 * parts[index], 4 * parts[index + 1]);
+                    let from = 4 * parts[index];
+                    let end = 4 * parts[index + 1];
                     let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
                     assert!(is_zero(&bytes[from + bytes_of..end]), "what lies between is zero");
                     &bytes[from..from + bytes_of]
@@ -191,7 +192,8 @@ fn zeros_stay_zeros_and_tiny_numbers_become_zeros() {
 #[test]
 #[cfg_attr(miri, ignore = "its matrices take Miri minutes")]
 fn what_is_not_finite_is_named() {
-    let (rows, columns) = (40, 1000);
+    let rows = 40;
+    let columns = 1000;
     for (how, value) in BOTH.into_iter().zip([f32::NAN, f32::NEG_INFINITY]) {
         let mut from = noise(rows * columns, 1);
         for at in [39_999, 17_003, 30_000] {

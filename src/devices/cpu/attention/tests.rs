@@ -7,8 +7,10 @@ use crate::kernels::{BatchMetadata, Document, DropoutKey, SequenceChunk};
 
 /// The masks are the kernel's own; what is done with them is not.
 fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
-    let (h, d) = (size.heads, size.head_size);
-    let (c, k) = (h * d, size.kv_heads);
+    let h = size.heads;
+    let d = size.head_size;
+    let c = h * d;
+    let k = size.kv_heads;
     let mut y = vec![0.0; size.rows() * c];
     for (sequence, head) in (0..size.batch.sequences() * h).map(|i| (i / h, i % h)) {
         let rows = size.batch.sequence(sequence);
@@ -55,7 +57,8 @@ fn check(sequences: usize, t: usize, h: usize, d: usize, causal: bool, p: f32) {
 fn cut(lengths: &[usize], every: &[usize]) -> Vec<Document> {
     let mut all = Vec::new();
     for &length in lengths {
-        let (mut at, mut turn) = (0, every.iter().cycle());
+        let mut at = 0;
+        let mut turn = every.iter().cycle();
         while at < length {
             let to = length.min(at + turn.next().expect("it goes round"));
             all.extend(vec![Document { from: at as u32, to: to as u32 }; to - at]);
@@ -106,16 +109,20 @@ fn check_documents(
         window,
         dropout: batch.dropout(p, 3, 0),
     };
-    let (r, c) = (size.rows(), h * d);
-    let (qkv, dy) = (noise(r * size.qkv_width(), 1), noise(r * c, 2));
+    let r = size.rows();
+    let c = h * d;
+    let qkv = noise(r * size.qkv_width(), 1);
+    let dy = noise(r * c, 2);
     for level in Level::all() {
-        let (mut y, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
+        let mut y = vec![f32::NAN; r * c];
+        let mut lse = vec![f32::NAN; r * h];
         forward(level, &mut y, &mut lse, &qkv.narrow, None, &size);
         close(&y, &plain(&qkv.wide, &size), 1e-5);
         let mut sums = vec![f32::NAN; r * h];
         delta(level, &mut sums, &y, &dy.narrow, &size);
         let mut dqkv = vec![f32::NAN; r * size.qkv_width()];
-        let (dy_all, qkv_all) = (&dy.narrow, &qkv.narrow);
+        let dy_all = &dy.narrow;
+        let qkv_all = &qkv.narrow;
         let inputs = Inputs { dy: dy_all, lse: &lse, qkv: qkv_all, kv: None, delta: &sums };
         backward(level, &mut dqkv, None, &inputs, &size);
         if r * c < 400 {
@@ -139,13 +146,18 @@ fn check_chunks(
     [qkv, dy]: [&[f32]; 2],
     size: &AttentionShape<'_>,
 ) {
-    let (h, c) = (size.heads, size.heads * size.head_size);
-    let (packed, width) = (size.qkv_width(), size.kv_width());
+    let h = size.heads;
+    let c = size.heads * size.head_size;
+    let packed = size.qkv_width();
+    let width = size.kv_width();
     for sequence in 0..size.batch.sequences() {
         let rows = size.batch.sequence(sequence);
         let t = rows.len();
         let of = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
-        let (y, dqkv, qkv, dy) = (of(y, c), of(dqkv, packed), of(qkv, packed), of(dy, c));
+        let y = of(y, c);
+        let dqkv = of(dqkv, packed);
+        let qkv = of(qkv, packed);
+        let dy = of(dy, c);
         let mut kv = vec![0.0; t * width];
         copy_from_qkv(&mut kv, &qkv, size);
         let mut dkv = vec![f32::NAN; t * width];
@@ -155,8 +167,10 @@ fn check_chunks(
             let dropout = size.dropout.and_then(|of_all| batch.dropout(of_all.probability, 3, 0));
             let few = AttentionShape { batch, dropout, ..*size };
             let r = to - from;
-            let (qkv, dy) = (&qkv[from * packed..to * packed], &dy[from * c..to * c]);
-            let (mut found, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
+            let qkv = &qkv[from * packed..to * packed];
+            let dy = &dy[from * c..to * c];
+            let mut found = vec![f32::NAN; r * c];
+            let mut lse = vec![f32::NAN; r * h];
             let before = Some(&kv[..to * width]);
             forward(level, &mut found, &mut lse, qkv, before, &few);
             assert_eq!(found, y[from * c..to * c], "{from}");
@@ -165,7 +179,8 @@ fn check_chunks(
             let inputs = Inputs { dy, lse: &lse, qkv, kv: before, delta: &sums };
             let mut dq = vec![f32::NAN; r * packed];
             let dkv = &mut dkv[..to * width];
-            backward(level, &mut dq, Some((dkv, to < t)), &inputs, &few);
+            let part = DkvPart { values: dkv, accumulate: to < t };
+            backward(level, &mut dq, Some(part), &inputs, &few);
             copy_to_qkv(&mut dq, &dkv[from * width..], &few);
             let expected: Vec<f64> =
                 dqkv[from * packed..to * packed].iter().map(|d| f64::from(*d)).collect();

@@ -97,7 +97,8 @@ macro_rules! two_vectors {
             #[inline(never)]
             unsafe fn sum<const PANEL: bool>(
                 c: Target,
-                (mut column, by): (*const f32, usize),
+                mut column: *const f32,
+                by: usize,
                 mut row: *const f32,
                 depth: usize,
             ) {
@@ -137,8 +138,8 @@ macro_rules! two_vectors {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match a {
-                        Left::Rows { at, by } => Self::sum::<false>(c, (at, by), b, depth),
-                        Left::Panel { at } => Self::sum::<true>(c, (at, 1), b, depth),
+                        Left::Rows { at, by } => Self::sum::<false>(c, at, by, b, depth),
+                        Left::Panel { at } => Self::sum::<true>(c, at, 1, b, depth),
                     }
                 }
             }

@@ -104,7 +104,8 @@ impl Product<'_> {
         let across = columns.div_ceil(wide);
         let c = Scattered::new(c);
         (0..across * rows.div_ceil(high)).into_par_iter().with_max_len(1).for_each(|task| {
-            let (row, column) = (task / across * high, task % across * wide);
+            let row = task / across * high;
+            let column = task % across * wide;
             let part = self.part(row, column, high.min(rows - row), wide.min(columns - column));
             // SAFETY: inside c, whose length was checked; no other task has these elements.
             unsafe { task::run(level, part, c.base().add(row * columns + column), columns) };
@@ -140,7 +141,8 @@ impl Product<'_> {
             Start::Bias(bias) => Start::Bias(&bias[column..column + columns]),
             other => other,
         };
-        let (a, b) = (self.a.from(row, 0), self.b.from(0, column));
+        let a = self.a.from(row, 0);
+        let b = self.b.from(0, column);
         Product { a, b, rows, columns, start, ..self }
     }
 

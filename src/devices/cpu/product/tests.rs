@@ -29,8 +29,10 @@ fn matrix(data: &[f32], [rows, columns]: [usize; 2], transposed: bool) -> Matrix
 #[test]
 fn products_are_sums_of_products() {
     for [rows, depth, columns] in SIZES {
-        let (a, b) = (noise(rows * depth, 1), noise(depth * columns, 2));
-        let (before, bias) = (noise(rows * columns, 3), noise(columns, 4));
+        let a = noise(rows * depth, 1);
+        let b = noise(depth * columns, 2);
+        let before = noise(rows * columns, 3);
+        let bias = noise(columns, 4);
         for turns in [[false, false], [false, true], [true, false], [true, true]] {
             let left = matrix(&a.narrow, [rows, depth], turns[0]);
             let right = matrix(&b.narrow, [depth, columns], turns[1]);
@@ -47,7 +49,8 @@ fn products_are_sums_of_products() {
                 let mut c = before.narrow.clone();
                 product.run(level, &mut c);
                 for (index, c) in c.iter().enumerate() {
-                    let (i, j) = (index / columns, index % columns);
+                    let i = index / columns;
+                    let j = index % columns;
                     let from = match start {
                         Start::Zero => 0.0,
                         Start::C => before.wide[index],
@@ -76,17 +79,18 @@ fn products_are_sums_of_products() {
 #[test]
 fn tiles_change_no_bits() {
     for [rows, depth, columns] in SIZES {
-        let (a, b) = (noise(rows * depth, 1).narrow, noise(depth * columns, 2).narrow);
+        let a = noise(rows * depth, 1).narrow;
+        let b = noise(depth * columns, 2).narrow;
         for turns in [[false, false], [false, true], [true, false], [true, true]] {
-            let (a, b) =
-                (matrix(&a, [rows, depth], turns[0]), matrix(&b, [depth, columns], turns[1]));
+            let a = matrix(&a, [rows, depth], turns[0]);
+            let b = matrix(&b, [depth, columns], turns[1]);
             // The widest that one task takes.
             let columns = columns.min(WIDE);
             let product = Product { a, b, rows, depth, columns, start: Start::Zero };
             let mut plain = vec![f32::NAN; rows * columns];
             product.run(Level::Portable, &mut plain);
-            let (mut six, mut fourteen) =
-                (vec![f32::NAN; plain.len()], vec![f32::NAN; plain.len()]);
+            let mut six = vec![f32::NAN; plain.len()];
+            let mut fourteen = vec![f32::NAN; plain.len()];
             // SAFETY: the results are as large as the product.
             unsafe {
                 task::run_in_tiles::<6, 16>(product, six.as_mut_ptr(), columns);
@@ -100,9 +104,13 @@ fn tiles_change_no_bits() {
 #[test]
 fn threads_and_other_rows_change_no_bits() {
     // With many threads, the last task has two rows.
-    let (rows, depth, columns) = (71 * 72 + 2, 40, 33);
-    let (a, b) = (noise(rows * depth, 1).narrow, noise(depth * columns, 2).narrow);
-    let (a, b) = (Matrix::rows(&a, depth), Matrix::rows(&b, columns));
+    let rows = 71 * 72 + 2;
+    let depth = 40;
+    let columns = 33;
+    let a = noise(rows * depth, 1).narrow;
+    let b = noise(depth * columns, 2).narrow;
+    let a = Matrix::rows(&a, depth);
+    let b = Matrix::rows(&b, columns);
     let product = Product { a, b, rows, depth, columns, start: Start::Zero };
     let with = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
