@@ -196,7 +196,7 @@ extern "C" __global__ void activate_backward(T* dx, const T* x, long long n, int
     write(dx + at, d, count);
 }
 
-// dx = dx f'(x) for neighbours in some rows; returns the sums of dx over the rows, as it was rounded. Four rows are loaded
+// dx = dx f'(x) for neighbours in some rows; returns the sums of the rounded dx over the rows. Four rows are loaded
 // before the first is computed, so that loads do not wait for each other.
 template <bool PACKED>
 __device__ inline Some<WIDE> activate_rows(T* dx, const T* x, int rows, int columns, int count, int form) {
