@@ -7,7 +7,7 @@ use super::texts::AMPERE;
 use crate::kernels::{Attention, AttentionBackward, AttentionShape, ChunkKv};
 use crate::tensor::{Scratch, View};
 
-/// A kernel with a block for each tile of a head, as the text expects.
+/// A kernel with a block for each tile of a head, and the launch that its text expects.
 #[derive(Clone, Copy)]
 struct Tiles {
     kernel: &'static str,
@@ -74,7 +74,7 @@ const CORES: [(usize, Passes); 4] = [
     ),
 ];
 
-/// The same on sm_70 and sm_75, with at most 64 KiB of shared memory a block.
+/// In 16 bits on the tensor cores of sm_70 and sm_75, with at most 64 KiB of shared memory a block.
 const CORES_IN_64K: [(usize, Passes); 4] = [
     CORES[0],
     CORES[1],
@@ -100,8 +100,8 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
 /// large GPU. With half of them, some multiprocessors have no block.
 const ENOUGH_KEYS: usize = 16_896;
 
-/// Into how many shares the query heads of a key head are split: each share is a block of its own.
-/// With few keys there are several, and their gradients are summed afterwards.
+/// The number of shares into which the query heads of a key head are split. Each share is a block of
+/// its own. With few keys there are several shares, and their gradients are summed afterwards.
 fn shares_of(shape: &AttentionShape<'_>) -> usize {
     let keys = shape.kv_rows() * shape.kv_heads;
     let group = shape.heads / shape.kv_heads;
@@ -113,7 +113,7 @@ fn shares_of(shape: &AttentionShape<'_>) -> usize {
 }
 
 /// Workspace of the backward: Σ y dy of each query and head, and the gradients of the shares. Its
-/// size never falls as rows are added, so what is planned is enough for a smaller micro-batch.
+/// size never falls as rows are added, so the planned workspace is enough for smaller micro-batches.
 pub(super) fn backward_scratch(shape: &AttentionShape<'_>, scratch: &Scratch<'_>) -> [View; 2] {
     let keys = (shape.kv_rows() * shape.kv_heads).min(ENOUGH_KEYS / 2);
     let group = shape.heads / shape.kv_heads;
@@ -188,8 +188,8 @@ impl On<'_> {
         self.tiles(to_queries, shape, queries, shape.heads, &arguments);
     }
 
-    /// Blocks for each tile of so many positions of each of so many heads. Heads come first: the
-    /// blocks that walk the most begin before all others, of whatever head.
+    /// Launches a block for each tile of positions of each head. Heads come first in the grid, so
+    /// that the longest blocks of all heads begin first.
     fn tiles(
         &self,
         tiles: Tiles,

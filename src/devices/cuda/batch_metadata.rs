@@ -14,7 +14,7 @@ pub(super) struct DeviceMetadata {
     rows: usize,
 }
 
-/// Words that the metadata of so many rows takes: sequences, cached positions, kinds, and behind
+/// Words of a micro-batch's metadata: first rows of sequences, cached positions, kinds, and behind
 /// them documents, where there are some.
 fn words(sequences: usize, rows: usize, has_documents: bool) -> usize {
     let documents = if has_documents { 2 * rows } else { 0 };
@@ -27,12 +27,12 @@ impl DeviceMetadata {
         words(rows.sequences, rows.count(), true)
     }
 
-    /// That of a micro-batch, at an address.
+    /// The metadata of a micro-batch, at an address.
     pub(super) fn of(batch: &BatchMetadata<'_>, at: Address) -> DeviceMetadata {
         DeviceMetadata { at, sequences: batch.sequences(), rows: batch.rows() }
     }
 
-    /// Writes it to memory of the host, which is all that it takes.
+    /// Writes the metadata to memory of the host, which grows to its size.
     pub(super) fn write(batch: &BatchMetadata<'_>, to: &mut Vec<u32>) {
         let BatchMetadata { starts, cached, documents, kinds, .. } = *batch;
         let sequences = batch.sequences();

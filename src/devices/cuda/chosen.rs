@@ -24,7 +24,7 @@ const RUNS: usize = 5;
 /// An algorithm replaces the first if it takes at most this share of the first's time.
 const FASTER: f64 = 0.98;
 
-/// See the [module](self).
+/// The chosen algorithms of a device's products.
 #[derive(Default)]
 pub(super) struct Chosen {
     library: ProductLibrary,
@@ -37,7 +37,7 @@ pub(super) struct Chosen {
 struct State {
     algorithms: HashMap<AlgorithmKey, Algorithm>,
     warnings: Vec<String>,
-    /// None: nobody asks for times.
+    /// None: products are not timed.
     timed: Option<HashMap<AlgorithmKey, Vec<Candidate>>>,
 }
 
@@ -61,9 +61,9 @@ struct Row {
     product: ProductKey,
     alignment: Alignment,
     algorithm: Algorithm,
-    /// Of the library's first algorithm.
+    /// The time of the library's first algorithm.
     first_microseconds: f64,
-    /// Of this one.
+    /// The time of this algorithm.
     best_microseconds: f64,
 }
 
@@ -87,7 +87,7 @@ fn read(path: &Path, library: &ProductLibrary) -> Result<Vec<Row>, BoxedError> {
 }
 
 /// Takes the lock of the processes that read the file and write it anew, and waits while another
-/// has it. On a file system without locks, nobody waits.
+/// process has it. On a file system without locks, it does not wait.
 fn lock(path: &Path) -> io::Result<File> {
     fs::create_dir_all(path.parent().expect("it is in a folder"))?;
     let file = File::create(path.with_extension("lock"))?;
@@ -109,7 +109,7 @@ fn write(path: &Path, library: &ProductLibrary, rows: &[Row]) -> Result<(), Boxe
 }
 
 impl Chosen {
-    /// What a folder has for a GPU and its library.
+    /// The choice that a folder has for a GPU and its library.
     pub(super) fn read(folder: Option<&Path>, library: ProductLibrary) -> Chosen {
         // Algorithms are for a workspace of this size.
         let ProductLibrary { gpu, architecture, cublaslt } = &library;
@@ -136,7 +136,7 @@ impl Chosen {
         self.state.lock().expect("nothing panics inside")
     }
 
-    /// Words for what was ignored, once.
+    /// Warnings of what was ignored, each once.
     pub(super) fn take_warnings(&self) -> Vec<String> {
         std::mem::take(&mut self.state().warnings)
     }
@@ -177,7 +177,7 @@ impl Chosen {
         state.timed.get_or_insert_default();
     }
 
-    /// Runs the algorithms of a product in turn, if somebody asks for times and it comes for the
+    /// Runs the algorithms of a product in turn, if products are timed and this one comes for the
     /// first time. They write to the product's own place, so the product is computed behind this,
     /// and one that adds to its place is not timed: the same product without it chooses for both.
     pub(super) fn time(
@@ -216,8 +216,8 @@ impl Chosen {
         Ok(())
     }
 
-    /// Chooses for the products that were timed, and writes the choice to the file, beside what is
-    /// there of other products. Waits for the device. None: nobody asked for times.
+    /// Chooses for the products that were timed, and writes the choice to the file; rows of other
+    /// products stay there. Waits for the device. None: products were not timed.
     pub(super) fn store(&self, driver: &dyn Driver) -> Result<Option<ProductTable>, BoxedError> {
         let Some(timed) = self.state().timed.take() else { return Ok(None) };
         let path = self.path.clone().ok_or("device.kernel_cache names no folder")?;
@@ -235,7 +235,7 @@ impl Chosen {
         products.sort_by(|one, other| other.first.total_cmp(&one.first));
         let unwritten = |error: BoxedError| format!("{}: {error}", path.display());
         let _lock = lock(&path).map_err(|error| unwritten(error.into()))?;
-        // What cannot be read was warned of, and is written anew.
+        // A file that cannot be read has given a warning, and is written anew.
         let mut before = read(&path, &self.library).unwrap_or_default();
         before.retain(|row| rows.iter().all(|new| new.key() != row.key()));
         rows.extend(before);

@@ -20,7 +20,7 @@ impl On<'_> {
         self.move_pooled_rows("pooled_rows_backward", [dx, dy], pool, batch);
     }
 
-    /// One way or the other, with a block for each row that is written.
+    /// Copies pooled rows forward, or their gradients back, with a block for each row written.
     fn move_pooled_rows(
         &self,
         kernel: &'static str,
@@ -67,7 +67,7 @@ impl On<'_> {
     }
 }
 
-/// What a loss is told of the number of sequences: 0 where each row is a sample of its own.
+/// The kernels' number of sequences: 0 where each row is a sample of its own.
 fn sequences(samples: Samples, batch: &BatchView<'_>) -> usize {
     match samples {
         Samples::Sequences => batch.sequences(),

@@ -11,10 +11,10 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::texts::{PRELUDE, Target, element};
 use crate::devices::Library;
 
-/// Machine code of a text for an architecture (`90`), from the cache folder if it is there.
+/// Machine code of a text for a target, from the cache folder if it is there.
 ///
 /// # Errors
-/// What the compiler says.
+/// The compiler does not know the architecture, or refuses the text.
 pub(super) fn cubin(
     name: &str,
     text: &str,
@@ -35,7 +35,7 @@ pub(super) fn cubin(
     let file = format!("{name}-{architecture}-{:016x}.cubin", xxh3_64(identity.as_bytes()));
     let path = cache.map(|folder| folder.join(file));
     if let Some(code) = path.as_ref().and_then(|path| fs::read(path).ok()) {
-        // What a kill cut off does not end with its digest.
+        // A file that a kill cut off does not end with its digest.
         if let Some((code, digest)) = code.split_last_chunk::<8>()
             && xxh3_64(code).to_le_bytes() == *digest
         {
@@ -68,10 +68,10 @@ pub(super) fn cubin(
     Ok(code)
 }
 
-/// What the compiler knows; none where it does not say.
+/// The architectures that the compiler knows; empty if it does not say.
 fn architectures() -> Vec<u32> {
     let mut count = 0;
-    // SAFETY: the library is there, and writes what it is given places for.
+    // SAFETY: the library is loaded, and writes no more than the places that it is given.
     unsafe {
         if sys::nvrtcGetNumSupportedArchs(&mut count).result().is_err() {
             return Vec::new();

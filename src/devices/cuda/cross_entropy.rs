@@ -10,8 +10,8 @@ use super::linear::Table;
 use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize, Smoothing};
 use crate::tensor::{Scratch, View};
 
-/// Positions that are scored at once, out of so many: from shapes alone. Each time, a tile's
-/// weights and their gradient are read: the more positions at once, the less that costs.
+/// Positions that are scored at once, from shapes alone. Each time, the weights of a tile and their
+/// gradient are read, so more positions at once cost fewer reads.
 fn chunk_of(rows: usize) -> usize {
     rows.min(2048)
 }
@@ -28,7 +28,7 @@ pub(super) struct Labelled {
     places: View,
     /// Some of these rows side by side. (chunk, C).
     h: View,
-    /// Their logits. (chunk, V), a stride apart.
+    /// The logits of these rows. (chunk, V), a stride apart.
     logits: View,
 }
 
@@ -158,7 +158,7 @@ impl On<'_> {
         }
     }
 
-    /// The same of some labelled rows.
+    /// The backward of some labelled rows.
     fn score_backward_of(
         &self,
         op: &ScoreBackward<'_>,

@@ -1,5 +1,6 @@
-//! What the device asks of a CUDA driver: one memory; copies, launches and products, in order on
-//! streams of its own; and events between the streams. Only calls that say so wait for the device.
+//! The calls of a CUDA driver that the device needs: memory; copies, launches and products, in
+//! order on streams of its own; and events between the streams. Only calls whose comment says so
+//! wait for the device.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -25,7 +26,7 @@ pub(super) enum Stream {
     Download,
 }
 
-/// How many there are.
+/// The number of streams.
 pub(super) const STREAMS: usize = 4;
 
 impl Stream {
@@ -70,7 +71,7 @@ pub(super) trait Argument {
     fn bytes(&self) -> &[u8];
 }
 
-/// A kernel, on so many blocks of so many threads.
+/// A launch of a kernel: `grid` blocks of `block` threads.
 #[derive(Clone, Copy)]
 pub(super) struct Launch<'a> {
     pub(super) kernel: &'static str,
@@ -115,7 +116,7 @@ impl Place {
     /// The null address.
     pub(super) const NULL: Place = Place { at: 0, dtype: Dtype::F32 };
 
-    /// The tensor that begins so many elements later.
+    /// The tensor that begins `elements` elements later.
     pub(super) fn behind(self, elements: usize) -> Place {
         Place { at: self.at + (elements * self.dtype.size()) as Address, ..self }
     }
@@ -148,7 +149,8 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// What the choice of a way depends on: all but addresses, so that bits do not depend on slots.
+    /// The product without its addresses. The choice of a way depends on this alone, so that bits do
+    /// not depend on slots.
     pub(super) fn key(&self) -> ProductKey {
         let Product { rows, inner, columns, a, b, c, stride, bias, .. } = *self;
         ProductKey {
@@ -161,17 +163,17 @@ impl Product {
     }
 }
 
-/// A product but for its addresses.
+/// A product without its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ProductKey {
-    /// Of the factors, and of the product.
+    /// The dtype of both factors, and that of the product.
     pub(super) dtypes: [Dtype; 2],
-    /// Rows, inner and columns.
+    /// Rows of a and c, the inner size, columns of b and c.
     pub(super) sizes: [usize; 3],
-    /// Of a, b and c.
+    /// The strides of a, b and c.
     pub(super) strides: [usize; 3],
-    /// Whether a and b are.
+    /// Whether a and b are read transposed.
     pub(super) transposed: [bool; 2],
     pub(super) has_bias: bool,
 }
@@ -196,13 +198,13 @@ impl fmt::Display for ProductKey {
     }
 }
 
-/// What a library of products may rely on.
+/// The alignment that an algorithm of a library of products relies on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Alignment {
-    /// On [`ProductKey::alignments`].
+    /// Rows are aligned as [`ProductKey::alignments`] says.
     OfRows,
-    /// On that of an element.
+    /// Elements are aligned to their own size, and rows to nothing more.
     OfElements,
 }
 
@@ -241,9 +243,9 @@ pub(super) struct ProductLibrary {
 }
 
 /// A driver and one of its devices. A caller that passes host memory keeps it until the work is
-/// done. Until then nobody writes what is read, and nobody touches what is written.
+/// done. Until then no thread writes memory that is read, or touches memory that is written.
 pub(super) trait Driver: Send + Sync + 'static {
-    /// What its kernels are compiled for.
+    /// The target that its kernels are compiled for.
     fn target(&self) -> Target;
 
     /// Allocates memory, all zero.
@@ -252,7 +254,7 @@ pub(super) trait Driver: Send + Sync + 'static {
     /// Pins memory of the host, so that the device can copy it directly.
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError>;
 
-    /// Where the device finds pinned memory of the host, if it can read it.
+    /// The device's address of pinned memory of the host, if the device can read it.
     fn mapped(&self, at: *const u8) -> Option<Address>;
 
     /// Undoes [`pin`](Driver::pin).
@@ -313,7 +315,7 @@ pub(super) trait Driver: Send + Sync + 'static {
         alignment: Alignment,
     ) -> Result<Vec<Algorithm>, BoxedError>;
 
-    /// What algorithms are for.
+    /// The GPU and the library that algorithms are valid for.
     fn product_library(&self) -> ProductLibrary;
 
     /// Records an event, which is reached when all work queued on the stream until now is done.
@@ -342,7 +344,7 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// See [`Driver::record`].
+    /// Records an event on a stream ([`Driver::record`]).
     pub(super) fn record(driver: &Arc<dyn Driver>, on: Stream) -> Result<Arc<Event>, BoxedError> {
         let id = driver.record(on)?;
         Ok(Arc::new(Event { id, driver: driver.clone() }))

@@ -155,20 +155,21 @@ pub(super) fn activation_number(activation: Activation) -> i32 {
 /// Channels or columns that one thread computes.
 pub(super) const NEIGHBOURS: usize = 4;
 
-/// The same where a thread moves 16 bytes at a time.
+/// Channels or columns of one thread that moves 16 bytes at a time.
 pub(super) fn wide(dtype: Dtype) -> usize {
     16 / dtype.size()
 }
 
-/// Threads of a block that walks a row of so many channels, as the text expects.
+/// Threads of a block that walks a row of `channels`, with `neighbours` a thread: the number that
+/// the kernels' text expects.
 fn threads(channels: usize, neighbours: usize) -> u32 {
     (32 * channels.div_ceil(32 * neighbours)).min(256) as u32
 }
 
-/// Rows of one partial sum: from shapes alone, whatever the device is.
+/// Rows of one partial sum. It is a constant, so that sums have the same order on all devices.
 pub(super) const PART: usize = 64;
 
-/// Partial sums over so many rows.
+/// The number of partial sums over `rows` rows.
 pub(super) fn parts_of(rows: usize) -> usize {
     rows.div_ceil(PART)
 }
@@ -205,7 +206,7 @@ impl<'a> Queue<'a> {
         Queue { driver, workspace, ways, chosen, times, failed: RefCell::default() }
     }
 
-    /// What kernels are compiled for.
+    /// The target that kernels are compiled for.
     pub(super) fn target(&self) -> Target {
         self.driver.target()
     }
@@ -223,7 +224,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Launches a kernel on so many blocks of so many threads.
+    /// Launches a kernel on `grid` blocks of `block` threads.
     pub(super) fn launch(
         &self,
         kernel: &'static str,
@@ -253,8 +254,8 @@ impl<'a> Queue<'a> {
         self.launch(kernel, [blocks, 1, 1], [256, 1, 1], 0, arguments);
     }
 
-    /// Launches a kernel with a block for each row, which walks the whole row, so many neighbours a
-    /// thread.
+    /// Launches a kernel with a block for each row. The block walks the whole row, and each thread
+    /// has `neighbours` channels at a time.
     pub(super) fn rows(
         &self,
         kernel: &'static str,
@@ -277,7 +278,7 @@ impl<'a> Queue<'a> {
         self.wide_columns(kernel, [rows, layers], channels, NEIGHBOURS, arguments);
     }
 
-    /// The same, with so many neighbours for each thread.
+    /// Launches a kernel as [`columns`](Queue::columns) does, with `neighbours` channels a thread.
     pub(super) fn wide_columns(
         &self,
         kernel: &'static str,

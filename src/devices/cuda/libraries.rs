@@ -1,5 +1,5 @@
-//! CUDA's libraries: found, or said what to install; loaded when they are asked for, and not
-//! before.
+//! Finds CUDA's libraries, or says what to install. They are loaded when a config asks for CUDA, and
+//! not before.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ const INSTALL: [(&str, &str); 3] = [
 
 /// The driver, NVRTC and cuBLASLt, looked for on the loader's path, then in a folder.
 pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
-    // SAFETY: loading them runs what they begin with, which is NVIDIA's.
+    // SAFETY: loading a library runs its initializers, which are NVIDIA's.
     let present: [fn() -> bool; 3] = unsafe {
         [
             || driver::sys::is_culib_present(),
@@ -85,7 +85,7 @@ fn loaded(name: &str) -> Option<PathBuf> {
 fn version(index: usize) -> Option<(u32, u32)> {
     let mut major = 0;
     let mut minor = 0;
-    // SAFETY: the library is there, and each writes what it is given places for.
+    // SAFETY: the library is loaded, and each call writes no more than the places that it is given.
     unsafe {
         match index {
             0 => {
@@ -105,7 +105,7 @@ fn version(index: usize) -> Option<(u32, u32)> {
 /// All three, of versions that go together.
 ///
 /// # Errors
-/// What is missing or too old, and what to do.
+/// The error that names a library that is missing or too old, and says what to do.
 pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
     if let Some(folder) = folder {
         let unreadable = |error| format!("device.cuda_libraries {}: {error}", folder.display());

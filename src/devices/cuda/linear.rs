@@ -6,7 +6,7 @@ use super::launches::{PART, int, parts_of};
 use crate::kernels::{Linear, LinearBackward, LinearSize};
 use crate::tensor::{Scratch, View};
 
-/// Rows of a tensor, so many elements apart; a product may read it transposed.
+/// Rows of a tensor, `stride` elements apart; a product may read it transposed.
 #[derive(Clone, Copy)]
 pub(super) struct Table {
     view: View,

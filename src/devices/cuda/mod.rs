@@ -78,7 +78,7 @@ const PRODUCT_WORKSPACE: usize = (ALIGNED + WORKSPACE) / FLOAT;
 /// Floats of a mark, with what keeps the rest aligned.
 const MARK: usize = 16;
 
-/// See the [module](self).
+/// A GPU with its memory, kernels and copies.
 pub(super) struct Cuda {
     driver: Arc<dyn Driver>,
     memory: Address,
@@ -106,11 +106,11 @@ pub(super) struct Cuda {
     pinned: Pinned,
 }
 
-/// See [`Cuda::send_metadata`].
+/// The metadata that [`Cuda::send_metadata`] sent last.
 #[derive(Default)]
 struct Current {
     words: Vec<u32>,
-    /// How often the device was sent others.
+    /// The number of times that other metadata was sent.
     changes: usize,
 }
 
@@ -151,7 +151,7 @@ impl Clock {
 }
 
 impl Cuda {
-    /// With memory for so many floats, of which `overhead` is the device's own.
+    /// A device with memory for `floats` floats, of which `overhead` is the device's own.
     fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, BoxedError> {
         let memory = driver.allocate(floats * FLOAT)?;
         let marked = overhead.part(0..MARK);

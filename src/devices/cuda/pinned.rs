@@ -28,7 +28,7 @@ pub(super) fn parts(at: usize, bytes: usize) -> impl Iterator<Item = Range<usize
     })
 }
 
-/// See the [module](self).
+/// The pinned memory of a device.
 #[derive(Default)]
 pub(super) struct Pinned(Mutex<State>);
 
@@ -38,7 +38,7 @@ struct State {
     parts: Vec<usize>,
     bytes: u64,
     refused: u64,
-    /// The driver's first error, until the user was told.
+    /// The driver's first error, until a warning has reported it.
     error: Option<BoxedError>,
 }
 

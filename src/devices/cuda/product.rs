@@ -17,10 +17,10 @@ use crate::tensor::Dtype;
 /// The most algorithms that the library is asked for.
 const ALGORITHMS: usize = 8;
 
-/// The library, and what it has chosen.
+/// The library, and the algorithms that it has chosen.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
-    /// None: it has no algorithm.
+    /// The library's first algorithm; none: it has no algorithm.
     chosen: Mutex<HashMap<AlgorithmKey, Option<sys::cublasLtMatmulAlgo_t>>>,
 }
 
@@ -42,7 +42,7 @@ impl Drop for Description {
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// Of a matrix by columns, which is the transpose of one by rows.
+    /// The layout of a matrix by columns, which is the transpose of one by rows.
     fn new(
         dtype: Dtype,
         [rows, columns]: [usize; 2],
@@ -174,9 +174,9 @@ impl Products {
         Ok(algorithm)
     }
 
-    /// At most so many that the library names for a size, beginning with the one that it takes for
-    /// the fastest. It is told how rows are aligned, wherever a matrix begins: by shape, so that
-    /// bits do not depend on slots.
+    /// At most `most` algorithms that the library names for a product, beginning with the one that
+    /// it takes for the fastest. The alignment that the library is given follows from shapes and not
+    /// from addresses, so that bits do not depend on slots.
     fn named(
         &self,
         key: AlgorithmKey,
@@ -222,7 +222,7 @@ impl Products {
             .result()?;
         }
         found.truncate(count as usize);
-        // SAFETY: the library has written so many.
+        // SAFETY: the library has written `count` of them.
         Ok(found.into_iter().map(|one| unsafe { one.assume_init() }).collect())
     }
 }
@@ -230,7 +230,7 @@ impl Products {
 /// A product as the library knows it, which takes our b for its first factor.
 struct Described {
     description: Description,
-    /// Of our b, a and c.
+    /// The layouts of our b, a and c.
     layouts: [Layout; 3],
 }
 
@@ -249,7 +249,7 @@ impl Described {
     }
 }
 
-/// None where the library refuses what it was asked for, and nothing is broken.
+/// None if the library refuses the request, and nothing is broken.
 fn unless_refused<R>(result: Result<R, result::CublasError>) -> Result<Option<R>, BoxedError> {
     use sys::cublasStatus_t as Status;
     match result {

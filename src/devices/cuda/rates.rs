@@ -21,7 +21,7 @@ fn median(mut run: impl FnMut() -> Result<f64, BoxedError>) -> Result<f64, Boxed
     Ok(all[2])
 }
 
-/// Copies so many floats, and multiplies square matrices of this size and dtype.
+/// Copies `floats` floats, and multiplies square matrices of this size and dtype.
 ///
 /// # Errors
 /// The driver's.

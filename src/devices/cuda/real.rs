@@ -36,7 +36,7 @@ pub(super) struct Real {
     kernels: HashMap<String, (sys::CUfunction, Vec<Kind>)>,
     products: Option<Products>,
     memory: Mutex<Vec<Address>>,
-    /// Events that are let go of, to be used again.
+    /// Events that were freed, to be used again.
     events: Mutex<Vec<u64>>,
     /// Contexts of other devices that it was given access to, if it can have it.
     peers: Mutex<Vec<usize>>,
@@ -83,10 +83,10 @@ fn architecture(device: sys::CUdevice) -> Result<u32, BoxedError> {
 }
 
 impl Real {
-    /// Loads what is needed, and makes streams and kernels.
+    /// Loads the libraries, and makes streams and kernels.
     ///
     /// # Errors
-    /// What is missing, and what to do.
+    /// Names what is missing, and says what to do.
     pub(super) fn open(
         config: &DeviceConfig,
         ordinal: usize,
@@ -154,7 +154,7 @@ impl Real {
         });
         for ((_, _, declared), code) in texts.into_iter().zip(codes) {
             let code = code?;
-            // SAFETY: it is what the compiler made.
+            // SAFETY: the code comes from the compiler, or from the cache with its digest.
             let module = unsafe { result::module::load_data(code.as_ptr().cast())? };
             self.modules.push(module);
             for kernel in declared {

@@ -1,4 +1,4 @@
-//! The texts of the kernels, and the parameters that they declare.
+//! The kernels' texts in CUDA C++, and the parameters that they declare.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use super::driver::Kind;
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
-/// The text in front of each other text.
+/// The text that is put in front of every other text.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and text of each file of kernels, or of files that are compiled as one.
@@ -46,7 +46,7 @@ pub(super) struct Declared {
     pub(super) parameters: Vec<Kind>,
 }
 
-/// What texts are compiled for.
+/// The dtype and the architecture that texts are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Target {
     /// The dtype of weights and activations.
@@ -119,7 +119,7 @@ pub(super) fn element(dtype: Dtype) -> &'static str {
     }
 }
 
-/// One, from behind what it returns on.
+/// Parses the declaration of one kernel. `text` begins behind its return type.
 fn kernel(text: &str, dtype: Dtype) -> Result<Declared, BoxedError> {
     let cut = || -> BoxedError { "a kernel's declaration does not end".into() };
     let text = text.trim_start();

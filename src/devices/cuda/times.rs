@@ -7,10 +7,10 @@ use l2l_actors::BoxedError;
 use super::driver::{Driver, Event, Stream};
 use crate::devices::KernelTime;
 
-/// See the [module](self).
+/// The times of a device's kernels.
 #[derive(Default)]
 pub(super) struct Times {
-    /// None: nobody asks.
+    /// None: times are not measured.
     launches: Mutex<Option<Vec<Launched>>>,
 }
 
@@ -22,12 +22,12 @@ struct Launched {
 }
 
 impl Times {
-    /// Times what is launched from now on.
+    /// Times every launch from now on.
     pub(super) fn begin(&self) {
         self.launches.lock().expect("nothing panics inside").get_or_insert_default();
     }
 
-    /// Launches on the compute stream, with the time that it takes if somebody asks.
+    /// Launches on the compute stream, and records events around it if times are measured.
     pub(super) fn of(
         &self,
         driver: &Arc<dyn Driver>,

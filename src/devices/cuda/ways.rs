@@ -1,5 +1,5 @@
-//! How each product is computed: by the library, or by what stands in for it where the library has
-//! no algorithm.
+//! How each product is computed: by the library, or, where the library has no algorithm, by a kernel
+//! of our own.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -13,8 +13,8 @@ pub(super) enum Way {
     Library,
     /// By the library; the bias is added behind it.
     ThenBias,
-    /// The same, by an algorithm that does not rely on how rows are aligned: where the library has
-    /// refused the one that it had chosen.
+    /// By the library, with an algorithm that does not rely on the alignment of rows, because the
+    /// library has refused the one that it had chosen. The bias is added behind it.
     Unaligned,
     /// By a kernel of our own.
     Own,

@@ -50,10 +50,10 @@ const PAGE: usize = 4096;
 type Emulate =
     unsafe extern "C" fn(*const c_char, *const u32, *const u32, u32, *mut *mut c_void) -> i32;
 
-/// Which library has which kernel.
+/// The kernels by name, each with its library and its parameters.
 type Kernels = HashMap<String, (Arc<Library>, Declared)>;
 
-/// Builds them; `None` where there is no compiler.
+/// Builds the kernels; `None` if there is no compiler.
 fn kernels(custom: &[CustomKernel], target: Target) -> Option<Kernels> {
     if Command::new("c++").arg("--version").output().is_err() {
         eprintln!("without c++ the CUDA device is not tested");
@@ -141,7 +141,7 @@ pub(super) fn runtime() -> Runtime {
     runtime.on_thread_start(as_this_one).build().expect("a runtime")
 }
 
-/// A new one, where it was asked for.
+/// An emulated driver, if this thread asks for one.
 pub(super) fn asked_for(
     custom: &[CustomKernel],
     config: &DeviceConfig,
@@ -153,13 +153,13 @@ pub(super) fn asked_for(
     }
 }
 
-/// One of the built-in kernels alone.
+/// An emulated driver with the built-in kernels alone.
 pub(super) fn of(dtype: Dtype) -> Arc<dyn Driver> {
     let config = DeviceConfig { dtype, ..DeviceConfig::default() };
     asked_for(&[], &config).expect("it was asked for").expect("its architecture has the dtype")
 }
 
-/// Has the call behind so many others fail, and all after it, of drivers that this thread makes.
+/// Drivers that this thread makes let `calls` calls pass, and fail all later ones.
 pub(super) fn fail_after(calls: i64) {
     LEFT.with_borrow(|left| left.store(calls, Relaxed));
 }
@@ -169,7 +169,7 @@ pub(super) fn calls(of: i64) -> i64 {
     of - LEFT.with_borrow(|left| left.load(Relaxed))
 }
 
-/// See the [module](self).
+/// An emulated driver with one device.
 struct Emulated {
     target: Target,
     kernels: Kernels,
@@ -248,7 +248,7 @@ impl Emulated {
         [to, from]: [Address; 2],
         bytes: usize,
     ) -> Result<(), BoxedError> {
-        // SAFETY: whoever copies keeps both until it is done.
+        // SAFETY: the caller keeps both until the copy is done (`Driver`).
         let copy = move || unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
         let engines = self.engines.clone();
         self.queue(on, move || match engine {
@@ -387,7 +387,7 @@ impl Driver for Emulated {
             let name = CString::new(kernel).expect("a plain name");
             let mut pointers: Vec<*mut c_void> =
                 held.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
-            // SAFETY: the arguments are what the kernel declares.
+            // SAFETY: the arguments have the types that the kernel declares.
             let failed = unsafe {
                 let grid = grid.as_ptr();
                 let block = block.as_ptr();
@@ -414,7 +414,7 @@ impl Driver for Emulated {
             return Ok(false);
         }
         product::check(&product);
-        // SAFETY: whoever multiplies says where matrices are.
+        // SAFETY: the caller says where the matrices are.
         self.queue(on, move || unsafe { product::multiply(&product, algorithm, &limits) })?;
         Ok(true)
     }

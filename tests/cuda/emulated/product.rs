@@ -19,10 +19,10 @@ pub(super) fn now() -> Instant {
     Instant::now() + PRETENDED.get()
 }
 
-/// What is there.
+/// The number at a place.
 ///
 /// # Safety
-/// A number is, and nobody writes it.
+/// A number of this dtype is there, and no thread writes it.
 unsafe fn number(place: Place) -> f32 {
     // SAFETY: by the caller.
     unsafe {
@@ -34,10 +34,10 @@ unsafe fn number(place: Place) -> f32 {
     }
 }
 
-/// Writes it.
+/// Writes a number to a place.
 ///
 /// # Safety
-/// Nobody else has the place.
+/// No other thread has the place.
 unsafe fn put(place: Place, value: f32) {
     // SAFETY: by the caller.
     unsafe {
@@ -60,7 +60,7 @@ pub(super) fn check(product: &Product) {
 /// Multiplies, by an algorithm of [`Limits::algorithms`] or by the first.
 ///
 /// # Safety
-/// The matrices are where the product says, and nobody else has the place of c.
+/// The matrices are where the product says, and no other thread has the place of c.
 pub(super) unsafe fn multiply(product: &Product, algorithm: Option<Algorithm>, limits: &Limits) {
     let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
     let [index, ..] = algorithm.unwrap_or_default();

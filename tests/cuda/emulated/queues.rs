@@ -48,7 +48,7 @@ pub(in crate::devices::cuda) enum Direction {
     ToHost,
 }
 
-/// What the engines were handed, and may do.
+/// The copies that the engines were given, and those that they may do.
 #[derive(Default)]
 pub(in crate::devices::cuda) struct Copies {
     known: Mutex<Known>,
@@ -73,7 +73,7 @@ impl Copies {
         self.known.lock().expect("nothing panics inside").counts[on as usize][to as usize]
     }
 
-    /// Waits until there are so many; panics where they do not come.
+    /// Waits until there are that many copies; panics if they do not come.
     pub(in crate::devices::cuda) fn wait_for(&self, count: usize, on: Stream, to: Direction) {
         let known = self.known.lock().expect("nothing panics inside");
         let are_less = |known: &mut Known| known.counts[on as usize][to as usize] < count;
@@ -117,7 +117,7 @@ pub(super) fn copies() -> Arc<Copies> {
     COPIES.with_borrow(Arc::clone)
 }
 
-/// See the [module](self).
+/// The copy engines, one for each direction.
 pub(super) struct Engines {
     queues: [mpsc::Sender<Task>; 2],
     copies: Arc<Copies>,

@@ -73,11 +73,11 @@ fn run(config: Config, times: bool) -> End {
     })
 }
 
-/// The file of a folder, and what is in it.
+/// The file of a folder, and its contents.
 fn file(folder: &Path) -> (std::path::PathBuf, Value) {
     let files = fs::read_dir(folder).expect("it is there");
     let paths = files.map(|file| file.expect("it is readable").path());
-    // Beside it is the lock of those who write it.
+    // Beside it is the lock of the processes that write it.
     let mut files = paths.filter(|path| path.extension().is_none_or(|of| of != "lock"));
     let path = files.next().expect("a file");
     assert!(files.next().is_none(), "one file, and nothing half");
@@ -114,7 +114,7 @@ fn algorithms_that_were_timed_are_taken() {
         assert_eq!(time.best < 0.8 * time.first, is_faster, "{time:?}");
         assert!(time.algorithms >= 3 && time.first >= 300.0, "{time:?}");
     }
-    // Later runs take them, in whatever schedule, and nobody times.
+    // Later runs take these algorithms in every schedule, and time nothing.
     let relay = of(ScheduleKind::Relay, false);
     let resident = of(ScheduleKind::Resident, false);
     assert_ne!(relay.bits, before.bits);
@@ -166,7 +166,7 @@ fn a_broken_choice_is_ignored() {
     assert_eq!(rows(&again), rows(&whole));
 }
 
-/// Where the library refuses what was chosen, its first computes. In bf16.
+/// If the library refuses a chosen algorithm, its first computes the product. In bf16.
 #[test]
 fn an_algorithm_that_is_refused_falls_back() {
     if !emulated::instead() {

@@ -1,6 +1,6 @@
 //! The device on a driver that is emulated: whole models against PyTorch's goldens and against the
-//! CPU, relay against resident, and a driver that fails anywhere. What kernels compute alone,
-//! `tests/cuda/kernels/check.py` checks.
+//! CPU, relay against resident, and a driver that fails anywhere. `kernels/check.py`, beside this
+//! folder, compares single kernels with f64.
 
 mod chosen;
 mod copies;
@@ -110,7 +110,7 @@ fn golden(name: &str) -> (Config, Vec<[f64; 2]>) {
     (config, steps.map(|(loss, norm)| [loss, norm]).collect())
 }
 
-/// What a check tells of each kernel of a group.
+/// The checks of the kernels of a group.
 fn checks(dtype: Dtype, group: KernelGroup) -> Result<Vec<Check>, crate::Error> {
     let mut config = config(DeviceKind::Cuda);
     config.device.dtype = dtype;
@@ -345,7 +345,7 @@ fn relay_is_resident_and_like_the_cpu() {
     }
 }
 
-/// Two GPUs, whoever gets what, give the bits of one with as many groups.
+/// Two GPUs give the bits of one with as many groups, however the work is dealt.
 #[test]
 fn two_gpus_are_one() {
     if !emulated::instead() {
@@ -413,7 +413,7 @@ fn ranks_with_gpus_are_one() {
     }
 }
 
-/// Neither what is saved nor where blocks are changes a bit in bf16.
+/// In bf16, neither the choice of saved activations nor the place of blocks changes a bit.
 #[test]
 fn in_bf16_ways_are_equal() {
     if !emulated::instead() {

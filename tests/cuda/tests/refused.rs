@@ -1,4 +1,4 @@
-//! What a driver or its libraries refuse: products, launches, memory.
+//! Refusals of a driver or of its libraries: products, launches, memory.
 
 use super::{KINDS, checks, checks_of, close, config, run, run_on};
 use crate::Trainer;
@@ -19,7 +19,7 @@ fn is_unusual(key: &ProductKey) -> bool {
     rows == 1 || columns == 1 || [rows, inner, columns].into_iter().any(is_odd)
 }
 
-/// What a library may have no algorithm for, from little to all.
+/// The products that a library may have no algorithm for: from a few to all.
 const REFUSALS: [fn(&ProductKey, Alignment) -> bool; 3] = [
     |key, _| key.has_bias,
     |key, relies_on| is_unusual(key) && relies_on == Alignment::OfRows,
@@ -251,7 +251,7 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
         emulated::fail_after(after);
         match run(config(DeviceKind::Cuda), 2) {
             Err(error) => assert!(error.to_string().contains("told to fail"), "{after}: {error}"),
-            // How many events are waited for depends on who is first.
+            // The number of events that are waited for depends on which thread is first.
             Ok(_) => assert!(emulated::calls(after) <= after, "{after}"),
         }
         after += 1 + after / 9;

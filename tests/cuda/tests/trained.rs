@@ -1,4 +1,4 @@
-//! What is trained, and by which rule, on emulated GPUs.
+//! Trainings of parts of a model, by several update rules, on emulated GPUs.
 
 use super::{KINDS, close, config, golden, run, run_on};
 use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPlace, TrainConfig};

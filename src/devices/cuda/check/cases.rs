@@ -14,7 +14,7 @@ use crate::kernels::{
 };
 use crate::tensor::{Dtype, Scratch, View};
 
-/// Floats between views, which nobody writes.
+/// Floats between views. No kernel may write them.
 const GUARD: usize = 16;
 
 /// Hands out views of a memory.
@@ -65,10 +65,10 @@ impl Layout {
     }
 }
 
-/// What a case runs, once its views are known.
+/// Runs a case's kernels, on the places of its views.
 type Call<'c> = Box<dyn Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c>;
 
-/// A case's views in one memory, and what it runs there.
+/// A case's views in one memory, and the function that runs its kernels there.
 pub(super) struct Side<'c> {
     /// Behind the last view.
     pub(super) end: usize,
@@ -76,7 +76,7 @@ pub(super) struct Side<'c> {
     pub(super) call: Call<'c>,
 }
 
-/// A case: a name, a micro-batch, and what is in the memories of the device and of the CPU.
+/// A case: a name, a micro-batch, and the contents of the device's and of the CPU's memory.
 pub(super) struct Case<'c> {
     pub(super) name: &'static str,
     pub(super) batch: BatchView<'c>,
@@ -321,7 +321,7 @@ impl<'c> Cases<'c> {
         }
     }
 
-    /// Losses of tokens, and of what has classes.
+    /// Losses of tokens, and losses of classes.
     pub(super) fn of_losses(&mut self) {
         self.of_tiles();
         self.of_classes();

@@ -1,5 +1,6 @@
-// Positions that stand for their sequences, and losses of whole sequences or of tokens. A position's statistics are four floats:
-// before a loss, the fourth has the label's bits; after it, the first is the loss and the second 1.
+// Pooling of the first or last position of each sequence, and losses of whole sequences or of tokens. Each position
+// has statistics of four floats: before the loss, the fourth has the label's bits; after it, the first is the loss and
+// the second is 1.
 
 constexpr int STATISTICS = 4;
 
@@ -34,7 +35,7 @@ extern "C" __global__ void pooled_rows_backward(T* dx, const T* dy, const int* s
     write(dx + row * channels + column, row == pooled_row(sequence, last) ? read(from, count) : Four{}, count);
 }
 
-// The largest score, and the sum of all scores' exponentials over its.
+// The largest score, and the sum of exp(score - largest).
 struct Softmax {
     float most, sum;
 };
@@ -52,15 +53,15 @@ __device__ inline Softmax softmax_of(const T* scores, int labels) {
     return {most, warp_sum(sum)};
 }
 
-// The row with the label and the loss of this block's sample: the first of its sequence, or, without sequences,
-// a row of its own.
+// The row that has the label and gets the loss of this block's sample: the first row of the sequence, or the token's
+// own row where `sequences` is 0.
 __device__ inline long long sample_row(const int* starts, int sequences, int rows) {
     return sequences > 0 ? sequence_at(starts, sequences, rows, blockIdx.x).first : blockIdx.x;
 }
 
-// The loss of each sample, a sequence or, where sequences is 0, a row. It goes where the label is: the square of
-// what one score is off a value, or the cross entropy of classes; none of a negative class. scores: (samples, L).
-// own, each: the weights of the label's own score and of every score in the label's.
+// The loss of each sample: of a sequence or, where `sequences` is 0, of a row. It is written to the label's row. It is
+// the squared difference of one score and a value, or the cross entropy of classes; a negative class has no loss.
+// scores: (samples, L). own, each: label smoothing's weight of the labelled class, and that of every class.
 // launch: grid (samples), block (32)
 extern "C" __global__ void class_loss(float* out, const T* scores, const int* starts, int sequences, int rows,
                                       int labels, int is_value, float own, float each) {

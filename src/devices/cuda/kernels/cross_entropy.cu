@@ -1,9 +1,10 @@
 // Softmax cross entropy over tiles of the vocabulary, with a running log-sum-exp.
 //
-// A position has four floats of statistics: running maximum, sum, target's logit, and its label's bits;
-// a negative label is none. A tile of logits adds itself to them; the bias of its columns is added here.
+// A position has four floats of statistics: running maximum, running sum, the target's logit, and the label's bits; a
+// negative label means that the position has no loss. Each tile of logits updates them. The bias of the tile's columns
+// is added here.
 
-// Four logits from `column` on; −∞ behind the last.
+// Four logits from `column` on; −∞ past the last column.
 __device__ inline Four biased(const float* logits, const T* bias, int column, int tile) {
     const int count = min(4, tile - column);
     Four values = read(logits + column, count);
@@ -19,7 +20,7 @@ __device__ inline Four biased(const float* logits, const T* bias, int column, in
     return values;
 }
 
-// Every thread of the block gets it.
+// The maximum over the block; all threads get it.
 __device__ inline float block_max(float x) {
     __shared__ float maxima[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
@@ -31,10 +32,9 @@ __device__ inline float block_max(float x) {
     return warp_max(lane < warps ? maxima[lane] : -infinity());
 }
 
-// Takes a tile into the statistics of some rows. out: (R, 4); logits: (rows, tile), rows
-// `stride` apart; bias: (tile) or null.
-// places: which row of out each of the logits' rows is; -1: none. `first`: the tile's first column in the
-// vocabulary. `own`, `each`: the weights of the target's own logit and of every logit in the target's.
+// Updates the statistics of some rows with a tile of logits. out: (R, 4); logits: (rows, tile), rows `stride` apart;
+// bias: (tile) or null. places: for each row of logits its row of out, or -1 for none. `first`: the tile's first column
+// in the vocabulary. `own`, `each`: label smoothing's weight of the target, and that of every class.
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     score_rows(float* out, const float* logits, const T* bias, const int* places, int rows, int tile,
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     logits += static_cast<long long>(blockIdx.x) * stride;
-    // Each thread has a maximum and a sum of its own, and looks at a logit once.
+    // Each thread has a maximum and a sum of its own, so it reads each logit once.
     float most = -infinity(), sum = 0.0f, total = 0.0f;
     for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
         const Four values = biased(logits, bias, column, tile);

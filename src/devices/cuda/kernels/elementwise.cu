@@ -1,4 +1,4 @@
-// What needs no neighbours: zeros, dropout, curves and gates; and sums of columns and of partial sums.
+// Element-wise kernels: zeros, casts, dropout, activation functions and gates; and sums of columns and of partial sums.
 
 // The largest float.
 constexpr float MOST = 3.40282347e38f;
@@ -34,7 +34,7 @@ extern "C" __global__ void to_floats(float* y, const T* x, long long n) { cast_a
 // launch: grid (ceil(n / 1024)), block (256)
 extern "C" __global__ void from_floats(T* y, const float* x, long long n) { cast_all(y, x, n); }
 
-// y = x, of words that may lie in memory of the host.
+// y = x, in words of four bytes. x may lie in pinned memory of the host.
 // launch: grid (ceil(n / 256)), block (256)
 extern "C" __global__ void copy_words(unsigned* y, const unsigned* x, int n) {
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -43,8 +43,8 @@ extern "C" __global__ void copy_words(unsigned* y, const unsigned* x, int n) {
     }
 }
 
-// Writes a mark, whose upper half is a step's number, unless all numbers are finite, or a mark of the same
-// step is there. Threads that write at once write the same.
+// Writes a mark if a number is not finite, unless there is a mark of the same step already. The upper half of a mark
+// is the step's number. Several threads may write at once: all write the same mark.
 // launch: grid (ceil(n / 1024)), block (256)
 extern "C" __global__ void mark_non_finite(long long* marked, const T* x, long long n, long long mark) {
     const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
@@ -115,7 +115,7 @@ constexpr float ROOT_2_OVER_PI = 0.79788456f;
 constexpr float ONE_OVER_ROOT_2_PI = 0.39894228f;
 constexpr float CUBIC = 0.044715f;
 
-// f and its derivative at a place. The compiler drops the half that a kernel does not use.
+// f(x) and f'(x). The compiler drops the one that a kernel does not use.
 struct Point {
     float value, slope;
 };
@@ -152,7 +152,7 @@ __device__ inline void at_points_of(const Some<N>& x, const Use& use) {
     }
 }
 
-// Calls `use(i, point)` for neighbours. The form is asked for once, not for each of them.
+// Calls `use(i, point)` for each neighbour. The branch on the form is outside of the loop.
 template <int N, class Use>
 __device__ inline void at_points(const Some<N>& x, int form, const Use& use) {
     switch (form) {
@@ -182,7 +182,7 @@ extern "C" __global__ void activate(T* y, const T* x, long long n, int form) {
     write(y + at, value, count);
 }
 
-// dx = dx f'(x): before, dx holds dy.
+// dx = dx f'(x). dx holds dy before.
 // launch: grid (ceil(n / (256 wide))), block (256)
 extern "C" __global__ void activate_backward(T* dx, const T* x, long long n, int form) {
     const long long at = WIDE * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
@@ -196,8 +196,8 @@ extern "C" __global__ void activate_backward(T* dx, const T* x, long long n, int
     write(dx + at, d, count);
 }
 
-// The same, of neighbours in some rows, and their sums as they are stored. The loads of several rows do not wait for
-// each other.
+// dx = dx f'(x) for neighbours in some rows; returns the sums of the rounded dx over the rows. Four rows are loaded
+// before the first is computed, so that loads do not wait for each other.
 template <bool PACKED>
 __device__ inline Some<WIDE> activate_rows(T* dx, const T* x, int rows, int columns, int count, int form) {
     constexpr int TOGETHER = 4;
@@ -226,7 +226,7 @@ __device__ inline Some<WIDE> activate_rows(T* dx, const T* x, int rows, int colu
     return sum;
 }
 
-// The same of a matrix, and partial sums of the columns of dx, `chunk` rows each: of the gradient of a bias that was
+// dx = dx f'(x), and partial sums of the columns of dx over `chunk` rows each, for the gradient of a bias that was
 // added before f. dx, x: (rows, columns); parts: (ceil(rows / chunk), columns).
 // launch: grid (ceil(rows / chunk), ceil(columns / (256 wide))), block (threads(4 columns / wide))
 extern "C" __global__ void activate_backward_parts(T* dx, float* parts, const T* x, int rows, int columns, int chunk,

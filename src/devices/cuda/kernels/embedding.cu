@@ -1,7 +1,7 @@
-// Rows of tables that are added: of positions and of kinds of tokens.
+// Position embeddings and token type embeddings, which are added to hidden states.
 
 // y = x + w by position; y may be x. x, y: (rows, C); w: (positions of the model, C).
-// pasts: positions that came before, of each sequence; null: `past`.
+// pasts: cached positions of each sequence; null: all sequences have `past`.
 // launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
 extern "C" __global__ void add_positions(T* y, const T* x, const T* w, const int* starts,
                                          const unsigned* documents, const int* pasts, int past, int sequences,
@@ -35,7 +35,7 @@ extern "C" __global__ void add_positions_backward(float* dw, const T* dy, const 
     dw += static_cast<long long>(position) * channels + column;
     dy += column;
     Four sum = accumulate ? read(dw, count) : Four{};
-    // Without documents a position is met once a sequence, with documents at that place or behind it.
+    // Without documents, a sequence has each position once; with documents, at this row or at later ones.
     const int from = max(position - past, 0);
     for (int index = 0; index < sequences; ++index) {
         const Sequence sequence = sequence_at(starts, sequences, rows, index);

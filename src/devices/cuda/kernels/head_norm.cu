@@ -3,7 +3,7 @@
 
 constexpr int HEADS_A_BLOCK = 8;
 
-// Which head of a row this warp takes, `heads` a row.
+// The row and the head of this warp, if each row has `heads`.
 struct Place {
     long long row;
     int head;
@@ -55,8 +55,8 @@ extern "C" __global__ void head_norm(T* y, float* statistics, const T* x, const 
     }
 }
 
-// What every eighth head adds to dgamma, from that of this warp on, in order; dy and x begin at the first
-// head and this lane's channels.
+// The sum of dgamma over every eighth head, beginning with this warp's, in order. dy and x begin at the first head and
+// at this lane's channels.
 template <bool PACKED>
 __device__ inline Four sum_of_heads(const T* dy, const T* x, const float* statistics, int rows, int heads,
                                     const Attention& size, int count) {
@@ -112,7 +112,7 @@ extern "C" __global__ void head_norm_parts(float* parts, const T* dy, const T* x
     }
 }
 
-// dx = rstd (g - n mean(g n)), with g = dy (offset + gamma) and n = x rstd. Before, dx holds dy; values' stay.
+// dx = rstd (g - n mean(g n)), with g = dy (offset + gamma) and n = x rstd. dx holds dy before; values' dy stays.
 // launch: grid (ceil(rows (heads + kv_heads) / 8)), block (256)
 extern "C" __global__ void head_norm_backward(T* dx, const T* x, const float* statistics, const T* gamma_q,
                                               const T* gamma_k, int rows, float offset, Attention size) {

@@ -1,8 +1,8 @@
 // Norms over the channels of each row: by mean and deviation (Ba et al. 2016), or by root mean square alone
-// (Zhang and Sennrich 2019), which is the same with a mean of 0. Rows are read again rather than kept: they
-// are in the nearest cache.
+// (Zhang and Sennrich 2019), which is the same with a mean of 0. Rows are read twice and not kept in registers: they
+// are in the L1 cache.
 
-// What the norms of a tensor's rows are made of.
+// The arguments of a norm of rows.
 struct Norm {
     const T *gamma, *beta; // beta may be null
     int channels;
@@ -76,7 +76,7 @@ extern "C" __global__ void residual_norm(T* y, float* statistics, T* sum, const 
         const Some<WIDE> other = read<WIDE>(a + at + column, count);
         for (int i = 0; i < WIDE; ++i) {
             value.of[i] += other.of[i];
-            total += get(put(value.of[i])); // 0 behind the last column
+            total += get(put(value.of[i])); // 0 past the last column
         }
         write(sum + at + column, value, count);
     }

@@ -1,9 +1,9 @@
-// Attention to keys and values of positions that came before, for tokens that come a few at a time.
+// The KV cache, and attention to it: for generation, where a few tokens come at a time.
 
 constexpr int HEAD_LIMIT = 256;
 constexpr int WARPS = 8;
 
-// Keys and values of each position: the last `width` of `packed` channels. y: (rows, width).
+// Copies keys and values of each position, which are the last `width` of `packed` channels. y: (rows, width).
 // launch: grid (rows, ceil(width / 1024)), block (threads(width))
 extern "C" __global__ void remember(T* y, const T* qkv, long long rows, int packed, int width) {
     const int column = my_column(), count = width - column;
@@ -13,7 +13,7 @@ extern "C" __global__ void remember(T* y, const T* qkv, long long rows, int pack
     }
 }
 
-// The other way: the gradients of keys and values, summed over `shares`, are written beside those of their queries.
+// Sums the gradients of keys and values over `shares`, and writes them beside the gradients of the queries.
 // kv: (shares, rows, width).
 // launch: grid (rows, ceil(width / 1024)), block (threads(width))
 extern "C" __global__ void recall(T* qkv, const float* kv, long long rows, int packed, int width, int shares) {
@@ -32,7 +32,7 @@ extern "C" __global__ void recall(T* qkv, const float* kv, long long rows, int p
     write(qkv + (row + 1) * packed - width + column, sum, count);
 }
 
-// Where keys and values of one sequence are: remembered, or beside their queries.
+// The keys and values of one sequence: those of earlier positions are in the cache, the others beside their queries.
 struct Remembered {
     const T* before;
     const T* new_ones;
@@ -58,10 +58,10 @@ __device__ inline float dot(const float* query, const T* key, int channels) {
     return (sum.of[0] + sum.of[1]) + (sum.of[2] + sum.of[3]);
 }
 
-// A lane's channels: four of each 128.
+// A lane has four of every 128 channels.
 constexpr int FOURS = HEAD_LIMIT / (4 * WARP);
 
-// sum += the values of positions from..from + count, times the lanes' shares.
+// sum += the values of positions from..from + count, weighted by the lanes' probabilities.
 template <bool PACKED>
 __device__ inline void add_values(Four (&sum)[FOURS], float share, const Remembered& remembered,
                                   int of_values, int from, int count, int channels) {
@@ -81,12 +81,12 @@ __device__ inline void add_values(Four (&sum)[FOURS], float share, const Remembe
     }
 }
 
-// Attention of each query to its sequence's past and to what came with it, up to itself, of which it sees
-// `window`. y: (rows, H D); qkv: (rows, (H + 2K) D); past: (B, capacity, 2 K D), of which a sequence has its
-// own number. Heads of up to 256 channels.
+// Causal attention of each query to the cached positions of its sequence and to the new ones, to the last `window` of
+// them if that is not 0. y: (rows, H D); qkv: (rows, (H + 2K) D); past: (B, capacity, 2 K D); each sequence has its own
+// number of cached positions. Heads have up to 256 channels.
 //
-// A block takes a head of a row. Its warps take tiles of 32 keys in turn: a lane a key for the scores, then a
-// lane four channels for the values. What they found is put together in order.
+// A block has one head of one row. Its warps take tiles of 32 keys in turn: each lane computes the score of one key,
+// and then sums four channels of the values. The warps' results are merged in the order of the warps.
 // launch: grid (rows, heads), block (256)
 extern "C" __global__ void attention_to_past(T* y, const T* qkv, const T* past, const int* starts,
                                              const int* pasts, int capacity, Attention size) {

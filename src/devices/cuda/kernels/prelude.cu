@@ -1,13 +1,13 @@
-// What all kernels share. It is put in front of each file's text: the kernels include nothing.
+// Code that all kernels share. This text is put in front of each file's text, because NVRTC finds no files to include.
 //
-// ELEMENT, a definition given when compiling, says what weights and activations are: 32 (float), 16
-// (bfloat16) or 15 (half). Arithmetic is in float, and so are statistics, partial sums and gradients of
-// weights. No kernel uses atomics: the order of every sum follows from shapes alone. EMULATOR is defined
-// where emulator.h comes before this text, for a CPU.
+// The macro ELEMENT is the dtype of weights and activations: 32 (float), 16 (bfloat16) or 15 (half). Arithmetic,
+// statistics, partial sums and gradients of weights are in float. No kernel uses atomics, so the order of every sum
+// follows from shapes alone. EMULATOR is defined where the text is compiled for a CPU, behind emulator.h
+// (tests/cuda/kernels).
 //
-// Above each kernel, `launch` says what grid and block it wants. Most take four neighbouring channels a
-// thread: there, threads(channels) = min(256, 32 ceil(channels / 128)). Some take `wide`: as many as fill 16
-// bytes.
+// The comment `launch` above a kernel is its grid and its block; tests read it. In most kernels a thread has four
+// neighbouring channels: then threads(channels) = min(256, 32 ceil(channels / 128)). In some it has `wide` channels,
+// which fill 16 bytes.
 
 #ifndef ELEMENT
 #define ELEMENT 32
@@ -74,7 +74,7 @@ __device__ inline T put(float x) {
     return to;
 }
 
-// ---- Four neighbours at a time, or more: one access where they lie aligned, else one by one. ----
+// ---- Reads and writes of four or more neighbours: one access if they are aligned, else one by one. ----
 
 template <int N>
 struct Some {
@@ -83,7 +83,7 @@ struct Some {
 
 using Four = Some<4>;
 
-// Elements of 16 bytes, the most that one access moves.
+// As many elements as 16 bytes have, the most that one access moves.
 [[maybe_unused]] constexpr int WIDE = 16 / sizeof(T);
 
 template <class E, int N = 4>
@@ -115,7 +115,7 @@ __device__ inline bool is_packed(const E* at, int count) {
     return count >= N && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E, N>) == 0;
 }
 
-// The first `count` of N neighbours, and 0 for others. PACKED: all of them, in one access.
+// The first `count` of N neighbours, and 0 for the rest. PACKED: reads all N in one access.
 template <bool PACKED, int N = 4, class E>
 __device__ inline Some<N> read_as(const E* from, int count) {
     Some<N> values = {};
@@ -139,14 +139,14 @@ __device__ inline Some<N> read(const E* from, int count) {
     return is_packed<N>(from, count) ? read_as<true, N>(from, count) : read_as<false, N>(from, count);
 }
 
-// Whether these neighbours are packed in each row of `channels`: long loops over rows ask once, so that their
-// loads need not wait for each other.
+// Whether the neighbours at this place are packed in every row of `channels`. Loops over rows test it once, before
+// the loop, so that their loads do not wait for each other.
 template <int N = 4, class E>
 __device__ inline bool are_packed(const E* at, int count, int channels) {
     return is_packed<N>(at, count) && channels % N == 0;
 }
 
-// The other way: the first `count` of them are written.
+// Writes the first `count` of N neighbours.
 template <int N, class E>
 __device__ inline void write(E* to, const Some<N>& values, int count) {
     if (is_packed<N>(to, count)) {
@@ -164,8 +164,8 @@ __device__ inline void write(E* to, const Some<N>& values, int count) {
     }
 }
 
-// The first of this thread's four columns, where the grid is (..., ceil(channels / 1024)) blocks of
-// threads(channels); or of as many as it has.
+// This thread's first column of N, where blocks of threads(channels) lie along the grid's y: for N of 4, the grid is
+// (..., ceil(channels / 1024)).
 template <int N = 4>
 __device__ inline int my_column() {
     return N * (blockIdx.y * blockDim.x + threadIdx.x);
@@ -178,7 +178,7 @@ constexpr unsigned FULL_MASK = 0xFFFFFFFF;
 
 __device__ inline float infinity() { return __int_as_float(0x7F800000); }
 
-// Every lane gets it.
+// The sum over the warp; all lanes get it.
 __device__ inline float warp_sum(float x) {
     for (int step = WARP / 2; step > 0; step /= 2) {
         x += __shfl_xor_sync(FULL_MASK, x, step);
@@ -193,12 +193,12 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Every thread of the block gets it; all must come here. The block is one row of whole warps.
+// The sum over the block; all threads get it, and all must call it. The block is one row of whole warps.
 __device__ inline float block_sum(float x) {
     __shared__ float sums[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);
-    __syncthreads(); // nobody reads the sums of a call before
+    __syncthreads(); // the sums of the call before have been read
     if (lane == 0) {
         sums[warp] = x;
     }
@@ -206,7 +206,7 @@ __device__ inline float block_sum(float x) {
     return warp_sum(lane < warps ? sums[lane] : 0.0f);
 }
 
-// ---- Dropout by a counter: a mask is a function of where it is asked for. ----
+// ---- Dropout by a counter-based generator: the mask is a function of the position alone. ----
 
 struct Dropout {
     unsigned key[2];
@@ -247,7 +247,7 @@ __device__ inline Four dropout_factors(const Dropout& dropout, unsigned sequence
 
 // ---- Sizes. ----
 
-// The rows of B sequences, each behind `past` others; H heads, K of keys and values.
+// Sizes of attention: rows of B sequences, each with `past` cached positions before; H heads, K key and value heads.
 struct Attention {
     int sequences, rows, past, heads, kv_heads, head_size, causal;
     int window; // 0: none
@@ -255,12 +255,12 @@ struct Attention {
     Dropout dropout;
 };
 
-// How fast each pair of a head's channels turns.
+// The rotary frequency of each pair of a head's channels.
 struct Frequencies {
     float of[128];
 };
 
-// The sequence of a row, the first row of that sequence, and how many rows it has.
+// The sequence of a row: its index, its first row, and its number of rows.
 struct Sequence {
     int index, first, count;
 };
@@ -276,7 +276,7 @@ __device__ inline Sequence sequence_of(const int* starts, int sequences, int row
     if (starts == nullptr) {
         return sequence_at(starts, sequences, rows, row / (rows / sequences));
     }
-    int from = 0, to = sequences; // of the sequences from..to, one has the row
+    int from = 0, to = sequences; // one of the sequences from..to has the row
     while (to - from > 1) {
         const int middle = (from + to) / 2;
         (starts[middle] <= row ? from : to) = middle;
@@ -302,7 +302,7 @@ __device__ inline void apply_mask(Some<N>& values, const Dropout& dropout, const
     }
 }
 
-// Which position of its document a row is, `past` behind the first row of its sequence.
+// The position of a row in its document. The first row of its sequence is at position `past`.
 // documents: (rows, 2), from and to, or null.
 __device__ inline int position_of(const unsigned* documents, int past, const Sequence& sequence, int row) {
     const int position = past + row - sequence.first;

@@ -1,5 +1,5 @@
-// Products that the library has no algorithm for: tiles of 16 x 16, sums in float over the inner size in
-// order. What matters is that it is right.
+// Products that cuBLASLt has no algorithm for, in tiles of 16 x 16. Sums over the inner size are in float and in order.
+// The kernel is simple rather than fast, because it is rarely used.
 
 constexpr int TILE = 16;
 

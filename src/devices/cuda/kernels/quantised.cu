@@ -1,5 +1,5 @@
-// Frozen weights that are stored in fewer bits. Products and sums are rounded one by one, as on the CPU: in float
-// the values are the same to the bit.
+// Dequantises frozen weights. Each product and each sum is rounded by itself, as on the CPU, so that in float the
+// values are the CPU's to the bit.
 
 // The quantiles of the normal distribution that the codes of NF4 stand for.
 __device__ const float NF4[16] = {
@@ -7,7 +7,7 @@ __device__ const float NF4[16] = {
     0.0795803f, 0.1609302f, 0.2461123f, 0.33791524f, 0.44070983f, 0.562617f, 0.72295684f, 1.0f,
 };
 
-// The positive values of the signed 8-bit dynamic map but 1. Each is there with the other sign, too.
+// The positive values of the signed 8-bit dynamic map, except 1. The map has the negative of each, too.
 __device__ const float DYNAMIC[127] = {
     5.5000004e-7f, 3.2500002e-6f, 7.75e-6f, 2.1249998e-5f, 4.375e-5f, 6.625e-5f, 8.875e-5f, 0.00015625001f,
     0.00026875004f, 0.00038125002f, 0.00049375003f, 0.0006062501f, 0.00071875006f, 0.00083125f,
@@ -28,7 +28,7 @@ __device__ const float DYNAMIC[127] = {
     0.9507812f, 0.96484375f, 0.9789063f, 0.99296874f,
 };
 
-// The value of a code: those below 0, 0, those above, 1.
+// The value of a code of the map, in order: the negative values, 0, the positive values, 1.
 __device__ inline float dynamic_value(int code) {
     if (code < 127) {
         return -DYNAMIC[126 - code];
@@ -36,7 +36,7 @@ __device__ inline float dynamic_value(int code) {
     return code == 127 ? 0.0f : code == 255 ? 1.0f : DYNAMIC[code - 128];
 }
 
-// The first `count` of four bytes, and 0 for others.
+// The first `count` of four bytes, and 0 for the rest.
 __device__ inline unsigned word_at(const unsigned char* from, int count) {
     if (is_packed(from, count)) {
         return *reinterpret_cast<const unsigned*>(from);
@@ -73,14 +73,14 @@ extern "C" __global__ void dequantise_nf4(T* y, const unsigned char* codes, cons
     }
 }
 
-// A brain float, whatever elements are: the upper half of a float.
+// A bfloat16, whatever ELEMENT is: the upper half of a float.
 struct Upper {
     unsigned short bits;
 };
 
 __device__ inline float get(Upper x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
-// y = brain floats, n of them.
+// y = n values of bfloat16.
 // launch: grid (ceil(n / (256 wide))), block (256)
 extern "C" __global__ void dequantise_bf16(T* y, const Upper* x, long long n) {
     const long long at = WIDE * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);

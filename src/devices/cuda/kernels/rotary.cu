@@ -1,10 +1,10 @@
-// Positions by rotation (Su et al. 2021), of the first and second half of each head's channels against each
-// other, as transformers pairs them.
+// Rotary position embeddings (Su et al. 2021). Channel i of a head's first half is paired with channel i of its second
+// half, as in transformers.
 
 constexpr int PAIRS = sizeof(Frequencies) / sizeof(float);
 
-// Turns queries and keys in place, forward or back. qkv: (rows, (H + 2K) D).
-// pasts: positions that came before, of each sequence; null: size.past.
+// Rotates queries and keys in place, or back. qkv: (rows, (H + 2K) D).
+// pasts: cached positions of each sequence; null: all sequences have size.past.
 // launch: grid (rows), block (256)
 extern "C" __global__ void rotate(T* qkv, Frequencies frequencies, const int* starts,
                                   const unsigned* documents, const int* pasts, Attention size, int back) {
@@ -15,7 +15,7 @@ extern "C" __global__ void rotate(T* qkv, Frequencies frequencies, const int* st
     const int position = position_of(documents, past, sequence, blockIdx.x);
     const int pairs = size.head_size / 2;
     for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
-        // The angle in float, as transformers has it.
+        // The angle is rounded to float, as in transformers.
         float sine, cosine;
         sincosf(static_cast<float>(position) * frequencies.of[pair], &sine, &cosine);
         cosines[pair] = cosine;

@@ -1,7 +1,7 @@
-// Rows of tensors that are asked for.
+// Gathers and scatters: of labelled rows, and of some columns.
 
-// Rows whose statistics have a label, in order, from the `first` of them on, as many as there is room for; -1
-// behind the last. Statistics: (rows, 4), a label's bits in the fourth.
+// Finds the rows that have a label: `count` of them in order, from the `first`-th on; -1 past the last. statistics:
+// (rows, 4), with the label's bits in the fourth.
 // launch: grid (1), block (512)
 extern "C" __global__ void labelled_rows(int* places, const float* statistics, int rows, int first,
                                          int count) {
@@ -21,7 +21,7 @@ extern "C" __global__ void labelled_rows(int* places, const float* statistics, i
             before += other < warp ? counts[other] : 0;
             here += counts[other];
         }
-        __syncthreads(); // nobody counts anew before all have read
+        __syncthreads(); // all threads have read the counts before they change
         const int place = found + before + __popc(all & ((1U << lane) - 1)) - first;
         if (has && 0 <= place && place < count) {
             places[place] = row;
@@ -33,7 +33,7 @@ extern "C" __global__ void labelled_rows(int* places, const float* statistics, i
     }
 }
 
-// Copies rows of x to where they stand side by side; 0 for those that are not there.
+// y[i] = x[places[i]], or 0 where the place is -1.
 // launch: grid (count, ceil(channels / 1024)), block (threads(channels))
 extern "C" __global__ void gather_rows(T* y, const T* x, const int* places, int count, int channels) {
     const long long place = blockIdx.x;
@@ -46,7 +46,7 @@ extern "C" __global__ void gather_rows(T* y, const T* x, const int* places, int 
     write(y + place * channels + column, value, some);
 }
 
-// The other way: adds rows that stand side by side to those of y, each to its own; none where there is none.
+// y[places[i]] += x[i], unless the place is -1.
 // launch: grid (count, ceil(channels / 1024)), block (threads(channels))
 extern "C" __global__ void add_rows(float* y, const float* x, const int* places, int count, int channels) {
     const long long place = blockIdx.x;

@@ -98,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(128)
     backward_queries<256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
-// ---- For sm_75, whose blocks have at most 64 KiB of shared memory, and sm_70: instead of those above that take
-// more. ----
+// ---- For sm_70 and sm_75, in place of those kernels above that take more than 64 KiB of shared memory, the most that
+// a block of sm_75 may have. ----
 
 #if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)
 

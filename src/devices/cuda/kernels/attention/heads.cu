@@ -1,15 +1,15 @@
-// Scaled dot-product attention in tiles (Dao et al. 2022): no tokens × tokens memory.
+// Scaled dot-product attention in tiles (Dao et al. 2022), without memory for tokens × tokens.
 //
 // A block owns a tile of queries of one head (forward, dq) or a tile of keys (dk, dv) and walks the other
-// side in order, so every sum has one owner and one order. dq has a pass of its own.
+// side in order, so every sum is made by one block in one order. dq has a pass of its own.
 //
-// Each of the three passes comes in two ways. Elements of 16 bits are multiplied by tensor cores: the kernels'
+// Each of the three passes is written in two ways. Elements of 16 bits are multiplied by tensor cores: the kernels'
 // names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that holds a head. Floats are
 // multiplied without tensor cores, in one plain way for heads of all sizes, up to 256.
 //
 // The files of this folder are compiled as one: heads, plain, warp, mma, quad_pairs, tiles, passes, cores.
 
-// ---- Which queries see which keys, and where all of them are. ----
+// ---- Masks, and places of queries and keys. ----
 
 // Positions from..to of a sequence.
 struct Span {
@@ -19,13 +19,14 @@ struct Span {
     __device__ bool has(int position) const { return from <= position && position < to; }
 };
 
-// What the first and the last of some queries see. Both ends of what is seen grow with the query.
+// The keys that the first and the last of some queries see. Both ends of that span grow with the query, so the two
+// bound what the others see.
 struct Sight {
     Span first, last;
 
-    // Whether any of the queries may see any of the keys.
+    // False if no query sees any of the keys.
     __device__ bool touches(Span keys) const { return keys.from < last.to && first.from < keys.to; }
-    // Whether all of them see all.
+    // True if all queries see all of the keys.
     __device__ bool covers(Span keys) const { return last.from <= keys.from && keys.to <= first.to; }
 };
 
@@ -40,19 +41,19 @@ struct Rows {
 struct Head {
     const Attention& size;
     const unsigned* documents;
-    bool is_apart; // whether keys and values are not beside their queries
+    bool is_apart; // whether keys and values are in a tensor of their own, and not beside their queries
     int sequence, head, kv_head;
-    Sequence rows; // Keys and values that are apart are those of one sequence, from its first position on.
+    Sequence rows; // keys and values in a tensor of their own are of one sequence, from its first position on
 
     __device__ Head(const Attention& size, const int* starts, const unsigned* documents, bool is_apart, int head)
         : size(size), documents(documents), is_apart(is_apart), sequence(blockIdx.z), head(head),
           kv_head(head / (size.heads / size.kv_heads)),
           rows(sequence_at(starts, size.sequences, size.rows, blockIdx.z)) {}
 
-    // The position behind the last.
+    // The position past the last.
     __device__ int end() const { return size.past + rows.count; }
 
-    // The `index`-th tile of so many positions from `first` on.
+    // The `index`-th tile of `positions` positions, counted from `first`.
     __device__ Span tile(int first, int index, int positions) const {
         const int from = first + index * positions;
         return {from, min(from + positions, end())};
@@ -72,7 +73,7 @@ struct Head {
         return (row(position) * (size.heads + 2 * size.kv_heads) + head) * size.head_size;
     }
 
-    // Heads from one position's keys to the next one's.
+    // The distance of one position's keys and the next one's, in heads.
     __device__ int key_stride() const { return (is_apart ? 0 : size.heads) + 2 * size.kv_heads; }
 
     // Where this head's key (0) or value (1) of a position begins.
@@ -82,7 +83,7 @@ struct Head {
         return (place * key_stride() + before + which * size.kv_heads + kv_head) * size.head_size;
     }
 
-    // How many elements all keys and values have, where they are apart.
+    // Elements of all keys and values, where they are in a tensor of their own.
     __device__ long long all_keys() const {
         return static_cast<long long>(size.past + size.rows) * key_stride() * size.head_size;
     }
@@ -139,7 +140,7 @@ struct Head {
         return {max(span.from, size.past), min(span.to, end())};
     }
 
-    // Draws dropout of a tile: `kept` has a byte for each query and four keys, a bit for each key.
+    // Draws a tile's dropout mask. A byte of `kept` is for one query and four keys, with a bit for each key.
     __device__ void draw(unsigned char* kept, int first_query, int first_key, int queries, int keys) const {
         if (size.dropout.threshold == 0) {
             return;
@@ -157,13 +158,13 @@ struct Head {
         }
     }
 
-    // The factor of one pair of a tile that has so many keys.
+    // The dropout factor of one query and one key, in a tile of `keys` keys.
     __device__ float factor(const unsigned char* kept, int query, int key, int keys) const {
         return kept[query * (keys / 4) + key / 4] >> key % 4 & 1 ? size.dropout.scale : 0.0f;
     }
 };
 
-// Σ y dy of each query and head, laid out as log-sum-exps are. One warp each.
+// Σ y dy of each query and head, in the layout of the log-sum-exps. A warp computes one sum.
 // launch: grid (ceil(rows heads / 8)), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     attention_delta(float* delta, const T* y, const T* dy, const int* starts, Attention size) {
@@ -185,12 +186,12 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// True on sm_70, where quad pairs multiply. The emulator is that of sm_70 where SM_70 is defined.
+// Defined on sm_70, where quad pairs multiply. The emulator runs the text of sm_70 if SM_70 is defined.
 #if ELEMENT == 15 && (defined SM_70 || (!defined EMULATOR && __CUDA_ARCH__ < 750))
 #define HAS_QUAD_PAIRS
 #endif
 
-// blockIdx.x, read again: a number that is computed from it after a loop needs no register during the loop.
+// blockIdx.x, read again after a loop, so that numbers that are computed from it take no register during the loop.
 __device__ inline int block_again() {
 #ifdef EMULATOR
     return blockIdx.x;

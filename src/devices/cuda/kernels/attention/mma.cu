@@ -1,8 +1,8 @@
-// Products of a warp, from sm_75 on.
+// Products of a warp on tensor cores, from sm_75 on.
 
 #if ELEMENT != 32 && !defined HAS_QUAD_PAIRS
 
-// What a lane holds of matrices that a warp multiplies (PTX ISA, mma.m16n8k16). With row = lane / 4 and
+// The elements of a warp's matrices that one lane holds (PTX ISA, mma.m16n8k16). With row = lane / 4 and
 // column = lane % 4 * 2, two neighbours a register:
 //   Left (16 × 16):  [row][column], [row + 8][column], [row][column + 8], [row + 8][column + 8]
 //   Right (16 × 16): [column][row] and the one below, [column + 8][row] and the one below; then of row + 8
@@ -15,15 +15,15 @@ struct Right {
     unsigned of[4];
 };
 
-// Of a sum: a lane's first row and column, and rows from there to its second.
+// A lane's first row and column of a sum, and the distance to its second row.
 __device__ inline int lane_row() { return threadIdx.x % WARP / 4; }
 __device__ inline int lane_column() { return threadIdx.x % 4 * 2; }
 constexpr int NEXT_ROW = 8;
 
-// Bits of a lane's number. Lanes with the same rows differ in these alone.
+// Lanes that hold the same rows differ in these bits of their numbers alone.
 constexpr int OF_ROW[2] = {1, 2};
 
-// Whether kernels hold strips of a left side in registers.
+// Whether registers have room for strips of a left side.
 constexpr bool HOLDS = true;
 
 #ifdef EMULATOR
@@ -117,8 +117,8 @@ __device__ inline void load(unsigned (&matrices)[4], const T* row_at) {
 
 #endif
 
-// Where a lane reads of a tile: for sixteen rows, from a first row and channel on, as a left side; for sixteen rows
-// as the columns of a right side; for sixteen rows as a right side, turned.
+// Where a lane reads sixteen rows of a tile: as a left side, from a first row and channel on; as the columns of a right
+// side; as the rows of a right side (turned).
 template <int HEAD, int ROWS>
 __device__ inline const T* left_in(const Tile<HEAD, ROWS>& tile, int first, int channel) {
     const int lane = threadIdx.x % WARP;
@@ -137,7 +137,7 @@ __device__ inline const T* turned_in(const Tile<HEAD, ROWS>& tile) {
     return tile.of + tile.place(lane % 16, lane / 16 * 8);
 }
 
-// What it reads there.
+// Reads a left side, a right side and a turned right side from there.
 __device__ inline Left left_at(const T* at) {
     Left left;
     load<false>(left.of, at);
@@ -157,7 +157,7 @@ __device__ inline Right turned_at(const T* at) {
     return right;
 }
 
-// Two sums side by side lie in a warp as one left side does.
+// Two sums side by side, as a left side: a warp holds both in the same layout.
 __device__ inline Left left_of(const Sum& first, const Sum& second) {
     return {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
              pack(second.of[0], second.of[1]), pack(second.of[2], second.of[3])}};

@@ -4,7 +4,7 @@
 
 constexpr float LOG2_E = 1.44269504f;
 
-// Writes (or adds) half of a lane's sums, one row, to channels first..channels of a head.
+// Writes (or adds) one of a lane's two rows of sums to the channels of a head, from `first` on.
 template <class E, int COLUMNS>
 __device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float by, int first, int channels,
                             bool add) {
@@ -27,17 +27,17 @@ __device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float b
     }
 }
 
-// Of a tile's positions, those of this warp, if each warp has 16 STRIPS.
+// The positions of a tile that this warp has, if each warp has 16 STRIPS.
 template <int STRIPS>
 __device__ inline Span of_warp(Span tile) {
     const int from = tile.from + static_cast<int>(threadIdx.x) / WARP * 16 * STRIPS;
     return {min(from, tile.to), min(from + 16 * STRIPS, tile.to)};
 }
 
-// How far the `index`-th row of a lane is behind its first: it has two in each strip of 16 rows.
+// The distance of a lane's `index`-th row from its first. A lane has two rows in each strip of 16.
 __device__ constexpr int to_row(int index) { return index / 2 * 16 + index % 2 * NEXT_ROW; }
 
-// Of all lanes with the same rows.
+// The maximum, and the sum, over all lanes that hold the same row.
 __device__ inline float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, OF_ROW[0]));
     return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, OF_ROW[1]));
@@ -55,7 +55,7 @@ struct ForwardShared {
     unsigned char kept[QUERIES * KEYS / 4];
 };
 
-// Hides scores of keys that are not seen, of a lane's two queries and of keys from `from` on.
+// Masks the scores of a lane's two queries: those of keys that they do not see become −∞. The keys begin at `from`.
 template <int N>
 __device__ inline void hide(Sum (&p)[N], const Head& head, int query, int last_query, int from) {
 #pragma unroll
@@ -80,11 +80,11 @@ __device__ inline void shrink_sums(Sum (&sums)[N], const float (&by)[2]) {
     }
 }
 
-// Of what a lane's two queries of a strip have seen so far: the largest score, and the sum of all powers.
+// The running maximum of the scores and the running sum of their powers, for a lane's two queries of a strip.
 struct Softmax {
     float most[2] = {-infinity(), -infinity()}, total[2] = {};
 
-    // Scores become powers. What was mixed before is to shrink, where a larger score comes.
+    // Replaces scores by powers. `shrink` is the factor of earlier sums, below 1 where a larger score came.
     template <int N>
     __device__ void add(Sum (&p)[N], float (&shrink)[2], float scale) {
 #pragma unroll
@@ -95,7 +95,7 @@ struct Softmax {
                 largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
             }
             largest = row_max(largest);
-            // A query may see nothing of the first tiles.
+            // A query may see no key of the first tiles.
             const float base = largest == -infinity() ? 0.0f : largest * scale;
             shrink[half] = power_of_two(most[half] * scale - base);
             most[half] = largest;
@@ -111,7 +111,7 @@ struct Softmax {
     }
 };
 
-// Dropout of powers of a lane's two queries, counted in the tile that `kept` is of.
+// Applies dropout to the powers of a lane's two queries. `query` counts in the tile of the mask `kept`.
 template <int N>
 __device__ inline void drop(Sum (&p)[N], const Head& head, const unsigned char* kept, int query) {
     const Attention& size = head.size;
@@ -124,7 +124,7 @@ __device__ inline void drop(Sum (&p)[N], const Head& head, const unsigned char* 
     }
 }
 
-// Writes what a lane's two queries are mixed of, where they come before `end`, and their log-sum-exps.
+// Writes the outputs of a lane's two queries, if they come before `end`, and their log-sum-exps.
 template <int N>
 __device__ inline void give_mixed(T* y, float* lse, const Head& head, const Sum (&mixed)[N], const Softmax& softmax,
                                   int first_query, int end) {
@@ -142,7 +142,7 @@ __device__ inline void give_mixed(T* y, float* lse, const Head& head, const Sum 
     }
 }
 
-// A warp has 16 STRIPS queries; HELD: in registers.
+// A warp has 16 STRIPS queries. HELD: registers hold them.
 template <int HEAD, int KEYS, int WARPS, int STRIPS, bool HELD>
 __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
                                const unsigned* documents, const Attention& size) {
@@ -155,7 +155,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     // The longest rows come first.
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
     if (queries.count() <= 0) {
-        return; // behind the end of a shorter sequence
+        return; // past the end of a shorter sequence
     }
     const Span mine = of_warp<STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
@@ -176,7 +176,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     take(q, shared.queries);
     for (int from = first; from < sight.last.to; from += KEYS) {
         const bool is_seen = sight_of_mine.touches({from, from + KEYS});
-        // While scores are computed, values come; while values are mixed, the next keys.
+        // Values are copied while scores are computed, and the next keys while values are multiplied.
         await_copies();
         __syncthreads();
         copy_rows<THREADS>(shared.values, head.keys(keys_at, 1, tile(from)));
@@ -208,14 +208,14 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
             mix<HEAD>(mixed, p, shared.values);
         }
     }
-    await_copies(); // where nothing is seen
+    await_copies(); // copies that no tile has awaited, where the queries see no key
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
         give_mixed(y, lse, head, mixed[strip], softmax[strip], mine.from + 16 * strip + row, mine.to);
     }
 }
 
-// What the pass of keys reads of a tile of queries.
+// A tile of queries, with all that the pass of keys reads of it.
 template <int HEAD, int QUERIES, int KEYS>
 struct QueriesStage {
     Tile<HEAD, QUERIES> queries, dy;
@@ -230,8 +230,9 @@ struct BackwardKeysShared {
     QueriesStage<HEAD, QUERIES, KEYS> stages[STAGES];
 };
 
-// A warp has 16 STRIPS keys; HELD: in registers, and their values. A block writes COLUMNS channels of the head:
-// where registers do not hold all, more blocks do. DROPS: there is dropout, whose code takes registers.
+// A warp has 16 STRIPS keys. HELD: registers hold them and their values. A block writes COLUMNS channels of a head: if
+// registers have no room for the sums of all, several blocks share a head. DROPS: with dropout, whose code takes
+// registers, too.
 template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
           bool HELD, bool DROPS>
 __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
@@ -291,7 +292,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     take(v, shared.values);
     for (int index = 0; index < all; ++index) {
         await_copies();
-        __syncthreads(); // this tile is there, and nobody reads the one before
+        __syncthreads(); // this tile is copied, and the one before is no longer read
         if (STAGES > 1 && index + 1 < all) {
             stage(index + 1);
         }
@@ -303,7 +304,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
             Sums<STRIPS, QUERIES> p, ds;
             products(p, k, of.queries);
             products(ds, v, of.dy);
-            // Query and key of a lane's element with this index in its strip.
+            // The query and the key of a lane's element, by its index in the strip.
             const auto query_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
             const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * NEXT_ROW; };
             if (queries.count() < QUERIES || !sight.covers(mine)) {
@@ -346,7 +347,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
             stage(index + 1);
         }
     }
-    await_copies(); // where nobody sees them
+    await_copies(); // copies that no tile has awaited, where no query sees the keys
     if (dkv != nullptr) {
         head.is_apart = true;
         dkv += block_again() / PARTS % shares * head.all_keys();
@@ -383,7 +384,7 @@ __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const flo
     }
 }
 
-// What the pass of queries reads of a tile of keys.
+// A tile of keys, with all that the pass of queries reads of it.
 template <int HEAD, int KEYS, int QUERIES>
 struct KeysStage {
     Tile<HEAD, KEYS> keys, values;
@@ -396,7 +397,7 @@ struct BackwardQueriesShared {
     KeysStage<HEAD, KEYS, QUERIES> stages[STAGES];
 };
 
-// A warp has 16 STRIPS queries; HELD: in registers, and dy.
+// A warp has 16 STRIPS queries. HELD: registers hold them and dy.
 template <int HEAD, int KEYS, int WARPS, int STAGES, int STRIPS, bool HELD>
 __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta,
                                         const T* qkv, const T* kv, const int* starts,
@@ -414,7 +415,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     const Span mine = of_warp<STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
     const float scale = size.scale * LOG2_E;
-    // Of a lane's rows.
+    // The statistics of a lane's rows.
     float of_lse[2 * STRIPS], of_delta[2 * STRIPS];
 #pragma unroll
     for (int i = 0; i < 2 * STRIPS; ++i) {
@@ -448,7 +449,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     take(d_out, shared.dy);
     for (int from = first; from < sight.last.to; from += KEYS) {
         await_copies();
-        __syncthreads(); // this tile is there, and nobody reads the one before
+        __syncthreads(); // this tile is copied, and the one before is no longer read
         if (STAGES > 1 && from + KEYS < sight.last.to) {
             stage(from + KEYS);
         }
@@ -457,7 +458,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
             Sums<STRIPS, KEYS> p, ds;
             products(p, q, of.keys);
             products(ds, d_out, of.values);
-            // Row and key of a lane's element with this index in its strip.
+            // The row and the key of a lane's element, by its index in the strip.
             const auto row_of = [&](int strip, int at) { return 2 * strip + at % 4 / 2; };
             const auto key_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
             if (!sight_of_mine.covers({from, from + KEYS})) {
@@ -493,7 +494,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
             stage(from + KEYS);
         }
     }
-    await_copies(); // where nothing is seen
+    await_copies(); // copies that no tile has awaited, where the queries see no key
 #pragma unroll
     for (int i = 0; i < 2 * STRIPS; ++i) {
         const int query = mine.from + row + to_row(i);

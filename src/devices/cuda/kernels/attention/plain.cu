@@ -28,10 +28,10 @@ __device__ inline void plain_products(Square& sum, const Rows& a, const Rows& b,
         }
     }
     for (int first = 0; first < a.channels; first += DEPTH) {
-        __syncthreads(); // nobody reads what was staged before
+        __syncthreads(); // the channels before have been read
 #pragma unroll 2 // more would take registers
         for (int index = threadIdx.x; index < SIDE * DEPTH; index += PLAIN_THREADS) {
-            // A warp takes eight channels of four rows: all that it reads in one piece, no bank twice.
+            // A warp reads eight channels of four rows: whole sectors, and no bank conflict when it writes them.
             const int channel = index % 8 + index / (8 * SIDE) * 8, of = index / 8 % SIDE;
             const bool is_channel = first + channel < a.channels;
             const bool has_a = is_channel && of < a.count, has_b = is_channel && of < b.count;
@@ -56,7 +56,7 @@ __device__ inline void plain_products(Square& sum, const Rows& a, const Rows& b,
 // sum += p x, piece by piece of the channels: p's columns are x's rows.
 __device__ inline void plain_mix(Square (&sum)[PIECES], const Square& p, const Rows& x, PlainShared& shared) {
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
-    __syncthreads(); // nobody reads what was mixed before
+    __syncthreads(); // the p before has been read
     for (int j = 0; j < 4; ++j) {
         shared.mixing[(4 * column + j) * (PITCH / 4) + row] = {p[0][j], p[1][j], p[2][j], p[3][j]};
     }
@@ -86,7 +86,7 @@ __device__ inline void plain_mix(Square (&sum)[PIECES], const Square& p, const R
     }
 }
 
-// Writes (or adds) one of a thread's rows of sums to a head's channels.
+// Writes (or adds) the sums of one of a thread's rows to the channels of a head.
 template <class E>
 __device__ inline void plain_give(E* to, const Square (&sum)[PIECES], int i, float by, int channels,
                                   bool add) {
@@ -101,7 +101,7 @@ __device__ inline void plain_give(E* to, const Square (&sum)[PIECES], int i, flo
     }
 }
 
-// y and the log-sum-exp of the scores. `kv`: keys and values, if they are not beside the queries.
+// y and the log-sum-exp of the scores. `kv`: keys and values in a tensor of their own; null: beside the queries.
 // launch: grid (heads, ceil(longest / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
     attention(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
             for (int step = 8; step > 0; step /= 2) {
                 largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, step));
             }
-            // A query may see nothing of the first tiles.
+            // A query may see no key of the first tiles.
             const float base = largest == -infinity() ? 0.0f : largest;
             const float shrink = expf(most[i] - base);
             float sum = 0.0f;
@@ -176,9 +176,9 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
     }
 }
 
-// dk and dv, from the query heads that they serve, in order. They are written beside their queries' gradients or,
-// where it is not null, to `dkv` (or added to it). `shares`: that many blocks split these query heads; `dkv` then
-// has the gradients of each share, one share after the other.
+// dk and dv, summed in order over the query heads that share the key head. They are written to `dkv` (or added to it),
+// or, where it is null, beside the gradients of the queries. With several `shares`, blocks split these query heads, and
+// `dkv` has the gradients of each share, one share after another.
 // launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,

@@ -1,11 +1,11 @@
-// Products of a warp on sm_70: mma.m8n8k4, by quad pairs.
+// Products of a warp on the tensor cores of sm_70: mma.m8n8k4, by quad pairs.
 
 #ifdef HAS_QUAD_PAIRS
 
 // A quad pair is four lanes and the four lanes whose numbers are 16 higher. It multiplies a matrix of 8 × 4 by one of
 // 4 × 8 (PTX ISA, mma.m8n8k4). A warp has four quad pairs. Here they compute a sum of 16 × 16 together: bit 3 of a
 // lane's number says which eight rows its quad pair has, bit 2 which columns, of every eight the first four or the last
-// four. So sums lie in a warp as from sm_75 on, with the lanes in another order. A lane holds
+// four. So a warp holds sums in the layout of sm_75, with its lanes in another order. A lane holds
 //   of Left (16 × 16):  all columns of one row, two a register
 //   of Right (16 × 16): all rows of one column; turned, four columns of every fourth row
 //   of Sum (16 × 8):    [row][column], [row][column + 1], [row + 2][column], [row + 2][column + 1]
@@ -17,7 +17,7 @@ struct Right {
     unsigned of[8];
 };
 
-// Of a sum: a lane's first row and column, and rows from there to its second.
+// A lane's first row and column of a sum, and the distance to its second row.
 __device__ inline int lane_row() {
     const int lane = threadIdx.x % WARP;
     return lane / 8 % 2 * 8 + lane / 16 * 4 + lane % 2;
@@ -25,10 +25,10 @@ __device__ inline int lane_row() {
 __device__ inline int lane_column() { return threadIdx.x & 6; }
 constexpr int NEXT_ROW = 2;
 
-// Bits of a lane's number. Lanes with the same rows differ in these alone.
+// Lanes that hold the same rows differ in these bits of their numbers alone.
 constexpr int OF_ROW[2] = {2, 4};
 
-// Whether kernels hold strips of a left side in registers: here these are twice as many as elsewhere.
+// Whether registers have room for strips of a left side: here a strip takes twice as many as elsewhere.
 constexpr bool HOLDS = false;
 
 #ifdef EMULATOR
@@ -77,8 +77,8 @@ __device__ inline void multiply(Sum& first, Sum& second, const Left& a, const Ri
 
 #endif
 
-// Where a lane reads of a tile: for sixteen rows, from a first row and channel on, as a left side; for sixteen rows
-// as the columns of a right side; for sixteen rows as a right side, turned. Eight rows meet no bank twice.
+// Where a lane reads sixteen rows of a tile: as a left side, from a first row and channel on; as the columns of a right
+// side; as the rows of a right side (turned). Eight rows have no bank conflict.
 template <int HEAD, int ROWS>
 __device__ inline const T* left_in(const Tile<HEAD, ROWS>& tile, int first, int channel) {
     const int lane = threadIdx.x % WARP;
@@ -97,7 +97,7 @@ __device__ inline const T* turned_in(const Tile<HEAD, ROWS>& tile) {
     return tile.of + tile.place(lane % 4, lane / 16 * 8 + (lane & 4));
 }
 
-// What it reads there: sixteen neighbours, or, turned, four neighbours of every fourth row.
+// Reads from there: sixteen neighbours, or, turned, four neighbours of every fourth row.
 template <int COUNT>
 __device__ inline void read_words(unsigned* to, const T* at) {
     const auto words = read_once(reinterpret_cast<const Packed<unsigned, COUNT>*>(at));

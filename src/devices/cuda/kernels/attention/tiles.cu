@@ -2,8 +2,8 @@
 
 #if ELEMENT != 32
 
-// Begins to copy rows, with zeros behind the last of them and behind their channels. A thread copies the same
-// channels of every so many rows.
+// Begins to copy rows to a tile, with zeros past the last row and past the last channel. A thread copies the same
+// channels of every STEP-th row.
 template <int THREADS, int HEAD, int ROWS>
 __device__ inline void copy_rows(Tile<HEAD, ROWS>& tile, const Rows& rows) {
     constexpr int OF_ROW = HEAD / 8, STEP = THREADS / OF_ROW, PITCH = Tile<HEAD, ROWS>::PITCH;
@@ -28,8 +28,8 @@ __device__ inline void copy_rows(Tile<HEAD, ROWS>& tile, const Rows& rows) {
     }
 }
 
-// Sixteen rows of a left side, of a warp. HELD: registers have room for them, so a lane reads them from shared
-// memory once; else it reads them for each product.
+// Sixteen rows of a left side. HELD: a lane reads them from shared memory once and holds them in registers; else it
+// reads them for each product.
 template <int HEAD, bool HELD>
 struct Strip {
     const T* at;
@@ -57,7 +57,7 @@ struct Strip<HEAD, true> {
     __device__ Left part(int channel) const { return parts[channel / 16]; }
 };
 
-// A warp's strips of a tile.
+// Takes a warp's strips of a tile.
 template <int HEAD, bool HELD, int STRIPS, int ROWS>
 __device__ inline void take(Strip<HEAD, HELD> (&strips)[STRIPS], const Tile<HEAD, ROWS>& tile) {
     const int first = threadIdx.x / WARP * 16 * STRIPS;
@@ -67,11 +67,11 @@ __device__ inline void take(Strip<HEAD, HELD> (&strips)[STRIPS], const Tile<HEAD
     }
 }
 
-// The sums of a warp's strips, with so many columns.
+// The sums of a warp's strips, each with COLUMNS columns.
 template <int STRIPS, int COLUMNS>
 using Sums = Sum[STRIPS][COLUMNS / 8];
 
-// Products of strips of a and each row of b, over all channels.
+// sums = a bᵀ, over all channels: a column of sums for each row of the tile b.
 template <int HEAD, int COLUMNS, bool HELD, int STRIPS>
 __device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<HEAD, HELD> (&a)[STRIPS],
                                 const Tile<HEAD, COLUMNS>& tile) {
@@ -100,7 +100,7 @@ __device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<HEAD, H
     }
 }
 
-// sums += p x: p has a column for each row of x, of which it takes COLUMNS channels from `part` on.
+// sums += p x, for COLUMNS channels of the tile x from `part` on. p has a column for each row of x.
 template <int COLUMNS, int HEAD, int MIXED, int STRIPS>
 __device__ inline void mix(Sums<STRIPS, COLUMNS>& sums, const Sums<STRIPS, MIXED>& p,
                            const Tile<HEAD, MIXED>& tile, int part = 0) {

@@ -2,13 +2,13 @@
 
 #if ELEMENT != 32
 
-// Of a sum of 16 × 8, two neighbours of a lane's row, then two of its next row: see mma and quad_pairs.
+// A lane's elements of a sum of 16 × 8: two neighbours of one row, and two of another (see mma and quad_pairs).
 struct Sum {
     float of[4];
 };
 
-// Rows of channels in shared memory. They are eight elements longer than a head, so that eight rows meet no bank
-// twice.
+// Rows of channels in shared memory. They are eight elements longer than a head, so that reads of eight rows have no
+// bank conflict.
 template <int HEAD, int ROWS>
 struct alignas(16) Tile {
     static constexpr int PITCH = HEAD + 8;
@@ -24,7 +24,7 @@ inline unsigned pack(float low, float high) {
     return static_cast<unsigned>(put(high).bits) << 16 | put(low).bits;
 }
 
-// The elements that a lane shows the others for a product.
+// The elements of a lane that the other lanes of the emulated warp read for a product.
 template <class Left, class Right>
 struct Shown {
     float a[2 * std::size(Left{}.of)], b[2 * std::size(Right{}.of)];
@@ -74,7 +74,7 @@ __device__ inline unsigned shared_address(const void* at) {
 
 #if __CUDA_ARCH__ >= 800
 
-// Begins to copy 4 or 16 bytes to shared memory; zeros, where they are not real.
+// Begins to copy 4 or 16 bytes to shared memory, or zeros if `is_real` is false.
 template <int BYTES>
 __device__ inline void copy(void* to, const void* from, bool is_real) {
     const unsigned address = shared_address(to);
@@ -96,7 +96,7 @@ __device__ inline void await_copies() { asm volatile("cp.async.wait_all;" ::: "m
 
 #else
 
-// Copies at once.
+// Without cp.async, the copy is done at once.
 template <int BYTES>
 __device__ inline void copy(void* to, const void* from, bool is_real) {
     using Words = Packed<unsigned, BYTES / 4>;
