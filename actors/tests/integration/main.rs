@@ -9,6 +9,7 @@ mod closed_forms;
 mod common;
 mod conformance;
 mod deadlock;
+mod declared;
 mod hangs;
 mod interleavings;
 mod makespan;

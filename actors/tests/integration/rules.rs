@@ -214,7 +214,7 @@ fn generators_refuse_what_is_no_model() {
     assert!(relay(&model, &selection).expect_err("unknown").reason.contains("block 9 is not"));
     let mut selection = everything(&model, 1);
     selection.layers.reverse();
-    let order = "layers must be an embedding";
+    let order = "layer 0 gathers, and stands behind another step";
     assert!(relay(&model, &selection).expect_err("wrong order").reason.contains(order));
 }
 

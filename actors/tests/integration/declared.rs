@@ -1,0 +1,148 @@
+//! What layers may declare: several blocks, several steps, boundaries of their own, activations
+//! that some save. A declaration that does not fit its neighbours is refused by name.
+
+use crate::common::*;
+use l2l_actors::schedule::{
+    BlockId, Boundary, Pipeline, RingModel, RingStep, Role, Schedule, StepPlan, VisitKind, deal,
+    pipeline, relay, resident,
+};
+use l2l_actors::work::WorkKind;
+
+/// A model of three layers, whose middle one is visited in two steps, with a boundary of its own
+/// between them, and needs three blocks.
+fn two_steps() -> RingModel {
+    let mut model = model(3, 2, false);
+    let first = model.blocks.len() as u32;
+    model.blocks.extend([model.blocks[1]; 2]);
+    let own = input(Role::Own(0), Role::OwnGradient(0));
+    let [attend] = &mut model.layers[2].steps[..] else { panic!("it has one step") };
+    let feed = RingStep { needs: vec![BlockId(first)], reads: vec![own], ..attend.clone() };
+    attend.needs.push(BlockId(first + 1));
+    attend.writes = vec![boundary(Role::Own(0))];
+    model.layers[2].steps.push(feed);
+    saving(model, |number| number % 2 == 1)
+}
+
+/// The same model, in which the first layer hands a tensor to the last, past the middle one.
+fn handed_up() -> RingModel {
+    let mut model = two_steps();
+    model.layers[1].steps[0].writes.push(boundary(Role::Own(7)));
+    model.layers[3].steps[0].reads.push(input(Role::Own(7), Role::OwnGradient(7)));
+    model
+}
+
+/// A step of the ring that runs to its end: the versions of all blocks, and how many micro-batches
+/// were computed.
+fn run(schedule: &Schedule, deferred: bool) -> usize {
+    let config = config(schedule, &depths(1, 1, 1, 1), deferred);
+    let schedule = schedule.clone();
+    let (_, records) = l2l_actors::virtual_time::run(
+        config,
+        |_: &l2l_actors::Operation| ticks(1),
+        async move |mut relay: l2l_actors::Relay<_>| {
+            for _ in 0..2 {
+                step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
+            }
+            relay.stop().await.expect("nothing fails here");
+        },
+    )
+    .expect("it ends");
+    let is_compute = |kind| kind == WorkKind::Forward || kind == WorkKind::Backward;
+    records.iter().filter(|record| is_compute(record.kind)).count()
+}
+
+#[test]
+fn steps_and_boundaries_of_layers_run_in_every_schedule() {
+    for model in [two_steps(), handed_up(), on_file(two_steps()), on_file(handed_up())] {
+        let selection = everything(&model, 4);
+        let order = Pipeline::one_forward_one_backward(2, 4);
+        let relay = relay(&model, &selection).expect("a model of ours");
+        let visits = relay.device_visits().count();
+        let schedules = [
+            relay.clone(),
+            deal(relay, 3),
+            resident(&model, &selection).expect("a model of ours"),
+            pipeline(&model, &selection, &order).expect("a model of ours"),
+        ];
+        for schedule in &schedules {
+            for deferred in [false, true] {
+                assert_eq!(run(schedule, deferred), 2 * 4 * visits);
+            }
+        }
+    }
+}
+
+/// The backward pass meets the second step first. It reads what the step saved and read, and the
+/// gradient from above.
+#[test]
+fn the_backward_pass_reverses_steps() {
+    let model = handed_up();
+    let schedule = relay(&model, &everything(&model, 1)).expect("a model of ours");
+    let roles =
+        |of: &[_]| -> Vec<Role> { of.iter().map(|&id| schedule.boundary(id).role).collect() };
+    let visits: Vec<_> = schedule
+        .device_visits()
+        .map(|visit| (visit.layer.0, visit.step, roles(&visit.reads), roles(&visit.writes)))
+        .collect();
+    let hidden = Role::Hidden;
+    let own = Role::Own(0);
+    let own_gradient = Role::OwnGradient(0);
+    let saved = Role::SavedActivations;
+    assert_eq!(visits[1], (2, 0, vec![hidden], vec![own]));
+    assert_eq!(visits[2], (2, 1, vec![own], vec![hidden]));
+    // Tile 5 once, tile 4; then the last layer, which also hands a gradient down to the first.
+    let gradients = [Role::HiddenGradient, Role::OwnGradient(7)];
+    let reads = vec![hidden, Role::Own(7), saved, Role::HeadGradient];
+    assert_eq!(visits[7], (3, 0, reads, gradients.to_vec()));
+    assert_eq!(visits[8], (2, 1, vec![own, Role::HiddenGradient], vec![own_gradient]));
+    assert_eq!(visits[9], (2, 0, vec![hidden, own_gradient], vec![Role::HiddenGradient]));
+    let first = [&[hidden, saved][..], &gradients].concat();
+    assert_eq!(visits[10], (1, 0, first, vec![Role::HiddenGradient]));
+}
+
+#[track_caller]
+fn refused(says: &[&str], plant: impl Fn(&mut RingModel)) {
+    let mut model = handed_up();
+    plant(&mut model);
+    let schedule = relay(&model, &everything(&model, 2));
+    let planned = schedule.and_then(|schedule| {
+        let pools = config(&schedule, &depths(2, 1, 1, 1), false).pools;
+        StepPlan::new(schedule, pools)
+    });
+    let text = planned.expect_err("a fault was planted").to_string();
+    says.iter().for_each(|part| assert!(text.contains(part), "{part}: {text}"));
+}
+
+#[test]
+fn faults_in_declarations_are_refused_by_name() {
+    let unread = ["layer 3", "reads own tensor 9, which no step before it writes"];
+    refused(&unread, |model| {
+        model.layers[3].steps[0].reads.push(input(Role::Own(9), Role::OwnGradient(9)));
+    });
+    refused(&["layer 1", "which nobody reads"], |model| {
+        model.layers[1].steps[0].writes.push(boundary(Role::Own(9)));
+    });
+    refused(&["layer 3 reads own tensor 7 as 0 bytes a token and 8", "layer 1 writes"], |model| {
+        let read = &mut model.layers[3].steps[0].reads[1].boundary;
+        *read = Boundary::of_sequences(Role::Own(7), 2, 4);
+    });
+    refused(&["layer 2 is trained through own tensor 0", "declares the gradient"], |model| {
+        model.layers[2].steps[1].reads[0].gradient = None;
+    });
+    refused(&["layer 2", "trains block", "another step of the layer"], |model| {
+        let shared = model.layers[2].steps[0].needs[0];
+        model.layers[2].steps[1].needs = vec![shared];
+    });
+    refused(&["block 99 of a layer is not in the model"], |model| {
+        model.layers[1].steps[0].needs.push(BlockId(99));
+    });
+    refused(&["layer 1", "two boundaries that are own tensor 7"], |model| {
+        model.layers[1].steps[0].writes.push(boundary(Role::Own(7)));
+    });
+    refused(&["layer 2 gathers, and stands behind another step"], |model| {
+        model.layers[2].steps[0].kind = VisitKind::Gather;
+    });
+    refused(&["layer 4 reads statistics, which no step before it writes"], |model| {
+        model.layers[0].steps[0].writes.pop();
+    });
+}
