@@ -17,6 +17,7 @@ mod compression;
 mod cuda;
 #[cfg(feature = "cli")]
 mod damaged;
+mod declared;
 mod depth;
 #[cfg(feature = "prometheus")]
 mod door;
