@@ -263,3 +263,26 @@ fn check_apart(writes: &[View], reads: &[View]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+    use crate::kernels::Cast;
+
+    #[test]
+    fn an_operation_gets_slices_of_its_declared_views_alone() {
+        let x = View::floats(0, 3);
+        let y = View::floats(16, 3);
+        let mut memory = Arena::new(32).expect("little");
+        memory.fill(x, &[1.0, 2.0, 3.0]);
+        let kernels = CpuKernels::new(Some(&memory), Level::Portable);
+        let call = kernels.call(&Cast { y, x }).expect("there is memory");
+        let panics = |take: &dyn Fn()| catch_unwind(AssertUnwindSafe(take)).is_err();
+        assert!(panics(&|| _ = call.read(y)), "it is written");
+        assert!(panics(&|| _ = call.write(x)), "it is read");
+        call.write(y).copy_from_slice(call.read(x));
+        assert!(panics(&|| _ = call.write(y)), "it was taken");
+    }
+}
