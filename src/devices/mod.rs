@@ -38,7 +38,7 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Copies from a slot.
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError>;
 
-    /// Where a slot is, as other devices of its kind name it.
+    /// The address of a slot for other devices of this kind.
     fn for_peers(&self, view: View) -> PeerView;
 
     /// Copies a slot of another device to a slot of the same size.
@@ -58,29 +58,29 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// The floats that a slot holds; waits for the device.
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError>;
 
-    /// Whether all numbers of a view, which the running operation has written, are finite. A
-    /// device that issues its work answers true, and keeps the mark of the first view of a step
-    /// that is not. The upper half of a mark is the step.
+    /// True if all numbers of a view that the running operation has written are finite. A device
+    /// that issues its work returns true, and stores the mark of the first view of a step that is
+    /// not finite. The upper half of a mark is the step.
     fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError>;
 
-    /// The mark that it keeps; waits for the device.
+    /// The mark that [`is_finite`](Device::is_finite) stored; waits for the device.
     fn first_non_finite(&self) -> Result<Option<i64>, BoxedError> {
         Ok(None)
     }
 
-    /// Times each kernel from now on, which makes the device slower. A CPU has nothing to time so.
+    /// Times each kernel from now on, which makes the device slower. A CPU device times none.
     fn time_kernels(&self) {}
 
-    /// How long each kernel took since the last call; waits for the device.
+    /// The time that each kernel took since the last call; waits for the device.
     fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
         Ok(Vec::new())
     }
 
-    /// Times the algorithms of each product that comes from now on. A CPU has one for each.
+    /// Times the algorithms of each product from now on. A CPU device has one algorithm.
     fn time_products(&self) {}
 
-    /// Stores which algorithm was the fastest for each product that was timed, for later runs;
-    /// waits for the device. None: nothing was asked for.
+    /// Stores the fastest algorithm of each product that was timed, for later runs; waits for the
+    /// device. `None`: no product was to be timed.
     fn store_products(&self) -> Result<Option<ProductTable>, BoxedError> {
         Ok(None)
     }
@@ -92,19 +92,19 @@ pub(crate) trait Device: Send + Sync + 'static {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError>;
 
-    /// Its memory, where the host reads and writes the same: the floats of all devices, and those
-    /// of the host from [`host_from`] on.
+    /// The device's memory, if the host shares it: the floats of all devices, and the host's from
+    /// [`host_from`] on.
     fn shared(&self) -> Option<&Arc<Arena>>;
 
-    /// Where its own floats begin in its memory.
+    /// The first of this device's floats in its memory.
     fn first(&self) -> usize {
         0
     }
 
-    /// Waits for all that it has been issued, even after an error.
+    /// Waits for all work that was issued, even after an error.
     fn finish(&self) {}
 
-    /// Prepares memory of the host that copies will use, of all devices of its kind.
+    /// Pins memory of the host, for copies of all devices of this kind.
     fn pin(&self, memory: &mut [f32]) {
         _ = memory;
     }
@@ -114,12 +114,12 @@ pub(crate) trait Device: Send + Sync + 'static {
         0
     }
 
-    /// What makes it slower than it could be, and was not asked for before.
+    /// Reasons why the device is slower than it could be, each returned once.
     fn take_warnings(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// Whether the calls above return before the work is done, and the device keeps its order.
+    /// True if the calls above return before the work is done. The device then keeps its order.
     fn issues(&self) -> bool {
         false
     }
@@ -140,7 +140,7 @@ pub(crate) trait Device: Send + Sync + 'static {
     }
 }
 
-/// The memory of a slot, as other devices of the same kind name it.
+/// The address of a slot for other devices of the same kind.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PeerView {
     /// The GPU's context in the driver; 0 for a CPU device.
@@ -150,20 +150,20 @@ pub(crate) struct PeerView {
     pub(crate) at: u64,
 }
 
-/// Floats from one device to the next, in memory that they share: whole pages.
+/// Floats from one device's memory to the next, in memory that they share: whole pages.
 fn stride(device_floats: usize) -> usize {
     device_floats.next_multiple_of(1024)
 }
 
-/// Where the host's floats begin in memory that it shares with so many devices of so many floats:
-/// on a page of their own, as files want them.
+/// The first of the host's floats in memory that it shares with devices of `device_floats` each. It
+/// begins a page, which direct file access needs.
 pub(crate) fn host_from(devices: u32, device_floats: usize) -> usize {
     devices as usize * stride(device_floats)
 }
 
-/// The devices that a config names, each with the memory of the first plan, of which `own` is the
-/// device's: a GPU's overhead, or where a CPU widens elements of 16 bits. The host's memory is
-/// there, too, if they share theirs.
+/// Opens the devices that a config names, each with the memory of the first plan. `own` is the part
+/// that a device keeps for itself: a GPU's overhead, or a CPU's floats of 16-bit elements. Devices
+/// that share memory with the host hold the second plan's memory, too.
 pub(crate) fn open(
     config: &Config,
     model: &Model,
@@ -201,19 +201,19 @@ pub(crate) fn open(
     }
 }
 
-/// Device memory that kernels take beside the plan's slots, in floats.
+/// Device memory of kernels beside the plan's slots, in floats.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KernelMemory {
-    /// What they are handed by their layers.
+    /// Workspace that layers pass to kernels.
     pub(crate) workspace: usize,
-    /// A GPU's: batch metadata and the matrix library's workspace.
+    /// On a GPU: batch metadata and the matrix library's workspace.
     pub(crate) overhead: usize,
-    /// A CPU's: elements of 16 bits as floats, of one operation.
+    /// On a CPU: the 16-bit elements of one operation, as floats.
     pub(crate) widened: usize,
 }
 
-/// Measures the memory that the device of a config takes, by a walk over the device's kernels
-/// without memory: `walk` returns the workspace that they took.
+/// Measures the memory that the kernels of a config's device take. `walk` runs a layer on kernels
+/// without memory, and returns the workspace that they took.
 pub(crate) fn kernel_memory(
     config: &Config,
     rows: Rows,

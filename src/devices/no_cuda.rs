@@ -1,5 +1,5 @@
-//! What stands for the CUDA device in a program that was built without it: the same names, each of
-//! which refuses.
+//! The CUDA device of a program that was built without it: the same functions, which return an
+//! error.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ pub(super) fn open(
     Err(left_out())
 }
 
-/// The plan is made before the device is opened, which refuses: the CPU's kernels stand in.
+/// Kernels for the plan, which is made before the device is opened and refused: the CPU's.
 pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(super::cpu::CpuKernels::new(None, crate::simd::Level::Portable))
 }
@@ -62,10 +62,10 @@ pub(super) fn rates(_: &Config) -> Result<GpuRates, Error> {
     Err(left_out())
 }
 
-/// The emulated driver, which is left out, too.
+/// The emulated driver, which is not built either.
 #[cfg(test)]
 pub(crate) mod emulated {
-    /// Whether tests on it can run here.
+    /// True if tests can run on the emulated driver.
     pub(crate) fn instead() -> bool {
         false
     }

@@ -1,27 +1,27 @@
-//! What is found out about GPUs before a run: libraries, GPUs, kernels, rates.
+//! Facts about GPUs that are found out before a run: libraries, GPUs, kernels, rates.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// A library that a CUDA device needs, and what was found of it.
+/// A library that a CUDA device needs, with the path and version that were found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
     /// Its file's name without version.
     pub name: &'static str,
-    /// The file that was loaded, where the system tells.
+    /// The file that was loaded, if the system reports it.
     pub path: Option<PathBuf>,
     /// Its version; `None`: it is not there, or cannot be loaded.
     pub version: Option<(u32, u32)>,
-    /// What to do where it is not there.
+    /// How to install it.
     pub install: &'static str,
 }
 
-/// A GPU, as the driver tells it.
+/// A GPU, as the driver reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
     /// Its name.
     pub name: String,
-    /// Its architecture: 90 of 9.0.
+    /// Its architecture: 90 stands for 9.0.
     pub architecture: u32,
     /// Bytes of memory.
     pub memory: u64,
@@ -34,9 +34,9 @@ pub struct Gpu {
 pub enum KernelGroup {
     /// Matrix products.
     Products,
-    /// What treats rows alike: norms, activations, dropout, copies, tables, frozen weights.
+    /// Kernels over rows: norms, activations, dropout, copies, tables, frozen weights.
     Rows,
-    /// Attention, and what else knows heads.
+    /// Attention and other kernels over heads.
     Attention,
     /// Losses of tokens and of classes.
     Losses,
@@ -58,24 +58,24 @@ impl KernelGroup {
     }
 }
 
-/// How a kernel of a GPU compares with the CPU's.
+/// The comparison of a GPU's kernel with the CPU's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Check {
     /// Its name.
     pub kernel: &'static str,
-    /// Sizes that it was run at.
+    /// The number of sizes that it was run at.
     pub cases: usize,
-    /// The largest difference, relative to values above 1; infinite where it wrote what is not its
-    /// own.
+    /// The largest difference, relative to values above 1; infinite if the kernel wrote outside of
+    /// its outputs.
     pub off: f64,
-    /// The most that it may be: in bf16, some roundings.
+    /// The largest difference that is allowed: in bf16, a few roundings.
     pub most: f64,
     /// The driver's error, which ended its cases.
     pub error: Option<String>,
 }
 
 impl Check {
-    /// What is wrong, if something is.
+    /// A description of the problem, if there is one.
     pub fn problem(&self) -> Option<String> {
         let Check { kernel, off, most, error, .. } = self;
         match error {
@@ -86,12 +86,12 @@ impl Check {
     }
 }
 
-/// How long the launches of a GPU's kernel took together.
+/// The total time of the launches of a GPU's kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KernelTime {
     /// Its name; `product` for the matrix library's, and `copy` for copies on the device.
     pub kernel: &'static str,
-    /// How many there were.
+    /// The number of launches.
     pub launches: u64,
     /// Seconds on the device.
     pub seconds: f64,
@@ -112,12 +112,12 @@ impl KernelTime {
     }
 }
 
-/// How long the algorithms of a GPU's product took.
+/// The times of the algorithms of a GPU's product.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProductTime {
     /// Its sizes and dtypes.
     pub product: String,
-    /// How many algorithms were timed.
+    /// The number of algorithms that were timed.
     pub algorithms: usize,
     /// Seconds of the library's first.
     pub first: f64,
@@ -134,12 +134,12 @@ pub struct ProductTable {
     pub products: Vec<ProductTime>,
 }
 
-/// How fast a GPU is, as measured.
+/// The measured speed of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuRates {
-    /// Bytes a second to the device and from it, of memory as it comes.
+    /// Bytes a second to the device and from it, of pageable memory.
     pub pageable: [f64; 2],
-    /// The same of pinned memory, where the system gives some.
+    /// Bytes a second to the device and from it, of pinned memory, if the system gives some.
     pub pinned: Option<[f64; 2]>,
     /// FLOP/s of a large product of the config's `device.dtype`.
     pub product: f64,

@@ -12,8 +12,8 @@ pub type CpuFunction = fn(&mut [&mut [f32]], &[&[f32]], &[f32]);
 /// The source is CUDA C++ that is compiled behind `src/devices/cuda/kernels/prelude.cu`. There, `T`
 /// is the type of the device's elements, and `get` and `put` convert from and to it. It declares
 /// `extern "C" __global__ void NAME(T* ..., const T* ..., long long count, float ...)`: outputs,
-/// inputs, the number of elements of the first output, numbers. It runs on at least `count` threads,
-/// in blocks of 256. A thread's element is `blockIdx.x * blockDim.x + threadIdx.x`; a thread beyond
+/// inputs, the number of elements of the first output, numbers. It runs on at least `count`
+/// threads, in blocks of 256. A thread's element is `blockIdx.x * blockDim.x + threadIdx.x`; a thread beyond
 /// `count` has none.
 #[derive(Clone, Copy, Debug)]
 pub struct CustomKernel {

@@ -2,8 +2,8 @@
 //! al. 2018, "Gist", sections 3.1 and 3.2).
 //!
 //! A packed row consists of floats: the count of positive numbers, as bits; one bit for each
-//! number, set if it is positive; the positive numbers in their own dtype, as far as there is room. With no
-//! room at all, only the bits are packed, and each positive number becomes 1.
+//! number, set if it is positive; the positive numbers in their own dtype, as far as there is room.
+//! With no room at all, only the bits are packed, and each positive number becomes 1.
 
 use super::operation::{Named, Operation, Views};
 use crate::tensor::{Dtype, View};

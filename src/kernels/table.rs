@@ -26,8 +26,8 @@ macro_rules! operations {
             /// Computes a [`Custom`] kernel.
             fn custom(&self, op: &Custom<'_>);
 
-            /// Computes an [`UnpackPositive`]. Returns false if a row had more positive numbers than
-            /// there was room for; `y` then has no use.
+            /// Computes an [`UnpackPositive`]. Returns false if a row had more positive numbers
+            /// than there was room for; `y` then has no use.
             fn unpack_positive(&self, op: &UnpackPositive) -> bool;
 
             /// Computes the backward of an activation function, then of the product before it:

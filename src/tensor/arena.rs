@@ -1,8 +1,8 @@
 //! All tensor memory of a device: one allocation, made at start, read and written by range.
 //!
-//! The ring grants ranges: while an operation runs, nobody else touches the slots it writes, and
-//! nobody writes those it reads (crate `l2l-actors`, kept by credits and fences and tested
-//! there). What is left to this file is that ranges lie inside.
+//! The ring grants ranges: while an operation runs, no other operation touches the slots that it
+//! writes, or writes the slots that it reads (kept by credits and fences of crate `l2l-actors`, and
+//! tested there). This file checks that ranges lie inside the arena.
 
 use std::cell::UnsafeCell;
 use std::io;
@@ -22,14 +22,14 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    /// So many zeros.
+    /// `length` zeros.
     ///
     /// # Errors
     /// The system does not have that much.
     pub(crate) fn new(length: usize) -> io::Result<Pages> {
         let bytes = length * size_of::<f32>();
         let memory = MmapOptions::new().len(bytes.max(1)).map_anon()?;
-        // Miri has no such call.
+        // Miri does not support `madvise`.
         #[cfg(all(target_os = "linux", not(miri)))]
         let _ = memory.advise(memmap2::Advice::HugePage); // without them it is slower, not wrong
         Ok(Pages { memory, bytes })
@@ -50,10 +50,10 @@ impl DerefMut for Pages {
     }
 }
 
-/// See the [module](self).
+/// The memory of a device, or of the host and the devices that share it.
 #[derive(Debug)]
 pub(crate) struct Arena {
-    /// Keeps the pages; touched through `base` only.
+    /// Owns the pages, which are accessed through `base` alone.
     _memory: UnsafeCell<Pages>,
     base: *mut f32,
     /// Floats, as planned: without guard zones.
@@ -61,14 +61,14 @@ pub(crate) struct Arena {
     guards: Guards,
 }
 
-// SAFETY: nothing is shared but the memory `base` points to; whoever calls `read` and `write`
-// answers for it.
+// SAFETY: only the memory behind `base` is shared, and callers of `read` and `write` promise that
+// no two accesses conflict.
 unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Zeroed memory for so many floats.
+    /// Zeroed memory for `length` floats.
     ///
     /// # Errors
     /// The system does not have that much.
@@ -89,28 +89,28 @@ impl Arena {
         Ok(Arena { _memory: UnsafeCell::new(memory), base, length: plan.floats, guards })
     }
 
-    /// Panics when something was written between slots. Without debug assertions it does nothing.
+    /// Panics if a float between slots was written. Without debug assertions it does nothing.
     pub(crate) fn check_zones(&self) {
-        // SAFETY: no view has memory between slots, so nobody writes it.
+        // SAFETY: no view has memory between slots, so no operation writes it.
         self.guards.check(|zone| unsafe { self.floats(zone) });
     }
 
-    /// All of it, guard zones too, for whoever has the arena to itself.
+    /// All floats, guard zones included.
     pub(crate) fn all_mut(&mut self) -> &mut [f32] {
-        // SAFETY: these are all floats of the memory, and `&mut self` says that nobody else has it.
+        // SAFETY: these are all floats of the memory, and `&mut self` is the only access to it.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.guards.floats()) }
     }
 
     /// Floats by their place in memory, where guard zones count.
     ///
     /// # Safety
-    /// They lie inside, and nobody writes them while the slice lives.
+    /// The floats lie inside the arena, and are not written while the slice lives.
     unsafe fn floats(&self, range: Range<usize>) -> &[f32] {
         // SAFETY: inside and not written, by the caller; initialised, for pages are zeroed.
         unsafe { std::slice::from_raw_parts(self.base.add(range.start), range.len()) }
     }
 
-    /// The first element of a view, which lies inside.
+    /// The address of a view's first element. Panics unless the view lies inside the arena.
     fn place<T>(&self, view: View) -> *mut T {
         let size = size_of::<T>();
         assert_eq!(view.dtype.size(), size, "elements are read by their size");
@@ -121,25 +121,25 @@ impl Arena {
         self.base.wrapping_add(zones).cast::<T>().wrapping_add(view.at)
     }
 
-    /// Writes a float so far from a view's first, as a kernel does that is wrong.
+    /// Writes a float `by` floats behind a view's first one, as a wrong kernel would.
     #[cfg(test)]
     pub(crate) fn stray(&self, view: View, by: isize) {
-        // SAFETY: a guard zone is there, in the same memory; in a test nobody is surprised.
+        // SAFETY: the float lies in a guard zone of the same memory, which only the test reads.
         unsafe { self.place::<f32>(view).offset(by).write(1.0) }
     }
 
-    /// Copies floats to a view, for whoever has the arena to itself.
+    /// Copies floats to a view.
     pub(crate) fn fill(&mut self, view: View, values: &[f32]) {
         self.values_mut(view).copy_from_slice(values);
     }
 
-    /// The floats of a view, to write, for whoever has the arena to itself.
+    /// The floats of a view, to write. `&mut self` makes it safe.
     pub(crate) fn values_mut(&mut self, view: View) -> &mut [f32] {
-        // SAFETY: `&mut self` says that nobody else has it.
+        // SAFETY: `&mut self` is the only access to the memory.
         unsafe { self.write(view) }
     }
 
-    /// The floats of a view, for whoever has the arena to itself.
+    /// The floats of a view. `&mut self` makes it safe.
     pub(crate) fn values(&mut self, view: View) -> &[f32] {
         // SAFETY: as in `values_mut`.
         unsafe { self.read(view) }
@@ -148,7 +148,7 @@ impl Arena {
     /// The floats of a view.
     ///
     /// # Safety
-    /// Nobody writes them while the slice lives.
+    /// They are not written while the slice lives.
     pub(crate) unsafe fn read(&self, view: View) -> &[f32] {
         // SAFETY: inside, as `place` checks; aligned, for a page is; initialised, for pages are
         // zeroed; not written meanwhile, by the caller.
@@ -158,10 +158,10 @@ impl Arena {
     /// The floats of a view, to write.
     ///
     /// # Safety
-    /// Nobody else reads or writes them while the slice lives.
+    /// No other access reads or writes them while the slice lives.
     #[allow(clippy::mut_from_ref, reason = "the ring gives each range to one operation at a time")]
     pub(crate) unsafe fn write(&self, view: View) -> &mut [f32] {
-        // SAFETY: as in `read`, and nobody else has it, by the caller.
+        // SAFETY: as in `read`, and there is no other access, by the caller.
         unsafe { std::slice::from_raw_parts_mut(self.place(view), view.len()) }
     }
 
@@ -187,7 +187,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: all of it is inside, and nobody else has it any more.
+        // SAFETY: the range is the whole arena, and `&mut self` is the only access to it.
         let all = unsafe { self.floats(0..self.guards.floats()) };
         self.guards.lift(all);
     }
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
     use crate::tensor::{Dtype, Slots};
 
-    /// Two slots and one, with floats behind them that no slot has.
+    /// An arena with a region of two slots, a region of one, and floats behind them in no slot.
     fn arena() -> (Arena, [View; 3]) {
         let regions = [
             Slots { at: 0, count: 2, slot_floats: 40 },
@@ -221,7 +221,7 @@ mod tests {
             assert!(arena.values(slot).iter().all(|&value| value == index as f32));
         }
         let halves = slots[2].hold(1, 13, Dtype::Bf16);
-        // SAFETY: nobody else has it.
+        // SAFETY: this test has the only access.
         unsafe { arena.write_halves(halves) }.fill(0x3f80);
         assert_eq!(arena.values(slots[2])[6].to_bits() & 0xffff, 0x3f80);
         assert_eq!(arena.values(slots[1])[39], 1.0);
@@ -242,7 +242,7 @@ mod tests {
         }
     }
 
-    /// Where a float may stray to: behind each slot, and before it.
+    /// Writes behind each slot and before it: the slot, and the offset from its first float.
     const STRAYS: [(usize, isize); 6] = [(0, 40), (0, -1), (1, 40), (1, -1), (2, 7), (2, -1)];
 
     #[test]

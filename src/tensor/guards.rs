@@ -1,33 +1,33 @@
 //! Guard zones: in builds with debug assertions the slots of an arena lie a page apart.
 //!
-//! All slots are in one allocation, so a kernel that writes a few floats too many writes its
-//! neighbor's, and no tool sees it. What lies between slots here holds a pattern, which is compared
-//! after each operation ([`Arena::check_zones`](super::Arena::check_zones)); AddressSanitizer
-//! (`.ci/sanitize`) is told instead that nobody may touch it. Plans and views know nothing of
-//! zones: the arena adds them to addresses. Without debug assertions there are none.
+//! All slots are in one allocation, so a kernel that writes a few floats too many writes into the
+//! next slot, and no tool sees it. The zones between slots hold a pattern, which is compared after
+//! each operation ([`Arena::check_zones`](super::Arena::check_zones)). Under AddressSanitizer
+//! (`.ci/sanitize`) they are poisoned instead. Plans and views do not contain zones: the arena adds
+//! them to addresses. Without debug assertions there are none.
 
 use std::ops::Range;
 
 use super::slots::ArenaPlan;
 
-/// Floats of a zone: a page, so that slots on pages of their own stay there; less for Miri, which
-/// is slow and needs no pages.
+/// Floats of a zone: a page, so that slots that begin a page still do; less for Miri, which is slow
+/// and needs no pages.
 const ZONE: usize = if cfg!(miri) { 16 } else { 1024 };
 
-/// What zones hold: NaN, and NaN in each half.
+/// The pattern of zones: NaN as a float, and NaN in each half.
 const PATTERN: u32 = 0x7fd1_7fd1;
 
-/// See the [module](self).
+/// The guard zones of an arena.
 #[derive(Debug, Default)]
 pub(super) struct Guards {
-    /// Slots that are not empty, in order: whose, and which floats of the plan.
+    /// Slots that are not empty, in order: the name, and the floats of the plan.
     slots: Vec<(String, Range<usize>)>,
     /// Floats of the arena, with its zones.
     floats: usize,
 }
 
 impl Guards {
-    /// Between all slots of a plan, before the first and behind the last.
+    /// Zones between all slots of a plan, before the first and behind the last.
     pub(super) fn of(plan: &ArenaPlan) -> Guards {
         let mut slots = Vec::new();
         if cfg!(debug_assertions) {
@@ -81,7 +81,7 @@ impl Guards {
         &self.slots[index.saturating_sub(1)..self.slots.len().min(index + 1)]
     }
 
-    /// Fills the zones of an arena that nobody has yet.
+    /// Fills the zones of a new arena.
     pub(super) fn lay(&self, arena: &mut [f32]) {
         for (_, zone) in self.zones() {
             arena[zone.clone()].fill(f32::from_bits(PATTERN));
@@ -89,15 +89,15 @@ impl Guards {
         }
     }
 
-    /// Takes back what AddressSanitizer was told.
+    /// Unpoisons the zones, so that the memory can be freed.
     pub(super) fn lift(&self, arena: &[f32]) {
         self.zones().for_each(|(_, zone)| poison::set(&arena[zone], false));
     }
 
-    /// Panics when a zone does not hold what it was filled with. `read` gives floats of the arena.
+    /// Panics if a zone does not hold the pattern. `read` returns floats of the arena.
     pub(super) fn check<'a>(&self, read: impl Fn(Range<usize>) -> &'a [f32]) {
         if cfg!(l2l_asan) {
-            return; // it has found that already, and reading a zone is what it finds
+            return; // a write has ended the process already, and a read of a zone would, too
         }
         for (index, zone) in self.zones() {
             let is_written = |values: &[f32]| {
@@ -110,12 +110,12 @@ impl Guards {
     }
 }
 
-/// A zone as it is filled. Each operation is followed by a comparison, which is to be quick.
+/// A filled zone. Zones are compared with it after each operation, so the comparison must be quick.
 static FILLED: [u32; ZONE] = [PATTERN; ZONE];
 
 const FLOAT: usize = size_of::<f32>();
 
-/// What AddressSanitizer takes for memory that is not there.
+/// Marks of memory that AddressSanitizer lets no code touch.
 mod poison {
     #[cfg(l2l_asan)]
     unsafe extern "C" {
@@ -127,7 +127,7 @@ mod poison {
     pub(super) fn set(zone: &[f32], is_poisoned: bool) {
         let begin = zone.as_ptr();
         let bytes = size_of_val(zone);
-        // SAFETY: they change what AddressSanitizer notes about memory, and not the memory.
+        // SAFETY: these calls change AddressSanitizer's notes about the memory, not the memory.
         unsafe {
             match is_poisoned {
                 true => __asan_poison_memory_region(begin, bytes),

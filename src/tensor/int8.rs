@@ -14,19 +14,19 @@ pub(crate) fn row_floats(columns: usize, block: u32) -> usize {
     columns.div_ceil(block as usize) + columns.div_ceil(size_of::<f32>())
 }
 
-/// The scale of a block. One with a number that is not finite has none: it is unpacked as NaN.
+/// The scale of a block; NaN if a number is not finite, so that the block is unpacked as NaN.
 fn scale(block: &[f32]) -> f32 {
     let most = block.iter().fold(0.0_f32, |most, number| most.max(number.abs()));
     if block.iter().all(|number| number.is_finite()) { most / MOST } else { f32::NAN }
 }
 
-/// Packs numbers: a scale for each block of them, and as many multiples.
+/// Packs numbers to one scale a block and one multiple a number.
 pub(crate) fn encode(scales: &mut [f32], multiples: &mut [i8], numbers: &[f32], block: usize) {
     let blocks = multiples.chunks_mut(block).zip(numbers.chunks(block));
     for (to, (multiples, numbers)) in scales.iter_mut().zip(blocks) {
         *to = scale(numbers);
         let per_scale = if *to > 0.0 { to.recip() } else { 0.0 };
-        // The reciprocal of a scale below about 3e-39 is infinite: such numbers are divided.
+        // The reciprocal of a scale below about 3e-39 is infinite, so the numbers are divided.
         for (multiple, &number) in multiples.iter_mut().zip(numbers) {
             let ratio = if per_scale.is_finite() { number * per_scale } else { number / *to };
             *multiple = ratio.round_ties_even() as i8;
@@ -64,7 +64,7 @@ pub(crate) struct Row<'p> {
 }
 
 impl<'p> Row<'p> {
-    /// Of so many numbers.
+    /// A packed row of `columns` numbers.
     pub(crate) fn new(packed: &'p [f32], columns: usize, block: u32) -> Row<'p> {
         let (scales, multiples) = packed.split_at(columns.div_ceil(block as usize));
         let multiples = &bytemuck::cast_slice(multiples)[..columns];
@@ -86,7 +86,7 @@ impl<'p> Row<'p> {
         })
     }
 
-    /// How many they are.
+    /// The number of its numbers.
     pub(crate) fn len(self) -> usize {
         self.multiples.len()
     }
@@ -102,7 +102,7 @@ mod tests {
         let mut back = vec![f32::NAN; numbers.len()];
         unpack(&mut back, &packed, block);
         let row = Row::new(&packed, numbers.len(), block).numbers(0..numbers.len());
-        // Of a NaN that is computed, Rust promises no bits: Miri gives it others each time.
+        // Rust does not define the bits of a computed NaN: under Miri they vary.
         let is_same = |one: f32, other: f32| one.to_bits() == other.to_bits() || one.is_nan();
         assert!(
             row.zip(&back)

@@ -1,13 +1,13 @@
-//! Leases: what one operation of the ring may do with an arena.
+//! Leases: access of one operation of the ring to an arena.
 
 use super::arena::Arena;
 use super::view::View;
 
 /// The right to read and write the slots that the ring granted to one operation.
 ///
-/// The ring gives slots away by credit: while an operation runs, nobody else touches what it
-/// writes, and nobody writes what it reads (crate `l2l-actors`, kept by fences and tested there). A
-/// lease turns that promise, made once, into slices.
+/// The ring grants slots by credit: while an operation runs, no other operation touches the slots
+/// that it writes, or writes the slots that it reads (crate `l2l-actors`, kept by fences and tested
+/// there). `new` makes this promise once; the methods then return slices.
 #[derive(Clone, Copy)]
 pub(crate) struct Lease<'a> {
     arena: &'a Arena,
@@ -18,20 +18,21 @@ impl<'a> Lease<'a> {
     ///
     /// # Safety
     /// Its owner reads and writes only views of slots that the ring granted to the operation. While
-    /// the slices live, nobody else writes what is read here, or touches what is written here.
+    /// the slices live, no other access writes a view that is read here, or touches one that is
+    /// written here.
     pub(crate) unsafe fn new(arena: &'a Arena) -> Lease<'a> {
         Lease { arena }
     }
 
     /// The floats of a view.
     pub(crate) fn read(&self, view: View) -> &'a [f32] {
-        // SAFETY: nobody writes them meanwhile, by the promise of `new`.
+        // SAFETY: they are not written meanwhile, by the promise of `new`.
         unsafe { self.arena.read(view) }
     }
 
     /// The floats of a view, to write.
     pub(crate) fn write(&self, view: View) -> &'a mut [f32] {
-        // SAFETY: nobody else touches them meanwhile, by the promise of `new`.
+        // SAFETY: no other access touches them meanwhile, by the promise of `new`.
         unsafe { self.arena.write(view) }
     }
 }
@@ -41,7 +42,7 @@ mod tests {
     use super::*;
     use crate::tensor::{ArenaPlan, Slots};
 
-    /// As lanes do: each thread writes a slot of its own, and both read a third.
+    /// Two threads write a slot each and read a third one, as lanes do.
     #[test]
     fn operations_share_an_arena() {
         let slots = Slots { at: 0, count: 3, slot_floats: 20 };
@@ -52,7 +53,7 @@ mod tests {
             for slot in [1, 2] {
                 let arena = &arena;
                 scope.spawn(move || {
-                    // SAFETY: nobody else has the slot that it writes, and nobody writes the first.
+                    // SAFETY: each thread writes a slot of its own, and none writes the first.
                     let lease = unsafe { Lease::new(arena) };
                     let to = lease.write(slots.whole(slot));
                     let from = lease.read(slots.whole(0));

@@ -11,11 +11,11 @@ use rayon::prelude::*;
 use super::int8;
 use super::view::Dtype;
 
-/// An element of a [`Dtype`], as the host computes with it.
+/// The Rust type of a [`Dtype`]'s elements.
 pub(crate) trait Element: bytemuck::Pod + Send + Sync {
-    /// The nearest one, ties to even.
+    /// The nearest element, ties to even.
     fn from_f32(value: f32) -> Self;
-    /// Its value.
+    /// The value as a float, without rounding.
     fn to_f32(self) -> f32;
 }
 
@@ -52,21 +52,21 @@ half_element!(f16);
 /// How rows of numbers are packed on their way between a device and the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packing {
-    /// What they are on the device.
+    /// The numbers' dtype on the device.
     pub(crate) dtype: Dtype,
-    /// What they are packed to.
+    /// The packed format.
     pub(crate) encoding: Encoding,
     /// Numbers of a row.
     pub(crate) columns: usize,
 }
 
 impl Packing {
-    /// Of floats that leave in one row, each rounded to bf16.
+    /// Packs one row of floats, each rounded to bf16.
     pub(crate) fn bf16(columns: usize) -> Packing {
         Packing { dtype: Dtype::F32, encoding: Encoding::Bf16, columns }
     }
 
-    /// Floats of memory that so many rows take, packed.
+    /// Floats of memory that `rows` packed rows take.
     pub(crate) fn floats(self, rows: usize) -> usize {
         match self.encoding {
             Encoding::Plain => self.dtype.floats(rows * self.columns),
@@ -134,20 +134,20 @@ impl Packing {
         }
     }
 
-    /// Floats of a row in a slot. Rows of 16 bits have even numbers.
+    /// Floats of a row in a slot. Rows of 16-bit numbers have an even number of columns.
     fn slot_row(self) -> usize {
         self.dtype.floats(self.columns)
     }
 }
 
-/// Widens numbers of bf16, which take the last half of this memory, to floats in all of it.
+/// Widens numbers of bf16 in place: they take the last half of this memory, their floats all of it.
 pub(crate) fn widen_in_place(all: &mut [f32]) {
     const CHUNK: usize = 1 << 16;
     let len = all.len();
     let behind = 2 * (len - packed_bf16(len)); // halves before the first number
     let halves: &mut [u16] = bytemuck::cast_slice_mut(all);
     let mut done = 0;
-    // As many as can be written before the next number that is to be read.
+    // Each round widens the numbers whose floats end before the next number to be read.
     while (behind + done) / 2 > done {
         let end = (behind + done) / 2;
         let (to, from) = halves.split_at_mut(2 * end);
@@ -163,7 +163,7 @@ pub(crate) fn widen_in_place(all: &mut [f32]) {
     }
 }
 
-/// Floats that so many numbers of bf16 take.
+/// Floats of memory that numbers in bf16 take.
 pub(crate) fn packed_bf16(numbers: usize) -> usize {
     Dtype::Bf16.floats(numbers)
 }

@@ -60,10 +60,10 @@ const BLOCK: usize = 64;
 /// Blocks whose absmax are quantised together.
 const GROUP: usize = 256;
 
-/// Elements of a group: those of one task.
+/// Elements of a group, which one task computes.
 const TASK: usize = BLOCK * GROUP;
 
-/// An absmax below this counts as this, so that its reciprocal is a number.
+/// The least absmax that is divided by, so that its reciprocal is finite.
 const SMALLEST: f32 = 1e-38;
 
 /// The quantiles of the normal distribution that the codes of NF4 stand for.
@@ -86,7 +86,7 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// Midpoints between neighbours. A number has the code that as many midpoints are below.
+/// Midpoints between neighbours. The code of a number is the count of midpoints below it.
 const NF4_MIDPOINTS: [f32; 15] = {
     let mut midpoints = [0.0; 15];
     let mut index = 0;
@@ -119,7 +119,7 @@ impl Quantisation {
         self.parts(rows, columns)[PARTS]
     }
 
-    /// Where the parts of the storage begin, and where it ends: in floats.
+    /// The first float of each part of the storage, and the length of the storage in floats.
     pub(crate) fn parts(self, rows: usize, columns: usize) -> [usize; PARTS + 1] {
         let elements = rows * columns;
         let blocks = elements.div_ceil(BLOCK);
@@ -158,7 +158,7 @@ impl Quantisation {
         self.encode_at(Level::best(), from, [rows, columns], to)
     }
 
-    /// The same with these vector instructions.
+    /// [`encode`](Quantisation::encode) with these vector instructions.
     fn encode_at(
         self,
         level: Level,
@@ -198,9 +198,8 @@ impl Quantisation {
         Ok(())
     }
 
-    /// The matrix that was quantised, as its codes have it, with all threads of the pool. from:
-    /// storage; to: (`rows`, `columns`). Each element is one product of f32; an NF4 block's scale,
-    /// a product and a sum.
+    /// Dequantises a matrix, with all threads of the pool. from: storage; to: (`rows`, `columns`).
+    /// Each element is one product of f32; an NF4 block's scale is a product and a sum.
     ///
     /// # Panics
     /// The slices are not as long as the matrix and its storage are.
@@ -208,7 +207,7 @@ impl Quantisation {
         self.decode_at(Level::best(), from, [rows, columns], to);
     }
 
-    /// The same with these vector instructions.
+    /// [`decode`](Quantisation::decode) with these vector instructions.
     pub(crate) fn decode_at(
         self,
         level: Level,
@@ -239,10 +238,10 @@ impl Quantisation {
     }
 }
 
-/// Parts of a storage, at most.
+/// The most parts of a storage.
 const PARTS: usize = 4;
 
-/// Where the first NaN or infinite element is.
+/// The index of the first NaN or infinite element.
 fn first_not_finite(from: &[f32]) -> Option<usize> {
     let is_bad = |value: &f32| !value.is_finite();
     let task = from.par_chunks(TASK).position_first(|values| values.iter().any(is_bad))?;
@@ -264,7 +263,7 @@ struct Nf4<'a> {
     offset: f32,
 }
 
-/// The same, to be written.
+/// The storage of an NF4 matrix, to be written.
 struct Nf4Mut<'a> {
     codes: &'a mut [u8],
     scales: &'a mut [u8],
@@ -309,7 +308,7 @@ fn encode_nf4(level: Level, from: &[f32], to: Nf4Mut<'_>) {
     });
 }
 
-/// Codes of a block, two a byte. The code behind an odd number of them is that of 0.
+/// Writes the codes of a block, two a byte. Behind an odd number of codes stands the code of 0.
 #[inline(always)]
 fn encode_block(block: &[f32], codes: &mut [u8], inverse: f32) {
     let mut scaled = [0.0; BLOCK];
@@ -350,7 +349,7 @@ fn rows_of_task(columns: usize) -> usize {
     TASK.div_ceil(columns)
 }
 
-/// Codes and scale of each row. A row whose numbers are too small for 127 ÷ absmax is one of zeros.
+/// Writes the codes and the scale of each row. If 127 ÷ absmax is infinite, the row becomes zeros.
 fn encode_int8(level: Level, from: &[f32], columns: usize, codes: &mut [i8], scales: &mut [f32]) {
     let rows = rows_of_task(columns);
     let tasks = from.par_chunks(rows * columns).zip(codes.par_chunks_mut(rows * columns));

@@ -4,8 +4,8 @@ use std::cell::Cell;
 
 use super::view::{Dtype, View};
 
-/// A stack of views in a device's workspace, all given back at once. Its height is its only state.
-/// So the same walk over a device without memory measures how much workspace a layer needs.
+/// A stack of views in a device's workspace, all given back at once. Its height is its only state,
+/// so running a layer on kernels without memory measures the workspace that the layer needs.
 #[derive(Debug)]
 pub struct Scratch<'a> {
     dtype: Dtype,
@@ -18,7 +18,8 @@ pub struct Scratch<'a> {
 }
 
 impl Scratch<'_> {
-    /// All of a workspace, which is a vector of floats, for elements of this dtype.
+    /// All of a workspace, which is a vector of floats. [`take`](Scratch::take) returns elements of
+    /// `dtype`.
     pub fn new(workspace: View, dtype: Dtype) -> Scratch<'static> {
         assert_eq!(workspace.dtype, Dtype::F32, "a workspace holds floats");
         let used = Cell::new(0);
@@ -26,7 +27,8 @@ impl Scratch<'_> {
         Scratch { dtype, at: workspace.at, capacity: workspace.len(), used, peak, outer: None }
     }
 
-    /// The rest of it, for a callee that gives its views back before the caller takes more.
+    /// The rest of the workspace, for a callee that gives its views back before the caller takes
+    /// more.
     pub fn nested(&self) -> Scratch<'_> {
         let at = self.at + self.used.get();
         let capacity = self.capacity - self.used.get();

@@ -7,7 +7,7 @@ use super::view::View;
 pub(crate) struct Slots {
     /// The first float of the first slot.
     pub(crate) at: usize,
-    /// Slots.
+    /// The number of slots.
     pub(crate) count: usize,
     /// Floats of each.
     pub(crate) slot_floats: usize,
@@ -17,17 +17,17 @@ impl Slots {
     /// The first `len` floats of a slot.
     ///
     /// # Panics
-    /// There is no such slot, or it is smaller.
+    /// The region has no slot of this number, or its slots are smaller.
     pub(crate) fn slot(&self, slot: u32, len: usize) -> View {
         let slot = slot as usize;
         assert!(slot < self.count && len <= self.slot_floats, "{len} floats of {slot} of {self:?}");
         View::floats(self.at + slot * self.slot_floats, len)
     }
 
-    /// A slot to its end.
+    /// A whole slot.
     ///
     /// # Panics
-    /// There is no such slot.
+    /// The region has no slot of this number.
     pub(crate) fn whole(&self, slot: u32) -> View {
         self.slot(slot, self.slot_floats)
     }
@@ -43,7 +43,7 @@ impl Slots {
     }
 }
 
-/// An arena as it is planned: its floats, and the slots that they are cut into, by who holds them.
+/// The plan of an arena: its floats, and its regions of slots with their holders.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ArenaPlan {
     pub(crate) floats: usize,
@@ -51,7 +51,7 @@ pub(crate) struct ArenaPlan {
 }
 
 impl ArenaPlan {
-    /// Places another plan in this one, from a float on.
+    /// Adds the regions of another plan to this one, from float `from` on.
     pub(crate) fn place(&mut self, from: usize, other: &ArenaPlan) {
         let slots = other.slots.iter();
         self.slots

@@ -1,4 +1,4 @@
-//! Where a tensor is in a device's memory, its shape and its dtype.
+//! The place of a tensor in a device's memory, its shape and its dtype.
 
 use std::fmt;
 use std::ops::Range;
@@ -81,17 +81,17 @@ impl View {
     /// The first (`rows`, `columns`) elements of a dtype in the memory of these floats.
     ///
     /// # Panics
-    /// They do not fit, or these are no floats.
+    /// The elements do not fit, or this is no view of floats.
     pub fn hold(self, rows: usize, columns: usize, dtype: Dtype) -> View {
         let fits = self.dtype == Dtype::F32 && dtype.floats(rows * columns) <= self.len();
         assert!(fits, "({rows}, {columns}) of {dtype} do not fit in {self}");
         View { at: self.at * (Dtype::F32.size() / dtype.size()), rows, columns, dtype }
     }
 
-    /// The same elements in rows of this many columns.
+    /// This view in rows of another number of columns.
     ///
     /// # Panics
-    /// Its elements do not make whole rows.
+    /// The number of elements is no multiple of `columns`.
     pub fn with_columns(self, columns: usize) -> View {
         let rows = self.len().checked_div(columns).unwrap_or(0);
         assert_eq!(rows * columns, self.len(), "{self} has no whole rows of {columns}");
@@ -101,7 +101,7 @@ impl View {
     /// A vector of some of its elements.
     ///
     /// # Panics
-    /// The range lies outside.
+    /// The range lies outside of the view.
     pub fn part(self, range: Range<usize>) -> View {
         assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of {self}");
         let at = self.at + range.start;
@@ -112,7 +112,7 @@ impl View {
     /// Some of its rows.
     ///
     /// # Panics
-    /// The range lies outside.
+    /// The range lies outside of the view.
     pub fn row_range(self, range: Range<usize>) -> View {
         let rows = range.end - range.start;
         let columns = self.columns;

@@ -41,7 +41,7 @@ impl Runs<GateBackward> for CpuKernels<'_> {
     }
 }
 
-/// Elements one task takes.
+/// Elements of one parallel task.
 const PIECE: usize = 8192;
 
 const ROOT_HALF: f32 = std::f32::consts::FRAC_1_SQRT_2;
@@ -65,7 +65,7 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// 0.5 x (1 + tanh u) is x sigmoid(2 u).
+/// Uses 0.5 x (1 + tanh u) = x sigmoid(2 u).
 #[inline(always)]
 fn by_tanh(x: f32) -> f32 {
     let twice = x * (TWICE_ROOT + TWICE_ROOT * CUBIC * (x * x));
@@ -107,7 +107,8 @@ fn slope_of_tanh(x: f32) -> f32 {
     1.0 - t * t
 }
 
-/// Runs a loop with an activation function, or with its derivative. One loop is compiled for each.
+/// Runs a loop with an activation function or its derivative. Each gets a loop of its own, because
+/// the compiler makes no vector instructions of calls through a pointer.
 macro_rules! with {
     ($form:expr, $slope:expr, |$f:ident| $body:expr) => {
         match ($form, $slope) {
@@ -165,7 +166,7 @@ fn forward(level: Level, y: &mut [f32], x: &[f32], form: Activation) {
     });
 }
 
-/// dx = dx f′(x): `dx` holds dy before.
+/// dx = dx f′(x): `dx` holds dy before the call.
 fn backward(level: Level, dx: &mut [f32], x: &[f32], form: Activation) {
     dx.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(dx, x)| {
         level.run(

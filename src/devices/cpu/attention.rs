@@ -1,4 +1,4 @@
-//! Scaled dot-product attention in tiles (Dao et al. 2022): no tokens × tokens matrix.
+//! Scaled dot-product attention in tiles (Dao et al. 2022), without a tokens × tokens matrix.
 //!
 //! A task of the forward owns a tile of 64 queries of one head and walks the keys in order. A task
 //! of the backward owns a head of keys with all heads of queries that it serves: it walks the tiles
@@ -77,7 +77,7 @@ struct DkvPart<'a> {
 struct Head<'a> {
     size: &'a AttentionShape<'a>,
     before: usize,
-    /// Whether keys and values are in a tensor of their own, not beside their queries.
+    /// True if keys and values are in a tensor of their own, not beside their queries.
     own_kv: bool,
     sequence: usize,
     /// The row of the first query.
@@ -141,7 +141,7 @@ impl<'a> Head<'a> {
         self.row(position) * self.size.qkv_width() + self.head * self.size.head_size
     }
 
-    /// Channels from one position's keys to the next one's.
+    /// The distance, in floats, from one position's keys to the next position's.
     fn stride(&self) -> usize {
         if self.own_kv { self.size.kv_width() } else { self.size.qkv_width() }
     }
@@ -169,20 +169,20 @@ impl<'a> Head<'a> {
         Matrix::rows(&x[self.at(span.from)..], self.channels())
     }
 
-    /// Index of a query among numbers that are laid out sequence by sequence, head by head.
+    /// The index of a query in a (R, H) tensor that is laid out sequence by sequence, head by head.
     fn statistic(&self, position: usize) -> usize {
         let queries = self.positions();
         let before = self.first_row * self.size.heads + self.head * queries.len();
         before + position - queries.start
     }
 
-    /// The document of a position: the first of its positions, and the one behind its last.
+    /// The document of a position: its first position, and the position behind its last.
     fn document(&self, position: usize) -> (usize, usize) {
         let document = self.size.batch.document(self.sequence, position);
         document.map_or((0, self.end), |one| (one.from as usize, one.to as usize))
     }
 
-    /// Keys that the last query of a span may see.
+    /// The key behind the last one that a query of the span may see.
     fn keys_end(&self, queries: Span) -> usize {
         let (_, end) = self.document(queries.to - 1);
         if self.size.causal { end.min(queries.to) } else { end }
@@ -257,14 +257,14 @@ impl<'a> Head<'a> {
     }
 }
 
-/// Positions before the queries: the same for each sequence, and whole tiles.
+/// The number of positions before the queries: equal for all sequences, and a multiple of the tile.
 fn positions_before(size: &AttentionShape<'_>) -> usize {
     let before = size.batch.same_positions_before();
     assert!(before.is_multiple_of(TILE), "{before} positions before a chunk are no whole tiles");
     before
 }
 
-/// Runs `of` for the first of every `group` heads of every sequence.
+/// Calls `of` in parallel for the first head of each group of `group` heads of each sequence.
 fn each_head(size: &AttentionShape<'_>, own_kv: bool, group: usize, of: impl Fn(Head<'_>) + Sync) {
     let of_sequence = size.heads / group;
     let tasks = size.batch.sequences() * of_sequence;
@@ -275,7 +275,7 @@ fn each_head(size: &AttentionShape<'_>, own_kv: bool, group: usize, of: impl Fn(
     });
 }
 
-/// Runs `of` for every head of every sequence and every tile of its queries.
+/// Calls `of` in parallel for each head of each sequence and each tile of its queries.
 fn each_tile(size: &AttentionShape<'_>, own_kv: bool, of: impl Fn(Head<'_>, Span) + Sync) {
     let heads = (0..size.batch.sequences() * size.heads).into_par_iter().with_max_len(1);
     heads.for_each(|task| {
@@ -313,7 +313,7 @@ pub(super) fn forward(
                 || {
                     for (index, p) in p.chunks_exact_mut(TILE).take(queries.len()).enumerate() {
                         let p = &mut p[..keys.len()];
-                        // A query may see nothing of the first tiles of its window's.
+                        // With a window, a query may see no key of the first tiles.
                         let new = most[index].max(largest(p)).max(f32::MIN);
                         let shrink = exp(most[index] - new);
                         p.iter_mut().for_each(|p| *p = exp(*p - new));
@@ -341,7 +341,7 @@ pub(super) fn forward(
     });
 }
 
-/// What the backward reads.
+/// Inputs of the backward pass.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
     dy: &'a [f32],
@@ -354,13 +354,13 @@ struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// What holds keys and values.
+    /// The tensor that holds keys and values.
     fn keys(&self) -> &'a [f32] {
         self.kv.unwrap_or(self.qkv)
     }
 }
 
-/// delta of [`Inputs`].
+/// Computes `delta` of [`Inputs`].
 fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size: &AttentionShape<'_>) {
     let delta = Scattered::new(delta);
     let d = size.head_size;
@@ -387,7 +387,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// `p`: as dropout left them; `ds` = scale p (dp − delta).
+    /// Computes `p`, after dropout, and `ds` = scale p (dp − delta).
     fn fill(&mut self, level: Level, head: &Head<'_>, inputs: &Inputs<'_>, q: Span, k: Span) {
         let d = head.size.head_size;
         head.scores(level, &mut self.p, [inputs.qkv, inputs.keys()], q, k);
@@ -415,8 +415,7 @@ impl Pair {
     }
 }
 
-/// dqkv. Where keys and values are in a tensor of their own, their gradients replace `dkv`, or are
-/// added to it if the flag says so.
+/// Computes dqkv. If keys and values are in a tensor of their own, their gradients go to `dkv`.
 fn backward(
     level: Level,
     dqkv: &mut [f32],

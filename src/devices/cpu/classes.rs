@@ -1,4 +1,4 @@
-//! Positions that stand for their sequences, and losses of whole sequences or of tokens.
+//! Pooled rows of sequences, and losses of whole sequences or of tokens.
 
 use super::views::CpuKernels;
 use crate::kernels::{
@@ -6,7 +6,7 @@ use crate::kernels::{
     STATISTICS, Smoothing, label_of,
 };
 
-/// The row that stands for each sequence.
+/// The pooled row of each sequence.
 fn one_of_each(pool: Pooling, batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
     (0..batch.sequences()).map(move |sequence| pool.row(batch.sequence(sequence)))
 }
@@ -59,7 +59,7 @@ impl Runs<ClassLossBackward<'_>> for CpuKernels<'_> {
     }
 }
 
-/// What scores are compared with.
+/// How scores become a loss.
 #[derive(Clone, Copy)]
 struct Target {
     is_value: bool,
@@ -73,7 +73,7 @@ fn lse(scores: &[f32]) -> f64 {
     f64::from(most) + sum.ln()
 }
 
-/// Puts each sample's loss and a mark into the statistics of its row.
+/// Writes each sample's loss, and 1 as its count, to the statistics of its row.
 fn forward(
     out: &mut [f32],
     scores: &[f32],
@@ -104,7 +104,7 @@ fn forward(
     }
 }
 
-/// dscores = scale · d. `labels`: one for each sample.
+/// dscores = scale · the gradient of the loss. `labels` has one label for each sample.
 fn backward(
     dscores: &mut [f32],
     scores: &[f32],

@@ -1,4 +1,4 @@
-//! Some columns of a tensor.
+//! Sums to columns of a tensor, and copies of columns.
 
 use rayon::prelude::*;
 

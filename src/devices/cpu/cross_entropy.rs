@@ -1,6 +1,6 @@
 //! Softmax cross entropy over tiles of the vocabulary, with a running log-sum-exp.
 //!
-//! A tile adds itself to each labelled position's statistics (maximum, sum, target's logit, label).
+//! Each tile is added to a labelled position's statistics (maximum, sum, target's logit, label).
 //! Positions without a label are skipped. Logits exist for 256 positions and one tile at a time.
 
 use rayon::prelude::*;
@@ -64,7 +64,7 @@ impl CpuKernels<'_> {
         self.tile_backward(&before, Some(score.out), scratch);
     }
 
-    /// A tile's backward. With `completed`, the tile first adds itself to the statistics there.
+    /// A tile's backward. With `completed`, the tile is first added to the statistics there.
     fn tile_backward(
         &self,
         op: &ScoreBackward<'_>,
@@ -98,7 +98,7 @@ impl CpuKernels<'_> {
     }
 }
 
-/// The next labelled rows from `from` on, at most a chunk of them; how many.
+/// Collects the next labelled rows from `from` on, at most [`CHUNK`], and returns their number.
 fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
     let mut count = 0;
     while *from * STATISTICS < statistics.len() && count < CHUNK {
@@ -111,7 +111,7 @@ fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> 
     count
 }
 
-/// Copies rows of h side by side.
+/// Copies some rows of h, one behind the other.
 fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
     for (to, &row) in to.chunks_exact_mut(channels).zip(rows) {
         to.copy_from_slice(&h[row * channels..][..channels]);
@@ -127,7 +127,7 @@ struct Head<'a> {
     bias: Option<&'a [f32]>,
 }
 
-/// Logits of some rows of h, side by side. logits: (rows, V).
+/// Computes the logits of rows of h. h: (rows, C); logits: (rows, V).
 fn logits_of(
     level: Level,
     logits: &mut [f32],
@@ -247,7 +247,7 @@ fn backward_scratch(size: &ScoreSize) -> usize {
 enum Statistics<'a> {
     /// Over all tiles.
     Complete(&'a [f32]),
-    /// Over the tiles before the last one, which adds itself.
+    /// Over all tiles but the last one, which the backward adds.
     BeforeLast(&'a mut [f32]),
 }
 
@@ -260,7 +260,7 @@ impl Statistics<'_> {
     }
 }
 
-/// What the backward reads.
+/// Inputs of the backward pass.
 struct Inputs<'a> {
     statistics: Statistics<'a>,
     h: &'a [f32],
@@ -270,7 +270,7 @@ struct Inputs<'a> {
     scale: f32,
 }
 
-/// What the backward writes.
+/// Outputs of the backward pass.
 struct Gradients<'a> {
     dh: &'a mut [f32],
     dw: Option<&'a mut [f32]>,
@@ -340,17 +340,22 @@ fn backward(
             Product { a, b: h, rows: v, depth: count, columns: c, start }.run(level, dw);
         }
         if let Some(dbias) = &mut dbias {
-            if !accumulate {
-                dbias.fill(0.0);
-            }
-            for row in logits.chunks_exact(v) {
-                dbias.iter_mut().zip(row).for_each(|(sum, d)| *sum += d);
-            }
+            add_rows(dbias, logits, accumulate);
         }
         accumulate = true;
     }
     if !accumulate {
         [dw, dbias].into_iter().flatten().for_each(|gradient| gradient.fill(0.0));
+    }
+}
+
+/// sum (+)= Σ of the rows of x, in order.
+fn add_rows(sum: &mut [f32], x: &[f32], accumulate: bool) {
+    if !accumulate {
+        sum.fill(0.0);
+    }
+    for row in x.chunks_exact(sum.len()) {
+        sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
     }
 }
 
@@ -360,7 +365,7 @@ mod tests {
     use super::*;
     use crate::kernels::CrossEntropy;
 
-    /// Sum of the losses of labelled rows, from all of the vocabulary at once.
+    /// The sum of the losses of labelled rows, computed from the whole vocabulary at once.
     fn plain([h, w, bias]: [&[f64]; 3], labels: &[i32], c: usize, smoothing: Smoothing) -> f64 {
         let of_row = |(h, &label): (&[f64], &i32)| {
             let dot = |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>();
@@ -425,10 +430,8 @@ mod tests {
             let label =
                 |row: usize| if row % 3 == 1 { -100 } else { (row * 5 % vocabulary) as i32 };
             let labels: Vec<i32> = (0..rows).map(label).collect();
-            let tiles: Vec<(usize, usize)> = (0..vocabulary)
-                .step_by(tile)
-                .map(|first| (first, tile.min(vocabulary - first)))
-                .collect();
+            let tile_at = |first| (first, tile.min(vocabulary - first));
+            let tiles: Vec<_> = (0..vocabulary).step_by(tile).map(tile_at).collect();
             let ways = [Smoothing::NONE, Smoothing::of(0.2, vocabulary)];
             let levels = Level::all().into_iter();
             for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
@@ -453,6 +456,14 @@ mod tests {
                 let expected = plain([&h.wide, &w.wide, &bias.wide], &labels, c, smoothing);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
 
+                let inputs = |statistics, head| Inputs {
+                    statistics,
+                    h: &h.narrow,
+                    head,
+                    loss: &CrossEntropy,
+                    smoothing,
+                    scale: 0.5,
+                };
                 let mut dh = vec![0.0; rows * c];
                 let mut dw = vec![f32::NAN; vocabulary * c];
                 let mut dbias = vec![f32::NAN; vocabulary];
@@ -461,15 +472,10 @@ mod tests {
                     let part = first * c..(first + tile) * c;
                     let mut memory = vec![f32::NAN; backward_scratch(&size)];
                     let w = &w.narrow[part.clone()];
-                    let statistics = &statistics;
-                    let h = &h.narrow;
-                    let loss = &CrossEntropy;
-                    let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
-                    let statistics = Statistics::Complete(statistics);
-                    let inputs = Inputs { statistics, h, head, loss, smoothing, scale: 0.5 };
-                    let dw = &mut dw[part];
+                    let bias = Some(&bias.narrow[first..][..tile]);
+                    let inputs = inputs(Statistics::Complete(&statistics), Head { w, bias });
                     let dbias = Some(&mut dbias[first..][..tile]);
-                    let gradients = Gradients { dh: &mut dh, dw: Some(dw), dbias };
+                    let gradients = Gradients { dh: &mut dh, dw: Some(&mut dw[part]), dbias };
                     backward(level, gradients, inputs, &size, false, &mut memory);
                 }
                 let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();

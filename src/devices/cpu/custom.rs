@@ -1,4 +1,4 @@
-//! Kernels that are not built in: their function for a CPU.
+//! Kernels that a program brings along: calls their function for the CPU.
 
 use super::views::CpuKernels;
 use crate::kernels::{Custom, Runs};

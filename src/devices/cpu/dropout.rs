@@ -49,7 +49,7 @@ const LANES: usize = 16;
 /// Columns whose factors are drawn at once.
 pub(super) const DRAWN: usize = 4 * LANES;
 
-/// The draws of [`LANES`] counters: `counter[word][lane]`.
+/// The random words of [`LANES`] counters: `counter[word][lane]`.
 #[inline(always)]
 fn philox(mut counter: [[u32; LANES]; 4], mut key: [u32; 2]) -> [[u32; LANES]; 4] {
     for _ in 0..10 {
@@ -67,7 +67,7 @@ fn philox(mut counter: [[u32; LANES]; 4], mut key: [u32; 2]) -> [[u32; LANES]; 4
     counter
 }
 
-/// A mask's draws for one row: what survives is scaled up.
+/// The mask of one row: 0, or the factor that keeps the mean.
 #[derive(Clone, Copy)]
 pub(super) struct Row {
     key: [u32; 2],
@@ -77,8 +77,8 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// The draws of one row of one sequence. `row` is a position, or a head and a query, counted
-    /// from the first position.
+    /// The mask of one row of one sequence. `row` is a position, or a head and a query, relative to
+    /// the first position.
     #[inline(always)]
     pub(super) fn new(dropout: &Dropout<'_>, sequence: usize, row: u32) -> Row {
         let Dropout { probability, seed, step, site, first_sequence, first_position, .. } =
@@ -116,7 +116,7 @@ impl Row {
     }
 }
 
-/// y = a + mask x, row by row: without `x` that is `y`, without `a` 0. (R, C).
+/// y = a + mask x, row by row. `None` for `x` means `y` itself, `None` for `a` means 0. (R, C).
 fn apply(
     level: Level,
     y: &mut [f32],

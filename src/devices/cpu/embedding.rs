@@ -1,4 +1,4 @@
-//! Rows of tables that are added: by position, and by kind of token.
+//! Rows of embedding tables that are added: by position, and by token type.
 
 use rayon::prelude::*;
 
@@ -66,7 +66,7 @@ fn add_rows(level: Level, y: &mut [f32], x: &[f32], w: &[f32], batch: &BatchView
     });
 }
 
-/// dw (+)= Σ over rows of each position of dy, in order.
+/// dw (+)= Σ of dy over the rows of each position, in order.
 fn sum_rows(level: Level, dw: &mut [f32], dy: &[f32], batch: &BatchView<'_>, accumulate: bool) {
     let channels = dy.len() / batch.rows();
     level.run(
@@ -83,7 +83,7 @@ fn sum_rows(level: Level, dw: &mut [f32], dy: &[f32], batch: &BatchView<'_>, acc
     );
 }
 
-/// y += w by kind of token. y: (R, C); w: (kinds, C).
+/// y += w by token type. y: (R, C); w: (types, C).
 fn add_types(level: Level, y: &mut [f32], w: &[f32], kinds: &[u8], channels: usize) {
     level.run(
         #[inline(always)]
@@ -96,7 +96,7 @@ fn add_types(level: Level, y: &mut [f32], w: &[f32], kinds: &[u8], channels: usi
     );
 }
 
-/// dw (+)= Σ of dy over rows of each kind, in order.
+/// dw (+)= Σ of dy over the rows of each token type, in order.
 fn sum_types(
     level: Level,
     dw: &mut [f32],

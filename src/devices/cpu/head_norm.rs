@@ -90,7 +90,7 @@ fn scratch_len(shape: &AttentionShape<'_>) -> usize {
     shape.rows().div_ceil(SUM_ROWS) * 2 * shape.head_size
 }
 
-/// What the backward reads.
+/// Inputs of the backward pass.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
     x: &'a [f32],
@@ -98,7 +98,7 @@ struct Inputs<'a> {
     scales: Scales<'a>,
 }
 
-/// dx from dy, which it holds before; dγ (+)= ….
+/// Computes dx in place of dy; dγ (+)= ….
 fn backward(
     level: Level,
     dx: &mut [f32],

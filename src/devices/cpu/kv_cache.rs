@@ -1,5 +1,5 @@
-//! The KV cache: keys and values of positions that were computed before, for tokens that come a few
-//! at a time. So nothing is computed twice.
+//! The KV cache: generation computes a few tokens at a time, so keys and values of the earlier ones
+//! are kept instead of computed again.
 
 use rayon::prelude::*;
 
@@ -35,21 +35,21 @@ impl Runs<CachedAttention<'_>> for CpuKernels<'_> {
     }
 }
 
-/// Keys and values of each position. kv: (R, 2 K D); qkv: (R, (H + 2K) D).
+/// Copies the keys and values of each position. kv: (R, 2 K D); qkv: (R, (H + 2K) D).
 pub(super) fn copy_from_qkv(kv: &mut [f32], qkv: &[f32], shape: &AttentionShape<'_>) {
     let rows = kv.chunks_exact_mut(shape.kv_width()).zip(qkv.chunks_exact(shape.qkv_width()));
     rows.for_each(|(kv, qkv)| kv.copy_from_slice(&qkv[shape.width()..]));
 }
 
-/// The other way: keys and values, or their gradients, go beside their queries.
+/// Copies keys and values, or their gradients, to beside their queries.
 pub(super) fn copy_to_qkv(qkv: &mut [f32], kv: &[f32], shape: &AttentionShape<'_>) {
     let rows = qkv.chunks_exact_mut(shape.qkv_width()).zip(kv.chunks_exact(shape.kv_width()));
     rows.for_each(|(qkv, kv)| qkv[shape.width()..].copy_from_slice(kv));
 }
 
 /// Attention of each query to the cached keys of its sequence and to the new ones, up to its own.
-/// y: (R, H D); qkv: (R, (H + 2K) D); cache: (B, P, 2 K D), of which each sequence uses as many
-/// positions as it has cached.
+/// y: (R, H D); qkv: (R, (H + 2K) D); cache: (B, P, 2 K D). A sequence uses its first
+/// positions there, as many as it has cached.
 fn attention(level: Level, y: &mut [f32], qkv: &[f32], cache: &[f32], size: &AttentionShape<'_>) {
     let d = size.head_size;
     let of_sequence = cache.len() / size.batch.sequences();
@@ -149,7 +149,7 @@ mod tests {
                 for level in Level::all() {
                     forward(level, &mut y, &mut lse, &qkv, None, &all);
                     copy_from_qkv(&mut kv, &qkv, &all);
-                    // The cache has room for as many positions of each sequence.
+                    // The cache has room for `most` positions of each sequence.
                     let mut cache = vec![f32::NAN; 3 * most * all.kv_width()];
                     for s in 0..3 {
                         let from = &kv[starts[s] * all.kv_width()..][..cached[s] * all.kv_width()];

@@ -34,7 +34,7 @@ impl RunsIn<LinearBackward> for CpuKernels<'_> {
     }
 }
 
-/// w as (inputs, outputs), whether it is transposed or not.
+/// w as an (inputs, outputs) matrix, however it is stored.
 fn upright<'w>(w: &'w [f32], size: &LinearSize) -> Matrix<'w> {
     if size.transposed {
         Matrix::rows(w, size.inputs).transposed()
@@ -64,14 +64,14 @@ fn scratch_len(size: &LinearSize) -> usize {
     sum_scratch(size.rows, size.outputs)
 }
 
-/// What the backward writes.
+/// Outputs of the backward pass.
 struct Gradients<'a> {
     dx: &'a mut [f32],
     dw: Option<&'a mut [f32]>,
     db: Option<&'a mut [f32]>,
 }
 
-/// What the backward reads.
+/// Inputs of the backward pass.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
     dy: &'a [f32],
@@ -110,7 +110,7 @@ pub(super) fn sum_scratch(rows: usize, columns: usize) -> usize {
     rows.div_ceil(SUM_ROWS) * columns
 }
 
-/// sum (+)= Σ over rows of x, in partial sums of 64 rows, then those in order.
+/// sum (+)= Σ over rows of x: first partial sums of 64 rows, then the sum of these in order.
 pub(super) fn sum_rows(
     level: Level,
     sum: &mut [f32],

@@ -49,13 +49,13 @@ pub(super) fn erf(x: f32) -> f32 {
 
 const LANES: usize = 16;
 
-/// Sum in sixteen lanes and a fixed tree: the same bits on every path.
+/// Sum in sixteen lanes and a fixed tree, so that every instruction set gives the same bits.
 #[inline(always)]
 pub(super) fn sum(values: &[f32]) -> f32 {
     sum_of(values, |value| value)
 }
 
-/// Sum of of(value), as [`sum`].
+/// Sum of `of(value)`, in the order of [`sum`].
 #[inline(always)]
 pub(super) fn sum_of(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
@@ -72,13 +72,13 @@ pub(super) fn sum_of(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     tree(lanes)
 }
 
-/// Sum of products, as [`sum`].
+/// Sum of products, in the order of [`sum`].
 #[inline(always)]
 pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     dot_with(a, b, |b| b)
 }
 
-/// Sum of a · of(b), as [`sum`].
+/// Sum of `a · of(b)`, in the order of [`sum`].
 #[inline(always)]
 pub(super) fn dot_with(a: &[f32], b: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
@@ -97,7 +97,7 @@ pub(super) fn dot_with(a: &[f32], b: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     tree(lanes)
 }
 
-/// The largest, in sixteen lanes; −∞ of nothing.
+/// The largest value, found in sixteen lanes; −∞ for an empty slice.
 #[inline(always)]
 pub(super) fn largest(values: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -111,7 +111,7 @@ pub(super) fn largest(values: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &value| most.max(value))
 }
 
-/// Adds neighbours at distance 8, 4, 2, 1.
+/// Sums the lanes: adds neighbours at distance 8, 4, 2, 1.
 #[inline(always)]
 fn tree(mut lanes: [f32; LANES]) -> f32 {
     for half in [8, 4, 2, 1] {

@@ -1,8 +1,7 @@
 //! The CPU as one or more devices: lanes are threads over a rayon pool each, memory is one arena.
 //!
-//! The host's memory is the same arena. So kernels of all devices read and write boundaries where
-//! they are stashed. Blocks and gradients are copied, as another device would copy them over a
-//! link.
+//! The host's memory is in the same arena. So kernels of all devices read and write boundaries
+//! where they are stashed. Blocks and gradients are copied, as a device behind a link would copy them.
 
 mod activation;
 mod attention;
@@ -43,7 +42,7 @@ use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Packing, View};
 
-/// See the [module](self).
+/// A CPU device.
 pub(super) struct Cpu {
     memory: Arc<Arena>,
     /// Where its own floats begin.
@@ -55,7 +54,7 @@ pub(super) struct Cpu {
 }
 
 impl Cpu {
-    /// In this memory, which it shares with the host and with other devices.
+    /// A device in this memory, which it shares with the host and with other devices.
     pub(super) fn new(
         memory: &Arc<Arena>,
         first: usize,
@@ -66,7 +65,7 @@ impl Cpu {
     }
 }
 
-/// A device's share of so many threads, at least one; all of them, the host's, for one device.
+/// The threads of a device: all of the host's if there is one device, else its share, at least one.
 pub(super) fn threads_of(
     device: u32,
     devices: u32,
@@ -85,8 +84,8 @@ pub(super) fn threads_of(
     pool.build().map(Arc::new).map_err(Error::system)
 }
 
-// The ring grants slots: only one operation touches the slot that it uploads to or that its kernels
-// write, and nobody writes a slot that a download or a kernel reads.
+// The ring grants slots. While an operation writes a slot, no other operation touches it; while an
+// operation reads a slot, no other operation writes it.
 impl Device for Cpu {
     fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
         // SAFETY: the ring gives the slot to this upload alone.
@@ -134,7 +133,7 @@ impl Device for Cpu {
     }
 
     fn is_finite(&self, view: View, _: i64) -> Result<bool, BoxedError> {
-        /// Numbers that are looked at together, in vectors.
+        /// Numbers that are tested together, in vectors.
         const CHUNK: usize = 1 << 12;
         fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
             let mut chunks = values.chunks(CHUNK);

@@ -1,5 +1,5 @@
 //! Norms over the channels of each row: by mean and deviation (Ba et al. 2016), or by root mean
-//! square alone (Zhang and Sennrich 2019), which is the same with a mean of 0.
+//! square alone (Zhang and Sennrich 2019), which is the first one with a mean of 0.
 
 use rayon::prelude::*;
 
@@ -47,7 +47,7 @@ impl RunsIn<NormBackward> for CpuKernels<'_> {
     }
 }
 
-/// What a norm is multiplied by, and what is added to the product.
+/// Scale and shift behind the norm: (offset + γ) and β.
 #[derive(Clone, Copy)]
 struct Affine<'a> {
     gamma: &'a [f32],
@@ -96,7 +96,7 @@ fn scratch_len(rows: usize, channels: usize) -> usize {
     rows.div_ceil(SUM_ROWS) * 2 * channels
 }
 
-/// What the backward reads.
+/// Inputs of the backward pass.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
     residual: Option<&'a [f32]>,
@@ -149,7 +149,7 @@ fn backward_row(
     inputs: &Inputs<'_>,
     row: usize,
 ) {
-    // Slices of one length: then the loops below have no checks, and become vectors.
+    // With slices of one length the loops below have no bounds checks and become vectors.
     let c = dx.len();
     let dgamma = &mut dgamma[..c];
     let dbeta = &mut dbeta[..c];
@@ -165,7 +165,7 @@ fn backward_row(
         dbeta[i] += dy[i];
     }
     let g_mean = if inputs.rms { 0.0 } else { sum(dx) / c as f32 };
-    // Σ g x̂ = rstd (Σ g x − mean Σ g), but that cancels: x̂ is made anew.
+    // Σ g x̂ = rstd (Σ g x − mean Σ g) would cancel digits, so x̂ is computed again.
     let g_xhat = dot_with(dx, x, |x| (x - mean) * rstd) / c as f32;
     let of_x = |g: f32, x: f32| rstd * (g - g_mean - (x - mean) * rstd * g_xhat);
     let all = dx.iter_mut().zip(x);
@@ -185,7 +185,7 @@ mod tests {
 
     const EPSILON: f32 = 1e-5;
 
-    /// The scales of norms by root mean square are stored as their differences from 1 here.
+    /// In these tests, norms by root mean square store γ as its difference from 1.
     fn offset(rms: bool) -> f32 {
         if rms { 1.0 } else { 0.0 }
     }

@@ -1,12 +1,12 @@
-//! What kernel tests share: noise, comparison, and gradients by central differences in f64.
+//! Helpers of kernel tests: noise, comparison, and gradients by central differences in f64.
 
-/// The same random numbers in f32 and, exactly, in f64.
+/// Random numbers in f32, and in f64 without rounding.
 pub(super) struct Noise {
     pub(super) narrow: Vec<f32>,
     pub(super) wide: Vec<f64>,
 }
 
-/// Uniform in [−1, 1).
+/// Random numbers, uniform in [−1, 1).
 pub(super) fn noise(len: usize, seed: u64) -> Noise {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
     let next = || {
@@ -19,7 +19,7 @@ pub(super) fn noise(len: usize, seed: u64) -> Noise {
     Noise { narrow, wide }
 }
 
-/// Panics where two differ by more than `tolerance` of the largest magnitude (at least 1).
+/// Panics if two numbers differ by more than `tolerance` times the largest magnitude (at least 1).
 #[track_caller]
 pub(super) fn close(got: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len());
@@ -30,7 +30,7 @@ pub(super) fn close(got: &[f32], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// Gradient of a scalar function at `x`.
+/// The gradient of a scalar function at `x`.
 pub(super) fn differences(x: &[f64], of: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     const STEP: f64 = 1e-5;
     let mut at = x.to_vec();

@@ -33,7 +33,7 @@ impl Runs<PackPositive> for CpuKernels<'_> {
 }
 
 impl CpuKernels<'_> {
-    /// True if all positive numbers could be packed, and so come back. Without memory: false.
+    /// Returns true if there was room for all positive numbers. Without memory: false.
     pub(super) fn unpack(&self, op: &UnpackPositive) -> bool {
         let UnpackPositive { y, packed, room } = *op;
         let Some(call) = self.call(op) else { return false };

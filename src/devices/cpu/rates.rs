@@ -1,4 +1,4 @@
-//! How fast the CPU's kernels are.
+//! Measures the speed of the CPU's kernels.
 
 use std::time::Instant;
 
@@ -14,22 +14,22 @@ use crate::kernels::{
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Scratch, View};
 
-/// Runs of which the best counts.
+/// Runs of a kernel; the fastest one counts.
 const ROUNDS: usize = 5;
 
-/// How fast a kernel is.
+/// The speed of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KernelRate {
-    /// What is computed.
+    /// The kernel's name.
     pub kernel: &'static str,
-    /// What it does in a second.
+    /// Its speed.
     pub rate: Rate,
 }
 
-/// How much a kernel does in a second, in the unit that limits it.
+/// A speed per second, in the unit that limits the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rate {
-    /// Bytes that it reads and writes.
+    /// Bytes that are read and written.
     Bytes(f64),
     /// FLOPs.
     Flops(f64),
@@ -39,7 +39,7 @@ fn pool(threads: usize) -> Result<ThreadPool, Error> {
     ThreadPoolBuilder::new().num_threads(threads).build().map_err(Error::system)
 }
 
-/// Seconds that it takes, at best.
+/// The seconds of the fastest of [`ROUNDS`] runs.
 fn best(run: impl Fn()) -> f64 {
     let seconds = (0..ROUNDS).map(|_| {
         let begin = Instant::now();
@@ -49,7 +49,7 @@ fn best(run: impl Fn()) -> f64 {
     seconds.fold(f64::INFINITY, f64::min)
 }
 
-/// FLOP/s of a large f32 product on so many threads: the best of a few.
+/// FLOP/s of a large f32 product on this number of threads: the fastest of a few runs.
 ///
 /// # Errors
 /// The system gives no threads.
@@ -74,7 +74,7 @@ pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
     Ok(2.0 * (SIZE as f64).powi(3) / best)
 }
 
-/// Rates of the kernels beside the product, in f32 on so many threads: norms, activation functions
+/// Speeds of the other kernels in f32 on this number of threads: norms, activation functions
 /// and sums on tensors much larger than caches, and causal attention to 2,048 positions.
 ///
 /// # Errors
@@ -99,7 +99,7 @@ impl Layout {
         view
     }
 
-    /// Enough for the partial sums of any kernel here.
+    /// Workspace for the partial sums of any kernel here.
     fn workspace(&mut self) -> View {
         self.place(1, 1 << 20)
     }

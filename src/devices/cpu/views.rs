@@ -1,11 +1,11 @@
-//! Views as slices of floats, for one operation: who may write them, and that none overlap.
+//! The views of one operation as slices of floats. A view that is written overlaps no other view.
 //!
 //! Kernels compute in f32. Elements of 16 bits are widened to floats before an operation, in a
 //! region of the device's memory, and what the operation wrote is rounded after it. So results are
 //! rounded where a GPU's kernels round theirs.
 //!
-//! Where AddressSanitizer watches, an operation has copies of its views instead, with guard zones
-//! between them: tensors of a workspace lie side by side, too.
+//! Under AddressSanitizer an operation works on copies of its views, with guard zones between them,
+//! because the tensors of a workspace lie side by side.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -25,30 +25,30 @@ pub(crate) struct CpuKernels<'a> {
     pub(super) level: Level,
     /// Memory for the elements of 16 bits of one operation, widened to floats.
     widened: View,
-    /// The most floats that an operation took of that.
+    /// The most floats of `widened` that an operation took.
     most_widened: AtomicUsize,
 }
 
 /// The views of one operation, as slices of floats.
 pub(super) struct Call<'a> {
     memory: &'a Arena,
-    /// Views that are written and that nobody has as a slice yet.
+    /// Views that are written, and were not taken as a slice yet.
     unwritten: RefCell<Vec<View>>,
     reads: Vec<View>,
-    /// Views of 16 bits, and where their floats are.
+    /// Each view of 16 bits, with the place of its floats.
     widened: Vec<(View, View)>,
-    /// How many of those, from the first on, are written.
+    /// The first `written` of these are written.
     written: usize,
-    /// Copies that the operation has instead, where AddressSanitizer watches.
+    /// The copies that an operation works on under AddressSanitizer.
     copies: Option<Copies>,
 }
 
 /// Floats of views, with guard zones between them.
 struct Copies {
     memory: Arena,
-    /// Views, and where their copies are.
+    /// Each view, with the place of its copy.
     places: Vec<(View, View)>,
-    /// How many of those, from the first on, are written.
+    /// The first `written` of these are written.
     written: usize,
 }
 
@@ -96,8 +96,7 @@ impl<'a> CpuKernels<'a> {
         self.call_on(writes, reads)
     }
 
-    /// Begins a call that writes some views and reads others; `None` without memory. Each view of 16
-    /// bits gets floats.
+    /// Begins a call that writes and reads these views; `None` without memory.
     pub(super) fn call_on(&self, writes: Vec<View>, reads: Vec<View>) -> Option<Call<'a>> {
         check_apart(&writes, &reads);
         let mut widened: Vec<(View, View)> = Vec::new();
@@ -169,7 +168,7 @@ impl Call<'_> {
         view.map(|view| self.write(view))
     }
 
-    /// Where the floats of a view are.
+    /// The place of a view's floats.
     fn floats(&self, view: View) -> View {
         if view.is_empty() {
             return View::floats(0, 0);
@@ -180,7 +179,7 @@ impl Call<'_> {
         place(&self.widened, view)
     }
 
-    /// The memory that an operation has a view in, and where.
+    /// The memory and the place of the floats that an operation gets for a view.
     fn given(&self, view: View) -> (&Arena, View) {
         match &self.copies {
             Some(copies) if !view.is_empty() => (&copies.memory, place(&copies.places, view)),
@@ -203,7 +202,7 @@ impl Call<'_> {
         }
         let mut memory = Arena::planned(&plan).expect("memory for copies");
         for &(view, copy) in &places {
-            // SAFETY: nobody writes the view meanwhile, as in `read`.
+            // SAFETY: no other operation writes the view meanwhile, as in `read`.
             memory.fill(copy, unsafe { self.memory.read(self.floats(view)) });
         }
         let written = writes.iter().filter(|view| !view.is_empty()).count();
@@ -211,9 +210,9 @@ impl Call<'_> {
     }
 
     fn widen(&self, view: View, floats: View) {
-        // SAFETY: nobody writes the view meanwhile, as in `read`; nobody has its floats yet.
+        // SAFETY: its floats are this call's, and were not given away yet.
         let to = unsafe { self.memory.write(floats) };
-        // SAFETY: as above.
+        // SAFETY: no other operation writes the view meanwhile, as in `read`.
         let from = unsafe { self.memory.read_halves(view) };
         let pieces = to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE));
         pieces.for_each(|(to, from)| widen(view.dtype, to, from));
@@ -221,7 +220,7 @@ impl Call<'_> {
 }
 
 impl Drop for Call<'_> {
-    /// Rounds what was written.
+    /// Rounds the floats that were written to the dtypes of their views.
     fn drop(&mut self) {
         if let Some(mut copies) = self.copies.take() {
             for &(view, copy) in &copies.places[..copies.written] {
@@ -231,7 +230,7 @@ impl Drop for Call<'_> {
             }
         }
         for &(view, floats) in &self.widened[..self.written] {
-            // SAFETY: the operation has ended, and its slices with it; the view is its own still.
+            // SAFETY: the slices ended with the operation, and the view is still granted to it.
             let to = unsafe { self.memory.write_halves(view) };
             // SAFETY: as above.
             let from = unsafe { self.memory.read(floats) };
@@ -241,7 +240,7 @@ impl Drop for Call<'_> {
     }
 }
 
-/// Where a view's floats are, of those that a call named when it began.
+/// The place that belongs to a view of this call.
 fn place(places: &[(View, View)], view: View) -> View {
     let found = places.iter().find(|(known, _)| *known == view);
     found.expect("a call names its views when it begins").1
@@ -262,5 +261,28 @@ fn check_apart(writes: &[View], reads: &[View]) {
         for other in writes[index + 1..].iter().chain(reads) {
             assert!(are_apart(write, other), "{write} is written, and {other} is in use");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+    use crate::kernels::Cast;
+
+    #[test]
+    fn an_operation_gets_slices_of_its_declared_views_alone() {
+        let x = View::floats(0, 3);
+        let y = View::floats(16, 3);
+        let mut memory = Arena::new(32).expect("little");
+        memory.fill(x, &[1.0, 2.0, 3.0]);
+        let kernels = CpuKernels::new(Some(&memory), Level::Portable);
+        let call = kernels.call(&Cast { y, x }).expect("there is memory");
+        let panics = |take: &dyn Fn()| catch_unwind(AssertUnwindSafe(take)).is_err();
+        assert!(panics(&|| _ = call.read(y)), "it is written");
+        assert!(panics(&|| _ = call.write(x)), "it is read");
+        call.write(y).copy_from_slice(call.read(x));
+        assert!(panics(&|| _ = call.write(y)), "it was taken");
     }
 }

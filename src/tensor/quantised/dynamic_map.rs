@@ -1,9 +1,9 @@
 //! The signed 8-bit dynamic map of bitsandbytes (Dettmers et al. 2022, "8-bit Optimizers via
 //! Block-wise Quantization"): the values of the 256 codes, from −0.993 to 1.
 //!
-//! A table and not its formula: the last bits are those of PyTorch's `linspace`.
+//! This is a table and not the formula, because the last bits come from PyTorch's `linspace`.
 
-/// The positive values but 1. Each is there with the other sign, too.
+/// The positive values but 1. Each is a value with the other sign, too.
 #[rustfmt::skip]
 const POSITIVE: [f32; 127] = [
     5.5000004e-7, 3.2500002e-6, 7.75e-6, 2.1249998e-5, 4.375e-5, 6.625e-5, 8.875e-5, 0.00015625001,
@@ -26,7 +26,7 @@ const POSITIVE: [f32; 127] = [
     0.99296874,
 ];
 
-/// The values of the codes, in ascending order: those below 0, 0, those above, 1.
+/// The values of the codes, in ascending order: the negative ones, 0, the positive ones, 1.
 pub(super) const VALUES: [f32; 256] = {
     let mut values = [0.0; 256];
     let mut index = 0;
@@ -39,7 +39,7 @@ pub(super) const VALUES: [f32; 256] = {
     values
 };
 
-/// Midpoints between neighbours. A number has the code that as many midpoints are below.
+/// Midpoints between neighbours. The code of a number is the count of midpoints below it.
 const MIDPOINTS: [f32; 255] = {
     let mut midpoints = [0.0; 255];
     let mut index = 0;
@@ -50,7 +50,7 @@ const MIDPOINTS: [f32; 255] = {
     midpoints
 };
 
-/// The code of the nearest value; of two that are as near, the lower.
+/// The code of the nearest value; the lower one if two are equally near.
 pub(super) fn nearest(number: f32) -> u8 {
     MIDPOINTS.partition_point(|midpoint| *midpoint < number) as u8
 }

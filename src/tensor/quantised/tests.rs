@@ -1,4 +1,4 @@
-//! The bytes are those of bitsandbytes (`tests/goldens/quantised.py`), whatever the threads.
+//! The bytes equal bitsandbytes' (`tests/goldens/quantised.py`) on any number of threads.
 
 use std::path::Path;
 
@@ -48,7 +48,7 @@ fn input(case: &Value) -> Vec<f32> {
     values
 }
 
-/// Panics unless bytes are those of a golden: in hexadecimal, or their SHA-256 behind a #.
+/// Panics unless bytes equal a golden's: in hexadecimal, or as their SHA-256 behind a #.
 #[track_caller]
 fn same(case: &Value, key: &str, bytes: &[u8]) {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
@@ -67,7 +67,7 @@ fn golden() -> Value {
     serde_json::from_str(&text).expect("it is JSON")
 }
 
-/// Storage of a matrix, at a level, from what it held before.
+/// The storage of a matrix, encoded with a level's instructions.
 fn encoded(how: Quantisation, level: Level, from: &[f32], shape: [usize; 2]) -> Vec<f32> {
     let mut storage = vec![f32::NAN; how.floats(shape[0], shape[1])];
     how.encode_at(level, from, shape, &mut storage).expect("all are finite");

@@ -1,11 +1,11 @@
-//! Attention against the plain one, in f64, and in chunks against all at once.
+//! Compares attention with a plain one in f64, and attention in chunks with attention at once.
 
 use super::*;
 use crate::devices::cpu::kv_cache::{copy_from_qkv, copy_to_qkv};
 use crate::devices::cpu::oracle::{close, differences, noise};
 use crate::kernels::{BatchMetadata, Document, DropoutKey, SequenceChunk};
 
-/// The masks are the kernel's own; what is done with them is not.
+/// Plain attention in f64. It shares the dropout masks with the kernel, and nothing else.
 fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
     let h = size.heads;
     let d = size.head_size;
@@ -53,7 +53,7 @@ fn check(sequences: usize, t: usize, h: usize, d: usize, causal: bool, p: f32) {
     check_more(sequences, t, [h, h, d], causal, None, p);
 }
 
-/// Sequences cut into documents of these lengths, again and again.
+/// Cuts sequences of these lengths into documents, whose lengths repeat `every`.
 fn cut(lengths: &[usize], every: &[usize]) -> Vec<Document> {
     let mut all = Vec::new();
     for &length in lengths {
@@ -138,8 +138,8 @@ fn check_documents(
     }
 }
 
-/// A tile of queries at a time, keys and values in a tensor of their own, from the end: what all at
-/// once gives.
+/// Walks chunks of one tile from the end, with keys and values in a tensor of their own. The
+/// results equal those of attention at once.
 fn check_chunks(
     level: Level,
     [y, dqkv]: [&[f32]; 2],

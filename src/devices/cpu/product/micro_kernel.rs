@@ -12,7 +12,7 @@ pub(super) struct Target {
     pub(super) at: *mut f32,
     /// From one row to the next.
     pub(super) by: usize,
-    /// True when the sums are added to what is there; false when they replace it.
+    /// True when the sums are added to c; false when they replace it.
     pub(super) add: bool,
 }
 
@@ -24,8 +24,8 @@ pub(super) trait MicroKernel {
     /// c (+)= a b. b: (depth, COLUMNS), dense.
     ///
     /// # Safety
-    /// The processor has the instructions; a has `depth` columns, and b so many rows; c is a tile
-    /// that nobody else uses.
+    /// The processor has the instructions; a has `depth` columns, and b has `depth` rows; no other
+    /// thread uses the tile c.
     unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize);
 
     /// Transposes 8 by 8 elements. Rows are `from_by` and `to_by` apart.
@@ -40,7 +40,7 @@ pub(super) trait MicroKernel {
     }
 }
 
-/// As many rows of a as a tile has.
+/// Rows of a, as many as a tile has.
 #[derive(Clone, Copy)]
 pub(super) enum Left {
     /// Row-major, with rows `by` apart.
@@ -49,7 +49,7 @@ pub(super) enum Left {
     Panel { at: *const f32 },
 }
 
-/// Arrays, as the compiler makes vectors of them.
+/// A tile as arrays, from which the compiler makes vector instructions.
 pub(super) struct Arrays<const ROWS: usize, const COLUMNS: usize>;
 
 /// A tile for 16 registers of four floats.
@@ -91,8 +91,8 @@ macro_rules! two_vectors {
         $zero:ident, $load:ident, $splat:ident, $add:ident, $multiply_add:ident, $store:ident
     ) => {
         impl $kernel {
-            /// As [`MicroKernel::multiply`], for one kind of [`Left`]. Alone in a function, it has
-            /// all registers to itself.
+            /// [`MicroKernel::multiply`] for one kind of [`Left`]. It is not inlined, so that it
+            /// can use all registers.
             #[target_feature(enable = $features)]
             #[inline(never)]
             unsafe fn sum<const PANEL: bool>(
@@ -189,7 +189,7 @@ two_vectors!(
     _mm512_storeu_ps
 );
 
-/// See [`MicroKernel::transpose_8`]: pairs, then pairs of pairs, then halves change places.
+/// [`MicroKernel::transpose_8`] by AVX2: pairs, then pairs of pairs, then halves change places.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn transpose_8_avx2(to: *mut f32, to_by: usize, from: *const f32, from_by: usize) {

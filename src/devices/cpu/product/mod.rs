@@ -19,16 +19,16 @@ use rayon::prelude::*;
 use super::scattered::Scattered;
 use crate::simd::Level;
 
-/// Terms of a sum that are added in registers, at most. It decides the bits of results.
+/// The most terms of a sum that are added in registers. The bits of results depend on it.
 const CUT: usize = 384;
 
-/// Cuts over which b is packed at a time.
+/// Cuts of b that are packed at a time.
 const CUTS: usize = 2;
 
-/// Columns of c in one task, at most.
+/// The most columns of c in one task.
 const WIDE: usize = 512;
 
-/// Rows of a that pass by a sliver, at most.
+/// The most rows of a that are multiplied with a sliver in turn.
 const GROUP: usize = 72;
 
 /// A matrix in a slice: element (i, j) at `i * rows_by + j * columns_by`.
@@ -40,7 +40,7 @@ pub(super) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// Row-major with rows of `width`.
+    /// A row-major matrix with rows of `width`.
     pub(super) fn rows(data: &'a [f32], width: usize) -> Matrix<'a> {
         Matrix { data, rows_by: width, columns_by: 1 }
     }
@@ -55,25 +55,25 @@ impl<'a> Matrix<'a> {
         Matrix { data: &self.data[row * self.rows_by + column * self.columns_by..], ..self }
     }
 
-    /// Panics unless so many rows and columns lie in the slice.
+    /// Panics unless a matrix of `rows` by `columns` lies in the slice.
     fn check(&self, rows: usize, columns: usize) {
         let last = (rows - 1) * self.rows_by + (columns - 1) * self.columns_by;
         assert!(last < self.data.len(), "{rows} by {columns} are not in {}", self.data.len());
     }
 }
 
-/// What a product is added to.
+/// The value that a product is added to.
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a> {
     Zero,
-    /// What c holds.
+    /// The elements of c.
     C,
     /// One value a column.
     Bias(&'a [f32]),
 }
 
 impl Start<'_> {
-    /// Added to what c holds, or not.
+    /// [`Start::C`] if `accumulate` is true, else zero.
     pub(super) fn accumulate(accumulate: bool) -> Self {
         if accumulate { Start::C } else { Start::Zero }
     }
@@ -93,7 +93,7 @@ pub(super) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// On all threads of the pool. c: (rows, columns), dense.
+    /// Computes c on all threads of the pool. c: (rows, columns), dense.
     pub(super) fn run(self, level: Level, c: &mut [f32]) {
         let Product { rows, columns, .. } = self;
         assert_eq!(c.len(), rows * columns, "{rows} by {columns}");
@@ -112,7 +112,7 @@ impl Product<'_> {
         });
     }
 
-    /// On this thread. c: rows are `width` apart.
+    /// Computes c on this thread. Rows of c are `width` apart.
     pub(super) fn on_this_thread(self, level: Level, c: &mut [f32], width: usize) {
         let Product { rows, columns, .. } = self;
         if rows == 0 || columns == 0 {
@@ -146,10 +146,10 @@ impl Product<'_> {
         Product { a, b, rows, columns, start, ..self }
     }
 
-    /// On this thread, for at most [`WIDE`] columns.
+    /// Computes at most [`WIDE`] columns of c on this thread.
     ///
     /// # Safety
-    /// From `c` on, so many rows of so many columns, `width` apart, are this call's alone.
+    /// Only this call uses the product's rows and columns from `c` on. Rows are `width` apart.
     pub(super) unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
         assert!(self.columns <= WIDE, "{} columns", self.columns);
         // SAFETY: the caller's promise.

@@ -11,7 +11,7 @@ use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Target};
 use super::{CUT, CUTS, GROUP, Product, Start, WIDE, pack};
 use crate::simd::Level;
 
-/// Memory for what a thread packs. It stays with the thread.
+/// Memory for the packed operands of a thread. It lives as long as the thread.
 struct Packed {
     a: Box<[f32]>,
     b: Box<[f32]>,
@@ -50,7 +50,7 @@ pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width:
     });
 }
 
-/// As [`run`], by portable code with another tile.
+/// [`run`] in portable code with another tile, for tests.
 ///
 /// # Safety
 /// As for [`run`].
@@ -78,7 +78,7 @@ struct Group<'a> {
     bottom: usize,
     from: usize,
     to: usize,
-    /// The rows, packed; `None` where they are read where they are.
+    /// The rows, packed; `None` if they are read in place.
     panels: Option<&'a [f32]>,
 }
 
@@ -123,7 +123,7 @@ impl Task<'_> {
     unsafe fn pass<K: MicroKernel>(&self, group: &Group<'_>, slivers: &Slivers<'_>) {
         let Product { a, columns, start, .. } = self.product;
         let cut = group.to - group.from;
-        // The first cut is added to the start, all others to what c holds by then.
+        // The first cut is added to the start, each later one to c.
         let start = if group.from == 0 { start } else { Start::C };
         for column in (0..columns).step_by(K::COLUMNS) {
             let at =
