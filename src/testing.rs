@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
 use crate::models::{
-    Backward, Forward, Init, Layer, Ports, Save, Tensor, block_len, tensor_ranges, tensor_views,
+    Backward, Forward, Init, Layer, PortViews, Save, Tensor, block_len, tensor_ranges, tensor_views,
 };
 use crate::random;
 use crate::simd::Level;
@@ -121,7 +121,7 @@ impl<'l> Bench<'l> {
             weights: &tensor_views(&self.layer.tensors(), self.weights),
             x: self.x,
             y: self.y,
-            ports: Ports::NONE,
+            ports: PortViews::NONE,
             saved,
             kv_cache: None,
             chunk_state: self.chunk_state,
@@ -140,7 +140,7 @@ impl<'l> Bench<'l> {
         let pass = Backward {
             batch: self.batch(),
             step: 0,
-            ports: Ports::NONE,
+            ports: PortViews::NONE,
             weights: &tensor_views(&tensors, self.weights),
             gradients: &gradients,
             accumulate,

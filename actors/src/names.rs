@@ -24,7 +24,8 @@ pub enum ActorName {
 }
 
 impl ActorName {
-    /// All actors of a ring with these pools, in flow order; behind them PeerCopiers, if it has any.
+    /// All actors of a ring with these pools, in flow order; behind them PeerCopiers, if it has
+    /// any.
     pub fn all(pools: &Pools) -> Vec<ActorName> {
         let of_device =
             |d| [ActorName::Prefetcher(d), ActorName::Executor(d), ActorName::Stasher(d)];

@@ -148,7 +148,8 @@ impl<P: Ports> Relay<P> {
         Ok(())
     }
 
-    /// Runs one step by a plan of [`plan`](Relay::plan), and resolves when its loss and norm are known; updates may be in flight.
+    /// Runs one step by a plan of [`plan`](Relay::plan), and resolves when its loss and norm are
+    /// known; updates may be in flight.
     ///
     /// When it is cancelled, the step itself continues; the next call waits for it first, and its
     /// result is lost.

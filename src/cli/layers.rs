@@ -1,5 +1,5 @@
-//! Resolves the config: file < environment < flags. Each value keeps its origin, so an error can say
-//! where a bad value was written, and which key an unknown one was probably meant to be.
+//! Resolves the config: file < environment < flags. Each value keeps its origin, so an error can
+//! say where a bad value was written, and which key an unknown one was probably meant to be.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -13,7 +13,8 @@ use crate::models::Save;
 pub struct ScheduleConfig {
     /// The order in which layers meet micro-batches. `relay`: all micro-batches through a layer,
     /// then the next layer (L2L). `resident`: one micro-batch through all layers, then the next
-    /// one, as ordinary training does. `gpipe`, `1f1b`, `interleaved`: pipelines, in which each device has stages of layers that follow each other. `file`: a pipeline from
+    /// one, as ordinary training does. `gpipe`, `1f1b`, `interleaved`: pipelines, in which each
+    /// device has stages of layers that follow each other. `file`: a pipeline from
     /// `path`. All give the same result, bit for bit.
     pub kind: ScheduleKind,
     /// Stages on each device in a pipeline. 1 when absent, and 2 with `interleaved`.

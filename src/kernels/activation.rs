@@ -1,6 +1,6 @@
 //! Activation functions of feed-forwards, alone and as gates.
 
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::View;
 
 /// An activation function.
@@ -88,7 +88,7 @@ pub struct GateBackward {
     pub activation: Activation,
 }
 
-impl Operation for Activate {
+impl KernelOperation for Activate {
     fn views(&self, views: &mut Views<'_>) {
         let Activate { y, x, .. } = *self;
         views.writes("y", y, y.shape(), y.dtype);
@@ -96,7 +96,7 @@ impl Operation for Activate {
     }
 }
 
-impl Operation for ActivateBackward {
+impl KernelOperation for ActivateBackward {
     fn views(&self, views: &mut Views<'_>) {
         let ActivateBackward { dx, x, .. } = *self;
         views.writes("dx", dx, dx.shape(), dx.dtype);
@@ -104,7 +104,7 @@ impl Operation for ActivateBackward {
     }
 }
 
-impl Operation for Gate {
+impl KernelOperation for Gate {
     fn views(&self, views: &mut Views<'_>) {
         let Gate { y, x, .. } = *self;
         views.writes("y", y, y.shape(), y.dtype);
@@ -112,7 +112,7 @@ impl Operation for Gate {
     }
 }
 
-impl Operation for GateBackward {
+impl KernelOperation for GateBackward {
     fn views(&self, views: &mut Views<'_>) {
         let GateBackward { dx, dy, x, .. } = *self;
         let wide = [dy.rows, 2 * dy.columns];

@@ -2,7 +2,7 @@
 
 use super::batch::BatchView;
 use super::dropout::Dropout;
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// The most channels of a head that kernels have room for.
@@ -101,7 +101,7 @@ pub struct AttentionBackward<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-impl Operation for Attention<'_> {
+impl KernelOperation for Attention<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let Attention { y, lse, qkv, kv, shape } = *self;
         let rows = shape.rows();
@@ -115,7 +115,7 @@ impl Operation for Attention<'_> {
     }
 }
 
-impl Operation for AttentionBackward<'_> {
+impl KernelOperation for AttentionBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape } = *self;
         let rows = shape.rows();

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::batch::BatchView;
 use super::cross_entropy::STATISTICS;
 use super::loss::Smoothing;
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// The row of a sequence that its scores are computed from.
@@ -123,7 +123,7 @@ pub struct ClassLossBackward<'a> {
     pub batch: BatchView<'a>,
 }
 
-impl Operation for PooledRows<'_> {
+impl KernelOperation for PooledRows<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let PooledRows { y, x, batch, .. } = *self;
         views.writes("y", y, [batch.sequences(), x.columns], x.dtype);
@@ -131,7 +131,7 @@ impl Operation for PooledRows<'_> {
     }
 }
 
-impl Operation for PooledRowsBackward<'_> {
+impl KernelOperation for PooledRowsBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let PooledRowsBackward { dx, dy, batch, .. } = *self;
         views.writes("dx", dx, [batch.rows(), dy.columns], dy.dtype);
@@ -139,7 +139,7 @@ impl Operation for PooledRowsBackward<'_> {
     }
 }
 
-impl Operation for ClassLoss<'_> {
+impl KernelOperation for ClassLoss<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let ClassLoss { out, statistics, scores, samples, is_value, batch, .. } = *self;
         // Each row of them holds a label, which is no number.
@@ -150,7 +150,7 @@ impl Operation for ClassLoss<'_> {
     }
 }
 
-impl Operation for ClassLossBackward<'_> {
+impl KernelOperation for ClassLossBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let ClassLossBackward { dscores, scores, statistics, samples, batch, .. } = *self;
         views.writes("dscores", dscores, scores.shape(), scores.dtype);

@@ -1,7 +1,7 @@
 //! Columns of a tensor that belong to one module, where one product computes several modules: an
 //! adapter on the values reads and writes a part of queries, keys and values.
 
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::View;
 
 /// The rule that was broken when the columns of the narrow tensor are not in the wide one.
@@ -33,7 +33,7 @@ pub struct TakeColumns {
     pub scale: f32,
 }
 
-impl Operation for AddColumns {
+impl KernelOperation for AddColumns {
     fn views(&self, views: &mut Views<'_>) {
         let AddColumns { y, x, first, .. } = *self;
         views.writes("y", y, y.shape(), y.dtype);
@@ -42,7 +42,7 @@ impl Operation for AddColumns {
     }
 }
 
-impl Operation for TakeColumns {
+impl KernelOperation for TakeColumns {
     fn views(&self, views: &mut Views<'_>) {
         let TakeColumns { y, x, first, .. } = *self;
         views.writes("y", y, [x.rows, y.columns], x.dtype);

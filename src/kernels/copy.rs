@@ -1,6 +1,6 @@
 //! Copies between dtypes, and zeros.
 
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::View;
 
 /// y = x. One may hold floats and the other elements of the device's dtype.
@@ -19,7 +19,7 @@ pub struct Clear {
     pub y: View,
 }
 
-impl Operation for Cast {
+impl KernelOperation for Cast {
     fn views(&self, views: &mut Views<'_>) {
         let Cast { y, x } = *self;
         views.writes("y", y, y.shape(), y.dtype);
@@ -27,7 +27,7 @@ impl Operation for Cast {
     }
 }
 
-impl Operation for Clear {
+impl KernelOperation for Clear {
     fn views(&self, views: &mut Views<'_>) {
         views.writes("y", self.y, self.y.shape(), self.y.dtype);
     }

@@ -4,7 +4,7 @@
 //! logit, label. So logits exist for a few positions and one tile at a time.
 
 use super::loss::{Loss, Smoothing};
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// Floats of a position's head statistics: running maximum, sum, target's logit, label.
@@ -110,7 +110,7 @@ fn reads_tile(views: &mut Views<'_>, statistics: View, h: View, w: View, bias: O
     views.reads("bias", bias, [1, w.rows], h.dtype);
 }
 
-impl Operation for Score {
+impl KernelOperation for Score {
     fn views(&self, views: &mut Views<'_>) {
         let Score { out, statistics, h, w, bias, .. } = *self;
         // Each row of them holds a label, which is no number.
@@ -126,7 +126,7 @@ impl Score {
     }
 }
 
-impl Operation for Logits {
+impl KernelOperation for Logits {
     fn views(&self, views: &mut Views<'_>) {
         let Logits { y, statistics, h, w, bias } = *self;
         views.writes("y", y, [y.rows, w.rows], Dtype::F32);
@@ -141,7 +141,7 @@ impl Logits {
     }
 }
 
-impl Operation for ScoreBackward<'_> {
+impl KernelOperation for ScoreBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, .. } = *self;
         views.writes("dh", dh, h.shape(), Dtype::F32);

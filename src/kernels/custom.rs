@@ -1,6 +1,6 @@
 //! Kernels that a program brings along.
 
-use super::operation::{Named, Operation, Views};
+use super::operation::{KernelOperation, Named, Views};
 use crate::tensor::View;
 
 /// A kernel's function for the CPU. Its arguments are the outputs, the inputs and the numbers.
@@ -13,7 +13,8 @@ pub type CpuFunction = fn(&mut [&mut [f32]], &[&[f32]], &[f32]);
 /// is the type of the device's elements, and `get` and `put` convert from and to it. It declares
 /// `extern "C" __global__ void NAME(T* ..., const T* ..., long long count, float ...)`: outputs,
 /// inputs, the number of elements of the first output, numbers. It runs on at least `count`
-/// threads, in blocks of 256. A thread's element is `blockIdx.x * blockDim.x + threadIdx.x`; a thread beyond
+/// threads, in blocks of 256. A thread's element is `blockIdx.x * blockDim.x + threadIdx.x`; a
+/// thread beyond
 /// `count` has none.
 #[derive(Clone, Copy, Debug)]
 pub struct CustomKernel {
@@ -44,7 +45,7 @@ impl Named for Custom<'_> {
     }
 }
 
-impl Operation for Custom<'_> {
+impl KernelOperation for Custom<'_> {
     fn views(&self, views: &mut Views<'_>) {
         self.writes.iter().for_each(|view| views.writes("writes", *view, view.shape(), view.dtype));
         self.reads.iter().for_each(|view| views.reads("reads", *view, view.shape(), view.dtype));

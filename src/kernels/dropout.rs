@@ -1,7 +1,7 @@
 //! Dropout, and sums on the residual stream.
 
 use super::batch::BatchView;
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::View;
 
 /// The key that the dropout masks of a micro-batch are drawn from.
@@ -92,7 +92,7 @@ fn check_mask(views: &Views<'_>, y: View, dropout: Option<Dropout<'_>>) {
     }
 }
 
-impl Operation for ApplyDropout<'_> {
+impl KernelOperation for ApplyDropout<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let ApplyDropout { y, x, dropout } = *self;
         views.writes("y", y, y.shape(), y.dtype);
@@ -101,7 +101,7 @@ impl Operation for ApplyDropout<'_> {
     }
 }
 
-impl Operation for Residual<'_> {
+impl KernelOperation for Residual<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let Residual { y, a, x, dropout } = *self;
         views.writes("y", y, y.shape(), y.dtype);

@@ -1,7 +1,7 @@
 //! Embedding tables whose rows are added to hidden states: by position, and by token type.
 
 use super::batch::BatchView;
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// y += the row of the table for each token's type.
@@ -55,7 +55,7 @@ pub struct AddPositionsBackward<'a> {
     pub accumulate: bool,
 }
 
-impl Operation for AddTokenTypes<'_> {
+impl KernelOperation for AddTokenTypes<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let AddTokenTypes { y, table, batch } = *self;
         views.writes("y", y, [batch.rows(), table.columns], table.dtype);
@@ -63,7 +63,7 @@ impl Operation for AddTokenTypes<'_> {
     }
 }
 
-impl Operation for AddTokenTypesBackward<'_> {
+impl KernelOperation for AddTokenTypesBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let AddTokenTypesBackward { dtable, dy, batch, .. } = *self;
         views.writes("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
@@ -71,7 +71,7 @@ impl Operation for AddTokenTypesBackward<'_> {
     }
 }
 
-impl Operation for AddPositions<'_> {
+impl KernelOperation for AddPositions<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let AddPositions { y, x, table, batch } = *self;
         views.writes("y", y, [batch.rows(), table.columns], table.dtype);
@@ -80,7 +80,7 @@ impl Operation for AddPositions<'_> {
     }
 }
 
-impl Operation for AddPositionsBackward<'_> {
+impl KernelOperation for AddPositionsBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let AddPositionsBackward { dtable, dy, batch, .. } = *self;
         views.writes("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);

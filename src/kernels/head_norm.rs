@@ -1,7 +1,7 @@
 //! Norms of each head of queries and keys by root mean square (Henry et al. 2020, as in Qwen3).
 
 use super::attention::AttentionShape;
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// One value for queries, and one for keys: by default views of D channels.
@@ -54,7 +54,7 @@ pub struct HeadNormBackward<'a> {
     pub accumulate: bool,
 }
 
-impl Operation for HeadNorm<'_> {
+impl KernelOperation for HeadNorm<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let HeadNorm { y, statistics, x, gamma, shape, .. } = *self;
         let rows = shape.rows();
@@ -67,7 +67,7 @@ impl Operation for HeadNorm<'_> {
     }
 }
 
-impl Operation for HeadNormBackward<'_> {
+impl KernelOperation for HeadNormBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let HeadNormBackward { dx, dgamma, x, statistics, gamma, shape, .. } = *self;
         let rows = shape.rows();

@@ -2,7 +2,7 @@
 //! cached keys and values.
 
 use super::attention::AttentionShape;
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::View;
 
 /// Copies keys and values from beside their queries.
@@ -41,7 +41,7 @@ pub struct CachedAttention<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-impl Operation for WriteKv<'_> {
+impl KernelOperation for WriteKv<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let WriteKv { kv, qkv, shape } = *self;
         let rows = shape.rows();
@@ -50,7 +50,7 @@ impl Operation for WriteKv<'_> {
     }
 }
 
-impl Operation for ReadKv<'_> {
+impl KernelOperation for ReadKv<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let ReadKv { qkv, kv, shape } = *self;
         let rows = shape.rows();
@@ -60,7 +60,7 @@ impl Operation for ReadKv<'_> {
     }
 }
 
-impl Operation for CachedAttention<'_> {
+impl KernelOperation for CachedAttention<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let CachedAttention { y, qkv, cache, shape } = *self;
         let rows = shape.rows();

@@ -1,6 +1,6 @@
 //! Matrix products with weights.
 
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// y = x w + bias.
@@ -59,7 +59,7 @@ impl LinearSize {
     }
 }
 
-impl Operation for Linear {
+impl KernelOperation for Linear {
     fn views(&self, views: &mut Views<'_>) {
         let size = self.size();
         let dtype = self.x.dtype;
@@ -77,7 +77,7 @@ impl Linear {
     }
 }
 
-impl Operation for LinearBackward {
+impl KernelOperation for LinearBackward {
     fn views(&self, views: &mut Views<'_>) {
         let size = self.size();
         let dtype = self.x.dtype;

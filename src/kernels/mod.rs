@@ -6,8 +6,8 @@
 //! row-major. In each struct outputs come first, then inputs, then sizes. `(+)=` adds if
 //! `accumulate` is true, and replaces otherwise: the first call of a step replaces.
 //!
-//! A new operation is a struct with an implementation of [`Operation`], a row of the table below,
-//! and an implementation of [`Runs`] or [`RunsIn`] on each device.
+//! A new operation is a struct with an implementation of [`KernelOperation`], a row of the table
+//! below, and an implementation of [`Runs`] or [`RunsIn`] on each device.
 //!
 //! Weights and activations are of the device's [`Dtype`](crate::tensor::Dtype). Gradients of
 //! weights, statistics, log-sum-exps, gradients of chunks' keys and values, and a head's `dh` and
@@ -55,7 +55,7 @@ pub use linear::{Linear, LinearBackward};
 pub use loss::{CrossEntropy, Loss, Smoothing};
 pub use norm::{Norm, NormBackward};
 pub(crate) use operation::{Access, Inspected, each_view};
-pub use operation::{Named, Operation, Views};
+pub use operation::{KernelOperation, Named, Views};
 pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
 pub use rotary::{Rotary, RotaryScaling, Rotate};

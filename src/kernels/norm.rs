@@ -1,6 +1,6 @@
 //! Norms over the channels of each row: by mean and deviation, or by root mean square.
 
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// y = (offset + γ) (x − mean) rstd + β.
@@ -51,7 +51,7 @@ pub struct NormBackward {
     pub accumulate: bool,
 }
 
-impl Operation for Norm {
+impl KernelOperation for Norm {
     fn views(&self, views: &mut Views<'_>) {
         let Norm { y, statistics, x, gamma, beta, .. } = *self;
         let dtype = x.dtype;
@@ -63,7 +63,7 @@ impl Operation for Norm {
     }
 }
 
-impl Operation for NormBackward {
+impl KernelOperation for NormBackward {
     fn views(&self, views: &mut Views<'_>) {
         let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *self;
         let dtype = x.dtype;

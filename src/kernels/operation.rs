@@ -16,7 +16,7 @@ pub trait Named {
 }
 
 /// An operation on views of a device's memory.
-pub trait Operation: Named {
+pub trait KernelOperation: Named {
     /// Declares the views that it writes, then the views that it reads.
     fn views(&self, views: &mut Views<'_>);
 
@@ -51,7 +51,7 @@ enum Then<'v> {
 }
 
 /// Calls `each` with every view of an operation, in the order of its declaration.
-pub(crate) fn each_view(op: &dyn Operation, each: &mut dyn FnMut(Access, View)) {
+pub(crate) fn each_view(op: &dyn KernelOperation, each: &mut dyn FnMut(Access, View)) {
     op.views(&mut Views { operation: op.name(), then: Then::Call(each) });
 }
 
@@ -123,7 +123,7 @@ pub(crate) struct Inspected<'k> {
 }
 
 impl Inspected<'_> {
-    pub(super) fn inspect(&self, op: &dyn Operation) {
+    pub(super) fn inspect(&self, op: &dyn KernelOperation) {
         each_view(op, &mut |access, view| {
             if access == Access::Write {
                 (self.on_write)(op.name(), view);

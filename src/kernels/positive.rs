@@ -5,7 +5,7 @@
 //! number, set if it is positive; the positive numbers in their own dtype, as far as there is room.
 //! With no room at all, only the bits are packed, and each positive number becomes 1.
 
-use super::operation::{Named, Operation, Views};
+use super::operation::{KernelOperation, Named, Views};
 use crate::tensor::{Dtype, View};
 
 /// packed = the positive numbers of x and their places.
@@ -35,7 +35,7 @@ pub fn packed_row(numbers: usize, room: usize, dtype: Dtype) -> usize {
     1 + numbers.div_ceil(32) + dtype.floats(room)
 }
 
-impl Operation for PackPositive {
+impl KernelOperation for PackPositive {
     fn views(&self, views: &mut Views<'_>) {
         let PackPositive { packed, x, room } = *self;
         let row = packed_row(x.columns, room, x.dtype);
@@ -50,7 +50,7 @@ impl Named for UnpackPositive {
     }
 }
 
-impl Operation for UnpackPositive {
+impl KernelOperation for UnpackPositive {
     fn views(&self, views: &mut Views<'_>) {
         let UnpackPositive { y, packed, room } = *self;
         let row = packed_row(y.columns, room, y.dtype);

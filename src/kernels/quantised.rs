@@ -1,6 +1,6 @@
 //! Frozen weights that are stored in fewer bits.
 
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, Quantisation, View};
 
 /// y = the matrix that x stores. Each element is computed in f32, then rounded once to y's dtype.
@@ -14,7 +14,7 @@ pub struct Dequantise {
     pub quantisation: Quantisation,
 }
 
-impl Operation for Dequantise {
+impl KernelOperation for Dequantise {
     fn views(&self, views: &mut Views<'_>) {
         let Dequantise { y, x, quantisation } = *self;
         views.writes("y", y, y.shape(), y.dtype);

@@ -1,7 +1,7 @@
 //! Rotary position embeddings (Su et al. 2021).
 
 use super::attention::AttentionShape;
-use super::operation::{Operation, Views};
+use super::operation::{KernelOperation, Views};
 use crate::tensor::View;
 
 /// Rotary position embeddings: pairs of channels rotate by an angle that grows with the position
@@ -74,7 +74,7 @@ pub struct Rotate<'a> {
     pub inverse: bool,
 }
 
-impl Operation for Rotate<'_> {
+impl KernelOperation for Rotate<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let Rotate { qkv, shape, .. } = *self;
         views.writes("qkv", qkv, [shape.rows(), shape.qkv_width()], qkv.dtype);

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::ports::{LayerStep, Ports, StepContext};
+use super::ports::{LayerStep, PortViews, StepContext};
 use crate::kernels::{BatchView, CustomKernel, Kernels};
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -95,7 +95,7 @@ pub struct Forward<'a> {
     /// The first output that the step declares. (R, C).
     pub y: View,
     /// All that the step reads and writes, by role.
-    pub ports: Ports<'a>,
+    pub ports: PortViews<'a>,
     /// Where to save activations, in floats, and which; `None`: all are recomputed.
     pub saved: Option<(Save, View)>,
     /// The KV cache, when tokens come a few at a time.
@@ -138,7 +138,7 @@ pub struct Backward<'a> {
     pub dx: Option<View>,
     /// All that the step's backward reads and writes, by role: inputs of the forward, gradients of
     /// its outputs, and gradients of its inputs.
-    pub ports: Ports<'a>,
+    pub ports: PortViews<'a>,
     /// As in [`Forward`].
     pub chunk_state: View,
     /// Workspace.

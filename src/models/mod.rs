@@ -35,7 +35,7 @@ pub use layer::{
 pub use masters::MasterFormat;
 pub use model::{Model, Part, Tile};
 pub(crate) use ports::Port;
-pub use ports::{LayerStep, Ports, StepContext};
+pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;
 pub use shape::{Dropouts, Head, Shape, Window};
 pub(crate) use training::matches_tensor;

@@ -126,7 +126,7 @@ pub(crate) struct Port {
 
 /// The boundaries of a visit for one micro-batch, by their role.
 #[derive(Clone, Copy, Debug)]
-pub struct Ports<'a> {
+pub struct PortViews<'a> {
     pub(crate) reads: &'a [Port],
     pub(crate) writes: &'a [Port],
     /// R, the micro-batch's tokens.
@@ -136,10 +136,10 @@ pub struct Ports<'a> {
     pub(crate) dtype: Dtype,
 }
 
-impl Ports<'_> {
+impl PortViews<'_> {
     /// Without any.
-    pub(crate) const NONE: Ports<'static> =
-        Ports { reads: &[], writes: &[], rows: 0, sequences: 0, dtype: Dtype::F32 };
+    pub(crate) const NONE: PortViews<'static> =
+        PortViews { reads: &[], writes: &[], rows: 0, sequences: 0, dtype: Dtype::F32 };
 
     /// What the visit reads of this role: (R, its width), or (B, its width).
     pub fn read(&self, role: Role) -> Option<View> {

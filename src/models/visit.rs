@@ -10,7 +10,7 @@ use crate::kernels::{
 };
 use crate::models::{
     Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
-    Model, Part, Port, Ports, Save, SlotWeight, Tile,
+    Model, Part, Port, PortViews, Save, SlotWeight, Tile,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -47,8 +47,8 @@ pub(crate) struct BlockViews {
 }
 
 impl VisitArgs<'_> {
-    fn ports(&self) -> Ports<'_> {
-        Ports {
+    fn ports(&self) -> PortViews<'_> {
+        PortViews {
             reads: &self.reads,
             writes: &self.writes,
             rows: self.batch.rows(),
@@ -84,7 +84,7 @@ struct VisitRun<'r> {
     visit: &'r Visit,
     k: &'r dyn Kernels,
     args: &'r VisitArgs<'r>,
-    ports: Ports<'r>,
+    ports: PortViews<'r>,
     scratch: Scratch<'static>,
     /// Views of the weights of the step's blocks, in the device's dtype.
     weights: Vec<View>,

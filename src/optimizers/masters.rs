@@ -1,10 +1,10 @@
 //! The master weights of a tensor, as an update rule sees them: f32, whole or in two halves.
 //!
-//! A device that computes in bf16 is sent the upper halves without a conversion. Both halves together
-//! give the f32 back to the bit, and take no more bytes. This works because the upper half is rounded
-//! to nearest with ties away from zero: then the remainder is a signed 16-bit number. (With ties to
-//! even it would need one bit more.) A master that is NaN is given back as NaN, perhaps with other
-//! bits.
+//! A device that computes in bf16 is sent the upper halves without a conversion. Both halves
+//! together give the f32 back to the bit, and take no more bytes. This works because the upper half
+//! is rounded to nearest with ties away from zero: then the remainder is a signed 16-bit number.
+//! (With ties to even it would need one bit more.) A master that is NaN is given back as NaN,
+//! perhaps with other bits.
 
 use std::ops::{Deref, DerefMut};
 

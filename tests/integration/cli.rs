@@ -65,8 +65,8 @@ fn the_main_job() {
     assert_eq!(events.last().expect("a summary")["event"], "summary");
 }
 
-/// Sends a run a signal after its first step, and returns its output and status. The run's config has
-/// a slow link, so that the signal comes before the end.
+/// Sends a run a signal after its first step, and returns its output and status. The run's config
+/// has a slow link, so that the signal comes before the end.
 #[cfg(unix)]
 fn signalled(mut run: Command, signal: &str) -> (String, Option<i32>) {
     let mut child =
@@ -80,7 +80,8 @@ fn signalled(mut run: Command, signal: &str) -> (String, Option<i32>) {
     (text, child.wait().expect("it is ours").code())
 }
 
-/// True if hangups are ignored here, as under `nohup`. A run that is started from here then goes on.
+/// True if hangups are ignored here, as under `nohup`. A run that is started from here then goes
+/// on.
 #[cfg(unix)]
 fn ignores_hangups() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -343,8 +344,9 @@ fn the_reference_is_up_to_date() {
     assert!(is_same, "l2l config reference > CONFIG.md");
 }
 
-/// Several processes that cannot share the work would all do the same, so they are refused. The first
-/// reports it at once, and each other a second later if its launcher has not ended it by then.
+/// Several processes that cannot share the work would all do the same, so they are refused. The
+/// first reports it at once, and each other a second later if its launcher has not ended it by
+/// then.
 #[test]
 fn ranks_of_a_launcher_are_refused() {
     let folder = folder();

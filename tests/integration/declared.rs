@@ -74,7 +74,8 @@ fn linear(k: &dyn Kernels, y: View, x: View, w: View, bias: View) {
 
 impl Layer for Bottleneck {
     fn tensors(&self) -> Vec<Tensor> {
-        // Random values follow from a tensor's place among the blocks: only the very first is drawn.
+        // Random values follow from a tensor's place among the blocks: only the very first is
+        // drawn.
         let drawn = if self.number == 0 { Init::Normal(0.1) } else { Init::Ones };
         let tensor = |name: &str, shape: &[usize], kind, init| Tensor {
             name: format!("layers.{}.{name}", self.number),

@@ -1,5 +1,5 @@
-//! Metrics, timelines and reports of the command line agree with the run, and a place that cannot be
-//! written is refused before a run starts.
+//! Metrics, timelines and reports of the command line agree with the run, and a place that cannot
+//! be written is refused before a run starts.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -120,8 +120,8 @@ fn what_cannot_be_written_is_said_first() {
     }
 }
 
-/// A run that ends well and whose metrics were scraped waits for one more scrape. Without it, the run
-/// would look as if it had vanished before its last step.
+/// A run that ends well and whose metrics were scraped waits for one more scrape. Without it, the
+/// run would look as if it had vanished before its last step.
 #[test]
 fn a_run_that_ends_well_is_scraped_once_more() {
     let folder = tempfile::tempdir().expect("a folder");

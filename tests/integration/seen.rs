@@ -1,5 +1,5 @@
-//! A run of several ranks is shown as one: each rank has the numbers of all, and the timeline has the
-//! operations of all in the time of one clock. The ranks here are threads.
+//! A run of several ranks is shown as one: each rank has the numbers of all, and the timeline has
+//! the operations of all in the time of one clock. The ranks here are threads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -63,8 +63,8 @@ struct Saw {
     slices: usize,
 }
 
-/// Trains on one rank for each element of `steps`, for that number of steps. The first rank writes a
-/// timeline. A rank with fewer steps than the first leaves the run.
+/// Trains on one rank for each element of `steps`, for that number of steps. The first rank writes
+/// a timeline. A rank with fewer steps than the first leaves the run.
 fn trained(steps: &[usize], path: &Path) -> Vec<Saw> {
     let train = |fabric: ThreadFabric| {
         let late = Late::new(fabric);

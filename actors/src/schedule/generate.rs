@@ -2,8 +2,9 @@
 //!
 //! Both lay out the same legs, one for each declared step and phase, and differ in nothing but the
 //! loop order: that is why their results can be compared bit for bit. The relay runs all
-//! micro-batches through a leg before the next (Pudipeddi et al. 2020, algorithm 3); the resident schedule runs
-//! one micro-batch through all legs before the next, as ordinary gradient accumulation does.
+//! micro-batches through a leg before the next (Pudipeddi et al. 2020, algorithm 3); the resident
+//! schedule runs one micro-batch through all legs before the next, as ordinary gradient
+//! accumulation does.
 //!
 //! The generator walks the steps that layers declare, connects what one writes with what others
 //! read, and reverses each connection for the backward pass. It stops at the lowest step with a

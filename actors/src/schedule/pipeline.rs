@@ -132,7 +132,8 @@ impl Pipeline {
             for (place, entry) in (1..).zip(line.split(',')) {
                 let entry = entry.trim().trim_matches('"');
                 let action = parse_action(entry).ok_or_else(|| {
-                    let example = "an action is a stage, F or B, and a micro-batch, as in 2F0; a backward pass is not split in I and W";
+                    let example = "an action is a stage, F or B, and a micro-batch, as in 2F0; a \
+                                   backward pass is not split in I and W";
                     Refusal::of(format!("row {row}, place {place}: {entry:?} ({example})"))
                 })?;
                 actions.extend(action);

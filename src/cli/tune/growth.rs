@@ -7,8 +7,8 @@ use l2l::{Config, Plan, hf};
 
 use super::trial::Settings;
 
-/// The smallest depth whose plan is compared with that of twice the depth. A shallower model may have
-/// fewer blocks than a pool has slots.
+/// The smallest depth whose plan is compared with that of twice the depth. A shallower model may
+/// have fewer blocks than a pool has slots.
 const DEEP: usize = 8;
 
 /// Bytes of the device that each further layer of the model adds, term by term. Empty if it adds

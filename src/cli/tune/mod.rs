@@ -2,9 +2,10 @@
 //! stash and, with several devices, the way in which they share a step.
 //!
 //! A first trial measures the speed of each lane. A simulation in virtual time with those rates
-//! finds settings that could be better. These are tried in turns with the user's own. A setting wins
-//! if it is faster by more than its trials differ among themselves. Of equally fast settings, the one
-//! with less memory wins. A setting whose device memory grows with depth must be faster by 5 %.
+//! finds settings that could be better. These are tried in turns with the user's own. A setting
+//! wins if it is faster by more than its trials differ among themselves. Of equally fast settings,
+//! the one with less memory wins. A setting whose device memory grows with depth must be faster by
+//! 5 %.
 
 mod growth;
 mod tell;
@@ -27,8 +28,8 @@ use super::{RateArguments, TuneArguments, plan, say};
 use tell::{conclude, tell, tuned};
 use trial::{Layout, Settings, Trial, best_of};
 
-/// Depths (weights, gradients, reduced, stash) that are large enough for any run, and smaller ones to
-/// try.
+/// Depths (weights, gradients, reduced, stash) that are large enough for any run, and smaller ones
+/// to try.
 const GENEROUS: [u32; 4] = [3, 3, 4, 16];
 const SMALLER: [&[u32]; 4] = [&[1, 2], &[1, 2], &[1, 2], &[1, 2, 4, 8]];
 
@@ -98,9 +99,9 @@ struct Found {
 }
 
 impl Search<'_> {
-    /// Tries the user's own settings and the candidates, each in all rounds. With `saves`, the first
-    /// trial also writes a checkpoint below that folder. Returns `None` if nobody reads the output
-    /// any more.
+    /// Tries the user's own settings and the candidates, each in all rounds. With `saves`, the
+    /// first trial also writes a checkpoint below that folder. Returns `None` if nobody reads the
+    /// output any more.
     fn run(&self, saves: Option<&Path>, rounds: usize) -> Result<Option<Found>, Error> {
         let Search { config, model, .. } = self;
         let format = config.log.format;
@@ -312,8 +313,8 @@ mod tests {
         config
     }
 
-    /// Whether the link, updates or kernels limit a step: the first candidate is as fast as the best
-    /// of all depths.
+    /// Whether the link, updates or kernels limit a step: the first candidate is as fast as the
+    /// best of all depths.
     #[test]
     fn virtual_time_leads_to_the_best_depths() {
         let config = config();

@@ -1,4 +1,5 @@
-//! The output of `l2l tune`: each trial, the settings that won with the reason, and the tuned config.
+//! The output of `l2l tune`: each trial, the settings that won with the reason, and the tuned
+//! config.
 
 use l2l::config::{ByteSize, Format, StashPlace};
 use l2l::{Bottleneck, Error};

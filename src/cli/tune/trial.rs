@@ -30,8 +30,8 @@ impl Layout {
         Layout { kind: config.schedule.kind, deal, transfer }
     }
 
-    /// The layouts to try with a config, its own first. A config with keys that belong to one layout
-    /// (a file, chunks, weights) keeps its layout.
+    /// The layouts to try with a config, its own first. A config with keys that belong to one
+    /// layout (a file, chunks, weights) keeps its layout.
     pub(super) fn all(config: &Config) -> Vec<Layout> {
         let own = Layout::of(config);
         let is_bound = own.kind == ScheduleKind::File
@@ -54,7 +54,8 @@ impl Layout {
         all
     }
 
-    /// The values of `schedule.kind`, `parallel.deal` and `parallel.transfer`, as the config has them.
+    /// The values of `schedule.kind`, `parallel.deal` and `parallel.transfer`, as the config has
+    /// them.
     pub(super) fn names(&self) -> [String; 3] {
         let Layout { kind, deal, transfer } = self;
         [json!(kind), json!(deal), json!(transfer)]
@@ -197,9 +198,9 @@ pub(super) struct Choice {
     pub(super) passed_over: Option<usize>,
 }
 
-/// Chooses the trial with the least memory among those that are as fast as the fastest, and of equal
-/// ones the user's own, which is the first. If its device memory grows with depth, it must be faster
-/// by [`WORTH_GROWTH`] than the best trial whose memory does not.
+/// Chooses the trial with the least memory among those that are as fast as the fastest, and of
+/// equal ones the user's own, which is the first. If its device memory grows with depth, it must be
+/// faster by [`WORTH_GROWTH`] than the best trial whose memory does not.
 pub(super) fn best_of(trials: &[Trial]) -> Choice {
     let best = best_among(trials, |_| true).expect("the user's own was tried");
     let grows = |trial: &Trial| trial.device_bytes_a_layer() > 0;
@@ -251,8 +252,8 @@ mod tests {
         assert_eq!(kept(vec![trial(&[0.95, 1.05, 0.99], 900)]), 0, "noise is no reason");
         assert_eq!(kept(vec![trial(&[1.02, 1.05, 0.99], 50)]), 1, "as fast, and smaller");
         assert_eq!(kept(vec![trial(&[1.02, 1.05, 0.99], 100)]), 0, "as fast, and as large");
-        // Each is a little slower and smaller than the one before. All are compared with the fastest,
-        // so the choice does not slide to the slowest.
+        // Each is a little slower and smaller than the one before. All are compared with the
+        // fastest, so the choice does not slide to the slowest.
         let slide = (1..=5).map(|nth| trial(&[1.0 + 0.09 * f64::from(nth)], 100 - nth as u64));
         assert_eq!(kept(slide.collect()), 1);
     }

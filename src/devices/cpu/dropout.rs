@@ -7,7 +7,7 @@
 use rayon::prelude::*;
 
 use super::views::CpuKernels;
-use crate::kernels::{ApplyDropout, Dropout, Operation, Residual, Runs};
+use crate::kernels::{ApplyDropout, Dropout, KernelOperation, Residual, Runs};
 use crate::simd::Level;
 use crate::tensor::View;
 
@@ -31,7 +31,7 @@ impl CpuKernels<'_> {
     /// y = a + dropout(x), in one pass. `y` may be `x`.
     fn sum(
         &self,
-        op: &dyn Operation,
+        op: &dyn KernelOperation,
         y: View,
         a: Option<View>,
         x: View,

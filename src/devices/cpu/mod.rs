@@ -1,7 +1,8 @@
 //! The CPU as one or more devices: lanes are threads over a rayon pool each, memory is one arena.
 //!
 //! The host's memory is in the same arena. So kernels of all devices read and write boundaries
-//! where they are stashed. Blocks and gradients are copied, as a device behind a link would copy them.
+//! where they are stashed. Blocks and gradients are copied, as a device behind a link would copy
+//! them.
 
 mod activation;
 mod attention;

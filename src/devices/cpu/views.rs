@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use rayon::prelude::*;
 
 use crate::kernels::{
-    Access, DeviceKernels, Operation, Score, ScoreBackward, UnpackPositive, each_view,
+    Access, DeviceKernels, KernelOperation, Score, ScoreBackward, UnpackPositive, each_view,
 };
 use crate::simd::Level;
 use crate::tensor::{Arena, ArenaPlan, Dtype, Scratch, Slots, View, narrow, widen};
@@ -76,14 +76,14 @@ impl<'a> CpuKernels<'a> {
     }
 
     /// Begins an operation; `None` without memory.
-    pub(super) fn call(&self, op: &dyn Operation) -> Option<Call<'a>> {
+    pub(super) fn call(&self, op: &dyn KernelOperation) -> Option<Call<'a>> {
         self.call_in(op, [])
     }
 
     /// Begins an operation that also writes workspace; `None` without memory.
     pub(super) fn call_in(
         &self,
-        op: &dyn Operation,
+        op: &dyn KernelOperation,
         workspace: impl IntoIterator<Item = View>,
     ) -> Option<Call<'a>> {
         let mut writes = Vec::new();

@@ -100,8 +100,8 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
 /// large GPU. With half of them, some multiprocessors have no block.
 const ENOUGH_KEYS: usize = 16_896;
 
-/// The number of shares into which the query heads of a key head are split. Each share is a block of
-/// its own. With few keys there are several shares, and their gradients are summed afterwards.
+/// The number of shares into which the query heads of a key head are split. Each share is a block
+/// of its own. With few keys there are several shares, and their gradients are summed afterwards.
 fn shares_of(shape: &AttentionShape<'_>) -> usize {
     let keys = shape.kv_rows() * shape.kv_heads;
     let group = shape.heads / shape.kv_heads;
@@ -113,7 +113,8 @@ fn shares_of(shape: &AttentionShape<'_>) -> usize {
 }
 
 /// Workspace of the backward: Σ y dy of each query and head, and the gradients of the shares. Its
-/// size never falls as rows are added, so the planned workspace is enough for smaller micro-batches.
+/// size never falls as rows are added, so the planned workspace is enough for smaller
+/// micro-batches.
 pub(super) fn backward_scratch(shape: &AttentionShape<'_>, scratch: &Scratch<'_>) -> [View; 2] {
     let keys = (shape.kv_rows() * shape.kv_heads).min(ENOUGH_KEYS / 2);
     let group = shape.heads / shape.kv_heads;

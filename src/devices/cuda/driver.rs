@@ -149,8 +149,8 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// The product without its addresses. The choice of a way depends on this alone, so that bits do
-    /// not depend on slots.
+    /// The product without its addresses. The choice of a way depends on this alone, so that bits
+    /// do not depend on slots.
     pub(super) fn key(&self) -> ProductKey {
         let Product { rows, inner, columns, a, b, c, stride, bias, .. } = *self;
         ProductKey {

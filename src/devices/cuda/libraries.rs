@@ -1,5 +1,5 @@
-//! Finds CUDA's libraries, or says what to install. They are loaded when a config asks for CUDA, and
-//! not before.
+//! Finds CUDA's libraries, or says what to install. They are loaded when a config asks for CUDA,
+//! and not before.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -175,8 +175,8 @@ impl Products {
     }
 
     /// At most `most` algorithms that the library names for a product, beginning with the one that
-    /// it takes for the fastest. The alignment that the library is given follows from shapes and not
-    /// from addresses, so that bits do not depend on slots.
+    /// it takes for the fastest. The alignment that the library is given follows from shapes and
+    /// not from addresses, so that bits do not depend on slots.
     fn named(
         &self,
         key: AlgorithmKey,

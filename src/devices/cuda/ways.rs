@@ -1,5 +1,5 @@
-//! How each product is computed: by the library, or, where the library has no algorithm, by a kernel
-//! of our own.
+//! How each product is computed: by the library, or, where the library has no algorithm, by a
+//! kernel of our own.
 
 use std::collections::HashMap;
 use std::sync::Mutex;

@@ -1,6 +1,6 @@
 //! A driver without a device: streams are threads that run the kernels' own texts, compiled for
-//! this machine. It proves, where there is no GPU, which kernels a run launches, on which memory and
-//! in which order.
+//! this machine. It proves, where there is no GPU, which kernels a run launches, on which memory
+//! and in which order.
 //!
 //! The folder is outside of `src`, which holds the code that runs on a GPU. It is compiled as a
 //! module of the library's own tests (`src/devices/cuda/mod.rs`), and not as a crate, because it
