@@ -80,7 +80,7 @@ impl Views<'_> {
         self.declare(Access::Write, field, view.into(), shape, dtype);
     }
 
-    /// A view that is written with labels or bits, or only in part. [`Inspected`] leaves it out.
+    /// A view that is written with labels or bits, or only in part. `Inspected` leaves it out.
     #[track_caller]
     pub fn writes_opaque(&mut self, field: &str, view: View, shape: [usize; 2], dtype: Dtype) {
         self.declare(Access::WriteOpaque, field, Some(view), shape, dtype);
