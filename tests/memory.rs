@@ -97,12 +97,14 @@ fn several_devices_hold_what_one_does() {
         assert!(more <= 2 * u64::from(devices) * hidden, "{devices}: {more}");
     }
     // Each link moves its own layers.
-    let (one, four) = (of(64, 1), of(64, 4));
+    let one = of(64, 1);
+    let four = of(64, 4);
     let up = |plan: &Plan| plan.link_bytes.iter().map(|link| link.upload).sum::<u64>();
     assert_eq!(up(&one), one.upload_bytes);
     assert_eq!(up(&four), four.upload_bytes);
     for link in &four.link_bytes {
-        let (up, down) = (link.upload, link.download);
+        let up = link.upload;
+        let down = link.download;
         let share = |of: u64, all: u64| 4.0 * of as f64 / all as f64;
         assert!((share(up, one.upload_bytes) - 1.0).abs() < 0.2, "{up}");
         assert!((share(down, one.download_bytes) - 1.0).abs() < 0.2, "{down}");
@@ -120,8 +122,9 @@ fn sharded_transfer_moves_an_nth_over_each_link() {
         config.parallel.transfer = transfer;
         plan(&config)
     };
-    let (one, whole, sharded) =
-        (of(1, Transfer::Whole), of(4, Transfer::Whole), of(4, Transfer::Sharded));
+    let one = of(1, Transfer::Whole);
+    let whole = of(4, Transfer::Whole);
+    let sharded = of(4, Transfer::Sharded);
     assert_eq!(sharded.upload_bytes, one.upload_bytes);
     let copied: u64 = sharded.link_bytes.iter().map(|link| link.peers).sum();
     assert_eq!(sharded.upload_bytes + copied, whole.upload_bytes);

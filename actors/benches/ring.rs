@@ -139,7 +139,10 @@ fn main() {
             _ => tokio::runtime::Builder::new_multi_thread(),
         };
         let runtime = builder.worker_threads(threads.max(1)).build().expect("a runtime");
-        let (mut bare, mut on_threads, mut messages, mut ratios) = (vec![], vec![], vec![], vec![]);
+        let mut bare = vec![];
+        let mut on_threads = vec![];
+        let mut messages = vec![];
+        let mut ratios = vec![];
         let mut operations = 0.0;
         let pools = Pools::of(&schedule, &Capacities::default());
         for _ in 0..ROUNDS {

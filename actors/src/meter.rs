@@ -10,59 +10,70 @@ use std::time::Duration;
 pub enum ActorState {
     /// Running.
     Busy,
-    /// Waiting for a message or a fact: for whoever is before it.
+    /// Waiting for a message or a fact from the actors before it.
     Starved,
-    /// Waiting for a slot or for its lane: for whoever is after it.
+    /// Waiting for a slot or a lane, which the actors after it free.
     Blocked,
 }
 
 /// Time spent in each state so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spent {
-    /// See [`ActorState::Busy`].
+    /// Running.
     pub busy: Duration,
-    /// See [`ActorState::Starved`].
+    /// Waiting for the actors before it.
     pub starved: Duration,
-    /// See [`ActorState::Blocked`].
+    /// Waiting for the actors after it.
     pub blocked: Duration,
 }
 
 /// Times one actor.
 #[derive(Debug)]
 pub struct Meter {
-    inner: Mutex<(ActorState, Duration, Spent)>, // state, its begin, closed states
+    inner: Mutex<Inner>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Inner {
+    state: ActorState,
+    begin: Duration,
+    /// Time in the states that ended.
+    spent: Spent,
+}
+
+impl Inner {
+    /// Time spent in each state if the current one ends now.
+    fn spent_until(mut self, now: Duration) -> Spent {
+        let seconds = match self.state {
+            ActorState::Busy => &mut self.spent.busy,
+            ActorState::Starved => &mut self.spent.starved,
+            ActorState::Blocked => &mut self.spent.blocked,
+        };
+        *seconds += now.saturating_sub(self.begin);
+        self.spent
+    }
 }
 
 impl Meter {
     /// Busy from now.
     pub fn new(now: Duration) -> Meter {
-        Meter { inner: Mutex::new((ActorState::Busy, now, Spent::default())) }
+        let spent = Spent::default();
+        Meter { inner: Mutex::new(Inner { state: ActorState::Busy, begin: now, spent }) }
     }
 
     /// Ends the current state and begins another.
     pub fn enter(&self, state: ActorState, now: Duration) {
         let mut inner = self.inner.lock().expect("nothing panics inside");
-        *inner = (state, now, closed(&inner, now));
+        *inner = Inner { state, begin: now, spent: inner.spent_until(now) };
     }
 
-    /// What was spent in states that ended.
+    /// Time spent in states that ended.
     pub fn spent(&self) -> Spent {
-        self.inner.lock().expect("nothing panics inside").2
+        self.inner.lock().expect("nothing panics inside").spent
     }
 
-    /// The same, and what was spent until now in the state that has not.
+    /// Time spent until now, with the current state counted up to now.
     pub fn spent_until(&self, now: Duration) -> Spent {
-        closed(&self.inner.lock().expect("nothing panics inside"), now)
+        self.inner.lock().expect("nothing panics inside").spent_until(now)
     }
-}
-
-/// What is spent when the current state ends now.
-fn closed(&(state, begin, mut spent): &(ActorState, Duration, Spent), now: Duration) -> Spent {
-    let seconds = match state {
-        ActorState::Busy => &mut spent.busy,
-        ActorState::Starved => &mut spent.starved,
-        ActorState::Blocked => &mut spent.blocked,
-    };
-    *seconds += now.saturating_sub(begin);
-    spent
 }

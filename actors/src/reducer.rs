@@ -67,10 +67,10 @@ impl Reducer {
         for reduction in &step.plan.reductions {
             match *reduction {
                 Reduction::Gradient { block, group, device, join, scattered } => {
-                    let (landing, landed) = self.land(step, (block, group), device).await?;
-                    let joined = self.join(step, (block, group), join, &landing, landed).await?;
+                    let (landing, landed) = self.land(step, block, group, device).await?;
+                    let joined = self.join(step, block, group, join, &landing, landed).await?;
                     if !join.keeps {
-                        let whole = self.deal(step, block, &landing, joined);
+                        let whole = self.reduce_scatter(step, block, &landing, joined);
                         self.complete(step, block, scattered, landing, whole).await?;
                     }
                 }
@@ -93,7 +93,8 @@ impl Reducer {
     async fn land(
         &mut self,
         step: &Arc<Step>,
-        (block, group): (BlockId, GroupId),
+        block: BlockId,
+        group: GroupId,
         device: DeviceId,
     ) -> Result<(Held, Fence), BoxedError> {
         let layer = layer_of(step, block);
@@ -121,7 +122,8 @@ impl Reducer {
     async fn join(
         &mut self,
         step: &Arc<Step>,
-        (block, group): (BlockId, GroupId),
+        block: BlockId,
+        group: GroupId,
         Join { adds, keeps }: Join,
         landing: &Held,
         landed: Fence,
@@ -146,13 +148,20 @@ impl Reducer {
         let work = Work::Join { block, group, reduced: landing.slot(content), parts, keep };
         holds.push(landing.clone());
         let mut order = Order::gradient(step, layer, work);
-        (order.waits, order.holds) = (vec![landed], holds);
+        order.waits = vec![landed];
+        order.holds = holds;
         Ok(self.context.queue(order))
     }
 
     /// Exchanges parts of a gradient with the other processes, if there are any. The fence behind
     /// which the sum of this process's part is in the landing block.
-    fn deal(&self, step: &Arc<Step>, block: BlockId, landing: &Held, joined: Fence) -> Fence {
+    fn reduce_scatter(
+        &self,
+        step: &Arc<Step>,
+        block: BlockId,
+        landing: &Held,
+        joined: Fence,
+    ) -> Fence {
         if step.plan.schedule.ranks.count == 1 {
             return joined;
         }
@@ -177,8 +186,8 @@ impl Reducer {
             self.send(block, Some(landing), landed);
             return Ok(());
         }
-        let at = (block, layer_of(step, block));
-        let complete = self.move_to_region(step, at, landing, landed, scattered).await?;
+        let layer = layer_of(step, block);
+        let complete = self.move_to_region(step, block, layer, landing, landed, scattered).await?;
         if !scattered {
             self.send(block, None, complete);
         }
@@ -190,7 +199,8 @@ impl Reducer {
     async fn move_to_region(
         &mut self,
         step: &Arc<Step>,
-        (block, layer): (BlockId, Option<LayerId>),
+        block: BlockId,
+        layer: Option<LayerId>,
         landing: Held,
         landed: Fence,
         scattered: bool,
@@ -207,7 +217,7 @@ impl Reducer {
             self.context.queue(order)
         };
         if is_staged {
-            self.store(step, (block, layer), landing, &complete).await?;
+            self.store(step, block, layer, landing, &complete).await?;
         }
         Ok(complete)
     }
@@ -217,7 +227,8 @@ impl Reducer {
     async fn store(
         &mut self,
         step: &Arc<Step>,
-        (block, layer): (BlockId, Option<LayerId>),
+        block: BlockId,
+        layer: Option<LayerId>,
         landing: Held,
         complete: &Fence,
     ) -> Result<(), BoxedError> {
@@ -300,7 +311,7 @@ impl Reducer {
             self.send(block, Some(landing), scattered);
             return Ok(());
         }
-        self.store(step, (block, layer), landing, &scattered).await?;
+        self.store(step, block, layer, landing, &scattered).await?;
         self.send(block, None, scattered);
         Ok(())
     }

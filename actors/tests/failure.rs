@@ -101,7 +101,8 @@ struct Blame {
 fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
     let (schedule, config) = ring(mode);
     let drive = |inject| {
-        let (config, schedule) = (RingConfig { inject, ..config.clone() }, schedule.clone());
+        let config = RingConfig { inject, ..config.clone() };
+        let schedule = schedule.clone();
         virtual_time::run(
             config,
             |_| ticks(1),
@@ -129,7 +130,9 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
             continue; // a boundary uploaded for a second visit
         }
         names.push(name);
-        let (actor, layer, what) = (record.actor, record.layer, record.work.to_string());
+        let actor = record.actor;
+        let layer = record.layer;
+        let what = record.work.to_string();
         all.push((Injection::Operation(Box::new(record), fault), Blame { actor, layer, what }));
     }
     for (actor, doing, _) in snapshot.actors {
@@ -141,7 +144,8 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
                 panic!("no failure for {inject:?}, but {failure:?}");
             };
             assert_eq!(cause.actor, actor);
-            let (layer, what) = (cause.layer, cause.operation.clone());
+            let layer = cause.layer;
+            let what = cause.operation.clone();
             let inject = FaultInjection { fault, ..inject };
             all.push((Injection::Actor(inject), Blame { actor, layer, what }));
         }
@@ -432,7 +436,8 @@ fn drop_at(name: Name, mode: Mode, threads: usize) {
 
 /// Runs both until one ends, and drops the other.
 async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B>) {
-    let (mut one, mut other) = (Box::pin(one), Box::pin(other));
+    let mut one = Box::pin(one);
+    let mut other = Box::pin(other);
     std::future::poll_fn(|cx| {
         if one.as_mut().poll(cx).is_ready() || other.as_mut().poll(cx).is_ready() {
             return std::task::Poll::Ready(());
@@ -454,7 +459,8 @@ fn two_relays_in_one_process_do_not_know_each_other() {
         };
         runtime(threads).block_on(async {
             let inject = FaultInjection { actor: ActorName::Reducer, wait: 7, fault: Fault::Error };
-            let (failing, mut sound) = (start(Some(inject)), start(None));
+            let failing = start(Some(inject));
+            let mut sound = start(None);
             let other = schedule.clone();
             let failing = tokio::spawn(async move { drive(failing, &other).await });
             for step in 0..20 {

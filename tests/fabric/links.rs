@@ -71,7 +71,8 @@ impl Hosts {
         ip(&format!("-n {net} link set bridge up"))?;
         for host in 1..=count {
             let own = namespace(host);
-            let (port, address) = (format!("port{host}"), format!("{NETWORK}.{host}/24"));
+            let port = format!("port{host}");
+            let address = format!("{NETWORK}.{host}/24");
             ip(&format!("netns add {own}"))?;
             ip(&format!("-n {net} link add {port} type veth peer name eth0 netns {own}"))?;
             ip(&format!("-n {net} link set {port} master bridge up"))?;
@@ -93,7 +94,8 @@ impl Hosts {
 
     /// `l2l train` with a rank on each host; each writes its stderr to a file of its own.
     fn train(&self, directory: &Path, more: &[&str], keepalives: &[&str]) -> Command {
-        let (first, agent) = (namespace(1), self.agent.display().to_string());
+        let first = namespace(1);
+        let agent = self.agent.display().to_string();
         let addresses: Vec<String> =
             (1..=self.count).map(|host| format!("{NETWORK}.{host}")).collect();
         let mut command = Command::new("ip");
@@ -165,7 +167,8 @@ fn cut_once(
     chance: &mut Chance,
 ) -> (Phase, Duration) {
     let directory = folder.join(format!("cut-{case}"));
-    let (moment, is_kept_alive) = (Moment::of(case), !case.is_multiple_of(2));
+    let moment = Moment::of(case);
+    let is_kept_alive = !case.is_multiple_of(2);
     let seconds = if is_kept_alive { LATER } else { "watchdog.seconds=3" };
     let keepalives = if is_kept_alive { &KEEPALIVES[..] } else { &[] };
     let command = hosts.train(&directory, &slow(seconds, moment), keepalives);

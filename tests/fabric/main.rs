@@ -52,7 +52,8 @@ fn launch(case: &str, ranks: u32) -> (bool, String) {
         .args(["rank", case])
         .output()
         .expect("mpirun is there: install openmpi-bin");
-    let (out, err) = (&output.stdout, &output.stderr);
+    let out = &output.stdout;
+    let err = &output.stderr;
     let text = String::from_utf8_lossy(out).into_owned() + &String::from_utf8_lossy(err);
     println!("{case} on {ranks} ranks: {:.1} s", begin.elapsed().as_secs_f64());
     (output.status.success(), text)
@@ -80,7 +81,8 @@ fn launch_all() {
     all_ranks_are_seen(folder);
     ranks_that_differ_are_refused_once();
     disks::problems_are_said_once(folder, &expected);
-    let (mut chance, [kills, stops, cuts]) = (Chance(0x2545_f491_4f6c_dd1d), runs::counts());
+    let mut chance = Chance(0x2545_f491_4f6c_dd1d);
+    let [kills, stops, cuts] = runs::counts();
     failures::end_in_bounds("KILL", kills, folder, &expected, &mut chance);
     failures::end_in_bounds("STOP", stops, folder, &expected, &mut chance);
     links::cuts_end_in_bounds(cuts, folder, &expected, &mut chance);
@@ -104,7 +106,8 @@ fn trains_alike(folder: &Path) -> String {
 /// The first rank's timeline and metrics have all ranks.
 fn all_ranks_are_seen(folder: &Path) {
     const RANKS: u64 = 3;
-    let (trace, metrics) = (folder.join("trace.json"), folder.join("metrics.txt"));
+    let trace = folder.join("trace.json");
+    let metrics = folder.join("metrics.txt");
     let file = format!("metrics.file={}", metrics.display());
     let mut command = train(RANKS as u32, &folder.join("seen"), &[&file]);
     digest(&command.arg("--trace").arg(&trace).output().expect("it starts"));

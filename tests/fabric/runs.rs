@@ -173,7 +173,8 @@ pub(crate) struct Run {
 impl Run {
     /// Starts the command. Its ranks have this checkpoint directory.
     pub(crate) fn start(mut command: Command, ranks: u32, directory: &Path) -> Run {
-        let (out, err) = (directory.with_extension("out"), directory.with_extension("err"));
+        let out = directory.with_extension("out");
+        let err = directory.with_extension("err");
         let file = |path: &Path| File::create(path).expect("room on a disk");
         command.stdin(Stdio::null()).stdout(file(&out)).stderr(file(&err));
         let launcher = command.spawn().expect("it starts");

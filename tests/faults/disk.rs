@@ -231,7 +231,8 @@ impl Disk {
             }
             "rename" => {
                 let to = record.other.as_ref().expect("a new path");
-                let ((folder, from), (other, name)) = (self.place(&record.path), self.place(to));
+                let (folder, from) = self.place(&record.path);
+                let (other, name) = self.place(to);
                 assert!(folder == other, "renames stay in a folder: {}", record.told());
                 self.change(folder, Change::Move(from.into(), name.into()));
                 if is_checkpoint(to) {
@@ -290,7 +291,8 @@ impl Disk {
 
     /// Gives all that may be left if the power fails now, with what it is.
     pub(crate) fn after_power_loss(&self, each: &mut dyn FnMut(&str, Tree)) {
-        let (mut changes, mut files) = (Vec::new(), Vec::new());
+        let mut changes = Vec::new();
+        let mut files = Vec::new();
         for (nth, node) in self.nodes.iter().enumerate() {
             match node {
                 Node::File(file) if !file.writes.is_empty() => files.push(nth),
@@ -380,7 +382,8 @@ pub(crate) fn write(tree: &Tree, to: &Path) {
 
 /// Reads a folder as a tree.
 pub(crate) fn read(folder: &Path) -> Tree {
-    let (mut tree, mut open) = (Tree::new(), vec![folder.to_path_buf()]);
+    let mut tree = Tree::new();
+    let mut open = vec![folder.to_path_buf()];
     while let Some(next) = open.pop() {
         for entry in fs::read_dir(next).expect("a folder of ours") {
             let path = entry.expect("a folder of ours").path();

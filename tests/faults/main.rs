@@ -120,7 +120,8 @@ fn check_all<T: Send>(
     let all = cases.len();
     let cases = chosen(cases, most);
     let count = cases.len();
-    let (cases, wrong) = (Mutex::new(cases.into_iter().enumerate()), Mutex::new(Vec::new()));
+    let cases = Mutex::new(cases.into_iter().enumerate());
+    let wrong = Mutex::new(Vec::new());
     let next = || cases.lock().expect("nothing panics inside").next();
     let threads = thread::available_parallelism().map_or(1, NonZero::get);
     thread::scope(|scope| {
@@ -232,7 +233,9 @@ struct Loss {
 
 /// All that may be left when the power fails after a call, from `first` on. Each once.
 fn losses(scenario: &Scenario, records: &[Record], first: usize) -> (Vec<Loss>, Disk) {
-    let (mut disk, mut out, mut seen) = (Disk::new(), String::new(), HashSet::new());
+    let mut disk = Disk::new();
+    let mut out = String::new();
+    let mut seen = HashSet::new();
     let mut losses = Vec::new();
     for (nth, record) in records.iter().enumerate() {
         disk.apply(record);
@@ -273,7 +276,8 @@ fn power_loss(bench: &Bench, scenario: &Scenario) -> Vec<String> {
     let ended = bench.train(scenario, &place, !scenario.kills.is_empty(), &[]);
     assert_eq!(ended.status, Some(0), "{}", ended.said);
     let (losses, disk) = losses(scenario, &place.records(), first);
-    let (now, real) = (disk.now(), disk::read(&place.disk()));
+    let now = disk.now();
+    let real = disk::read(&place.disk());
     assert!(
         now.keys().eq(real.keys()),
         "the journal has all calls: {:?} and {:?}",

@@ -22,8 +22,8 @@ fn refused(folder: &TempDir, config: &str, says: &[&str]) {
     let path = folder.path().join("config.toml");
     fs::write(&path, config).expect("a directory of ours");
     let output = l2l(&["train", path.to_str().expect("UTF-8"), "--format", "json"]);
-    let (out, error) =
-        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let out = String::from_utf8_lossy(&output.stdout);
+    let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{out}{error}");
     assert!(out.is_empty(), "nothing was started: {out}");
     assert!(error.starts_with("error: ") && !error.contains("panicked"), "{error}");

@@ -22,7 +22,7 @@ fn golden(name: &str) -> PathBuf {
 }
 
 /// A case that trains PEFT's adapters over a base, and its golden.
-fn case(name: &str, (base, key): (Base, &str)) -> (Config, Value) {
+fn case(name: &str, base: Base, key: &str) -> (Config, Value) {
     let (mut config, _) = pytorch::case(name);
     let adapters = golden("lora").join(name);
     let text = fs::read_to_string(adapters.join("quantised.json")).expect("it is committed");
@@ -36,8 +36,8 @@ fn case(name: &str, (base, key): (Base, &str)) -> (Config, Value) {
 #[tokio::test]
 async fn training_over_every_base_is_pefts() {
     for name in ["llama", "tied", "bert", "bert-classes"] {
-        for base in BASES {
-            let (config, golden) = case(name, base);
+        for (base, key) in BASES {
+            let (config, golden) = case(name, base, key);
             let relay = check(config.clone(), &golden).await;
             let mut resident = config;
             resident.schedule.kind = ScheduleKind::Resident;
@@ -66,7 +66,7 @@ async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
     let norms = |base| TrainConfig { only: vec!["norm".into()], base, ..TrainConfig::default() };
     for (base, name) in [(Base::Nf4, "llama"), (Base::Int8, "tied"), (Base::Bf16, "bert-classes")] {
         for trains_norms in [false, true] {
-            let (mut config, _) = case(name, (base, "nf4"));
+            let (mut config, _) = case(name, base, "nf4");
             if trains_norms {
                 config.train = norms(base);
             }
@@ -104,7 +104,7 @@ async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
 /// A checkpoint is evaluated over the same base, and an export has the weights as they were.
 #[tokio::test]
 async fn evaluations_have_the_base_and_exports_have_not() {
-    let (config, _) = case("llama", (Base::Nf4, "nf4"));
+    let (config, _) = case("llama", Base::Nf4, "nf4");
     let loss_of = async |config: &Config| {
         let shape = shape_of(config).expect("a case of ours");
         let (data, _) = l2l::data::Dataset::open(config, &shape).expect("it is committed");
@@ -114,14 +114,17 @@ async fn evaluations_have_the_base_and_exports_have_not() {
         loss
     };
     let folder = tempfile::tempdir().expect("a place for files");
-    let (place, merged) = (folder.path().join("checkpoint"), folder.path().join("merged"));
+    let place = folder.path().join("checkpoint");
+    let merged = folder.path().join("merged");
     let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     trainer.checkpoint(&place).await.expect("a directory of ours");
     drop(trainer);
-    let (mut read, mut plain) = (config.clone(), config.clone());
+    let mut read = config.clone();
+    let mut plain = config.clone();
     inference::load_from(&mut read, &place);
     plain.train.base = Base::AsIs;
-    let (quantised, exact) = (loss_of(&config).await, loss_of(&plain).await);
+    let quantised = loss_of(&config).await;
+    let exact = loss_of(&plain).await;
     assert_eq!(loss_of(&read).await, quantised);
     assert!((quantised - exact).abs() > 1e-4, "{quantised} {exact}");
     hf::export(&place, config.model.path.as_deref(), &merged, Default::default())
@@ -208,7 +211,7 @@ fn bases_without_frozen_weights_are_refused() {
 #[tokio::test]
 async fn weights_that_cannot_be_quantised_are_named() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let (mut config, _) = case("llama", (Base::Nf4, "nf4"));
+    let (mut config, _) = case("llama", Base::Nf4, "nf4");
     let from = config.model.path.clone().expect("the case has one");
     for file in fs::read_dir(&from).expect("it is committed").flatten() {
         fs::copy(file.path(), folder.path().join(file.file_name())).expect("a place for files");

@@ -139,7 +139,8 @@ async fn a_composed_block_trains_as_the_one_by_hand() {
     config.step.batch = 5;
     config.step.micro_batch = 2;
     let shape = shape_of(&config).expect("a shape of ours");
-    let (mut losses, mut told) = (Vec::new(), Vec::new());
+    let mut losses = Vec::new();
+    let mut told = Vec::new();
     for composes in [false, true] {
         let block = |number: usize| TransformerBlock::new(2 + number as u32, number, shape);
         let layer = |number| -> Box<dyn Layer> {

@@ -121,7 +121,8 @@ fn losses_fall_nearly_as_without() {
         let losses: Vec<f64> = bits.iter().map(|(loss, _)| f64::from_bits(*loss)).collect();
         (losses, ending.weights_digest)
     };
-    let (f32, int8) = (StashDtype::F32, StashDtype::Int8);
+    let f32 = StashDtype::F32;
+    let int8 = StashDtype::Int8;
     let (expected, exact) = last(CompressionKind::None, GradientDtype::F32, f32);
     let others = [
         (CompressionKind::None, GradientDtype::Bf16, f32, 1e-2),

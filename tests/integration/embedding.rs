@@ -37,13 +37,15 @@ async fn alone(seed: u64) -> String {
 async fn two_trainers_at_once_are_two_trainers_alone() {
     let expected = (alone(1).await, alone(2).await);
     assert_ne!(expected.0, expected.1);
-    let (one, other) = (tokio::spawn(alone(1)), tokio::spawn(alone(2)));
+    let one = tokio::spawn(alone(1));
+    let other = tokio::spawn(alone(2));
     assert_eq!((one.await.expect("no panic"), other.await.expect("no panic")), expected);
 }
 
 #[tokio::test]
 async fn a_current_thread_runtime_will_do() {
-    let (one, other) = (tokio::spawn(alone(1)), tokio::spawn(alone(2)));
+    let one = tokio::spawn(alone(1));
+    let other = tokio::spawn(alone(2));
     assert_ne!(one.await.expect("no panic"), other.await.expect("no panic"));
 }
 

@@ -150,7 +150,8 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.optimizer.kind = case.rule;
     if case.layers == 2 {
         let patterns = vec!["mlp".into(), "bias".into()];
-        let (learning_rate, kind) = (Some(3e-3), Some(OptimizerKind::Lion));
+        let learning_rate = Some(3e-3);
+        let kind = Some(OptimizerKind::Lion);
         let clip_norm = (case.batch > 3).then_some(0.2);
         config.optimizer.groups =
             vec![GroupConfig { patterns, learning_rate, weight_decay: Some(0.1), kind, clip_norm }];
@@ -362,7 +363,8 @@ fn noise_is_of_training_alone() {
         config.optimizer.weight_decay = 0.0;
         run(config, 3).0
     };
-    let (quiet, noisy) = (of(0.0), of(5.0));
+    let quiet = of(0.0);
+    let noisy = of(5.0);
     assert_eq!(noisy, of(5.0));
     for (step, (quiet, noisy)) in quiet.iter().zip(&noisy).enumerate() {
         assert_ne!(quiet, noisy, "step {step}");
@@ -420,7 +422,8 @@ fn relay_and_resident_walk_and_move_differently_and_end_the_same() {
 #[test]
 fn a_run_is_the_same_again_and_another_seed_is_not() {
     let again = || run(config(&SMALL, &baseline()), 3);
-    let (first, second) = (again(), again());
+    let first = again();
+    let second = again();
     assert_eq!((&first.0, &first.1.weights_digest), (&second.0, &second.1.weights_digest));
     let mut other = config(&SMALL, &baseline());
     other.step.seed = 6;

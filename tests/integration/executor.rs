@@ -36,7 +36,9 @@ fn config() -> Config {
 async fn polls_beside<T>(work: impl Future<Output = T>) -> (T, usize) {
     let polls = Arc::new(AtomicUsize::new(0));
     let ended = Arc::new(AtomicBool::new(false));
-    let (counts, seen, ends) = (polls.clone(), polls.clone(), ended.clone());
+    let counts = polls.clone();
+    let seen = polls.clone();
+    let ends = ended.clone();
     let occupied = tokio::task::spawn_blocking(move || {
         while seen.load(Relaxed) == 0 && !ends.load(Relaxed) {
             std::thread::yield_now();

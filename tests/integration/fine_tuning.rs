@@ -78,8 +78,10 @@ fn the_best_is_decided_by_any_metric() {
     keys.extend(["optimizer.learning_rate=0.3".into(), "step.steps=8".into()]);
     let all = events(&good(&with(&["train", "--format", "json"], &keys)));
     let best = of_kind(&all, "validation").into_iter().fold((0, -1.0), |best, event| {
-        let (step, value) = (event["step"].as_u64(), event["accuracy"].as_f64());
-        let (step, value) = (step.expect("a step"), value.expect("an accuracy"));
+        let step = event["step"].as_u64();
+        let value = event["accuracy"].as_f64();
+        let step = step.expect("a step");
+        let value = value.expect("an accuracy");
         if value > best.1 { (step, value) } else { best }
     });
     let place = folder.path().join(format!("run/best-{:08}/l2l.json", best.0));
@@ -166,7 +168,8 @@ fn the_base_is_measured_whatever_the_run() {
         let all = events(&good(&with(&[&["eval", "--format", "json"], arguments].concat(), keys)));
         all[0]["loss"].as_f64().expect("a loss")
     };
-    let (tuned, base) = (loss(&[], &keys), loss(&["--model", &golden("llama")], &keys));
+    let tuned = loss(&[], &keys);
+    let base = loss(&["--model", &golden("llama")], &keys);
     keys.push("checkpoint.directory=".into());
     keys.push("train.lora=".into());
     assert_ne!(tuned, base);
@@ -182,7 +185,8 @@ fn the_base_is_measured_whatever_the_run() {
 fn exports_keep_the_dtype() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);
-    let (base, out) = (at("base"), at("out"));
+    let base = at("base");
+    let out = at("out");
     let model = golden("llama");
     let to = base.display().to_string();
     let small =
@@ -275,7 +279,8 @@ fn pickles_are_refused_with_how_to_convert_them() {
 #[test]
 fn a_masked_model_gets_a_head() {
     let folder = folder();
-    let (from, to) = (golden("bert"), folder.path().join("headless"));
+    let from = golden("bert");
+    let to = folder.path().join("headless");
     fs::create_dir(&to).expect("ours");
     fs::copy(Path::new(&from).join("config.json"), to.join("config.json")).expect("ours");
     let bytes = fs::read(Path::new(&from).join("model.safetensors")).expect("committed");

@@ -30,9 +30,11 @@ fn fuzz(name: &str, mutants: usize) {
     };
     let good = seeds.iter().filter(|seed| run(seed).is_ok()).count();
     assert!(good > 0, "{name}: mutants of what is refused anyway find little");
-    let (mut mutator, mut fine) = (Mutator::new(1), 0);
+    let mut mutator = Mutator::new(1);
+    let mut fine = 0;
     for at in 0..mutants {
-        let (seed, other) = (&seeds[at % seeds.len()], &seeds[(at / 7) % seeds.len()]);
+        let seed = &seeds[at % seeds.len()];
+        let other = &seeds[(at / 7) % seeds.len()];
         fine += usize::from(run(&mutator.mutant(seed, other)).is_ok());
     }
     println!("{name}: {} seeds ({good} fine), {mutants} mutants ({fine} fine)", seeds.len());

@@ -131,7 +131,8 @@ fn the_plan_names_the_memory() {
         let room = Room { prompts: 3, prompt: 10, tokens: 50 };
         Generator::plan(&config, room).expect("good")
     };
-    let (few, many) = (plan(4), plan(40));
+    let few = plan(4);
+    let many = plan(40);
     assert_eq!(few.device_bytes(), many.device_bytes());
     let memory = |plan: &l2l::Plan| {
         let term = plan.host.iter().find(|term| term.name == "memory").expect("a term");

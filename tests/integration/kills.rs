@@ -157,7 +157,8 @@ fn kill_and_resume(case: &Case, most: u64, chance: &mut Chance) -> u64 {
     let folder = folder.path();
     let expected = run(&case.train(folder, false), None).digest.expect("it ended");
     let train = [case.train(folder, true), vec!["--resume".into()]].concat();
-    let (mut kills, mut reached) = (0, 0);
+    let mut kills = 0;
+    let mut reached = 0;
     let ended = loop {
         let lines = (kills < most).then(|| chance.below(5));
         let ended = run(&train, lines);

@@ -75,13 +75,15 @@ async fn merged_weights_are_the_weights_and_their_adapters() {
     for name in CASES {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
-        let (merged, base) = (folder.path().join("merged"), config.model.path.clone());
+        let merged = folder.path().join("merged");
+        let base = config.model.path.clone();
         hf::export(&adapters(name), base.as_deref(), &merged, Default::default())
             .expect("a case of ours");
         let mut plain = config.clone();
         plain.model.path = Some(merged);
         plain.train = TrainConfig::default();
-        let (with, without) = (loss_of(&config).await, loss_of(&plain).await);
+        let with = loss_of(&config).await;
+        let without = loss_of(&plain).await;
         assert!((with - without).abs() < 1e-5, "{name}: {with} {without}");
         plain.model.path = base;
         let bare = loss_of(&plain).await;
@@ -110,7 +112,8 @@ async fn adapters_are_written_in_pefts_layout() {
             let text = fs::read_to_string(at.join("adapter_config.json")).expect("it was written");
             serde_json::from_str(&text).expect("JSON")
         };
-        let (ours, pefts) = (config_of(&place), config_of(&adapters(name)));
+        let ours = config_of(&place);
+        let pefts = config_of(&adapters(name));
         for key in ["peft_type", "r", "use_rslora", "fan_in_fan_out", "bias"] {
             assert_eq!(ours[key], pefts[key], "{name}: {key}");
         }
@@ -276,7 +279,8 @@ async fn adapters_that_cannot_be_read_are_refused() {
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/llama");
     let refused = async |change: &dyn Fn(&mut Value), leave_out: &str| -> [String; 2] {
         let folder = tempfile::tempdir().expect("a place for files");
-        let (from, to) = (adapters("llama"), folder.path());
+        let from = adapters("llama");
+        let to = folder.path();
         let text = fs::read_to_string(from.join("adapter_config.json")).expect("it is committed");
         let mut value: Value = serde_json::from_str(&text).expect("JSON");
         change(&mut value);

@@ -160,7 +160,8 @@ fn state(bytes: &[u8], name: &str) -> (Dtype, Vec<usize>) {
 #[tokio::test]
 async fn checkpoints_hold_states_as_they_are_declared() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let (c, v) = (48, 24_000);
+    let c = 48;
+    let v = 24_000;
     let of_kind =
         |kind: &str| settings().into_iter().find(|(name, _)| name == kind).expect("it is tried").1;
     for (kind, expected) in [

@@ -78,7 +78,8 @@ async fn packed_training_is_unpacked_training() {
             assert_eq!(one.tokens, other.tokens);
             assert_eq!(one.model_flops, other.model_flops);
             assert!(close(one.loss, other.loss), "{preset}: {} {}", one.loss, other.loss);
-            let (a, b) = (one.grad_norm, other.grad_norm);
+            let a = one.grad_norm;
+            let b = other.grad_norm;
             assert!(close(a, b), "{preset}: norms {a} {b}");
         }
         assert!(one[3].loss < one[0].loss);

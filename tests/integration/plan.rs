@@ -18,8 +18,9 @@ fn any_config() -> impl Strategy<Value = Config> {
     let ways = (recompute, prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.3));
     let channels = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
     (shape, step, ways, channels).prop_map(|(shape, step, ways, channels)| {
-        let ((layers, heads, size, positions, vocabulary), (batch, micro_batch, clip, resident)) =
-            (shape, step);
+        let (layers, heads, size, positions, vocabulary) = shape;
+        let (batch, micro_batch, clip, resident) = step;
+        let (recompute, on_device, packed, on_file) = ways;
         let mut config = Config::default();
         config.data.train = "random".into();
         config.model.layers = Some(layers);
@@ -27,14 +28,14 @@ fn any_config() -> impl Strategy<Value = Config> {
         config.model.heads = Some(heads);
         config.model.vocabulary = Some(vocabulary + 1);
         config.model.positions = Some(positions);
-        (config.step.batch, config.step.micro_batch) = (batch, micro_batch);
+        config.step.batch = batch;
+        config.step.micro_batch = micro_batch;
         config.optimizer.clip_norm = clip.then_some(0.5);
         config.device.threads = Some(1);
         if resident {
             config.schedule.kind = ScheduleKind::Resident;
         }
-        let (on_device, packed, on_file);
-        (config.schedule.recompute, on_device, packed, on_file) = ways;
+        config.schedule.recompute = recompute;
         config.stash.place = if on_device { StashPlace::Device } else { StashPlace::Host };
         config.stash.dtype = if packed { StashDtype::Bf16 } else { StashDtype::F32 };
         config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
@@ -116,7 +117,8 @@ fn transfers_hide_where_the_plan_says() {
         };
         let (tokens, _) = exposed(4);
         let sequences = tokens.div_ceil(64) as usize;
-        let (less, more) = (exposed((sequences / 4).max(1)).1, exposed(2 * sequences).1);
+        let less = exposed((sequences / 4).max(1)).1;
+        let more = exposed(2 * sequences).1;
         assert!(more < 0.15 && less > 0.3, "{tokens} tokens: waits {less:.2} and {more:.2}");
     }
     let mut config = Config::default();

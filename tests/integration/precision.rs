@@ -27,10 +27,12 @@ async fn families_in_16_bits_are_near_pytorch() {
             let (mut config, golden) = case(name);
             (config.device.dtype, config.optimizer.masters) = (dtype, masters);
             config.loss_scale.initial = 1024.0;
-            let (losses, norms) = (numbers(&golden, "losses"), numbers(&golden, "norms"));
+            let losses = numbers(&golden, "losses");
+            let norms = numbers(&golden, "norms");
             let mut batches = Batches::open(&config).expect("it is committed");
             let mut trainer = Trainer::start(config).await.expect("a case of ours");
-            let (mut loss_off, mut norm_off) = (0.0_f64, 0.0_f64);
+            let mut loss_off = 0.0_f64;
+            let mut norm_off = 0.0_f64;
             for (loss, norm) in losses.into_iter().zip(norms) {
                 let batch = batches.next().await.expect("good data");
                 let report = trainer.step(batch).await.expect("nothing fails here");
@@ -60,7 +62,8 @@ fn scales_are_gradscalers() {
             growth: Some((number("growth_factor"), interval)),
             backoff_factor: number("backoff_factor"),
         };
-        let (mut changes, mut before) = (Vec::new(), None);
+        let mut changes = Vec::new();
+        let mut before = None;
         for step in 0..golden["steps"].as_u64().expect("a number") {
             scale.stepped(!overflows.contains(&step));
             if before != Some(scale.scale) {
@@ -89,7 +92,8 @@ fn batch(labelled: usize) -> Batch {
         let label = |at: usize| if (1..=labelled).contains(&at) { 9 } else { -100 };
         Sequence { labels: (0..6).map(label).collect(), ..Sequence::plain(tokens) }
     };
-    let (first, none) = (of(labelled), of(0));
+    let first = of(labelled);
+    let none = of(0);
     Batch::new(&[first, none.clone(), none.clone(), none.clone(), none])
 }
 
@@ -143,7 +147,8 @@ async fn outlier_batches_change_nothing() {
     let mut config = half();
     config.loss_scale.kind = LossScaleKind::Fixed;
     config.optimizer.clip_norm = Some(0.5);
-    let (outlier, usual) = (batch(1), batch(5));
+    let outlier = batch(1);
+    let usual = batch(5);
     // The lowest scale at which the one overflows, and the other does not.
     for exponent in 10..40 {
         config.loss_scale.initial = 2_f64.powi(exponent);

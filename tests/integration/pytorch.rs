@@ -44,14 +44,17 @@ pub(crate) async fn check(config: Config, golden: &Value) -> String {
     let steps = config.step.steps.expect("a case has them");
     let mut batches = Batches::open(&config).expect("it is committed");
     let mut trainer = Trainer::start(config).await.expect("a case of ours");
-    let (losses, norms) = (numbers(golden, "losses"), numbers(golden, "norms"));
-    let (mut loss_off, mut norm_off) = (0.0_f64, 0.0_f64);
+    let losses = numbers(golden, "losses");
+    let norms = numbers(golden, "norms");
+    let mut loss_off = 0.0_f64;
+    let mut norm_off = 0.0_f64;
     for step in 0..steps as usize {
         let report = trainer
             .step(batches.next().await.expect("good data"))
             .await
             .expect("nothing fails here");
-        let (loss, norm) = (losses[step], norms[step]);
+        let loss = losses[step];
+        let norm = norms[step];
         assert!((report.loss - loss).abs() < 2e-5, "{name} {step}: {} {loss}", report.loss);
         let error = (report.grad_norm / norm - 1.0).abs();
         (loss_off, norm_off) = (loss_off.max((report.loss - loss).abs()), norm_off.max(error));
@@ -227,7 +230,8 @@ async fn logits_are_pytorchs() {
             let dot = move |w: &[f32]| w.iter().zip(h).map(|(w, h)| f64::from(w * h)).sum::<f64>();
             table.chunks(shape.hidden).zip(&bias).map(move |(w, b)| dot(w) + f64::from(*b))
         });
-        let (found, expected) = (rows.collect::<Vec<_>>(), numbers(&golden, "logits"));
+        let found = rows.collect::<Vec<_>>();
+        let expected = numbers(&golden, "logits");
         assert_eq!(found.len(), expected.len());
         let off = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         println!("{name}: logits within {off:.1e}");
@@ -273,10 +277,13 @@ async fn weights_survive_a_round_trip() {
         let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
         trainer.save(folder.path()).await.expect("a directory of ours");
         let from = config.model.path.expect("a case has one").join("model.safetensors");
-        let (from, to) = (fs::read(from), fs::read(folder.path().join("model.safetensors")));
-        let (from, to) = (from.expect("it is committed"), to.expect("it was written"));
+        let from = fs::read(from);
+        let to = fs::read(folder.path().join("model.safetensors"));
+        let from = from.expect("it is committed");
+        let to = to.expect("it was written");
         let read = |bytes| safetensors::SafeTensors::deserialize(bytes).expect("it is whole");
-        let (from, to) = (read(&from), read(&to));
+        let from = read(&from);
+        let to = read(&to);
         assert_eq!(from.len(), to.len());
         for (name, tensor) in from.tensors() {
             let written = to.tensor(&name).expect("every tensor is written");

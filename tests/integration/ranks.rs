@@ -80,7 +80,8 @@ pub(crate) struct Task {
 
 impl Task {
     pub(crate) fn new(config: Config, steps: usize) -> Task {
-        let (resumes, leaves) = (None, None);
+        let resumes = None;
+        let leaves = None;
         Task { config, from: 0, steps, evaluates: false, resumes, leaves, resumes_file: false }
     }
 
@@ -103,7 +104,8 @@ impl Task {
             for _ in 0..self.from {
                 batches.next().await?;
             }
-            let (mut bits, mut all) = (Vec::new(), Vec::new());
+            let mut bits = Vec::new();
+            let mut all = Vec::new();
             for _ in 0..self.steps {
                 let batch = batches.next().await?;
                 all.push(batch.clone());
@@ -129,7 +131,8 @@ pub(crate) fn on_ranks(
 ) -> Vec<(Result<Seen, Error>, [u64; 6])> {
     thread::scope(|scope| {
         let start = |fabric: ThreadFabric| {
-            let (rank, task) = (fabric.rank(), &task);
+            let rank = fabric.rank();
+            let task = &task;
             let late = Late::new(fabric);
             scope.spawn(move || {
                 let seen = task(rank).run(Some(late.clone()));
@@ -332,7 +335,8 @@ fn a_rank_that_is_lost_is_named() {
     };
     let all = refused(3, task);
     // Whoever gives up first ends, and the other may name that one.
-    let (first, last) = (&all[0], &all[2]);
+    let first = &all[0];
+    let last = &all[2];
     let name_it = |says: &String| says.contains("nothing comes from rank 1");
     assert!(name_it(first) || name_it(last), "{all:?}");
     for says in [first, last] {

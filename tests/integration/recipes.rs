@@ -21,14 +21,25 @@ fn words(number: usize) -> String {
     format!("{} {} {number}", WORDS[number % 5], WORDS[number / 5 % 5])
 }
 
+/// Writes a file, and returns its path.
+fn write(folder: &Path, name: &str, text: String) -> String {
+    let path = folder.join(name);
+    fs::write(&path, text).expect("a directory of ours");
+    path.display().to_string()
+}
+
+/// The arguments of a command on a recipe.
+fn command(name: &str, recipe: &str, sets: &[String]) -> Vec<String> {
+    let recipe = root("examples/recipes").join(recipe).with_extension("toml");
+    let mut all = vec![name.to_string(), recipe.display().to_string()];
+    sets.iter().for_each(|set| all.extend(["--set".into(), set.clone()]));
+    all
+}
+
 #[test]
 fn every_recipe_runs() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let write = |name: &str, text: String| {
-        let path = folder.path().join(name);
-        fs::write(&path, text).expect("a directory of ours");
-        path.display().to_string()
-    };
+    let write = |name, text| write(folder.path(), name, text);
     let text = write("text.txt", (0..200).map(|number| words(number) + "\n").collect());
     let texts = write("texts.jsonl", lines(|number| json!({ "text": words(number) })));
     let label = |number: usize| if number.is_multiple_of(3) { "spam" } else { "ham" };
@@ -41,7 +52,8 @@ fn every_recipe_runs() {
     let pairs = write("pairs.jsonl", lines(pairs));
     let says = |role: &str, content: String| json!({ "role": role, "content": content });
     let chats = |number: usize| {
-        let (question, answer) = (words(number), words(number + 1));
+        let question = words(number);
+        let answer = words(number + 1);
         json!({ "messages": [says("user", question), says("assistant", answer)] })
     };
     let chats = write("chats.jsonl", lines(chats));
@@ -62,6 +74,9 @@ fn every_recipe_runs() {
     assert_eq!(known, recipes.len(), "each recipe is tried");
     for (recipe, mut sets, train, metric) in recipes {
         let run = folder.path().join(recipe).display().to_string();
+        if recipe == "classify" {
+            sets.push(format!("data.validation={train}"));
+        }
         sets.extend([
             format!("data.train={train}"),
             format!("checkpoint.directory={run}"),
@@ -72,15 +87,7 @@ fn every_recipe_runs() {
             format!("log.file={run}.jsonl"),
             format!("log.tensorboard={run}.board"),
         ]);
-        if recipe == "classify" {
-            sets.push(format!("data.validation={train}"));
-        }
-        let command = |command: &str| {
-            let recipe = root("examples/recipes").join(recipe).with_extension("toml");
-            let mut all = vec![command.to_string(), recipe.display().to_string()];
-            sets.iter().for_each(|set| all.extend(["--set".into(), set.clone()]));
-            all
-        };
+        let command = |name: &str| command(name, recipe, &sets);
         assert!(good(&command("data")).contains("tokens"), "{recipe}");
         good(&command("train"));
         let logged = fs::read_to_string(format!("{run}.jsonl")).expect("it was written");
@@ -90,10 +97,9 @@ fn every_recipe_runs() {
         let found: Value = serde_json::from_str(&good(&json)).expect("an object");
         assert!(found[metric].as_f64().is_some_and(f64::is_finite), "{recipe}: {found}");
         if ["chat", "lora", "pretrain"].contains(&recipe) {
-            let mut generate = command("generate");
-            generate.extend(["--prompt", "the ring", "--tokens", "5"].map(String::from));
-            generate.extend((recipe != "pretrain").then(|| "--chat".to_string()));
-            good(&generate);
+            let prompt = ["--prompt", "the ring", "--tokens", "5"].map(String::from);
+            let chat = (recipe != "pretrain").then(|| "--chat".to_string());
+            good(&[command("generate"), prompt.into(), chat.into_iter().collect()].concat());
             let to = format!("{run}.exported");
             good(&[command("export"), vec!["--to".into(), to.clone()]].concat());
             assert!(Path::new(&to).join("model.safetensors").is_file(), "{recipe}");

@@ -43,7 +43,8 @@ fn message(role: &str, content: impl Into<Value>) -> Value {
 /// The same chat in each of the ways in which people keep chats.
 #[test]
 fn a_chat_is_the_same_in_every_form() {
-    let (asked, said) = ("What is the bound?", "One layer, twice.");
+    let asked = "What is the bound?";
+    let said = "One layer, twice.";
     let chat = one(&json!({ "messages": [message("user", asked), message("assistant", said)] }));
     let sharegpt = json!([{ "from": "human", "value": asked }, { "from": "gpt", "value": said }]);
     let parts =
@@ -210,7 +211,8 @@ fn sequences_are_grouped_by_length() {
     config.step.batch = 4;
     let spread = |config: &mut Config| {
         let data = open(config, "data.jsonl", &lines.join("\n")).expect("good");
-        let (mut spread, mut lengths) = (0, Vec::new());
+        let mut spread = 0;
+        let mut lengths = Vec::new();
         for step in 0..16 {
             let batch = Batches::of_step(config, &data, step).expect("it is there");
             let of_batch: Vec<usize> = batch.iter().map(|one| one.tokens.len()).collect();

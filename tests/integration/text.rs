@@ -41,24 +41,45 @@ fn ids(value: &Value) -> Vec<i64> {
     value.as_array().into_iter().flatten().filter_map(Value::as_i64).collect()
 }
 
+fn as_ids<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> Vec<i64> {
+    tokens.into_iter().map(|&id| i64::from(id)).collect()
+}
+
+/// A text file: its tokens are the reference's, and every sequence but the last is full.
+fn stream_is(case: &Value, directory: &str, positions: usize) {
+    let mut config = config(directory, &goldens().join("stream.txt"), positions);
+    let text = fs::read_to_string(goldens().join("stream.txt")).expect("committed");
+    let all = sequences(&mut config, "stream.txt", &text).expect("good");
+    let found = as_ids(all.iter().flat_map(|one| &one.tokens));
+    assert_eq!(found, ids(&case["input_ids"]), "{case}");
+    assert!(all[..all.len() - 1].iter().all(|one| one.tokens.len() == positions));
+}
+
+/// A chat that ends unanswered: what follows its last answer is left out, for nothing of it is
+/// learnt.
+fn unanswered_is(case: &Value, mut config: Config, line: &str) {
+    let found = sequences(&mut config, "one.jsonl", line).expect("the first is answered");
+    let tokens = as_ids(&found[0].tokens);
+    let labels: Vec<i64> = found[0].labels.iter().map(|&label| i64::from(label)).collect();
+    let left = tokens.len();
+    assert_eq!(tokens, ids(&case["input_ids"])[..left]);
+    let expected = ids(&case["labels"]);
+    assert_eq!(labels, expected[..left]);
+    assert!(left < expected.len() && expected[left..].iter().all(|&label| label == -100));
+}
+
 #[test]
 fn every_kind_of_line_is_as_transformers_reads_it() {
     let text = fs::read_to_string(goldens().join("cases.json")).expect("it is committed");
     let cases: Value = serde_json::from_str(&text).expect("JSON");
     let mut seen = 0;
     for case in cases.as_array().expect("a list") {
-        let (directory, kind) = (case["directory"].as_str(), case["kind"].as_str());
-        let (directory, kind) = (directory.expect("a name"), kind.expect("a kind"));
+        let directory = case["directory"].as_str().expect("a name");
+        let kind = case["kind"].as_str().expect("a kind");
         let positions = case["positions"].as_u64().expect("a number") as usize;
         let expected = ids(&case["input_ids"]);
         if kind == "stream" {
-            let mut config = config(directory, &goldens().join("stream.txt"), positions);
-            let text = fs::read_to_string(goldens().join("stream.txt")).expect("committed");
-            let all = sequences(&mut config, "stream.txt", &text).expect("good");
-            let found: Vec<i64> =
-                all.iter().flat_map(|one| &one.tokens).map(|&id| i64::from(id)).collect();
-            assert_eq!(found, expected, "{case}");
-            assert!(all[..all.len() - 1].iter().all(|one| one.tokens.len() == positions));
+            stream_is(case, directory, positions);
             seen += 1;
             continue;
         }
@@ -72,21 +93,15 @@ fn every_kind_of_line_is_as_transformers_reads_it() {
         let line = case["line"].to_string();
         let last = case["line"]["messages"].as_array().and_then(|all| all.last());
         if last.is_some_and(|last| last["role"] != "assistant") {
-            // What follows the last answer is left out: nothing of it is learnt.
-            let found = sequences(&mut config, "one.jsonl", &line).expect("the first is answered");
-            let tokens = found[0].tokens.iter().map(|&id| i64::from(id));
-            let labels = found[0].labels.iter().map(|&label| i64::from(label));
-            let (tokens, labels): (Vec<i64>, Vec<i64>) = (tokens.collect(), labels.collect());
-            let (seen, left) = (ids(&case["labels"]), tokens.len());
-            assert_eq!((&tokens[..], &labels[..]), (&expected[..left], &seen[..left]));
-            assert!(left < seen.len() && seen[left..].iter().all(|&label| label == -100));
+            unanswered_is(case, config, &line);
             continue;
         }
         let found =
             sequences(&mut config, "one.jsonl", &line).unwrap_or_else(|e| panic!("{case}: {e}"));
         let [one] = &found[..] else { panic!("{case}: {} sequences", found.len()) };
         let is_masked = directory == "wordpiece" && kind == "text";
-        let (mut tokens, labels) = (one.tokens.clone(), &one.labels);
+        let mut tokens = one.tokens.clone();
+        let labels = &one.labels;
         if is_masked {
             // The labels stand where the masked tokens were.
             let hidden = tokens.iter_mut().zip(labels).filter(|(_, label)| **label >= 0);
@@ -95,8 +110,7 @@ fn every_kind_of_line_is_as_transformers_reads_it() {
             let is_known = |id: &i64| *id > 4;
             assert_eq!(labels.iter().any(|&l| l >= 0), expected.iter().any(is_known), "{case}");
         }
-        let tokens: Vec<i64> = tokens.into_iter().map(i64::from).collect();
-        assert_eq!(tokens, expected, "{case}");
+        assert_eq!(as_ids(&tokens), expected, "{case}");
         let expected = ids(&case["labels"]);
         match kind {
             "label" | "pair" => assert_eq!(i64::from(labels[0]), expected[0], "{case}"),
@@ -128,7 +142,10 @@ fn masks_are_drawn_as_transformers_draws_them() {
     config.data.train = file.display().to_string().into();
     let data = open(&config).expect("good");
     let rows = data.len().expect("it ends");
-    let (mut tokens, mut found, mut masked, mut kept) = (0.0, 0.0, 0.0, 0.0);
+    let mut tokens = 0.0;
+    let mut found = 0.0;
+    let mut masked = 0.0;
+    let mut kept = 0.0;
     const EPOCHS: u64 = 200;
     let tokenizer = data.vocabulary().tokenizer().expect("a directory's");
     let mask = tokenizer.mask().expect("an encoder's");
@@ -192,7 +209,8 @@ fn files_have_weights() {
         fs::write(&path, lines.join("\n")).expect("a directory of ours");
         path.display().to_string()
     };
-    let (a, b) = (file("a.jsonl", 0, 4), file("b.jsonl", 100, 6));
+    let a = file("a.jsonl", 0, 4);
+    let b = file("b.jsonl", 100, 6);
     let text = format!(
         "data = {{ train = [\"{a}\", {{ path = \"{b}\", weight = 0.5 }}], shuffle = false }}\n\
          step.batch = 1"

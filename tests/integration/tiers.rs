@@ -73,7 +73,9 @@ fn a_kill_costs_the_running_step_and_nothing_else() {
         let (expected, digest) = results(&good(&arguments("train", &[STEPS, clip])));
         let digest = digest.expect("it ended");
         let mut seed = 88172645463325252_u64;
-        let (mut reached, mut kills, mut ended) = (0, 0, None);
+        let mut reached = 0;
+        let mut kills = 0;
+        let mut ended = None;
         while ended.is_none() {
             let settings = [STEPS, clip, "eps.tier=file", &place];
             let mut arguments = arguments("train", &settings);
@@ -110,7 +112,8 @@ fn a_kill_costs_the_running_step_and_nothing_else() {
                 assert!(status.success(), "{said}");
                 if kills == most {
                     let (losses, digest) = results(&text);
-                    let (first, last) = (losses[0].0 as usize, losses.last().expect("some").0);
+                    let first = losses[0].0 as usize;
+                    let last = losses.last().expect("some").0;
                     assert_eq!(losses, expected[first - 1..], "from step {first}");
                     assert_eq!(last, 120);
                     ended = digest;
@@ -222,7 +225,8 @@ fn a_folder_belongs_to_one_run() {
 fn a_state_stays_until_another_is_complete() {
     let folder = tempfile::tempdir().expect("a place for files");
     let eps = folder.path().join("eps");
-    let (place, checkpoints) = (on_file(&eps), folder.path().join("checkpoints"));
+    let place = on_file(&eps);
+    let checkpoints = folder.path().join("checkpoints");
     let kept = format!("checkpoint.directory={}", checkpoints.display());
     let run = |more: &[&str], resume: bool| {
         let mut all = arguments("train", &[&["eps.tier=file", place.as_str()], more].concat());

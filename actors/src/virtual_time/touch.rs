@@ -29,7 +29,7 @@ pub(super) enum Cell {
     Stash(BoundaryId, MicroBatch),
 }
 
-/// What it holds.
+/// What a cell holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Label {
     Block(BlockId, Version),
@@ -38,11 +38,11 @@ pub(super) enum Label {
     Gradient(BlockId, Version, usize),
 }
 
-/// What one operation touches: what it finds, and what it leaves.
+/// The cells that one operation reads and writes, with what each must hold.
 #[derive(Default)]
 pub(super) struct Touch {
     pub(super) reads: Vec<(Cell, Label)>,
-    /// With what the cell must hold before, if anything, and what it holds after.
+    /// Each with the label before (`None`: anything) and the label after.
     pub(super) writes: Vec<(Cell, Option<Label>, Label)>,
 }
 
@@ -52,8 +52,8 @@ trait Contributions: Fn(Cell, BlockId, Version) -> usize {}
 impl<F: Fn(Cell, BlockId, Version) -> usize> Contributions for F {}
 
 impl Touch {
-    /// What an operation touches; `count` looks up contributions in a gradient, which must be of
-    /// this block and version.
+    /// The table: each kind of work, and its cells. `count` looks up how many contributions a
+    /// gradient has; the gradient must be of that block and version.
     pub(super) fn of(
         operation: &Operation,
         count: impl Fn(Cell, BlockId, Version) -> usize,
@@ -69,7 +69,7 @@ impl Touch {
         match operation.work() {
             &Work::Gather { visit, share, master } => touch.gather(plan, now, visit, share, master),
             &Work::Stage { block, stored, slot, .. } => {
-                touch.stage((block, now), stored, slot, &count);
+                touch.stage(block, now, stored, slot, &count);
             }
             &Work::UploadBlock { block, version, master, weights, shard } => {
                 let label = Label::Block(block, version);
@@ -105,7 +105,7 @@ impl Touch {
                 touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
             }
             Work::Join { block, reduced, parts, keep, .. } => {
-                touch.join((*block, now), *reduced, parts, *keep, &count);
+                touch.join(*block, now, *reduced, parts, *keep, &count);
             }
             &Work::Reduce { block, reduced, to_region } => {
                 let label = Label::Gradient(block, now, of_groups(plan, block, None));
@@ -117,7 +117,7 @@ impl Touch {
             &Work::Scatter { visit, block, first, gradient } => {
                 touch.scatter(&plan.schedule.visits[visit], now);
                 let cell = gradient_cell(block, gradient, MasterAt::Memory);
-                touch.add(cell, (block, now), first, &count);
+                touch.add(cell, block, now, first, &count);
             }
             &Work::Update { block, version, master, gradient, .. } => {
                 let cell = gradient_cell(block, gradient, master);
@@ -125,7 +125,7 @@ impl Touch {
                 touch.publish(master_cell(block, master, Cell::State), block, version);
             }
             &Work::Store { block, version, stored, slot } => {
-                touch.store((block, version), stored, slot, &count);
+                touch.store(block, version, stored, slot, &count);
             }
             &Work::AllGather { block, version, slot } => {
                 let label = Label::Block(block, version);
@@ -174,7 +174,8 @@ impl Touch {
     fn add(
         &mut self,
         cell: Cell,
-        (block, now): (BlockId, Version),
+        block: BlockId,
+        now: Version,
         first: bool,
         count: &impl Contributions,
     ) {
@@ -212,15 +213,11 @@ impl Touch {
 
     fn gather(&mut self, plan: &StepPlan, now: Version, visit: usize, share: Share, at: MasterAt) {
         let visit = &plan.schedule.visits[visit];
-        let (one, all);
         let (blocks, micro_batches) = match share {
-            Share::MicroBatch(m) => (&visit.blocks[..], m..m + 1),
-            Share::Block(block) => {
-                (one, all) = ([block], visit.micro_batches.clone());
-                (&one[..], all)
-            }
+            Share::MicroBatch(m) => (visit.blocks.clone(), m..m + 1),
+            Share::Block(block) => (vec![block], visit.micro_batches.clone()),
         };
-        for &block in blocks {
+        for block in blocks {
             self.read(master_cell(block, at, Cell::Read), Label::Block(block, now));
         }
         micro_batches.for_each(|m| self.write_stash(&visit.writes, m, now));
@@ -240,13 +237,14 @@ impl Touch {
             self.read(part, Label::Block(block, now));
         }
         if let Some(Accumulator { slot, first }) = gradient {
-            self.add(Cell::Gradient(device, slot), (block, now), first, count);
+            self.add(Cell::Gradient(device, slot), block, now, first, count);
         }
     }
 
     fn join(
         &mut self,
-        (block, now): (BlockId, Version),
+        block: BlockId,
+        now: Version,
         reduced: u32,
         parts: &[u32],
         keep: Option<u32>,
@@ -271,7 +269,8 @@ impl Touch {
 
     fn stage(
         &mut self,
-        (block, now): (BlockId, Version),
+        block: BlockId,
+        now: Version,
         stored: Stored,
         slot: u32,
         count: &impl Contributions,
@@ -301,7 +300,8 @@ impl Touch {
 
     fn store(
         &mut self,
-        (block, version): (BlockId, Version),
+        block: BlockId,
+        version: Version,
         stored: Stored,
         slot: u32,
         count: &impl Contributions,

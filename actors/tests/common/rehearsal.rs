@@ -80,7 +80,8 @@ impl LaneWork for Rehearsal {
     fn begin(&self, _step: &Arc<Step>, _batch: (), _now: Duration) {}
 
     fn perform(&self, operation: &Operation) -> Result<f64, BoxedError> {
-        let (work, device) = (operation.work(), operation.queue().device);
+        let work = operation.work();
+        let device = operation.queue().device;
         match &self.event {
             Some((name, event)) if *name == Name::of(operation.step().number, device, work) => {
                 match event {

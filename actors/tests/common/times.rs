@@ -50,7 +50,8 @@ pub fn timeline(
     deferred: bool,
     steps: usize,
 ) -> Vec<Record> {
-    let (config, schedule) = (config(schedule, capacities, deferred), schedule.clone());
+    let config = config(schedule, capacities, deferred);
+    let schedule = schedule.clone();
     let durations = move |operation: &Operation| times.of(operation.work());
     let run = virtual_time::run(config, durations, async move |mut relay| {
         for _ in 0..steps {

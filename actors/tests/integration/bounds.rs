@@ -15,7 +15,8 @@ fn peaks(layers: u32, micro_batches: u32, capacities: Capacities) -> (Pools, Vec
     // Slow downloads and updates fill what leaves; slow computes fill what comes.
     let mut most: Vec<(String, u32)> = Vec::new();
     for slow in ["upload", "compute", "download", "update"] {
-        let (config, schedule) = (config.clone(), schedule.clone());
+        let config = config.clone();
+        let schedule = schedule.clone();
         let times = move |o: &l2l_actors::Operation| {
             ticks(if o.work().lane().name() == slow { 1000 } else { 1 })
         };

@@ -45,7 +45,8 @@ proptest! {
         let schedule = stack(layers, micro_batches);
         let times = Times { upload, compute, ..Times::default() };
         let records = timeline(&schedule, &depths(1, 1, 1, micro_batches), times, false, 1);
-        let (l, m) = (u64::from(layers), u64::from(micro_batches));
+        let l = u64::from(layers);
+        let m = u64::from(micro_batches);
         prop_assert_eq!(end_of(&records), (2 * l - 1) * upload + 2 * l * m * compute);
     }
 
@@ -58,7 +59,8 @@ proptest! {
         compute in 1..20_u64, part in 0..=100_u64,
     ) {
         let schedule = stack(layers, micro_batches);
-        let (l, m) = (u64::from(layers), u64::from(micro_batches));
+        let l = u64::from(layers);
+        let m = u64::from(micro_batches);
         let upload = m * compute * part / 100;
         let times = Times { upload, compute, ..Times::default() };
         let stash = 3 * micro_batches; // a backward visit brings up to three boundaries
@@ -75,7 +77,8 @@ proptest! {
         let schedule = stack(layers, micro_batches);
         let visit = u64::from(micro_batches) * compute;
         let both = visit * parts.0 / 100;
-        let (download, update) = (both * parts.1 / 100, both - both * parts.1 / 100);
+        let download = both * parts.1 / 100;
+        let update = both - both * parts.1 / 100;
         let times = Times { compute, download, update, ..Times::default() };
         let capacities = depths(2, 2, 2, 3 * micro_batches);
         let records = timeline(&schedule, &capacities, times, false, 1);
@@ -137,7 +140,8 @@ proptest! {
         devices in 1..=5_u32, rounds in 1..=6_u32, more in 0..=8_u32,
         forward in 1..20_u64, backward in 1..40_u64,
     ) {
-        let (layers, micro_batches) = (devices * rounds, devices + more);
+        let layers = devices * rounds;
+        let micro_batches = devices + more;
         let schedule = deal(stack(layers, micro_batches), devices);
         let capacities = depths(2, 2, 2, 3 * micro_batches);
         let config = config(&schedule, &capacities, false);
@@ -153,7 +157,8 @@ proptest! {
             relay.stop().await.expect("nothing fails here");
         });
         let (_, records) = run.expect("it ends");
-        let (n, all) = (u64::from(devices), u64::from(layers * micro_batches));
+        let n = u64::from(devices);
+        let all = u64::from(layers * micro_batches);
         let both = forward + backward;
         prop_assert_eq!(end_of(&records), all / n * both + (n - 1) * both);
     }
@@ -172,7 +177,8 @@ proptest! {
             let pools = Pools::of(schedule, &depths(1, 1, 1, 1));
             StepPlan::new(schedule.clone(), pools).expect("pools were made for it")
         };
-        let (of_whole, of_sharded) = (plan(&whole), plan(&sharded));
+        let of_whole = plan(&whole);
+        let of_sharded = plan(&sharded);
         let all = of_whole.walks[0].traffic.weights;
         let sum: u64 = of_sharded.walks.iter().map(|walk| walk.traffic.weights).sum();
         prop_assert_eq!(sum, all);

@@ -115,7 +115,8 @@ impl Case {
 impl Case {
     /// The pipeline of some cases; others have none.
     fn order(&self) -> Option<Pipeline> {
-        let (devices, count) = (self.devices, self.micro_batches);
+        let devices = self.devices;
+        let count = self.micro_batches;
         match self.pipeline {
             1 => Some(Pipeline::gpipe(devices, 1, count)),
             2 => Some(Pipeline::one_forward_one_backward(devices, count)),
@@ -143,7 +144,8 @@ impl Chance {
 /// one task or lane is left for last as long as anything else can move.
 fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u64>, Vec<String>> {
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
-    let (queues, tasks) = (Queue::all(&config.pools), ActorName::all(&config.pools).len() + 1);
+    let queues = Queue::all(&config.pools);
+    let tasks = ActorName::all(&config.pools).len() + 1;
     let (mut relay, actors) = Relay::wire(config, lanes.clone());
     let mut world = World::new(lanes);
     for task in actors {

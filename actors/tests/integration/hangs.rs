@@ -62,7 +62,8 @@ fn reads(by_device: bool) -> Result<(), Vec<String>> {
     let slots = Arc::new(Mutex::new(Pool::new("reads", 2)));
     let computed: Arc<Vec<Semaphore>> = Arc::new((0..BLOCKS).map(|_| Semaphore::new(0)).collect());
     let content = |block: usize| Content::Block(BlockId(block as u32), 0);
-    let (mut outboxes, mut executors) = (Vec::new(), Vec::new());
+    let mut outboxes = Vec::new();
+    let mut executors = Vec::new();
     for _ in 0..2 {
         let (to_executor, staged): (Outbox<Held>, Inbox<Held>) = mailbox("staged", BLOCKS);
         outboxes.push(to_executor);
@@ -74,7 +75,8 @@ fn reads(by_device: bool) -> Result<(), Vec<String>> {
     };
     let outboxes = Arc::new(outboxes);
     for blocks in takers {
-        let (slots, outboxes) = (slots.clone(), outboxes.clone());
+        let slots = slots.clone();
+        let outboxes = outboxes.clone();
         world.spawn(format!("taker of {blocks:?}"), async move {
             for block in blocks {
                 let held = slots.lock().await.acquire(content(block)).await;

@@ -32,7 +32,8 @@ fn replay(
     for task in tasks {
         world.spawn(task.name.to_string(), task.future);
     }
-    let (schedule, observer) = (schedule.clone(), relay.observer());
+    let schedule = schedule.clone();
+    let observer = relay.observer();
     let phase = Arc::new(AtomicU64::new(0));
     let reached = phase.clone();
     world.spawn("main".into(), async move {
@@ -48,7 +49,8 @@ fn replay(
     for &chosen in path {
         world.make(chosen);
     }
-    let (moves, snapshot) = (world.moves(), observer.snapshot());
+    let moves = world.moves();
+    let snapshot = observer.snapshot();
     let waits: Vec<u64> = snapshot.actors.iter().map(|(_, doing, _)| doing.waits).collect();
     let versions = &snapshot.versions;
     let seen = format!("{snapshot}{waits:?}{versions:?}{moves:?}{}", phase.load(Relaxed));
@@ -60,7 +62,8 @@ fn explore(schedule: Schedule, deferred: bool, steps: u64) -> (usize, usize) {
     let schedule = Arc::new(schedule);
     let mut known = HashSet::new();
     let mut open: Vec<Vec<Move>> = vec![Vec::new()];
-    let (mut transitions, mut ends) = (0, 0);
+    let mut transitions = 0;
+    let mut ends = 0;
     while let Some(path) = open.pop() {
         let (moves, seen, finished) = replay(&schedule, deferred, steps, &path);
         transitions += 1;

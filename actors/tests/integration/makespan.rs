@@ -60,11 +60,25 @@ fn list_of(records: &[Record]) -> VecDeque<Of> {
     records.iter().filter_map(of).collect()
 }
 
-/// What the reference still has to do: positions in the walks.
+/// Positions in the walks.
+#[derive(Clone, Copy, Default, PartialEq)]
+struct Positions {
+    piece: usize,
+    visit: usize,
+    operation: u32,
+    reduction: usize,
+}
+
+/// The list scheduler: where each walk stands, and when each thing was or will be done.
 struct Reference<'p> {
     plan: &'p StepPlan,
     times: Times,
     deferred: bool,
+    at: Positions,
+    /// The time of each actor.
+    prefetcher: u64,
+    executor: u64,
+    reducer: u64,
     free: [u64; Lane::ALL.len()], // when each lane is free
     pools: HashMap<&'static str, Slots>,
     landed: HashMap<(u32, u32), u64>,
@@ -100,195 +114,205 @@ impl Reference<'_> {
             Of::Boundary(id, m) => {
                 let landed = self.run(Lane::Download, ordered.max(ready), stash);
                 self.landed.insert((id.0, m), landed);
-                self.pools.get_mut("outputs").expect("a pool").give(1, landed);
+                self.give("outputs", 1, landed);
             }
             Of::Gradient(_) => {
                 let landed = self.run(Lane::Download, ordered.max(ready), download);
-                self.pools.get_mut("gradients").expect("a pool").give(1, landed);
+                self.give("gradients", 1, landed);
                 let freed = if joins || self.deferred {
                     self.run(Lane::Host, landed, host)
                 } else {
                     self.run(Lane::Update, landed, update)
                 };
                 self.measured = self.measured.max(freed);
-                self.pools.get_mut("reduced").expect("a pool").give(1, freed);
+                self.give("reduced", 1, freed);
             }
         }
         true
     }
 
+    fn is_free(&self, pool: &str, count: usize) -> bool {
+        self.pools[pool].0.len() >= count
+    }
+
+    fn take(&mut self, pool: &str, at: u64) -> u64 {
+        self.pools.get_mut(pool).expect("a pool").take(1, at)
+    }
+
+    fn give(&mut self, pool: &str, count: usize, at: u64) {
+        self.pools.get_mut(pool).expect("a pool").give(count, at);
+    }
+
     /// Slots of one operation may only be taken once those who free them are known: so the walks
     /// advance in turn, each as far as what it needs is known.
     fn makespan(mut self) -> u64 {
-        let plan = self.plan;
-        let schedule = &plan.schedule;
-        let Times { upload, compute, update, stash, host, .. } = self.times;
-        // Fetcher: all is in memory, so it waits for nothing.
-        for fetch in &plan.fetches {
-            let Fetch::Gather { visit, share: Share::MicroBatch(m) } = *fetch else {
-                unreachable!("in memory")
-            };
-            let end = self.run(Lane::Host, 0, host);
-            for id in &schedule.visits[visit].writes {
-                self.landed.insert((id.0, m), end);
-            }
-        }
-        let (mut piece, mut prefetcher) = (0, 0); // position, and the actor's own time
-        let (mut visit, mut operation, mut executor) = (0, 0_u32, 0);
-        let (mut reduction, mut reducer) = (0, 0);
+        self.fetch();
         loop {
-            let before = (piece, visit, operation, reduction);
-            // Prefetcher.
-            while let Some(next) = plan.walks[0].pieces.get(piece) {
-                match *next {
-                    Piece::Weights { device_visit } => {
-                        if self.pools["visits"].0.is_empty() {
-                            break;
-                        }
-                        let residences = &plan.device_visits[device_visit].residences;
-                        let known = |v: usize| v < self.visit_ends.len();
-                        if residences.iter().any(|r| r.after.is_some_and(|v| !known(v))) {
-                            break;
-                        }
-                        let credits = self.pools.get_mut("visits").expect("a pool");
-                        prefetcher = credits.take(1, prefetcher);
-                        let mut arrived = 0;
-                        for residence in residences.iter().filter(|r| r.upload) {
-                            let freed = residence.after.map_or(0, |v| self.visit_ends[v]);
-                            prefetcher = prefetcher.max(freed);
-                            arrived = self.run(Lane::Upload, prefetcher, upload);
-                        }
-                        self.weights.insert(device_visit, (prefetcher, arrived));
-                    }
-                    Piece::Inputs { device_visit, micro_batch } => {
-                        let reads = &plan.visit(device_visit).reads;
-                        let slots = reads.len();
-                        let there =
-                            reads.iter().all(|id| self.landed.contains_key(&(id.0, micro_batch)));
-                        if !there || self.pools["inputs"].0.len() < slots {
-                            break;
-                        }
-                        let mut arrived = 0;
-                        for id in reads {
-                            prefetcher = prefetcher.max(self.landed[&(id.0, micro_batch)]);
-                            let pool = self.pools.get_mut("inputs").expect("a pool");
-                            prefetcher = pool.take(1, prefetcher);
-                            arrived = self.run(Lane::Upload, prefetcher, stash);
-                        }
-                        self.inputs.insert((device_visit, micro_batch), (prefetcher, arrived));
-                    }
-                }
-                piece += 1;
-            }
-            // Executor.
-            while let Some(resolved) = plan.device_visits.get(visit) {
-                let own = plan.visit(visit);
-                let m = own.micro_batches.start + operation;
-                let Some(&(sent, arrived)) = self.weights.get(&visit) else { break };
-                let input = match own.reads.is_empty() {
-                    true => Some((0, 0)),
-                    false => self.inputs.get(&(visit, m)).copied(),
-                };
-                let writes = own.writes.len();
-                let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count();
-                let opening = if operation == 0 { opens } else { 0 };
-                let Some((input_sent, input_arrived)) = input else { break };
-                if self.pools["gradients"].0.len() < opening
-                    || self.pools["outputs"].0.len() < writes
-                {
-                    break;
-                }
-                if operation == 0 {
-                    let two_before = visit.checked_sub(2).map_or(0, |v| self.visit_ends[v]);
-                    executor = executor.max(sent).max(two_before);
-                    for _ in 0..opening {
-                        executor =
-                            self.pools.get_mut("gradients").expect("a pool").take(1, executor);
-                    }
-                }
-                executor = executor.max(input_sent);
-                for _ in &own.writes {
-                    executor = self.pools.get_mut("outputs").expect("a pool").take(1, executor);
-                }
-                let ready = executor.max(input_arrived).max(arrived);
-                let end = self.run(Lane::Compute, ready, compute);
-                let reads = own.reads.len();
-                self.pools.get_mut("inputs").expect("a pool").give(reads, end);
-                for &id in &own.writes {
-                    let download = Download { ordered: executor, ready: end, joins: false };
-                    self.downloads.push((Of::Boundary(id, m), download));
-                }
-                operation += 1;
-                if operation as usize == own.micro_batches.len() {
-                    for block in &resolved.closes {
-                        self.closed.insert(block.0, (executor, end));
-                    }
-                    self.visit_ends.push(end);
-                    self.pools.get_mut("visits").expect("a pool").give(1, end);
-                    (visit, operation) = (visit + 1, 0);
-                }
-            }
-            // Reducer, and the Optimizer behind it.
-            while let Some(next) = plan.reductions.get(reduction) {
-                match *next {
-                    Reduction::Loss { visit } | Reduction::Scatter { visit } => {
-                        let is_gradient = |(of, _): &(Of, Download)| matches!(of, Of::Gradient(_));
-                        if self.downloads.iter().any(is_gradient) {
-                            break; // what was ordered first is sent first
-                        }
-                        let own = &schedule.visits[visit];
-                        let ends = own
-                            .micro_batches
-                            .clone()
-                            .flat_map(|m| own.reads.iter().map(move |id| (id.0, m)));
-                        let Some(all) = ends
-                            .map(|key| self.landed.get(&key).copied())
-                            .collect::<Option<Vec<u64>>>()
-                        else {
-                            break;
-                        };
-                        reducer = all.into_iter().fold(reducer, u64::max);
-                        let (operations, scatters) = match next {
-                            Reduction::Loss { .. } => (own.micro_batches.len(), false),
-                            _ => (own.blocks.len(), true),
-                        };
-                        for _ in 0..operations {
-                            let end = self.run(Lane::Host, reducer, host);
-                            self.measured = self.measured.max(end);
-                            if scatters && !self.deferred {
-                                self.measured =
-                                    self.measured.max(self.run(Lane::Update, end, update));
-                            }
-                        }
-                    }
-                    Reduction::Gradient { block, scattered: joins, .. } => {
-                        let Some(&(sent, computed)) = self.closed.get(&block.0) else { break };
-                        if self.pools["reduced"].0.is_empty() {
-                            break;
-                        }
-                        reducer = reducer.max(sent).max(computed);
-                        reducer = self.pools.get_mut("reduced").expect("a pool").take(1, reducer);
-                        let download = Download { ordered: reducer, ready: computed, joins };
-                        self.downloads.push((Of::Gradient(block), download));
-                    }
-                }
-                reduction += 1;
-            }
-            if before == (piece, visit, operation, reduction) && !self.download() {
+            let before = self.at;
+            while self.prefetch().is_some() {}
+            while self.execute().is_some() {}
+            while self.reduce().is_some() {}
+            if before == self.at && !self.download() {
                 break;
             }
         }
-        assert!(
-            self.list.is_empty() && piece == plan.walks[0].pieces.len(),
-            "the reference walked all"
-        );
+        let all = self.list.is_empty() && self.at.piece == self.plan.walks[0].pieces.len();
+        assert!(all, "the reference walked all");
         let resolved = self.measured.max(*self.visit_ends.last().expect("a visit"));
         if self.deferred {
-            for _ in &plan.updates {
-                self.run(Lane::Update, resolved, update);
+            for _ in &self.plan.updates {
+                self.run(Lane::Update, resolved, self.times.update);
             }
         }
         self.free.into_iter().max().expect("five lanes")
+    }
+
+    /// The Fetcher: all is in memory, so it waits for nothing.
+    fn fetch(&mut self) {
+        for fetch in &self.plan.fetches {
+            let Fetch::Gather { visit, share: Share::MicroBatch(m) } = *fetch else {
+                unreachable!("in memory")
+            };
+            let end = self.run(Lane::Host, 0, self.times.host);
+            for id in &self.plan.schedule.visits[visit].writes {
+                self.landed.insert((id.0, m), end);
+            }
+        }
+    }
+
+    /// The Prefetcher's next piece, if what it needs is known.
+    fn prefetch(&mut self) -> Option<()> {
+        let plan = self.plan;
+        match *plan.walks[0].pieces.get(self.at.piece)? {
+            Piece::Weights { device_visit } => {
+                let residences = &plan.device_visits[device_visit].residences;
+                let known = |visit: usize| visit < self.visit_ends.len();
+                let all_known = residences.iter().filter_map(|r| r.after).all(known);
+                if !all_known || !self.is_free("visits", 1) {
+                    return None;
+                }
+                self.prefetcher = self.take("visits", self.prefetcher);
+                let mut arrived = 0;
+                for residence in residences.iter().filter(|r| r.upload) {
+                    let freed = residence.after.map_or(0, |v| self.visit_ends[v]);
+                    self.prefetcher = self.prefetcher.max(freed);
+                    arrived = self.run(Lane::Upload, self.prefetcher, self.times.upload);
+                }
+                self.weights.insert(device_visit, (self.prefetcher, arrived));
+            }
+            Piece::Inputs { device_visit, micro_batch } => {
+                let reads = &plan.visit(device_visit).reads;
+                let is_there = |id: &BoundaryId| self.landed.contains_key(&(id.0, micro_batch));
+                if !reads.iter().all(is_there) || !self.is_free("inputs", reads.len()) {
+                    return None;
+                }
+                let mut arrived = 0;
+                for id in reads {
+                    self.prefetcher = self.prefetcher.max(self.landed[&(id.0, micro_batch)]);
+                    self.prefetcher = self.take("inputs", self.prefetcher);
+                    arrived = self.run(Lane::Upload, self.prefetcher, self.times.stash);
+                }
+                self.inputs.insert((device_visit, micro_batch), (self.prefetcher, arrived));
+            }
+        }
+        self.at.piece += 1;
+        Some(())
+    }
+
+    /// The Executor's next operation, if what it needs is known.
+    fn execute(&mut self) -> Option<()> {
+        let visit = self.at.visit;
+        let resolved = self.plan.device_visits.get(visit)?;
+        let own = self.plan.visit(visit);
+        let m = own.micro_batches.start + self.at.operation;
+        let is_first = self.at.operation == 0;
+        let &(sent, arrived) = self.weights.get(&visit)?;
+        let (input_sent, input_arrived) = match own.reads.is_empty() {
+            true => (0, 0),
+            false => *self.inputs.get(&(visit, m))?,
+        };
+        let opens = resolved.accumulates.iter().filter(|(_, first)| *first && is_first).count();
+        if !self.is_free("gradients", opens) || !self.is_free("outputs", own.writes.len()) {
+            return None;
+        }
+        if is_first {
+            let two_before = visit.checked_sub(2).map_or(0, |v| self.visit_ends[v]);
+            self.executor = self.executor.max(sent).max(two_before);
+        }
+        for _ in 0..opens {
+            self.executor = self.take("gradients", self.executor);
+        }
+        self.executor = self.executor.max(input_sent);
+        for _ in &own.writes {
+            self.executor = self.take("outputs", self.executor);
+        }
+        let ready = self.executor.max(input_arrived).max(arrived);
+        let end = self.run(Lane::Compute, ready, self.times.compute);
+        self.give("inputs", own.reads.len(), end);
+        for &id in &own.writes {
+            let download = Download { ordered: self.executor, ready: end, joins: false };
+            self.downloads.push((Of::Boundary(id, m), download));
+        }
+        self.at.operation += 1;
+        if self.at.operation as usize == own.micro_batches.len() {
+            for block in &resolved.closes {
+                self.closed.insert(block.0, (self.executor, end));
+            }
+            self.visit_ends.push(end);
+            self.give("visits", 1, end);
+            self.at.visit += 1;
+            self.at.operation = 0;
+        }
+        Some(())
+    }
+
+    /// The next item of the Reducer, and of the Optimizer behind it, if what it needs is known.
+    fn reduce(&mut self) -> Option<()> {
+        match *self.plan.reductions.get(self.at.reduction)? {
+            Reduction::Loss { visit } => {
+                let operations = self.plan.schedule.visits[visit].micro_batches.len();
+                self.on_host(visit, operations, false)?;
+            }
+            Reduction::Scatter { visit } => {
+                let operations = self.plan.schedule.visits[visit].blocks.len();
+                self.on_host(visit, operations, true)?;
+            }
+            Reduction::Gradient { block, scattered: joins, .. } => {
+                let &(sent, computed) = self.closed.get(&block.0)?;
+                if !self.is_free("reduced", 1) {
+                    return None;
+                }
+                self.reducer = self.reducer.max(sent).max(computed);
+                self.reducer = self.take("reduced", self.reducer);
+                let download = Download { ordered: self.reducer, ready: computed, joins };
+                self.downloads.push((Of::Gradient(block), download));
+            }
+        }
+        self.at.reduction += 1;
+        Some(())
+    }
+
+    /// Operations on the host, behind all that their visit reads.
+    fn on_host(&mut self, visit: usize, operations: usize, scatters: bool) -> Option<()> {
+        if self.downloads.iter().any(|(of, _)| matches!(of, Of::Gradient(_))) {
+            return None; // what was ordered first is sent first
+        }
+        let own = &self.plan.schedule.visits[visit];
+        let mut all = self.reducer;
+        for m in own.micro_batches.clone() {
+            for id in &own.reads {
+                all = all.max(*self.landed.get(&(id.0, m))?);
+            }
+        }
+        self.reducer = all;
+        for _ in 0..operations {
+            let mut end = self.run(Lane::Host, self.reducer, self.times.host);
+            if scatters && !self.deferred {
+                end = self.run(Lane::Update, end, self.times.update);
+            }
+            self.measured = self.measured.max(end);
+        }
+        Some(())
     }
 }
 
@@ -306,6 +330,10 @@ fn reference(plan: &StepPlan, times: Times, deferred: bool, list: VecDeque<Of>) 
         plan,
         times,
         deferred,
+        at: Positions::default(),
+        prefetcher: 0,
+        executor: 0,
+        reducer: 0,
         free: [0; Lane::ALL.len()],
         pools,
         landed: HashMap::new(),

@@ -71,7 +71,8 @@ fn tasks_that_are_dropped_fail_the_ring() {
 async fn a_plan_of_another_ring_is_refused() {
     let schedule = small();
     let of = |weights| config(&schedule, &depths(weights, 1, 1, 1), false);
-    let (one, two) = (of(1), of(2));
+    let one = of(1);
+    let two = of(2);
     let plan =
         Arc::new(StepPlan::new(schedule.clone(), two.pools).expect("pools were made for it"));
     let mut relay = Relay::start(one, lanes(&schedule));

@@ -82,8 +82,10 @@ proptest! {
         devices in 1..=5_u32, per_stage in 1..=3_u32, more in 0..=8_u32,
         forward in 1..20_u64, backward in 1..40_u64,
     ) {
-        let (layers, micro_batches) = (devices * per_stage, devices + more);
-        let (n, m) = (u64::from(devices), u64::from(micro_batches));
+        let layers = devices * per_stage;
+        let micro_batches = devices + more;
+        let n = u64::from(devices);
+        let m = u64::from(micro_batches);
         let expected = (m + n - 1) * u64::from(per_stage) * (forward + backward);
         for kind in ["gpipe", "1f1b"] {
             let order = made(kind, devices, 1, micro_batches);
@@ -98,9 +100,13 @@ proptest! {
         devices in 1..=4_u32, chunks in 2..=3_u32, rounds in 1..=4_u32, per_stage in 1..=2_u32,
         unit in 1..20_u64, factor in 1..=3_u64,
     ) {
-        let (layers, micro_batches) = (devices * chunks * per_stage, devices * rounds);
-        let (forward, backward) = (unit, factor * unit);
-        let (n, m, v) = (u64::from(devices), u64::from(micro_batches), u64::from(chunks));
+        let layers = devices * chunks * per_stage;
+        let micro_batches = devices * rounds;
+        let forward = unit;
+        let backward = factor * unit;
+        let n = u64::from(devices);
+        let m = u64::from(micro_batches);
+        let v = u64::from(chunks);
         let stage = u64::from(per_stage) * (forward + backward);
         let order = made("interleaved", devices, chunks, micro_batches);
         let schedule = schedule_of(&order, layers, micro_batches);
@@ -131,7 +137,8 @@ proptest! {
 fn one_forward_one_backward_keeps_as_many_micro_batches_as_devices_follow() {
     let kept = |order: &Pipeline| -> Vec<i64> {
         let of_device = |actions: &Vec<l2l_actors::schedule::Action>| {
-            let (mut now, mut most) = (0, 0);
+            let mut now = 0;
+            let mut most = 0;
             for action in actions {
                 let forward = action.phase == l2l_actors::schedule::Phase::Forward;
                 now += if forward { 1 } else { -1 };
