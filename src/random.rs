@@ -34,7 +34,8 @@ pub(crate) fn shuffled(key: u64, count: u64, index: u64) -> u64 {
     let mask = (1_u64 << half) - 1;
     let mut at = index;
     loop {
-        let (mut left, mut right) = (at >> half, at & mask);
+        let mut left = at >> half;
+        let mut right = at & mask;
         for round in 0..4 {
             let mixed = keyed(key.wrapping_add(round), right) & mask;
             (left, right) = (right, left ^ mixed);

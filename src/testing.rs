@@ -65,8 +65,10 @@ impl<'l> Bench<'l> {
             end += len.next_multiple_of(16);
             view
         };
-        let (block, hidden) = (block_len(&layer.tensors()), count * channels);
-        let (weights, gradient) = (place(block), place(block));
+        let block = block_len(&layer.tensors());
+        let hidden = count * channels;
+        let weights = place(block);
+        let gradient = place(block);
         let [x, y, dy, dx] = [hidden; 4].map(|len| place(len).with_columns(channels));
         let saved = place(layer.saved_len(rows.positions, Save::All, Dtype::F32) * rows.sequences);
         let chunk_state = place(layer.chunk_state_len(rows.positions, true, Dtype::F32));
@@ -114,7 +116,8 @@ impl<'l> Bench<'l> {
     fn forward(&self, memory: Option<&Arena>, keeps: Option<Save>) -> usize {
         let kernels = CpuKernels::new(memory, Level::best());
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
-        let (batch, saved) = (self.batch(), self.saved(keeps));
+        let batch = self.batch();
+        let saved = self.saved(keeps);
         let pass = Forward {
             batch,
             step: 0,
@@ -215,7 +218,8 @@ impl Reference {
         const STEP: f32 = 1e-2;
         let direction = noise(what.len() as u64 + 3, backward.len());
         let mut moved = |sign: f32| {
-            let (mut weights, mut x) = (self.weights.clone(), self.x.clone());
+            let mut weights = self.weights.clone();
+            let mut x = self.x.clone();
             let values = match &tensor {
                 Some(range) => &mut weights[range.clone()],
                 None => &mut x[..],
@@ -266,7 +270,8 @@ impl Reference {
         let twice = bench.memory.values(bench.gradient).to_vec();
         for (name, range) in self.tensors() {
             for (once, twice) in self.gradient[range.clone()].iter().zip(&twice[range]) {
-                let (once, twice) = (f64::from(2.0 * once), f64::from(*twice));
+                let once = f64::from(2.0 * once);
+                let twice = f64::from(*twice);
                 if (once - twice).abs() > 1e-4 * once.abs().max(1e-2) {
                     let what = format!("{name}, added to itself");
                     return Err(Mismatch { what, backward: twice, forward: once });

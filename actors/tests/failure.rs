@@ -130,10 +130,9 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
             continue; // a boundary uploaded for a second visit
         }
         names.push(name);
-        let actor = record.actor;
-        let layer = record.layer;
         let what = record.work.to_string();
-        all.push((Injection::Operation(Box::new(record), fault), Blame { actor, layer, what }));
+        let blame = Blame { actor: record.actor, layer: record.layer, what };
+        all.push((Injection::Operation(Box::new(record), fault), blame));
     }
     for (actor, doing, _) in snapshot.actors {
         for wait in 0..doing.waits {
@@ -144,10 +143,8 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
                 panic!("no failure for {inject:?}, but {failure:?}");
             };
             assert_eq!(cause.actor, actor);
-            let layer = cause.layer;
-            let what = cause.operation.clone();
-            let inject = FaultInjection { fault, ..inject };
-            all.push((Injection::Actor(inject), Blame { actor, layer, what }));
+            let blame = Blame { actor, layer: cause.layer, what: cause.operation.clone() };
+            all.push((Injection::Actor(FaultInjection { fault, ..inject }), blame));
         }
     }
     all
@@ -439,10 +436,8 @@ async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B
     let mut one = Box::pin(one);
     let mut other = Box::pin(other);
     std::future::poll_fn(|cx| {
-        if one.as_mut().poll(cx).is_ready() || other.as_mut().poll(cx).is_ready() {
-            return std::task::Poll::Ready(());
-        }
-        std::task::Poll::Pending
+        let ends = one.as_mut().poll(cx).is_ready() || other.as_mut().poll(cx).is_ready();
+        if ends { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
     })
     .await;
 }
