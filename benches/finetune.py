@@ -135,7 +135,7 @@ def plan(corpus, name):
     if not found(key):
         made = l2l("plan", CONFIG[corpus], keys_of(corpus, name, SETTINGS[name][PLACE[corpus]], "none"))[-1]
         host = made["host_bytes"]["terms"]
-        keep(key | {"host": sum(host.get(term, 0) for term in ("masters", "moments", "gradient_regions")),
+        keep(key | {"host": sum(host.get(term, 0) for term in ("masters", "optimizer_states", "gradient_regions")),
                     "device": made["device_bytes"]["total"], "link": made["upload_bytes"] + made["download_bytes"],
                     "parameters": made["parameters"], "trained": made["trained_parameters"]})
 

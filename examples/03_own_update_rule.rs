@@ -48,8 +48,8 @@ async fn main() -> Result<(), Error> {
     let rule = Lion { betas: [0.9, 0.99], weight_decay: 0.1 };
 
     let (mut trainer, mut batches) = Trainer::builder(config).update_rule(rule).open().await?;
-    let moments = trainer.plan().host.iter().find(|term| term.name == "moments");
-    println!("{}", moments.expect("the plan has them"));
+    let states = trainer.plan().host.iter().find(|term| term.name == "optimizer_states");
+    println!("{}", states.expect("the plan has them"));
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}", report.step, report.loss);

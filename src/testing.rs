@@ -336,7 +336,7 @@ mod tests {
     use super::*;
     use crate::kernels::{CrossEntropy, Kernels};
     use crate::models::families::{self, gpt2};
-    use crate::models::{Dropouts, Model, Part, Shape, TransformerBlock};
+    use crate::models::{Dropouts, Model, ModelLayer, Shape, TransformerBlock};
 
     const ROWS: Rows = Rows { sequences: 3, positions: 7 };
 
@@ -373,8 +373,8 @@ mod tests {
         let read = |config| families::read(&config).expect("a config of ours");
         let shapes = decoders.into_iter().chain(learned).map(read).chain([small()]);
         for shape in shapes {
-            for part in &Model::new(shape).parts {
-                if let Part::Stack(layer) = part {
+            for part in &Model::new(shape).layers {
+                if let ModelLayer::Stack(layer) = part {
                     let checked = check_gradients(&**layer, shape.hidden, ROWS);
                     checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
                 }
@@ -401,8 +401,8 @@ mod tests {
         {
             let shape = Shape { chunk_positions: 128, ..shape };
             let rows = Rows { sequences, positions: chunks * 128 + 70 };
-            for part in &Model::new(shape).parts {
-                if let Part::Stack(layer) = part {
+            for part in &Model::new(shape).layers {
+                if let ModelLayer::Stack(layer) = part {
                     let checked = check_gradients(&**layer, shape.hidden, rows);
                     checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
                 }

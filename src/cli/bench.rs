@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 
 use super::progress::Screen;
 use super::train::runtime;
-use super::{BenchArguments, Ended, output};
+use super::{BenchArguments, Exit, output};
 
 /// Steps of a bench whose config names no number; the first is not counted.
 const STEPS: u64 = 6;
 
-pub(super) fn bench(arguments: &BenchArguments) -> Result<Ended, Error> {
+pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
     let BenchArguments { ref common, without_copies, kernels, products } = *arguments;
     let (mut config, layers) = common.read()?;
     // The built-in config names steps for training, and not for a bench.
@@ -55,7 +55,7 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Ended, Error> {
         more.iter().for_each(|(name, value)| event[name] = json!(value));
         report_event(&mut log, &screen, &event);
         screen.summary(&summary, &digest, link, &more);
-        Ok(Ended::Well)
+        Ok(Exit::Well)
     };
     run().map_err(|error| layers.locate(error))
 }

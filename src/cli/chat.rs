@@ -13,9 +13,9 @@ use super::common::load;
 use super::generate::{DEFAULT_TOKENS, Page};
 use super::output::{has_ended, print_part};
 use super::signals::Signals;
-use super::{ChatArguments, Ended, say, train};
+use super::{ChatArguments, Exit, say, train};
 
-pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
+pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
     let ChatArguments { common, sampling, model } = arguments;
     let (mut config, layers) = common.read_of_model(model.own_flags())?;
     let mut run = || {

@@ -9,9 +9,9 @@ use serde_json::json;
 use super::common::load;
 use super::output::{has_ended, print};
 use super::signals::Signals;
-use super::{Ended, EvalArguments, train};
+use super::{EvalArguments, Exit, train};
 
-pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
+pub(super) fn eval(arguments: &EvalArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
@@ -38,7 +38,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
                 }
             }
             evaluator.stop().await?;
-            Ok(Ended::Well)
+            Ok(Exit::Well)
         })
     };
     run().map_err(|error| layers.locate(error))

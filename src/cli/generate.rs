@@ -15,9 +15,9 @@ use serde_json::{Value, json};
 use super::common::load;
 use super::output::{has_ended, print, print_part};
 use super::signals::Signals;
-use super::{Ended, GenerateArguments, SamplingArguments, plan, train};
+use super::{Exit, GenerateArguments, SamplingArguments, plan, train};
 
-pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
+pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_of_model(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
@@ -32,7 +32,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         if arguments.plan {
             let plan = Generator::plan(&config, room)?;
             plan::show(&config, &plan, &Model::new(shape), None);
-            return Ok(Ended::Well);
+            return Ok(Exit::Well);
         }
         let ends = arguments.sampling.ends(&from, &vocabulary);
         let how = arguments.sampling.how(&config)?;

@@ -33,7 +33,7 @@ use output::print;
 
 /// The end of a command that had no error.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ended {
+pub(crate) enum Exit {
     Well,
     /// A signal with this number asked for the end.
     Signalled(u8),
@@ -42,13 +42,13 @@ pub(crate) enum Ended {
 }
 
 /// Runs the command that the arguments name.
-pub(crate) fn run() -> Result<Ended, Error> {
+pub(crate) fn run() -> Result<Exit, Error> {
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) if error.use_stderr() => error.exit(),
         Err(help) => {
             print(help.to_string().trim_end());
-            return Ok(Ended::Well);
+            return Ok(Exit::Well);
         }
     };
     match arguments.command {
@@ -83,15 +83,15 @@ pub(crate) fn run() -> Result<Ended, Error> {
             print(String::from_utf8_lossy(&script).trim_end());
         }
     }
-    Ok(Ended::Well)
+    Ok(Exit::Well)
 }
 
 /// Reports an error, and returns the exit status of the program.
-pub(crate) fn status(outcome: Result<Ended, Error>) -> u8 {
+pub(crate) fn status(outcome: Result<Exit, Error>) -> u8 {
     match outcome {
-        Ok(Ended::Well) => output::status(),
-        Ok(Ended::Signalled(number)) => 128 + number,
-        Ok(Ended::DoesNotFit) => 2,
+        Ok(Exit::Well) => output::status(),
+        Ok(Exit::Signalled(number)) => 128 + number,
+        Ok(Exit::DoesNotFit) => 2,
         Err(error) => {
             say(format_args!("error: {error}"));
             error.exit_code()

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
-use l2l::models::{BlockTensors, Model, Part};
+use l2l::models::{BlockTensors, Model, ModelLayer};
 use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
 use l2l::{Config, Error, Misfit, Plan, devices, eps, hf, largest_shape_of, machine, optimizers};
@@ -13,9 +13,9 @@ use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
 use super::output::{print, write_file};
-use super::{Ended, PlanArguments, RateArguments, say};
+use super::{Exit, PlanArguments, RateArguments, say};
 
-pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
+pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, rates } =
         arguments;
     let given = rates;
@@ -45,7 +45,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
     }
     let space = space_of(&config, &plan, &model);
     let fits = misfits(&config, &plan, &model, space).is_empty();
-    Ok(if *check && !fits { Ended::DoesNotFit } else { Ended::Well })
+    Ok(if *check && !fits { Exit::DoesNotFit } else { Exit::Well })
 }
 
 /// Sets the number of devices. Of several GPUs it takes the first.
@@ -108,7 +108,7 @@ impl Outlook {
 fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Result<(), Error> {
     let title = format!(
         "A step of {} layers, {} sequences in micro-batches of {}: {:.3} s in virtual time",
-        model.parts.len(),
+        model.layers.len(),
         config.step.batch,
         config.step.micro_batch,
         forecast.seconds
@@ -401,16 +401,16 @@ fn number(name: &str, value: u64, unit: &str) {
 fn largest_layer(model: &Model) -> (String, usize) {
     let of = |(index, blocks): (usize, &Vec<_>)| {
         let blocks = blocks.iter().map(|&BlockId(block)| &model.blocks[block as usize]);
-        let part = &model.parts[index];
+        let part = &model.layers[index];
         let (what, parameters): (_, usize) = match part {
             // The device holds one tile of it at a time.
-            Part::Embedding => ("embedding", blocks.map(BlockTensors::len).max()?),
-            Part::Stack(_) => ("stack", blocks.map(BlockTensors::len).sum()),
-            Part::Head(_) => ("head", blocks.map(BlockTensors::len).sum()),
-            Part::Classes(_) => ("classes", blocks.map(BlockTensors::len).sum()),
+            ModelLayer::Embedding => ("embedding", blocks.map(BlockTensors::len).max()?),
+            ModelLayer::Stack(_) => ("stack", blocks.map(BlockTensors::len).sum()),
+            ModelLayer::Head(_) => ("head", blocks.map(BlockTensors::len).sum()),
+            ModelLayer::Classes(_) => ("classes", blocks.map(BlockTensors::len).sum()),
         };
         Some((format!("layer {index} ({what})"), parameters))
     };
-    let all = model.part_blocks.iter().enumerate().filter_map(of);
+    let all = model.layer_blocks.iter().enumerate().filter_map(of);
     all.max_by_key(|(_, parameters)| *parameters).expect("a model has layers")
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use l2l::StopRequest;
 
-use super::{Ended, say};
+use super::{Exit, say};
 
 /// Listens to signals. Clones share the first signal that came.
 #[derive(Clone)]
@@ -66,10 +66,10 @@ impl Signals {
     }
 
     /// The end of a command: by the first signal, if there was one.
-    pub(super) fn ended(&self) -> Ended {
+    pub(super) fn ended(&self) -> Exit {
         match self.first.load(Relaxed) {
-            0 => Ended::Well,
-            number => Ended::Signalled(number),
+            0 => Exit::Well,
+            number => Exit::Signalled(number),
         }
     }
 }

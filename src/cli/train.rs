@@ -16,7 +16,7 @@ use super::common::NO_FILE;
 use super::observe::OutputFiles;
 use super::progress::Screen;
 use super::signals::Signals;
-use super::{Ended, ObserveArguments, TrainArguments, fabric, output, say};
+use super::{Exit, ObserveArguments, TrainArguments, fabric, output, say};
 
 /// Makes a tokio runtime with one worker, for the ring and for signals, beside the main thread.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
@@ -25,7 +25,7 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
     runtime.map_err(|error| Error::System(format!("cannot start a runtime: {error}")))
 }
 
-pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
+pub(super) fn train(arguments: TrainArguments) -> Result<Exit, Error> {
     let TrainArguments { common, resume, resume_with_changes, strict, mut observe } = arguments;
     let read = common.read_with([("--metrics", "metrics.listen", observe.metrics.clone())]);
     let opened = read.and_then(|(config, layers)| {
@@ -43,7 +43,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         observe = ObserveArguments::default();
         (config.metrics, config.log) = Default::default();
     }
-    let mut run = || -> Result<Ended, Error> {
+    let mut run = || -> Result<Exit, Error> {
         config.metrics.run.get_or_insert_with(telemetry::made_up_name);
         let stop = StopRequest::new();
         let mut builder = Trainer::builder(config.clone());
@@ -124,12 +124,12 @@ fn how_to_go_on(config: &Config, file: Option<&Path>, step: u64) -> String {
 
 /// The end of a run. A run can stop without a signal to this process: because nobody reads its
 /// output any more, or because another process of the run got a signal.
-fn ended(fitted: &Fitted, signals: &Signals) -> Ended {
+fn ended(fitted: &Fitted, signals: &Signals) -> Exit {
     const TERMINATE: u8 = 15;
     match (fitted.end, signals.ended()) {
-        (End::Stopped, Ended::Well) if !output::reader_is_gone() => Ended::Signalled(TERMINATE),
+        (End::Stopped, Exit::Well) if !output::reader_is_gone() => Exit::Signalled(TERMINATE),
         (End::Stopped, by_signal) => by_signal,
-        _ => Ended::Well,
+        _ => Exit::Well,
     }
 }
 

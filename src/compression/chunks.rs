@@ -21,7 +21,7 @@ impl Compression {
         match self {
             Compression::Int8 { block } => {
                 int8::pack(packed, chunk, block as u32);
-                let row = int8::Row::new(packed, chunk.len(), block as u32);
+                let row = int8::Int8Row::new(packed, chunk.len(), block as u32);
                 let rounded = row.numbers(0..chunk.len());
                 chunk.iter_mut().zip(rounded).for_each(|(number, rounded)| *number -= rounded);
             }

@@ -383,7 +383,7 @@ pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Duration>
     RingConfig {
         pools: plan.pools,
         blocks: model.blocks.len() as u32,
-        max_layers: model.parts.len() as u32,
+        max_layers: model.layers.len() as u32,
         max_micro_batches: plan.most_micro_batches as u32,
         deferred: plan.deferred,
         watchdog,

@@ -16,7 +16,7 @@ use crate::tensor::Pages;
 
 /// One block of the model.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct MasterBlock {
     /// The step that the block is valid for.
     pub(crate) version: Version,
     /// The number of updates it has had.
@@ -29,36 +29,37 @@ pub(crate) struct Block {
 }
 
 /// See the [module](self).
-pub(crate) struct Memory {
-    blocks: Vec<RwLock<Block>>,
+pub(crate) struct MemoryTier {
+    blocks: Vec<RwLock<MasterBlock>>,
     regions: Vec<RwLock<Vec<f32>>>,
 }
 
-impl Memory {
+impl MemoryTier {
     /// Blocks of zeros. `region` says which blocks have a gradient region.
     pub(super) fn new(
         blocks: &[BlockTensors],
         states: &StateLayout,
         region: impl Fn(BlockId) -> bool,
-    ) -> Memory {
+    ) -> MemoryTier {
         let block = |(index, tensors): (usize, &BlockTensors)| {
             let states = states.of(index).lens().iter().map(|&len| vec![0.0; len]).collect();
             let parameters = Pages::new(tensors.host_len());
             let parameters = parameters.expect("the plan found that much memory available");
-            RwLock::new(Block { version: 0, updates: 0, parameters, states })
+            RwLock::new(MasterBlock { version: 0, updates: 0, parameters, states })
         };
         let region = |(index, tensors): (usize, &BlockTensors)| {
             let len = if region(BlockId(index as u32)) { tensors.trained_len() } else { 0 };
             RwLock::new(vec![0.0; len])
         };
-        Memory {
+        MemoryTier {
             blocks: blocks.iter().enumerate().map(block).collect(),
             regions: blocks.iter().enumerate().map(region).collect(),
         }
     }
 
     pub(super) fn updates(&self) -> Vec<u64> {
-        let updates = |block: &RwLock<Block>| block.read().expect("nobody panicked inside").updates;
+        let updates =
+            |block: &RwLock<MasterBlock>| block.read().expect("nobody panicked inside").updates;
         self.blocks.iter().map(updates).collect()
     }
 
@@ -99,7 +100,7 @@ impl Memory {
     }
 
     /// A lease to read a block, which must have this version.
-    pub(crate) fn read(&self, id: BlockId, version: Version) -> RwLockReadGuard<'_, Block> {
+    pub(crate) fn read(&self, id: BlockId, version: Version) -> RwLockReadGuard<'_, MasterBlock> {
         let block = self.blocks[id.0 as usize].try_read();
         let block = block.unwrap_or_else(|_| panic!("{id} v{version} asked, it is being updated"));
         let held = block.version;
@@ -108,7 +109,7 @@ impl Memory {
     }
 
     /// A lease to update a block, which must have this version.
-    pub(crate) fn write(&self, id: BlockId, version: Version) -> RwLockWriteGuard<'_, Block> {
+    pub(crate) fn write(&self, id: BlockId, version: Version) -> RwLockWriteGuard<'_, MasterBlock> {
         let block = self.blocks[id.0 as usize].try_write();
         let block = block.unwrap_or_else(|_| panic!("{id} v{version} to update, it is in use"));
         let held = block.version;

@@ -28,7 +28,7 @@ pub(crate) use direct::reserve;
 pub(crate) use feedback::ErrorFeedback;
 pub(crate) use file::{FileTier, Folder};
 pub(crate) use index::{StateOnFile, rank_folder, state_in};
-pub(crate) use memory::Memory;
+pub(crate) use memory::MemoryTier;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 pub(crate) use places::{part_floats, parts_of};
 pub(crate) use saving::Saving;
@@ -79,7 +79,7 @@ impl BlockPart {
 
 /// Where the blocks are.
 enum Tier {
-    Memory(Memory),
+    Memory(MemoryTier),
     File(Box<FileTier>),
 }
 
@@ -106,7 +106,7 @@ impl Eps {
         states: StateLayout,
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
-        let tier = Tier::Memory(Memory::new(&tensors, &states, region));
+        let tier = Tier::Memory(MemoryTier::new(&tensors, &states, region));
         Eps::new(tensors, states, tier)
     }
 
@@ -154,7 +154,7 @@ impl Eps {
     ///
     /// # Panics
     /// The blocks are on file.
-    pub(crate) fn memory(&self) -> &Memory {
+    pub(crate) fn memory(&self) -> &MemoryTier {
         match &self.tier {
             Tier::Memory(memory) => memory,
             Tier::File(_) => panic!("the EPS is on file"),

@@ -7,7 +7,7 @@ use l2l_actors::schedule::BlockId;
 
 use super::{BlockPart, Eps};
 use crate::error::Error;
-use crate::models::{BlockTensors, Format, MasterFormat, Piece};
+use crate::models::{BlockTensors, MasterFormat, WeightFormat, WeightPiece};
 use crate::optimizers::{BlockMasters, SplitMasters};
 use crate::tensor::{Dtype, Quantisation, narrow, widen};
 
@@ -55,11 +55,11 @@ impl Eps {
         let mut pieces = tensors.stored().pieces();
         let (dtype, stored, range) = match pieces.find(|piece| piece.elements == range) {
             None => (dtype, stored, range),
-            Some(Piece { format, floats, .. }) => {
+            Some(WeightPiece { format, floats, .. }) => {
                 let dtype = match format {
-                    Format::Plain(dtype) => *dtype,
-                    Format::Quantised(Quantisation::Bf16) => Dtype::Bf16,
-                    Format::Quantised(_) => unreachable!("tables are stored row by row"),
+                    WeightFormat::Plain(dtype) => *dtype,
+                    WeightFormat::Quantised(Quantisation::Bf16) => Dtype::Bf16,
+                    WeightFormat::Quantised(_) => unreachable!("tables are stored row by row"),
                 };
                 (dtype, &stored[behind + floats.start..], 0..range.len())
             }
@@ -154,17 +154,17 @@ fn decode(tensors: &BlockTensors, stored: &mut [f32]) -> Vec<f32> {
     values
 }
 
-fn decode_piece(piece: &Piece, frozen: &[f32], to: &mut [f32]) {
-    let &Piece { rows, columns, format, ref floats, .. } = piece;
+fn decode_piece(piece: &WeightPiece, frozen: &[f32], to: &mut [f32]) {
+    let &WeightPiece { rows, columns, format, ref floats, .. } = piece;
     let stored = &frozen[floats.clone()];
     match format {
-        Format::Plain(Dtype::F32) => to.copy_from_slice(&stored[..to.len()]),
-        Format::Plain(Dtype::Bf16) => Quantisation::Bf16.decode(stored, rows, columns, to),
-        Format::Plain(Dtype::F16) => {
+        WeightFormat::Plain(Dtype::F32) => to.copy_from_slice(&stored[..to.len()]),
+        WeightFormat::Plain(Dtype::Bf16) => Quantisation::Bf16.decode(stored, rows, columns, to),
+        WeightFormat::Plain(Dtype::F16) => {
             let stored: &[u16] = bytemuck::cast_slice(stored);
             widen(Dtype::F16, to, &stored[..to.len()]);
         }
-        Format::Quantised(quantisation) => quantisation.decode(stored, rows, columns, to),
+        WeightFormat::Quantised(quantisation) => quantisation.decode(stored, rows, columns, to),
     }
 }
 
@@ -187,20 +187,20 @@ fn encode(tensors: &BlockTensors, values: &[f32], stored: &mut [f32]) -> Result<
     Ok(())
 }
 
-fn encode_piece(piece: &Piece, values: &[f32], frozen: &mut [f32]) -> Result<(), Error> {
-    let &Piece { rows, columns, format, ref floats, ref name, .. } = piece;
+fn encode_piece(piece: &WeightPiece, values: &[f32], frozen: &mut [f32]) -> Result<(), Error> {
+    let &WeightPiece { rows, columns, format, ref floats, ref name, .. } = piece;
     let quantisation = match format {
-        Format::Plain(Dtype::F32) => {
+        WeightFormat::Plain(Dtype::F32) => {
             frozen[floats.start..][..values.len()].copy_from_slice(values);
             return Ok(());
         }
-        Format::Plain(Dtype::F16) => {
+        WeightFormat::Plain(Dtype::F16) => {
             let stored: &mut [u16] = bytemuck::cast_slice_mut(&mut frozen[floats.clone()]);
             narrow(Dtype::F16, &mut stored[..values.len()], values);
             return Ok(());
         }
-        Format::Plain(Dtype::Bf16) => Quantisation::Bf16,
-        Format::Quantised(quantisation) => quantisation,
+        WeightFormat::Plain(Dtype::Bf16) => Quantisation::Bf16,
+        WeightFormat::Quantised(quantisation) => quantisation,
     };
     // To quantise what was quantised gives other bytes: the scales are rounded again.
     let mut before = vec![0.0; values.len()];

@@ -28,7 +28,7 @@ use crate::optimizers::StateLayout;
 use crate::plan::Plan;
 pub use crate::plan::Room;
 use crate::telemetry::Ledger;
-use crate::worker::{Parts, Worker};
+use crate::worker::{Worker, WorkerParts};
 
 /// A model loaded for inference, with its engine.
 struct Loaded {
@@ -88,8 +88,8 @@ impl Loaded {
             }
             None => Eps::in_memory(model.blocks.clone(), none, |_| false),
         };
-        let ledger = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));
-        let parts = Parts {
+        let ledger = Arc::new(Ledger::new(model.layers.len(), plan.devices, Vec::new()));
+        let parts = WorkerParts {
             model: model.clone(),
             plan,
             rule,

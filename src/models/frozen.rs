@@ -31,38 +31,38 @@ pub enum Base {
 
 /// How the elements of some frozen tensors are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
+pub(crate) enum WeightFormat {
     /// In the device's dtype, which is this.
     Plain(Dtype),
     /// In fewer bits.
     Quantised(Quantisation),
 }
 
-impl Format {
+impl WeightFormat {
     /// The format of elements that are stored one by one, for a device of this dtype.
-    fn of(stored: Dtype, device: Dtype) -> Format {
+    fn of(stored: Dtype, device: Dtype) -> WeightFormat {
         match stored {
-            Dtype::Bf16 if device == Dtype::F32 => Format::Quantised(Quantisation::Bf16),
-            _ => Format::Plain(device),
+            Dtype::Bf16 if device == Dtype::F32 => WeightFormat::Quantised(Quantisation::Bf16),
+            _ => WeightFormat::Plain(device),
         }
     }
 
     /// Whether elements are stored one by one, so that joined tensors can be one piece.
     fn is_elementwise(self) -> bool {
-        matches!(self, Format::Plain(_) | Format::Quantised(Quantisation::Bf16))
+        matches!(self, WeightFormat::Plain(_) | WeightFormat::Quantised(Quantisation::Bf16))
     }
 }
 
 impl Base {
     /// How a tensor is stored, for a device of this dtype. `None`: as trained ones are.
-    fn format(self, tensor: &Tensor, dtype: Dtype) -> Option<Format> {
+    fn format(self, tensor: &Tensor, dtype: Dtype) -> Option<WeightFormat> {
         let is_matrix = tensor.kind == Kind::Weight && tensor.shape.len() == 2;
         match self {
             Base::AsIs => None,
-            Base::Bf16 => Some(Format::of(Dtype::Bf16, dtype)),
-            Base::Int8 if is_matrix => Some(Format::Quantised(Quantisation::Int8)),
-            Base::Nf4 if is_matrix => Some(Format::Quantised(Quantisation::Nf4)),
-            Base::Int8 | Base::Nf4 => Some(Format::of(dtype, dtype)),
+            Base::Bf16 => Some(WeightFormat::of(Dtype::Bf16, dtype)),
+            Base::Int8 if is_matrix => Some(WeightFormat::Quantised(Quantisation::Int8)),
+            Base::Nf4 if is_matrix => Some(WeightFormat::Quantised(Quantisation::Nf4)),
+            Base::Int8 | Base::Nf4 => Some(WeightFormat::of(dtype, dtype)),
         }
     }
 
@@ -74,14 +74,14 @@ impl Base {
 
 /// A tensor of the frozen part that is quantised, or some joined tensors that are not.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Piece {
+pub(crate) struct WeightPiece {
     /// The name of the first tensor.
     pub(crate) name: String,
     /// Its elements, counted from the block's first.
     pub(crate) elements: Range<usize>,
     pub(crate) rows: usize,
     pub(crate) columns: usize,
-    pub(crate) format: Format,
+    pub(crate) format: WeightFormat,
     /// Where it is stored, in floats from the begin of the stored part.
     pub(crate) floats: Range<usize>,
 }
@@ -89,7 +89,7 @@ pub(crate) struct Piece {
 /// The frozen part of a block as it is stored: for each weight of the layer, its pieces.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct FrozenPart {
-    weights: Vec<Vec<Piece>>,
+    weights: Vec<Vec<WeightPiece>>,
 }
 
 /// Floats between the begins of pieces are multiples of this, as between those of tensors.
@@ -99,7 +99,7 @@ impl FrozenPart {
     /// How frozen tensors are stored that lie behind so many elements of their block. Empty if they
     /// are stored as trained ones are.
     pub(super) fn new(tensors: &[Tensor], behind: usize, base: Base, dtype: Dtype) -> FrozenPart {
-        let (mut weights, mut end): (Vec<Vec<Piece>>, usize) = (Vec::new(), 0);
+        let (mut weights, mut end): (Vec<Vec<WeightPiece>>, usize) = (Vec::new(), 0);
         for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
             let Some(format) = base.format(tensor, dtype) else { continue };
             let elements = range.start + behind..range.end + behind;
@@ -117,7 +117,8 @@ impl FrozenPart {
                 }
                 joined => {
                     let name = tensor.name.clone();
-                    let mut piece = Piece { name, elements, rows, columns, format, floats: 0..0 };
+                    let mut piece =
+                        WeightPiece { name, elements, rows, columns, format, floats: 0..0 };
                     let begin = end;
                     end += piece.stored_len();
                     piece.floats = begin..end;
@@ -132,7 +133,7 @@ impl FrozenPart {
     }
 
     /// All pieces, in the order in which they are stored.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = &Piece> {
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = &WeightPiece> {
         self.weights.iter().flatten()
     }
 
@@ -147,12 +148,12 @@ impl FrozenPart {
     }
 }
 
-impl Piece {
+impl WeightPiece {
     /// Floats that it takes.
     fn stored_len(&self) -> usize {
         let floats = match self.format {
-            Format::Plain(dtype) => dtype.floats(self.rows * self.columns),
-            Format::Quantised(quantisation) => quantisation.floats(self.rows, self.columns),
+            WeightFormat::Plain(dtype) => dtype.floats(self.rows * self.columns),
+            WeightFormat::Quantised(quantisation) => quantisation.floats(self.rows, self.columns),
         };
         floats.next_multiple_of(ALIGNED)
     }
@@ -161,7 +162,7 @@ impl Piece {
 /// A frozen weight in a device's weight slot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StoredWeight<'p> {
-    pieces: &'p [Piece],
+    pieces: &'p [WeightPiece],
     stored: View,
 }
 
@@ -174,7 +175,7 @@ impl StoredWeight<'_> {
     /// The view of its elements, if they are of the device's dtype.
     pub(crate) fn plain(&self) -> Option<View> {
         match self.pieces {
-            [Piece { format: Format::Plain(dtype), rows, columns, floats, .. }] => {
+            [WeightPiece { format: WeightFormat::Plain(dtype), rows, columns, floats, .. }] => {
                 Some(self.stored.part(floats.clone()).hold(*rows, *columns, *dtype))
             }
             _ => None,
@@ -190,8 +191,8 @@ impl StoredWeight<'_> {
             let rows = end..end + piece.rows;
             end = rows.end;
             match piece.format {
-                Format::Plain(_) => None,
-                Format::Quantised(quantisation) => {
+                WeightFormat::Plain(_) => None,
+                WeightFormat::Quantised(quantisation) => {
                     let floats = quantisation.floats(piece.rows, piece.columns);
                     let begin = piece.floats.start;
                     Some((rows, self.stored.part(begin..begin + floats), quantisation))

@@ -27,13 +27,13 @@ pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
 pub use frozen::Base;
-pub(crate) use frozen::{Format, Piece};
+pub(crate) use frozen::{WeightFormat, WeightPiece};
 pub use layer::{
     Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
     tensor_views,
 };
 pub use masters::MasterFormat;
-pub use model::{Model, Part, Tile};
+pub use model::{Model, ModelLayer, Tile};
 pub(crate) use ports::Port;
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;

@@ -1,4 +1,4 @@
-//! A model: its parts in forward order, its blocks, and its description for the ring.
+//! A model: its layers in forward order, its blocks, and its description for the ring.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,7 +30,7 @@ pub struct Tile {
 }
 
 /// A layer of the model, as the ring visits it.
-pub enum Part {
+pub enum ModelLayer {
     /// The embedding, on the host.
     Embedding,
     /// A layer of the stack.
@@ -41,10 +41,10 @@ pub enum Part {
     Classes(Box<Classes>),
 }
 
-impl Part {
+impl ModelLayer {
     /// True for a head.
     pub fn is_head(&self) -> bool {
-        matches!(self, Part::Head(_) | Part::Classes(_))
+        matches!(self, ModelLayer::Head(_) | ModelLayer::Classes(_))
     }
 }
 
@@ -53,10 +53,10 @@ impl Part {
 pub struct Model {
     /// Its shape.
     pub shape: Shape,
-    /// Its parts: the layers of the ring.
-    pub parts: Vec<Part>,
-    /// The blocks of each part.
-    pub part_blocks: Vec<Vec<BlockId>>,
+    /// Its layers in forward order, as the ring visits them.
+    pub layers: Vec<ModelLayer>,
+    /// The blocks of each layer.
+    pub layer_blocks: Vec<Vec<BlockId>>,
     /// The tensors of each block.
     pub blocks: Vec<BlockTensors>,
     /// Tiles of the vocabulary.
@@ -159,39 +159,39 @@ impl Model {
         let embedding = |tile: &Tile| table(names.embedding, tile, ties);
         let mut blocks: Vec<BlockTensors> =
             tiles.iter().map(|tile| embedding(tile).into()).collect();
-        let mut parts = vec![Part::Embedding];
-        let mut part_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
+        let mut layers = vec![ModelLayer::Embedding];
+        let mut layer_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
         for layer in stack {
             let first = blocks.len() as u32;
             blocks.extend(tensors_of_blocks(&*layer).into_iter().map(BlockTensors::from));
-            part_blocks.push((first..blocks.len() as u32).map(BlockId).collect());
-            parts.push(Part::Stack(layer));
+            layer_blocks.push((first..blocks.len() as u32).map(BlockId).collect());
+            layers.push(ModelLayer::Stack(layer));
         }
         if !shape.scores_vocabulary() {
             let classes = Classes { shape, adapters };
-            part_blocks.push(vec![BlockId(blocks.len() as u32)]);
+            layer_blocks.push(vec![BlockId(blocks.len() as u32)]);
             blocks.push(classes.tensors().into());
-            parts.push(Part::Classes(Box::new(classes)));
+            layers.push(ModelLayer::Classes(Box::new(classes)));
         }
         for (index, tile) in tiles.iter().enumerate().filter(|_| shape.scores_vocabulary()) {
-            parts.push(Part::Head(*tile));
+            layers.push(ModelLayer::Head(*tile));
             if shape.tied {
-                part_blocks.push(vec![BlockId(index as u32)]);
+                layer_blocks.push(vec![BlockId(index as u32)]);
             } else {
-                part_blocks.push(vec![BlockId(blocks.len() as u32)]);
+                layer_blocks.push(vec![BlockId(blocks.len() as u32)]);
                 blocks.push(table(names.head, tile, true).into());
             }
         }
         let loss = Box::new(CrossEntropy);
-        Model { shape, parts, part_blocks, blocks, tiles, loss, label_smoothing: 0.0 }
+        Model { shape, layers, layer_blocks, blocks, tiles, loss, label_smoothing: 0.0 }
     }
 
     /// The trained tensors of a block whose gradient a device computes. An embedding's own gradient
     /// is computed by the host, row by row: none.
     pub(crate) fn computed_gradient(&self, id: BlockId) -> &[Tensor] {
-        let mut visited = self.parts.iter().zip(&self.part_blocks);
+        let mut visited = self.layers.iter().zip(&self.layer_blocks);
         let is_computed =
-            visited.any(|(part, ids)| !matches!(part, Part::Embedding) && ids.contains(&id));
+            visited.any(|(part, ids)| !matches!(part, ModelLayer::Embedding) && ids.contains(&id));
         if is_computed { self.blocks[id.0 as usize].trained() } else { &[] }
     }
 
@@ -218,11 +218,11 @@ impl Model {
                 frozen: tensors.trained().is_empty() && !tensors.is_empty(),
             }
         };
-        let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| {
+        let layers = self.layers.iter().zip(&self.layer_blocks).map(|(part, blocks)| {
             let kind = match part {
-                Part::Embedding => VisitKind::Gather,
-                Part::Stack(_) => VisitKind::Layer,
-                Part::Head(_) | Part::Classes(_) => VisitKind::Tile,
+                ModelLayer::Embedding => VisitKind::Gather,
+                ModelLayer::Stack(_) => VisitKind::Layer,
+                ModelLayer::Head(_) | ModelLayer::Classes(_) => VisitKind::Tile,
             };
             let step = |LayerStep { blocks: needs, reads, writes, saves }| {
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
@@ -238,17 +238,22 @@ impl Model {
     }
 
     /// The steps of a layer.
-    fn steps(&self, part: &Part, blocks: &[BlockId], context: &StepContext) -> Vec<LayerStep> {
+    fn steps(
+        &self,
+        part: &ModelLayer,
+        blocks: &[BlockId],
+        context: &StepContext,
+    ) -> Vec<LayerStep> {
         let blocks = (0..blocks.len()).collect();
         let statistics = context.statistics();
         let logits = match part {
-            Part::Stack(layer) => return layer.steps(context),
-            Part::Embedding => {
+            ModelLayer::Stack(layer) => return layer.steps(context),
+            ModelLayer::Embedding => {
                 let writes = vec![context.hidden(), statistics];
                 return vec![LayerStep { blocks, reads: Vec::new(), writes, saves: None }];
             }
-            Part::Head(tile) => Boundary::of_sequences(Role::Logits, tile.rows, FLOAT),
-            Part::Classes(classes) => classes.logits(),
+            ModelLayer::Head(tile) => Boundary::of_sequences(Role::Logits, tile.rows, FLOAT),
+            ModelLayer::Classes(classes) => classes.logits(),
         };
         let known = Input { boundary: statistics, gradient: None };
         let reads = vec![context.head_input(self.head_gradient(context.dtype)), known];
@@ -279,11 +284,11 @@ impl Model {
     ) -> f64 {
         let tokens: usize = lengths.iter().sum();
         let pairs: f64 = lengths.iter().map(|&len| (len as f64).powi(2)).sum();
-        let lowest = self.part_blocks.iter().position(|blocks| self.trains(blocks));
+        let lowest = self.layer_blocks.iter().position(|blocks| self.trains(blocks));
         let of_layer = |layer: LayerId| {
             let layer = layer.0 as usize;
             let Products { weights, trained, channels } = self.products(layer);
-            let positions = if self.parts[layer].is_head() { labelled } else { tokens } as f64;
+            let positions = if self.layers[layer].is_head() { labelled } else { tokens } as f64;
             let is_passed = lowest.is_some_and(|lowest| layer >= lowest);
             let (passes, of_attention) = if is_passed { (4.0, 6.0) } else { (2.0, 2.0) };
             (passes * weights + 2.0 * trained) * positions + of_attention * channels * pairs
@@ -292,8 +297,8 @@ impl Model {
     }
 
     /// The blocks of a layer.
-    pub(crate) fn layer_blocks(&self, layer: usize) -> impl Iterator<Item = &BlockTensors> {
-        self.part_blocks[layer].iter().map(|id| &self.blocks[id.0 as usize])
+    pub(crate) fn blocks_of(&self, layer: usize) -> impl Iterator<Item = &BlockTensors> {
+        self.layer_blocks[layer].iter().map(|id| &self.blocks[id.0 as usize])
     }
 
     /// Whether any of these blocks has a tensor that is trained.
@@ -304,20 +309,20 @@ impl Model {
     /// What every token is multiplied by at a layer.
     fn products(&self, layer: usize) -> Products {
         let weights_of = |tensors: fn(&BlockTensors) -> &[Tensor]| -> f64 {
-            let all = self.layer_blocks(layer).flat_map(tensors);
+            let all = self.blocks_of(layer).flat_map(tensors);
             let weights = all.filter(|tensor| tensor.kind.is_weight());
             weights.map(Tensor::len).sum::<usize>() as f64
         };
         let [trained, frozen] = [BlockTensors::trained, BlockTensors::frozen].map(weights_of);
-        match &self.parts[layer] {
-            Part::Embedding => Products::default(),
-            Part::Stack(layer) => {
+        match &self.layers[layer] {
+            ModelLayer::Embedding => Products::default(),
+            ModelLayer::Stack(layer) => {
                 let weights = layer.products() as f64;
                 let share = if trained > 0.0 { trained / (trained + frozen) } else { 0.0 };
                 let channels = layer.attention_channels() as f64;
                 Products { weights, trained: share * weights, channels }
             }
-            Part::Head(_) | Part::Classes(_) => {
+            ModelLayer::Head(_) | ModelLayer::Classes(_) => {
                 Products { weights: trained + frozen, trained, channels: 0.0 }
             }
         }
@@ -332,7 +337,7 @@ impl Model {
         lengths: impl IntoIterator<Item = usize>,
         save: Option<Save>,
     ) -> f64 {
-        let part = &self.parts[layer];
+        let part = &self.layers[layer];
         let Products { weights, trained, channels } = self.products(layer);
         let mut forward = 0.0;
         let mut of_gradients = 0.0;
@@ -361,8 +366,8 @@ impl Model {
     /// Two tensors have one name, or one has no sizes; two layers have one index.
     pub(crate) fn check_names(&self) -> Result<(), Error> {
         let mut indices = BTreeMap::from([(0, "the head of classes")]);
-        for part in &self.parts {
-            let Part::Stack(layer) = part else { continue };
+        for part in &self.layers {
+            let ModelLayer::Stack(layer) = part else { continue };
             let Some(index) = layer.dropout_index() else { continue };
             if let Some(other) = indices.insert(index, "another layer") {
                 let what = format_args!(

@@ -22,10 +22,10 @@ impl Model {
         let mut model = Model::for_training(shape, training)?;
         let room = max_layers.saturating_sub(shape.layers);
         let last = model.optional_layers().last().map_or(0, |layer| layer.0 as usize);
-        let of_last = &model.part_blocks[last];
+        let of_last = &model.layer_blocks[last];
         let first_empty = of_last.iter().map(|block| block.0 + 1).max().unwrap_or(0);
         let room = room * of_last.len();
-        for BlockId(block) in model.part_blocks.iter_mut().flatten() {
+        for BlockId(block) in model.layer_blocks.iter_mut().flatten() {
             *block += if *block >= first_empty { room as u32 } else { 0 };
         }
         let at = first_empty as usize;
@@ -36,7 +36,7 @@ impl Model {
     /// The blocks of a layer that a step can leave out, counted as in
     /// [`LayerSelection`](super::LayerSelection).
     pub(crate) fn blocks_of_layer(&self, layer: usize) -> &[BlockId] {
-        &self.part_blocks[self.optional_layers()[layer].0 as usize]
+        &self.layer_blocks[self.optional_layers()[layer].0 as usize]
     }
 }
 
@@ -64,8 +64,8 @@ mod tests {
             let same = Model::new(shape);
             let used = |model: &Model| model.blocks.iter().filter(|b| !b.is_empty()).count();
             assert_eq!(used(&few), used(&same));
-            for (part, blocks) in few.part_blocks.iter().enumerate() {
-                for (spread, own) in blocks.iter().zip(&same.part_blocks[part]) {
+            for (part, blocks) in few.layer_blocks.iter().enumerate() {
+                for (spread, own) in blocks.iter().zip(&same.layer_blocks[part]) {
                     let names = |model: &Model, id: &BlockId| named(model)[id.0 as usize].clone();
                     assert_eq!(names(&few, spread), names(&same, own));
                 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use l2l_actors::schedule::{BlockId, LayerId};
 
-use super::model::{Model, Part};
+use super::model::{Model, ModelLayer};
 use crate::error::Error;
 
 /// The layers of a step, by their numbers: 0 is the first layer of the stack that can be left out
@@ -62,7 +62,7 @@ impl LayerSelection {
     /// The layers of the ring, in order; the selection must have been checked.
     pub(crate) fn ring_layers(&self, model: &Model) -> Vec<LayerId> {
         let optional = model.optional_layers();
-        let all = (0..model.parts.len() as u32).map(LayerId);
+        let all = (0..model.layers.len() as u32).map(LayerId);
         let Some(layers) = &self.layers else { return all.collect() };
         if self.is_in_order() {
             let is_used = |layer: &LayerId| match optional.binary_search(layer) {
@@ -83,7 +83,7 @@ impl LayerSelection {
     /// The blocks that stay as they are; the selection must have been checked.
     pub(crate) fn frozen_blocks(&self, model: &Model) -> Vec<BlockId> {
         let optional = model.optional_layers();
-        let blocks = |&layer: &usize| model.part_blocks[optional[layer].0 as usize].clone();
+        let blocks = |&layer: &usize| model.layer_blocks[optional[layer].0 as usize].clone();
         self.frozen.iter().flat_map(blocks).collect()
     }
 }
@@ -91,8 +91,9 @@ impl LayerSelection {
 impl Model {
     /// The layers of the stack that a step can leave out, in order.
     pub(crate) fn optional_layers(&self) -> Vec<LayerId> {
-        let is_optional = |part: &Part| matches!(part, Part::Stack(layer) if layer.is_optional());
-        let parts = (0..).zip(&self.parts).filter(|(_, part)| is_optional(part));
-        parts.map(|(index, _)| LayerId(index)).collect()
+        let is_optional =
+            |layer: &ModelLayer| matches!(layer, ModelLayer::Stack(layer) if layer.is_optional());
+        let layers = (0..).zip(&self.layers).filter(|(_, layer)| is_optional(layer));
+        layers.map(|(index, _)| LayerId(index)).collect()
     }
 }

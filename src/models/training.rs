@@ -5,10 +5,10 @@ use l2l_actors::schedule::BlockId;
 use super::adapters::{self, Adapters};
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
-use super::frozen::{Base, Format};
+use super::frozen::{Base, WeightFormat};
 use super::layer::{Kind, Tensor};
 use super::masters::MasterFormat;
-use super::model::{Model, Part, largest_block};
+use super::model::{Model, ModelLayer, largest_block};
 use super::shape::{Head, Shape};
 use crate::error::Error;
 use crate::kernels::packed_row;
@@ -149,8 +149,8 @@ impl Model {
             return Ok(model);
         }
         // Tiles of the vocabulary take as many bytes as the layers do now.
-        let layers = model.parts.iter().zip(&model.part_blocks);
-        let layers = layers.filter(|(part, _)| matches!(part, Part::Stack(_)));
+        let layers = model.layers.iter().zip(&model.layer_blocks);
+        let layers = layers.filter(|(part, _)| matches!(part, ModelLayer::Stack(_)));
         let blocks = layers.flat_map(|(_, blocks)| blocks);
         let floats = blocks.map(|id| model.blocks[id.0 as usize].published_len(training.dtype));
         of_tiles(floats.max().unwrap_or(0) * Dtype::F32.size() / training.dtype.size())
@@ -179,8 +179,8 @@ impl Model {
         }
         self.check_patterns("train.only", only)?;
         self.check_patterns("train.frozen", frozen)?;
-        let classes = self.parts.iter().zip(&self.part_blocks);
-        let classes = classes.filter(|(part, _)| matches!(part, Part::Classes(_)));
+        let classes = self.layers.iter().zip(&self.layer_blocks);
+        let classes = classes.filter(|(part, _)| matches!(part, ModelLayer::Classes(_)));
         let classes: Vec<usize> =
             classes.flat_map(|(_, blocks)| blocks).map(|id| id.0 as usize).collect();
         let adapted: Vec<String> = self.adapted_modules().map(String::from).collect();
@@ -211,7 +211,7 @@ impl Model {
         }
         let mut pieces = self.blocks.iter().flat_map(|block| block.stored().pieces());
         let is_stored = match base.is_of_matrices() {
-            true => pieces.any(|piece| matches!(piece.format, Format::Quantised(_))),
+            true => pieces.any(|piece| matches!(piece.format, WeightFormat::Quantised(_))),
             false => base == Base::AsIs || pieces.next().is_some(),
         };
         if is_stored { Ok(()) } else { Err(no_base("no matrix is frozen")) }
@@ -221,8 +221,8 @@ impl Model {
     fn pack_relu(&mut self, training: &Training) -> Result<(), Error> {
         let &Training { relu_density: density, dtype, .. } = training;
         let mut is_packed = false;
-        for (part, blocks) in self.parts.iter_mut().zip(&self.part_blocks) {
-            if let Part::Stack(layer) = part {
+        for (part, blocks) in self.layers.iter_mut().zip(&self.layer_blocks) {
+            if let ModelLayer::Stack(layer) = part {
                 let of_block = |id: &BlockId| self.blocks[id.0 as usize].trained();
                 let trained: Vec<Tensor> = blocks.iter().flat_map(of_block).cloned().collect();
                 is_packed |= layer.pack_relu(density, &trained);

@@ -10,7 +10,7 @@ use crate::kernels::{
 };
 use crate::models::{
     Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
-    Model, Part, Port, PortViews, Save, SlotWeight, Tile,
+    Model, ModelLayer, Port, PortViews, Save, SlotWeight, Tile,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -106,14 +106,14 @@ impl<'r> VisitRun<'r> {
             .blocks()
             .flat_map(|(tensors, views)| tensors.weights(views.weights, self.args.dtype));
         self.weights = blocks.map(|weight| self.ready(weight)).collect();
-        match (&self.model.parts[self.visit.layer.0 as usize], self.visit.phase) {
-            (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
-            (Part::Stack(layer), Phase::Forward) => self.layer_forward(&**layer),
-            (Part::Stack(layer), Phase::Backward) => self.layer_backward(&**layer),
-            (Part::Classes(classes), Phase::Forward) => self.classes_forward(classes),
-            (Part::Classes(classes), Phase::Backward) => self.classes_backward(classes),
-            (&Part::Head(tile), Phase::Forward) => self.tile_forward(tile),
-            (&Part::Head(tile), Phase::Backward) => self.tile_backward(tile),
+        match (&self.model.layers[self.visit.layer.0 as usize], self.visit.phase) {
+            (ModelLayer::Embedding, _) => unreachable!("the embedding is visited on the host"),
+            (ModelLayer::Stack(layer), Phase::Forward) => self.layer_forward(&**layer),
+            (ModelLayer::Stack(layer), Phase::Backward) => self.layer_backward(&**layer),
+            (ModelLayer::Classes(classes), Phase::Forward) => self.classes_forward(classes),
+            (ModelLayer::Classes(classes), Phase::Backward) => self.classes_backward(classes),
+            (&ModelLayer::Head(tile), Phase::Forward) => self.tile_forward(tile),
+            (&ModelLayer::Head(tile), Phase::Backward) => self.tile_backward(tile),
         }
         self.scratch.peak()
     }
@@ -361,9 +361,9 @@ impl Measured<'_> {
         visit: &Visit,
     ) -> impl Iterator<Item = (Visit, bool)> + use<> {
         let is_backward = visit.phase == Phase::Backward;
-        let is_optional = match &self.model.parts[visit.layer.0 as usize] {
-            Part::Stack(layer) => layer.is_optional(),
-            Part::Embedding | Part::Head(_) | Part::Classes(_) => false,
+        let is_optional = match &self.model.layers[visit.layer.0 as usize] {
+            ModelLayer::Stack(layer) => layer.is_optional(),
+            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => false,
         };
         let passed = (is_backward && self.freezes && is_optional).then_some(false);
         let is_last = is_backward && self.ends_above_embedding();
@@ -380,7 +380,7 @@ impl Measured<'_> {
 
     /// Whether a backward pass may end above the embedding, at a layer that hands no gradient on.
     fn ends_above_embedding(self) -> bool {
-        self.model.layer_blocks(0).all(|block| block.trained().is_empty())
+        self.model.blocks_of(0).all(|block| block.trained().is_empty())
     }
 
     /// Floats of workspace that one visit needs. Its views overlap nothing.
@@ -430,9 +430,9 @@ impl Measured<'_> {
         };
         let reads = ports(&visit.reads);
         let writes = ports(&visit.writes);
-        let chunk_state = match &model.parts[visit.layer.0 as usize] {
-            Part::Stack(layer) => layer.chunk_state_len(rows.positions, backward, dtype),
-            Part::Embedding | Part::Head(_) | Part::Classes(_) => 0,
+        let chunk_state = match &model.layers[visit.layer.0 as usize] {
+            ModelLayer::Stack(layer) => layer.chunk_state_len(rows.positions, backward, dtype),
+            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => 0,
         };
         let args = VisitArgs {
             batch: batch.view(),

@@ -76,7 +76,7 @@ pub(super) fn check_sizes(
     const FLOATS: u128 = 1 << 44;
     let shape = &model.shape;
     let devices = config.devices();
-    let layers = model.parts.len() - 1;
+    let layers = model.layers.len() - 1;
     let is_dealt = config.parallel.deal == Deal::Layers;
     if is_dealt && devices as usize > layers {
         let problem = format_args!(
@@ -98,22 +98,22 @@ pub(super) fn check_sizes(
         return Err(Error::config("schedule.chunks", problem));
     }
     let turns = sequences.div_ceil(config.step.micro_batch) as u128;
-    let visits = turns.saturating_mul(model.parts.len() as u128);
+    let visits = turns.saturating_mul(model.layers.len() as u128);
     if visits > VISITS {
         return Err(Error::argument(format_args!(
             "a step of {turns} micro-batches over {} layers is {visits} turns of at most {VISITS}: \
              make step.micro_batch larger or step.batch smaller",
-            model.parts.len()
+            model.layers.len()
         )));
     }
     let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;
     let rows = sequences as u128 * positions as u128;
-    let floats = rows.saturating_mul(width).saturating_mul(model.parts.len() as u128);
+    let floats = rows.saturating_mul(width).saturating_mul(model.layers.len() as u128);
     if floats > FLOATS {
         return Err(Error::argument(format_args!(
             "a step of {rows} positions through {} layers of width {} needs more memory than there \
              is: make step.batch, data.sequence_length or the model smaller",
-            model.parts.len(),
+            model.layers.len(),
             shape.hidden
         )));
     }

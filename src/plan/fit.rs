@@ -102,10 +102,14 @@ impl Plan {
         let terms = [largest(&self.device), largest(&self.host)];
         let [device, host] = terms;
         let remedy = match host.name {
-            "masters" | "moments" | "gradient_regions" if self.config.compression().is_some() => {
+            "masters" | "optimizer_states" | "gradient_regions"
+                if self.config.compression().is_some() =>
+            {
                 "without compression, or with fewer parallel.groups, it is smaller"
             }
-            "masters" | "moments" | "gradient_regions" => "eps.tier = \"file\" puts it on a disk",
+            "masters" | "optimizer_states" | "gradient_regions" => {
+                "eps.tier = \"file\" puts it on a disk"
+            }
             "stash" if is_shared => {
                 "a smaller step.batch, data.sequence_length or stash.dtype = \"bf16\" make it \
                  smaller"

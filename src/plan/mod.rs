@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use l2l_actors::schedule::{BlockId, Pipeline, Pools};
 
-pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Place, Regions};
+pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Regions, Side};
 pub use room::Room;
 pub(crate) use share::DealtStep;
 pub use share::{FabricBytes, RankShare};
@@ -24,7 +24,7 @@ pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 
 use crate::config::{ByteSize, Config, Deal, GradientDtype};
 use crate::error::Error;
-use crate::models::{Model, Part};
+use crate::models::{Model, ModelLayer};
 use crate::optimizers::{StateLayout, UpdateRule};
 use crate::tensor::Dtype;
 
@@ -93,8 +93,7 @@ pub struct Plan {
     pub(crate) most_micro_batches: usize,
     /// Which process this is, where several share steps.
     pub(crate) share: RankShare,
-    /// Floats for parts of a gradient that other processes send, and for rows of the embedding's.
-    pub(crate) exchanged: [usize; 2],
+    pub(crate) received: ReceivedFloats,
     /// Devices, of which each has as much memory.
     pub(crate) devices: u32,
     pub(crate) pools: Pools,
@@ -102,7 +101,7 @@ pub struct Plan {
     pub(crate) regions: Regions,
     /// Keys and values, where text is generated.
     cache: Option<KvCache>,
-    /// False: it holds no gradients and no optimizer state.
+    /// False for evaluation and generation: no gradients and no optimizer states are held.
     trains: bool,
     /// What weights and activations are.
     pub(crate) dtype: Dtype,
@@ -121,6 +120,15 @@ pub struct Plan {
     /// The pipeline of a file, where the config names one.
     pub(crate) pipeline: Option<Arc<Pipeline>>,
     config: Config,
+}
+
+/// Floats of memory for numbers from other ranks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ReceivedFloats {
+    /// Their shares of this rank's part of a gradient.
+    pub(crate) gradient: usize,
+    /// Their rows of the embedding's gradient.
+    pub(crate) embedding_rows: usize,
 }
 
 /// The KV cache on the host, in floats: by layer, sequence and position.
@@ -143,8 +151,8 @@ fn generation(room: Room) -> [StepShape; 2] {
 
 impl KvCache {
     fn new(config: &Config, model: &Model, room: Room) -> Result<KvCache, Error> {
-        let widths = model.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(config.device.dtype.floats(layer.kv_width())),
+        let widths = model.layers.iter().filter_map(|part| match part {
+            ModelLayer::Stack(layer) => Some(config.device.dtype.floats(layer.kv_width())),
             _ => None,
         });
         let widths: Vec<usize> = widths.filter(|&floats| floats > 0).collect();
@@ -260,7 +268,7 @@ impl Plan {
 
     /// Floats of the stash.
     pub(crate) fn stash_floats(&self) -> usize {
-        let place = if self.stash_on_device { Place::Device } else { Place::Host };
+        let place = if self.stash_on_device { Side::Device } else { Side::Host };
         self.regions.slots(Holder::Stash, place).floats()
     }
 
@@ -310,7 +318,7 @@ impl Plan {
     /// What the EPS holds, on the host or on file: bytes of master weights, of the optimizer's
     /// states, and of gradients that wait.
     pub fn eps_bytes(&self) -> [u64; 3] {
-        ["masters", "moments", "gradient_regions"].map(|name| {
+        ["masters", "optimizer_states", "gradient_regions"].map(|name| {
             let terms = self.host.iter().chain(&self.file);
             terms.filter(|term| term.name == name).map(|term| term.bytes).sum()
         })

@@ -40,7 +40,7 @@ pub(crate) enum Holder {
     /// Master weights.
     Masters,
     /// The optimizer's states.
-    Moments,
+    OptimizerStates,
     /// Gradients that wait for the norm, or for another contribution.
     GradientRegions,
     /// What compression lost of gradients, and factors of matrices.
@@ -50,14 +50,14 @@ pub(crate) enum Holder {
     /// What an update rule works in.
     UpdateWorkspace,
     /// What other processes send: parts of a gradient, and rows of the embedding's gradient.
-    Exchanged,
+    Received,
     /// Lengths, kinds and documents of micro-batches, on their way to a device.
     BatchMetadata,
 }
 
 /// Where memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum Side {
     /// The device's arena.
     Device,
     /// The worker's arena on the host.
@@ -72,7 +72,7 @@ pub(crate) enum Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) holder: Holder,
-    pub(crate) place: Place,
+    pub(crate) place: Side,
     /// Its address in the arena, if it is in one.
     pub(crate) slots: Slots,
 }
@@ -89,22 +89,30 @@ pub(crate) struct Regions {
 const ALIGNED: usize = 16;
 
 /// Names of the terms of each place, in the order in which plans show them.
-pub(crate) const DEVICE_TERMS: [&str; 8] =
-    ["weights", "gradients", "inputs", "outputs", "workspace", "stash", "driver", "memory"];
+pub(crate) const DEVICE_TERMS: [&str; 8] = [
+    "weights",
+    "gradients",
+    "inputs",
+    "outputs",
+    "workspace",
+    "stash",
+    "device_overhead",
+    "kv_cache",
+];
 pub(crate) const HOST_TERMS: [&str; 11] = [
     "file_reads",
     "file_states",
-    "file_desk",
+    "file_buffer",
     "masters",
-    "moments",
+    "optimizer_states",
     "gradient_regions",
     "landing",
     "stash",
-    "desk",
-    "notes",
-    "memory",
+    "update_workspace",
+    "batch_metadata",
+    "kv_cache",
 ];
-const FILE_TERMS: [&str; 3] = ["masters", "moments", "gradient_regions"];
+const FILE_TERMS: [&str; 3] = ["masters", "optimizer_states", "gradient_regions"];
 
 const FLOAT: u64 = size_of::<f32>() as u64;
 
@@ -117,18 +125,20 @@ impl Holder {
             Holder::Inputs => "inputs",
             Holder::Outputs | Holder::ChunkState => "outputs",
             Holder::Workspace | Holder::Widened => "workspace",
-            Holder::Overhead => "driver",
+            Holder::Overhead => "device_overhead",
             Holder::Stash => "stash",
-            Holder::KvCache => "memory",
+            Holder::KvCache => "kv_cache",
             Holder::Landing | Holder::Parts => "landing",
             Holder::FileReads => "file_reads",
             Holder::FileStates => "file_states",
-            Holder::FileBuffer => "file_desk",
+            Holder::FileBuffer => "file_buffer",
             Holder::Masters => "masters",
-            Holder::Moments => "moments",
+            Holder::OptimizerStates => "optimizer_states",
             Holder::GradientRegions | Holder::GradientErrors => "gradient_regions",
-            Holder::UnpackedMasters | Holder::UpdateWorkspace | Holder::Exchanged => "desk",
-            Holder::BatchMetadata => "notes",
+            Holder::UnpackedMasters | Holder::UpdateWorkspace | Holder::Received => {
+                "update_workspace"
+            }
+            Holder::BatchMetadata => "batch_metadata",
         }
     }
 
@@ -145,11 +155,11 @@ impl Holder {
 
 impl Regions {
     /// Adds a region, behind those of its arena that were added before.
-    pub(super) fn add(&mut self, holder: Holder, place: Place, count: usize, slot_floats: usize) {
+    pub(super) fn add(&mut self, holder: Holder, place: Side, count: usize, slot_floats: usize) {
         let end = match place {
-            Place::Device => &mut self.device_end,
-            Place::Host => &mut self.host_end,
-            Place::HostOwn | Place::File => &mut 0,
+            Side::Device => &mut self.device_end,
+            Side::Host => &mut self.host_end,
+            Side::HostOwn | Side::File => &mut 0,
         };
         let slots = Slots { at: *end, count, slot_floats };
         *end += slots.floats().next_multiple_of(ALIGNED);
@@ -157,32 +167,32 @@ impl Regions {
     }
 
     /// Adds a region that is told of only if there is something in it.
-    pub(super) fn add_if_any(&mut self, holder: Holder, place: Place, floats: usize) {
+    pub(super) fn add_if_any(&mut self, holder: Holder, place: Side, floats: usize) {
         if floats > 0 {
             self.add(holder, place, 1, floats);
         }
     }
 
-    fn find(&self, holder: Holder, place: Place) -> Option<&Region> {
+    fn find(&self, holder: Holder, place: Side) -> Option<&Region> {
         self.list.iter().find(|region| region.holder == holder && region.place == place)
     }
 
     /// A holder's slots in an arena; of one that holds nothing there, none.
-    pub(crate) fn slots(&self, holder: Holder, place: Place) -> Slots {
+    pub(crate) fn slots(&self, holder: Holder, place: Side) -> Slots {
         self.find(holder, place).map_or(Slots::default(), |region| region.slots)
     }
 
     /// All of a holder's memory on the device.
     pub(crate) fn on_device(&self, holder: Holder) -> View {
-        self.slots(holder, Place::Device).all()
+        self.slots(holder, Side::Device).all()
     }
 
     /// The arena of a device, or of the worker on the host.
-    pub(crate) fn arena(&self, place: Place) -> ArenaPlan {
+    pub(crate) fn arena(&self, place: Side) -> ArenaPlan {
         let floats = match place {
-            Place::Device => self.device_end,
-            Place::Host => self.host_end,
-            Place::HostOwn | Place::File => 0,
+            Side::Device => self.device_end,
+            Side::Host => self.host_end,
+            Side::HostOwn | Side::File => 0,
         };
         let here = self.list.iter().filter(|region| region.place == place);
         let slots = here.map(|region| (region.holder.term(), region.slots)).collect();
@@ -197,7 +207,7 @@ impl Regions {
     /// Bytes of the host that a GPU copies from and to: the arena, masters and batch metadata.
     pub(super) fn copied_bytes(&self) -> u64 {
         let is_copied = |region: &&Region| {
-            region.place == Place::HostOwn
+            region.place == Side::HostOwn
                 && matches!(region.holder, Holder::Masters | Holder::BatchMetadata)
         };
         let own: usize =
@@ -209,9 +219,9 @@ impl Regions {
     pub(super) fn terms(&self) -> [Vec<Term>; 3] {
         let planned = |region: &Region| region.slots.floats();
         [
-            self.sums(&DEVICE_TERMS, &[Place::Device], planned),
-            self.sums(&HOST_TERMS, &[Place::Host, Place::HostOwn], planned),
-            self.sums(&FILE_TERMS, &[Place::File], planned),
+            self.sums(&DEVICE_TERMS, &[Side::Device], planned),
+            self.sums(&HOST_TERMS, &[Side::Host, Side::HostOwn], planned),
+            self.sums(&FILE_TERMS, &[Side::File], planned),
         ]
     }
 
@@ -227,14 +237,14 @@ impl Regions {
             (Holder::Workspace, _) => workspace,
             _ => region.slots.floats(),
         };
-        self.sums(&DEVICE_TERMS, &[Place::Device], used)
+        self.sums(&DEVICE_TERMS, &[Side::Device], used)
     }
 
     /// A term for each name that has a region, even an empty one, in these places.
     fn sums(
         &self,
         names: &[&'static str],
-        places: &[Place],
+        places: &[Side],
         floats: impl Fn(&Region) -> usize,
     ) -> Vec<Term> {
         let mut terms = Vec::new();
@@ -258,18 +268,18 @@ mod tests {
     #[test]
     fn regions_of_an_arena_do_not_overlap_and_sum_to_its_terms() {
         let mut regions = Regions::default();
-        regions.add(Holder::Weights, Place::Device, 2, 48);
-        regions.add(Holder::Landing, Place::Host, 1, 32);
-        regions.add(Holder::Outputs, Place::Device, 3, 16);
-        regions.add(Holder::ChunkState, Place::Device, 1, 32);
-        regions.add(Holder::Masters, Place::HostOwn, 1, 80);
-        regions.add(Holder::Stash, Place::Device, 1, 0);
-        regions.add_if_any(Holder::Overhead, Place::Device, 0);
+        regions.add(Holder::Weights, Side::Device, 2, 48);
+        regions.add(Holder::Landing, Side::Host, 1, 32);
+        regions.add(Holder::Outputs, Side::Device, 3, 16);
+        regions.add(Holder::ChunkState, Side::Device, 1, 32);
+        regions.add(Holder::Masters, Side::HostOwn, 1, 80);
+        regions.add(Holder::Stash, Side::Device, 1, 0);
+        regions.add_if_any(Holder::Overhead, Side::Device, 0);
         let [weights, outputs, chunk_state] =
             [Holder::Weights, Holder::Outputs, Holder::ChunkState]
-                .map(|holder| regions.slots(holder, Place::Device));
+                .map(|holder| regions.slots(holder, Side::Device));
         assert_eq!([weights.at, outputs.at, chunk_state.at], [0, 96, 144]);
-        assert_eq!((regions.device_floats(), regions.arena(Place::Host).floats), (176, 32));
+        assert_eq!((regions.device_floats(), regions.arena(Side::Host).floats), (176, 32));
         let [device, host, file] = regions.terms();
         let named: Vec<_> = device.iter().map(|term| (term.name, term.bytes)).collect();
         // What counts to one term is summed; an empty region is shown, and one that is not added is
@@ -283,9 +293,9 @@ mod tests {
     #[test]
     fn peaks_count_slots_that_were_handed_out() {
         let mut regions = Regions::default();
-        regions.add(Holder::Weights, Place::Device, 4, 16);
-        regions.add(Holder::Workspace, Place::Device, 1, 64);
-        regions.add(Holder::Stash, Place::Device, 1, 32);
+        regions.add(Holder::Weights, Side::Device, 4, 16);
+        regions.add(Holder::Workspace, Side::Device, 1, 64);
+        regions.add(Holder::Stash, Side::Device, 1, 32);
         let peaks = regions.peaks(|pool| if pool == "weights" { 3 } else { 0 }, 40);
         let bytes: Vec<_> = peaks.iter().map(|term| term.bytes / FLOAT).collect();
         assert_eq!(bytes, [48, 40, 32]);

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use l2l_actors::schedule::{self, BlockId, Capacities, Pipeline, Pools, Schedule};
 
 use super::checks::check_sizes;
-use super::regions::{Holder, Place, Regions};
+use super::regions::{Holder, Regions, Side};
 use super::{
-    KvCache, LinkBytes, Plan, RankShare, StepShape, StepSpec, pipelines, schedule_of, share,
+    KvCache, LinkBytes, Plan, RankShare, ReceivedFloats, StepShape, StepSpec, pipelines,
+    schedule_of, share,
 };
 use crate::compression::{Compression, Sizes};
 use crate::config::{ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
@@ -16,7 +17,7 @@ use crate::devices::{self, KernelMemory};
 use crate::eps::{cut, part_floats, parts_of};
 use crate::error::Error;
 use crate::kernels::Rows;
-use crate::models::{self, BlockTensors, Measured, Model, Part, Tensor};
+use crate::models::{self, BlockTensors, Measured, Model, ModelLayer, Tensor};
 use crate::optimizers::{StateLayout, UpdateRule, room_len};
 use crate::stash;
 
@@ -139,7 +140,7 @@ impl Sizing<'_> {
             sequences,
             most_micro_batches,
             share: self.share,
-            exchanged: self.exchanged(),
+            received: self.received(),
             devices: self.config.devices(),
             pools,
             regions,
@@ -306,8 +307,8 @@ impl Sizing<'_> {
         self.host_regions(&mut regions, pools, blocks);
         let cache = self.cache.as_ref().map(KvCache::floats);
         // The stash is named on both sides, though one has all of it.
-        for place in [Place::Device, Place::Host] {
-            let is_here = (place == Place::Device) == self.stash_on_device();
+        for place in [Side::Device, Side::Host] {
+            let is_here = (place == Side::Device) == self.stash_on_device();
             let floats = |floats: usize| if is_here { floats } else { 0 };
             regions.add(Holder::Stash, place, 1, floats(schedules.stash));
             if let Some(cache) = cache {
@@ -318,15 +319,15 @@ impl Sizing<'_> {
         let format = self.config.master_format()?;
         let largest = self.largest_tensor();
         let unpacked = self.rule.map_or(0, |rule| room_len(rule, format, largest));
-        regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
+        regions.add_if_any(Holder::UnpackedMasters, Side::HostOwn, unpacked);
         let tensors = || self.own.iter().flat_map(BlockTensors::trained);
         let workspace =
             self.rule.and_then(|rule| tensors().map(|tensor| rule.workspace_len(tensor)).max());
-        regions.add_if_any(Holder::UpdateWorkspace, Place::HostOwn, workspace.unwrap_or(0));
-        let exchanged = self.exchanged().iter().sum();
-        regions.add_if_any(Holder::Exchanged, Place::HostOwn, exchanged);
+        regions.add_if_any(Holder::UpdateWorkspace, Side::HostOwn, workspace.unwrap_or(0));
+        let ReceivedFloats { gradient, embedding_rows } = self.received();
+        regions.add_if_any(Holder::Received, Side::HostOwn, gradient + embedding_rows);
         let metadata = devices::overhead_on_host(self.config, rows);
-        regions.add_if_any(Holder::BatchMetadata, Place::HostOwn, metadata);
+        regions.add_if_any(Holder::BatchMetadata, Side::HostOwn, metadata);
         Ok(regions)
     }
 
@@ -342,8 +343,8 @@ impl Sizing<'_> {
         let config = self.config;
         let trains = self.trains();
         let dtype = config.device.dtype;
-        let chunk_state = model.parts.iter().map(|part| match part {
-            Part::Stack(layer) => layer.chunk_state_len(rows.positions, trains, dtype),
+        let chunk_state = model.layers.iter().map(|part| match part {
+            ModelLayer::Stack(layer) => layer.chunk_state_len(rows.positions, trains, dtype),
             _ => 0,
         });
         let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(16);
@@ -356,7 +357,7 @@ impl Sizing<'_> {
         let cached = if is_cached { 2 * schedules.boundary } else { 0 };
         let gradients = if trains { pools.gradients as usize } else { 0 };
         let mut add = |holder, count: usize, floats| {
-            regions.add(holder, Place::Device, count, floats);
+            regions.add(holder, Side::Device, count, floats);
         };
         add(Holder::Weights, pools.weights as usize, blocks.published);
         add(Holder::Gradients, gradients, blocks.gradient);
@@ -364,17 +365,17 @@ impl Sizing<'_> {
         add(Holder::Outputs, pools.outputs as usize, schedules.boundary);
         add(Holder::ChunkState, 1, chunk_state);
         add(Holder::Workspace, 1, workspace);
-        regions.add_if_any(Holder::Widened, Place::Device, widened + cached);
-        regions.add_if_any(Holder::Overhead, Place::Device, overhead.next_multiple_of(16));
+        regions.add_if_any(Holder::Widened, Side::Device, widened + cached);
+        regions.add_if_any(Holder::Overhead, Side::Device, overhead.next_multiple_of(16));
     }
 
     fn host_regions(&self, regions: &mut Regions, pools: &Pools, blocks: &Blocks) {
         let reduced = if self.trains() { pools.reduced as usize } else { 0 };
         let parts = if self.trains() { pools.parts as usize } else { 0 };
-        regions.add(Holder::Landing, Place::Host, reduced, blocks.landing);
-        regions.add(Holder::Parts, Place::Host, parts, blocks.landing);
+        regions.add(Holder::Landing, Side::Host, reduced, blocks.landing);
+        regions.add(Holder::Parts, Side::Host, parts, blocks.landing);
         if self.share.ranks > 1 || self.on_file() {
-            regions.add(Holder::FileReads, Place::Host, pools.reads as usize, blocks.on_host);
+            regions.add(Holder::FileReads, Side::Host, pools.reads as usize, blocks.on_host);
         }
         if self.on_file() {
             let states = if self.trains() { pools.states as usize } else { 0 };
@@ -386,18 +387,18 @@ impl Sizing<'_> {
             });
             let slot = staged.max();
             let part = parts.iter().flatten().max();
-            regions.add(Holder::FileStates, Place::Host, states, slot.unwrap_or(0));
-            regions.add(Holder::FileBuffer, Place::HostOwn, 1, part.copied().unwrap_or(0));
+            regions.add(Holder::FileStates, Side::Host, states, slot.unwrap_or(0));
+            regions.add(Holder::FileBuffer, Side::HostOwn, 1, part.copied().unwrap_or(0));
         }
     }
 
     /// Masters, moments and waiting gradients, in memory or on file.
     fn eps_regions(&self, regions: &mut Regions, blocks: &Blocks) {
-        let place = if self.on_file() { Place::File } else { Place::HostOwn };
+        let place = if self.on_file() { Side::File } else { Side::HostOwn };
         // On file a block is there twice, as it is and as it was, unless it never changes.
         let copies = if self.on_file() && self.trains() { 2 } else { 1 };
         regions.add(Holder::Masters, place, copies, blocks.all);
-        regions.add(Holder::Moments, place, copies, blocks.states);
+        regions.add(Holder::OptimizerStates, place, copies, blocks.states);
         regions.add(Holder::GradientRegions, place, 1, blocks.regions);
         if let Some(kind) = self.compression() {
             // Errors of the groups that this process computes, of whole blocks.
@@ -407,7 +408,7 @@ impl Sizing<'_> {
                 kind.kept(tensors, 0).iter().map(|run| run.len).sum()
             };
             let floats: usize = (0..self.model.blocks.len() as u32).map(of_group).sum();
-            regions.add(Holder::GradientErrors, Place::HostOwn, groups as usize, floats);
+            regions.add(Holder::GradientErrors, Side::HostOwn, groups as usize, floats);
         }
     }
 
@@ -416,9 +417,8 @@ impl Sizing<'_> {
         self.config.compression().filter(|_| self.trains())
     }
 
-    /// Floats for what other ranks send: parts of a gradient, and rows of the embedding's. For the
-    /// parts also what compression works in.
-    fn exchanged(&self) -> [usize; 2] {
+    /// Memory for numbers from other ranks. Compression works in that of the gradient.
+    fn received(&self) -> ReceivedFloats {
         let RankShare { rank, ranks } = self.share;
         let compressed = self.compression().map(|kind| {
             let sizes = Sizes { groups: self.config.parallel.groups, ranks };
@@ -429,7 +429,7 @@ impl Sizing<'_> {
             (0..).zip(&self.model.blocks).map(of_block).max().unwrap_or(0)
         });
         if ranks == 1 || !self.trains() {
-            return [compressed.unwrap_or(0), 0];
+            return ReceivedFloats { gradient: compressed.unwrap_or(0), embedding_rows: 0 };
         }
         let parts = self
             .model
@@ -437,10 +437,12 @@ impl Sizing<'_> {
             .iter()
             .map(|block| cut(block, ranks).clipped(block.trained_len()).of(rank).len());
         let received = (ranks as usize - 1) * parts.max().unwrap_or(0);
-        let received = compressed.unwrap_or(received);
         let StepShape { sequences, positions, .. } = self.steps[0];
         let rows = sequences * positions * self.model.shape.hidden;
-        [received, self.config.device.dtype.floats(rows)]
+        ReceivedFloats {
+            gradient: compressed.unwrap_or(received),
+            embedding_rows: self.config.device.dtype.floats(rows),
+        }
     }
 }
 

@@ -82,7 +82,7 @@ impl Rates {
         let mut compute = HashMap::new();
         let bytes = positions * model.shape.hidden as f64 * size_of::<f32>() as f64;
         let save = config.schedule.recompute.keep();
-        for layer in 1..model.parts.len() {
+        for layer in 1..model.layers.len() {
             for phase in PHASES {
                 let products = model.visit_flops(layer, phase, [positions as usize], save);
                 // Each product reads and writes memory at least once, in proportion to its FLOPs.
@@ -321,7 +321,7 @@ impl Forecast {
             Error::system(format_args!("virtual time stood still: {actors:?}"))
         })?;
         let ends = ended?;
-        Ok(Forecast::of_records(&records, &ends, model.parts.len(), config.devices()))
+        Ok(Forecast::of_records(&records, &ends, model.layers.len(), config.devices()))
     }
 
     fn of_records(records: &[Record], ends: &[Duration], layers: usize, devices: u32) -> Forecast {

@@ -52,23 +52,23 @@ pub(crate) fn pack(packed: &mut [f32], row: &[f32], block: u32) {
 
 /// Unpacks a row.
 pub(crate) fn unpack(row: &mut [f32], packed: &[f32], block: u32) {
-    Row::new(packed, row.len(), block).unpack(row);
+    Int8Row::new(packed, row.len(), block).unpack(row);
 }
 
 /// A packed row.
 #[derive(Clone, Copy)]
-pub(crate) struct Row<'p> {
+pub(crate) struct Int8Row<'p> {
     scales: &'p [f32],
     multiples: &'p [i8],
     block: usize,
 }
 
-impl<'p> Row<'p> {
+impl<'p> Int8Row<'p> {
     /// A packed row of `columns` numbers.
-    pub(crate) fn new(packed: &'p [f32], columns: usize, block: u32) -> Row<'p> {
+    pub(crate) fn new(packed: &'p [f32], columns: usize, block: u32) -> Int8Row<'p> {
         let (scales, multiples) = packed.split_at(columns.div_ceil(block as usize));
         let multiples = &bytemuck::cast_slice(multiples)[..columns];
-        Row { scales, multiples, block: block as usize }
+        Int8Row { scales, multiples, block: block as usize }
     }
 
     fn unpack(self, row: &mut [f32]) {
@@ -101,7 +101,7 @@ mod tests {
         pack(&mut packed, numbers, block);
         let mut back = vec![f32::NAN; numbers.len()];
         unpack(&mut back, &packed, block);
-        let row = Row::new(&packed, numbers.len(), block).numbers(0..numbers.len());
+        let row = Int8Row::new(&packed, numbers.len(), block).numbers(0..numbers.len());
         // Rust does not define the bits of a computed NaN: under Miri they vary.
         let is_same = |one: f32, other: f32| one.to_bits() == other.to_bits() || one.is_nan();
         assert!(

@@ -19,13 +19,13 @@ use crate::fabric::Exchanges;
 use crate::hf::{self, Load, largest_shape_of};
 use crate::inference::Evaluation;
 use crate::machine;
-use crate::models::{Head, Model, Part};
+use crate::models::{Head, Model, ModelLayer};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Plan, RankShare, Room};
 use crate::telemetry::{
     Ledger, Observe, RunStatus, Trace, Watch, Watched, made_up_name, seconds_of,
 };
-use crate::worker::{Parts, Worker};
+use crate::worker::{Worker, WorkerParts};
 
 /// Everything that a trainer is made of, checked by itself and together.
 pub(super) struct Checked {
@@ -167,8 +167,8 @@ impl Checked {
         let layers = on_file.or(layers);
         let model = growth::model_of(&config, &ring, layers)?;
         let run = Identity { model: &model, ..run };
-        let ledger = Arc::new(Ledger::new(ring.parts.len(), plan.devices, self.observers));
-        let parts = Parts {
+        let ledger = Arc::new(Ledger::new(ring.layers.len(), plan.devices, self.observers));
+        let parts = WorkerParts {
             model: ring.clone(),
             plan: plan.clone(),
             rule: self.rule,
@@ -443,10 +443,10 @@ fn watch(config: &Config, engine: &Engine, ledger: &Arc<Ledger>, status: RunStat
 /// For each layer: whether the device computes it, and whether it is the first to use a block.
 fn layers(model: &Model) -> Vec<(bool, bool)> {
     let mut met = BTreeSet::new();
-    let parts = model.parts.iter().zip(&model.part_blocks);
-    let of = |(part, blocks): (&Part, &Vec<_>)| {
+    let parts = model.layers.iter().zip(&model.layer_blocks);
+    let of = |(part, blocks): (&ModelLayer, &Vec<_>)| {
         let new = blocks.iter().filter(|&&block| met.insert(block)).count();
-        (!matches!(part, Part::Embedding), new > 0)
+        (!matches!(part, ModelLayer::Embedding), new > 0)
     };
     parts.map(of).collect()
 }

@@ -8,7 +8,7 @@ use l2l_actors::work::Placed;
 use super::Worker;
 use super::device_side::DeviceSide;
 use super::step::{MicroBatchRange, StepState};
-use crate::models::Part;
+use crate::models::ModelLayer;
 use crate::tensor::{Dtype, Packing, View};
 
 /// A micro-batch of a boundary at a visit.
@@ -77,9 +77,9 @@ impl Worker {
 
     /// Numbers that the KV cache of a layer holds for each position.
     pub(super) fn kv_width(&self, layer: LayerId) -> usize {
-        match &self.model.parts[layer.0 as usize] {
-            Part::Stack(layer) => layer.kv_width(),
-            Part::Embedding | Part::Head(_) | Part::Classes(_) => 0,
+        match &self.model.layers[layer.0 as usize] {
+            ModelLayer::Stack(layer) => layer.kv_width(),
+            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => 0,
         }
     }
 }

@@ -86,7 +86,7 @@ impl HostSide {
         let own = feedback.own.start as usize..feedback.own.end as usize;
         let width = factors.left_and_vectors(complete.is_some());
         let groups = feedback.groups as usize;
-        let mut workspace = self.exchanged.parts.lock().expect("nothing panics inside");
+        let mut workspace = self.received.gradient.lock().expect("nothing panics inside");
         let (lefts, rights) = workspace.split_at_mut(groups * width);
         let rights = &mut rights[..groups * factors.right_len];
         let left_of = |group: usize| group * width..(group + 1) * width;
@@ -185,7 +185,7 @@ impl Worker {
         let tensors = host.whole_trained(block);
         let packed_parts = kind.packed_parts(tensors, &cut, ranks);
         let packed = packed_parts.of(rank);
-        let mut workspace = host.exchanged.parts.lock().expect("nothing panics inside");
+        let mut workspace = host.received.gradient.lock().expect("nothing panics inside");
         let (unpacked, received) = workspace.split_at_mut(ranks as usize * own.len());
         let received = &mut received[..(ranks as usize - 1) * packed.len()];
         let sent = bytemuck::cast_slice(&gradient[..packed_parts.len()]);

@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::devices::{Device, KernelTime, ProductTable};
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
-use crate::plan::{Holder, Place, Plan};
+use crate::plan::{Holder, Plan, Side};
 use crate::tensor::{Packing, Slots, View};
 
 /// See the [module](self).
@@ -55,7 +55,7 @@ impl DeviceSide {
     ) -> Result<DeviceSide, Error> {
         let first = device.first();
         let slots = |holder| {
-            let slots = plan.regions.slots(holder, Place::Device);
+            let slots = plan.regions.slots(holder, Side::Device);
             Slots { at: first + slots.at, ..slots }
         };
         Ok(DeviceSide {

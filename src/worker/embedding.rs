@@ -90,8 +90,8 @@ impl Scattered<'_> {
     fn add_int8_to(&self, table: host_math::Table<'_>, block: u32) {
         let row_floats = int8::row_floats(self.channels, block);
         let rows = self.dx.iter().flat_map(|&(dx, rows)| dx.chunks_exact(row_floats).take(rows));
-        let rows: Vec<int8::Row<'_>> =
-            rows.map(|packed| int8::Row::new(packed, self.channels, block)).collect();
+        let rows: Vec<int8::Int8Row<'_>> =
+            rows.map(|packed| int8::Int8Row::new(packed, self.channels, block)).collect();
         host_math::scatter(self.level, table, self.tokens, &rows, self.scale);
     }
 }
@@ -236,7 +236,7 @@ impl Worker {
             rest.fill(0.0);
         }
         let table = host_math::Table { rows, from, first: tile.first, is_new: first };
-        let others = self.host.exchanged.rows.read().expect("nothing panics inside");
+        let others = self.host.received.embedding_rows.read().expect("nothing panics inside");
         let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.dealt {
             None => (dx.collect(), &state.batch.tokens),
             Some(dealt) => (vec![(&others, dealt.rows.len())], &dealt.tokens),

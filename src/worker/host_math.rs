@@ -102,7 +102,7 @@ impl<D: Element> Gradient for &[D] {
     }
 }
 
-impl Gradient for int8::Row<'_> {
+impl Gradient for int8::Int8Row<'_> {
     fn channels(self) -> usize {
         self.len()
     }

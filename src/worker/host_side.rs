@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::boundaries::Filled;
 use super::clipping::Clipping;
 use super::memory::HostLease;
-use super::ranks::Exchanged;
+use super::ranks::Received;
 use super::step::StepState;
 use super::{Worker, host_math};
 use crate::config::{Config, GradientDtype, NonFinite};
@@ -40,7 +40,7 @@ pub(super) struct HostSide {
     pub(super) fabric_rate: Option<f64>,
     /// Split masters as f32, for an update rule that wants them whole.
     pub(super) unpacked: Mutex<Vec<f32>>,
-    pub(super) exchanged: Exchanged,
+    pub(super) received: Received,
 }
 
 /// A gradient's sum of squares.
@@ -78,7 +78,7 @@ impl HostSide {
             disk_rate: config.disk_bytes_per_second()?,
             fabric_rate: config.fabric_bytes_per_second()?,
             unpacked: Mutex::new(vec![0.0; unpacked]),
-            exchanged: Exchanged::new(plan),
+            received: Received::new(plan),
         })
     }
 

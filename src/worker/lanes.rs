@@ -14,7 +14,7 @@ use super::step::StepState;
 use super::{CacheSlot, Worker};
 use crate::config::{GradientDtype, NonFinite};
 use crate::kernels::Kernels;
-use crate::models::{self, BlockViews, Part, Port, VisitArgs};
+use crate::models::{self, BlockViews, ModelLayer, Port, VisitArgs};
 use crate::plan::Purpose;
 use crate::tensor::{Dtype, Packing, View, packed_bf16, widen};
 
@@ -233,7 +233,7 @@ impl Worker {
         m: MicroBatch,
         args: &VisitArgs<'_>,
     ) -> Result<(), BoxedError> {
-        if self.model.parts.iter().position(Part::is_head) != Some(layer) {
+        if self.model.layers.iter().position(ModelLayer::is_head) != Some(layer) {
             return Ok(());
         }
         let hidden = args.reads.iter().find(|port| port.boundary.role == Role::Hidden);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::devices::{self, Device};
 use crate::error::Error;
-use crate::plan::{Holder, Place, Plan};
+use crate::plan::{Holder, Plan, Side};
 use crate::tensor::{Arena, Lease, Slots, View};
 
 /// See the [module](self).
@@ -40,18 +40,18 @@ impl Memory {
                 (arena.clone(), devices::host_from(plan.devices, regions.device_floats()))
             }
             None => {
-                let arena = Arena::planned(&regions.arena(Place::Host));
+                let arena = Arena::planned(&regions.arena(Side::Host));
                 let mut arena = arena.map_err(no_memory)?;
                 devices[0].pin(arena.all_mut());
                 (Arc::new(arena), 0)
             }
         };
         let on_host = |holder| {
-            let slots = regions.slots(holder, Place::Host);
+            let slots = regions.slots(holder, Side::Host);
             Slots { at: from + slots.at, ..slots }
         };
         let stashed = |holder| match plan.stash_on_device {
-            true => regions.slots(holder, Place::Device),
+            true => regions.slots(holder, Side::Device),
             false => on_host(holder),
         };
         Ok(Memory {

@@ -46,7 +46,7 @@ use crate::eps::Eps;
 use crate::error::Error;
 use crate::models::{Model, Save};
 use crate::optimizers::{LearningRate, UpdateRule};
-use crate::plan::{Holder, Place, Plan};
+use crate::plan::{Holder, Plan, Side};
 
 /// See the [module](self).
 pub(crate) struct Worker {
@@ -96,7 +96,7 @@ impl KernelRate {
 }
 
 /// What a worker is made of.
-pub(crate) struct Parts {
+pub(crate) struct WorkerParts {
     pub(crate) model: Arc<Model>,
     pub(crate) plan: Arc<Plan>,
     pub(crate) rule: Box<dyn UpdateRule>,
@@ -112,10 +112,10 @@ impl Worker {
     ///
     /// # Errors
     /// The system has less memory or fewer threads than that takes, or there is no such device.
-    pub(crate) fn new(config: &Config, parts: Parts) -> Result<Worker, Error> {
-        let Parts { model, plan, rule, learning_rate, eps, records, copies } = parts;
+    pub(crate) fn new(config: &Config, parts: WorkerParts) -> Result<Worker, Error> {
+        let WorkerParts { model, plan, rule, learning_rate, eps, records, copies } = parts;
         let threads = Arc::new(threads(config)?);
-        let arenas = [Place::Device, Place::Host].map(|place| plan.regions.arena(place));
+        let arenas = [Side::Device, Side::Host].map(|place| plan.regions.arena(place));
         let own = match config.device.kind {
             DeviceKind::Cpu => plan.regions.on_device(Holder::Widened),
             DeviceKind::Cuda => plan.regions.on_device(Holder::Overhead),

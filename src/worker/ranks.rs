@@ -19,18 +19,21 @@ use crate::plan::Plan;
 /// The number under which rows are exchanged among the gradients of blocks.
 const ROWS: u64 = u64::MAX;
 
-/// Memory for what other ranks send.
-pub(super) struct Exchanged {
-    /// For each other rank what it has for this rank's part of a gradient. Factors of matrices.
-    pub(super) parts: Mutex<Vec<f32>>,
-    /// The rows of the embedding's gradient of a whole batch.
-    pub(super) rows: RwLock<Vec<f32>>,
+/// Memory for numbers from other ranks.
+pub(super) struct Received {
+    /// For each other rank its share of this rank's part of a gradient; with compression, factors
+    /// of matrices.
+    pub(super) gradient: Mutex<Vec<f32>>,
+    /// Rows of the embedding's gradient, of a whole batch.
+    pub(super) embedding_rows: RwLock<Vec<f32>>,
 }
 
-impl Exchanged {
-    pub(super) fn new(plan: &Plan) -> Exchanged {
-        let [parts, rows] = plan.exchanged;
-        Exchanged { parts: Mutex::new(vec![0.0; parts]), rows: RwLock::new(vec![0.0; rows]) }
+impl Received {
+    pub(super) fn new(plan: &Plan) -> Received {
+        Received {
+            gradient: Mutex::new(vec![0.0; plan.received.gradient]),
+            embedding_rows: RwLock::new(vec![0.0; plan.received.embedding_rows]),
+        }
     }
 }
 
@@ -109,7 +112,7 @@ impl Worker {
         if let Some(dealt) = &state.dealt {
             let rank = parts.exchanges.rank() as usize;
             let ranks = parts.exchanges.ranks() as usize;
-            let mut received = self.host.exchanged.parts.lock().expect("nothing panics inside");
+            let mut received = self.host.received.gradient.lock().expect("nothing panics inside");
             let received = &mut received[..own.len() * (ranks - 1)];
             let sent = bytemuck::cast_slice(gradient);
             let to = bytemuck::cast_slice_mut(received);
@@ -147,7 +150,7 @@ impl Worker {
         let row = self.packing(schedule.boundary(boundary)).row_bytes();
         let exchanges = &self.parts().exchanges;
         let cut = dealt.rows.in_bytes(row);
-        let mut rows = self.host.exchanged.rows.write().expect("nothing panics inside");
+        let mut rows = self.host.received.embedding_rows.write().expect("nothing panics inside");
         let rows = &mut bytemuck::cast_slice_mut::<f32, u8>(&mut rows)[..cut.len()];
         let mut at = cut.of(exchanges.rank()).start;
         for micro_batch in 0..schedule.micro_batches.len() as MicroBatch {

@@ -9,7 +9,7 @@ use l2l_actors::schedule::{Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{BoxedError, Integrity, Relay, RingConfig, RingError};
 
-use super::{Parts, StepInput, Worker};
+use super::{StepInput, Worker, WorkerParts};
 use crate::config::{ChannelsConfig, Config, Deal, EpsTier, Recompute, StashPlace, Transfer};
 use crate::data::{Batch, Dataset};
 use crate::devices::{Device, PeerView};
@@ -117,10 +117,10 @@ impl Small {
                 Eps::on_file(model.blocks.clone(), states, file.expect("a place for files"))
             }
         };
-        let records = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));
+        let records = Arc::new(Ledger::new(model.layers.len(), plan.devices, Vec::new()));
         let plan = Arc::new(plan);
         let learning_rate = config.learning_rate(100);
-        let parts = Parts { model, plan, rule, learning_rate, eps, records, copies: true };
+        let parts = WorkerParts { model, plan, rule, learning_rate, eps, records, copies: true };
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
         worker.eps().randomise(worker.model(), 1).expect("room on a disk");
@@ -284,7 +284,7 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
     let config = RingConfig {
         pools: plan.pools,
         blocks: model.blocks.len() as u32,
-        max_layers: model.parts.len() as u32,
+        max_layers: model.layers.len() as u32,
         max_micro_batches: plan.micro_batches.len() as u32,
         deferred: plan.deferred,
         watchdog: patience,

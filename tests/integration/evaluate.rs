@@ -136,7 +136,7 @@ fn it_holds_no_optimizer() {
         let terms = plan.device.iter().chain(&plan.host);
         terms.filter(|term| term.name == name).map(|term| term.bytes).sum::<u64>()
     };
-    for none in ["moments", "gradient_regions", "gradients", "landing"] {
+    for none in ["optimizer_states", "gradient_regions", "gradients", "landing"] {
         assert_eq!(bytes(none), 0, "{none}");
     }
     assert_eq!(bytes("masters"), 4 * model.parameters() as u64);

@@ -135,7 +135,7 @@ fn the_plan_names_the_memory() {
     let many = plan(40);
     assert_eq!(few.device_bytes(), many.device_bytes());
     let memory = |plan: &l2l::Plan| {
-        let term = plan.host.iter().find(|term| term.name == "memory").expect("a term");
+        let term = plan.host.iter().find(|term| term.name == "kv_cache").expect("a term");
         term.bytes
     };
     // Keys and values of 256 channels, of 50 positions of 3 sequences.
@@ -143,7 +143,7 @@ fn the_plan_names_the_memory() {
         (memory(&few), memory(&many)),
         (4 * 2 * 256 * 50 * 3 * 4, 40 * 2 * 256 * 50 * 3 * 4)
     );
-    assert!(many.host.iter().all(|term| term.name != "moments" || term.bytes == 0));
+    assert!(many.host.iter().all(|term| term.name != "optimizer_states" || term.bytes == 0));
 }
 
 #[tokio::test]

@@ -391,7 +391,7 @@ fn masters_and_states_fall_with_the_number_of_ranks() {
             let share = RankShare { rank, ranks };
             let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
             let host = plan.expect("a plan of ours").host;
-            let is_eps = |term: &&Term| ["masters", "moments"].contains(&term.name);
+            let is_eps = |term: &&Term| ["masters", "optimizer_states"].contains(&term.name);
             host.iter().filter(is_eps).map(|term| term.bytes).sum()
         };
         (0..ranks).map(of_rank).collect()

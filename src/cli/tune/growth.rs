@@ -20,7 +20,7 @@ pub(super) fn of(config: &Config, model: &Model, settings: Settings) -> Vec<Term
         let mut settings = settings;
         // A device of a pipeline holds all its layers, also those that a deeper model adds.
         if settings.layout.kind.is_pipeline() {
-            settings.depths[0] = settings.depths[0].max(deeper.parts.len() as u32);
+            settings.depths[0] = settings.depths[0].max(deeper.layers.len() as u32);
         }
         let config = settings.on(config);
         Some(Plan::new(&config, &deeper, &config.update_rule()).ok()?.device)

@@ -257,7 +257,7 @@ fn candidates(
         for &(layout, place) in &ways {
             let mut depths = GENEROUS;
             if layout.kind.is_pipeline() {
-                depths[0] = model.parts.len() as u32; // a device holds all its layers
+                depths[0] = model.layers.len() as u32; // a device holds all its layers
             }
             let mut at = Settings { micro_batch, place, depths, layout };
             let mut best = predict(&at);

@@ -63,7 +63,7 @@ use super::{Check, Device, GpuRates, KernelGroup, KernelTime, PeerView, ProductT
 use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
-use crate::models::{Model, Part};
+use crate::models::{Model, ModelLayer};
 use crate::tensor::{Arena, Packing, View};
 
 /// Micro-batches whose metadata is on its way to the device at once, at most.
@@ -242,8 +242,8 @@ pub(super) fn open(
     floats: usize,
     overhead: View,
 ) -> Result<Box<dyn Device>, Error> {
-    let custom = model.parts.iter().flat_map(|part| match part {
-        Part::Stack(layer) => layer.custom_kernels(),
+    let custom = model.layers.iter().flat_map(|part| match part {
+        ModelLayer::Stack(layer) => layer.custom_kernels(),
         _ => Vec::new(),
     });
     let driver = driver(config, ordinal, &custom.collect::<Vec<_>>())?;
