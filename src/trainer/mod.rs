@@ -242,7 +242,7 @@ impl Trainer {
             let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
             return Err(Error::bad_batch(what));
         }
-        batch.check(&self.model, self.plan.positions, self.plan.sequences)
+        batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)
     }
 
     /// The next step, through these layers. Nothing is compiled or allocated for it.

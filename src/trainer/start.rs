@@ -167,7 +167,7 @@ impl Checked {
         let layers = on_file.or(layers);
         let model = growth::model_of(&config, &ring, layers)?;
         let run = Identity { model: &model, ..run };
-        let ledger = Arc::new(Ledger::new(ring.layers.len(), plan.devices, self.observers));
+        let ledger = Arc::new(Ledger::new(ring.layers.len(), plan.devices(), self.observers));
         let parts = WorkerParts {
             model: ring.clone(),
             plan: plan.clone(),
@@ -446,7 +446,7 @@ fn layers(model: &Model) -> Vec<(bool, bool)> {
     let parts = model.layers.iter().zip(&model.layer_blocks);
     let of = |(part, blocks): (&ModelLayer, &Vec<_>)| {
         let new = blocks.iter().filter(|&&block| met.insert(block)).count();
-        (!matches!(part, ModelLayer::Embedding), new > 0)
+        (part.is_on_device(), new > 0)
     };
     parts.map(of).collect()
 }

@@ -59,7 +59,7 @@ impl Trainer {
             data: self.data.clone(),
             progress: self.progress.clone(),
             disk_rate: self.disk_rate,
-            is_backward: !self.plan.deferred,
+            is_backward: !self.plan.deferred(),
             begun: self.engine.begun(),
             begin: self.engine.now(),
             watch: self.watch.clone(),

@@ -8,7 +8,6 @@ use l2l_actors::work::Placed;
 use super::Worker;
 use super::device_side::DeviceSide;
 use super::step::{MicroBatchRange, StepState};
-use crate::models::ModelLayer;
 use crate::tensor::{Dtype, Packing, View};
 
 /// A micro-batch of a boundary at a visit.
@@ -56,7 +55,7 @@ impl Worker {
     /// How the stash packs a boundary of hidden states or their gradients. Others are plain.
     pub(super) fn packing(&self, boundary: &Boundary) -> Packing {
         let Boundary { encoding, .. } = *boundary;
-        Packing { dtype: self.plan.dtype, encoding, columns: boundary.width() }
+        Packing { dtype: self.plan.dtype(), encoding, columns: boundary.width() }
     }
 
     /// Where kernels find what the visit reads: in an input slot, or in the stash.
@@ -73,13 +72,5 @@ impl Worker {
             return self.memory.in_stash(self.in_stash(filled));
         }
         on.output(placed, self.in_slot(filled))
-    }
-
-    /// Numbers that the KV cache of a layer holds for each position.
-    pub(super) fn kv_width(&self, layer: LayerId) -> usize {
-        match &self.model.layers[layer.0 as usize] {
-            ModelLayer::Stack(layer) => layer.kv_width(),
-            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => 0,
-        }
     }
 }

@@ -176,7 +176,7 @@ impl Worker {
                 let parts = Parts::new((1..=ranks as usize).map(|rank| rank * each).collect());
                 let bytes = bytemuck::cast_slice_mut(all);
                 let subject = u64::from(block.0);
-                exchanges.complete(Channel::Gradients, subject, &parts, bytes, beat)
+                exchanges.all_gather(Channel::Gradients, subject, &parts, bytes, beat)
             };
             host.factorise(feedback, block, (gradient, own.clone()), Some(&complete))?;
             gradient.copy_within(own, 0);
@@ -191,7 +191,7 @@ impl Worker {
         let received = &mut received[..(ranks as usize - 1) * packed.len()];
         let sent = bytemuck::cast_slice(&gradient[..packed_parts.len()]);
         let to = bytemuck::cast_slice_mut(received);
-        exchanges.deal(block, &packed_parts.in_bytes(size_of::<f32>()), sent, to, beat)?;
+        exchanges.all_to_all(block, &packed_parts.in_bytes(size_of::<f32>()), sent, to, beat)?;
         let chunks: Vec<Range<usize>> = chunks(tensors)
             .filter(|chunk| own.contains(&chunk.start))
             .map(|chunk| chunk.start - own.start..chunk.end - own.start)

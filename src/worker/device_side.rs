@@ -67,7 +67,7 @@ impl DeviceSide {
             chunk_state: slots(Holder::ChunkState).all(),
             workspace: slots(Holder::Workspace).all(),
             link: config.link_bytes_per_second()?,
-            boundaries_cross: !plan.stash_on_device,
+            boundaries_cross: !plan.stash_on_device(),
             used: used.clone(),
             index,
         })

@@ -18,8 +18,8 @@ use crate::config::{Config, GradientDtype, NonFinite};
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
-use crate::optimizers::{UpdateRule, chunk_squares, room_len};
-use crate::plan::Plan;
+use crate::optimizers::{UpdateRule, chunk_squares};
+use crate::plan::{Holder, Plan, Side};
 use crate::simd::Level;
 use crate::tensor::widen_in_place;
 
@@ -62,9 +62,7 @@ impl HostSide {
         eps: Eps,
         threads: &Arc<ThreadPool>,
     ) -> Result<HostSide, Error> {
-        let format = config.master_format()?;
-        let trains = plan.trains();
-        let unpacked = if trains { room_len(&*rule, format, plan.largest_tensor) } else { 0 };
+        let unpacked = plan.regions.slots(Holder::UnpackedMasters, Side::HostOwn).floats();
         Ok(HostSide {
             eps,
             rule,

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use l2l_actors::schedule::{BlockId, LayerId, MicroBatch, Role, Shard};
+use l2l_actors::schedule::{BlockId, MicroBatch, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
@@ -21,7 +21,7 @@ use crate::tensor::{Dtype, Packing, View, packed_bf16, widen};
 impl Worker {
     /// Floats that a device is sent of a block.
     fn published_len(&self, block: BlockId) -> usize {
-        self.model.blocks[block.0 as usize].published_len(self.plan.dtype)
+        self.model.blocks[block.0 as usize].published_len(self.plan.dtype())
     }
 
     /// Elements of a block's gradient.
@@ -92,7 +92,7 @@ impl Worker {
                 let len = self.trained_len(block);
                 let gradient = device.gradient(gradients, len);
                 let landing = host.landing(reduced, len);
-                match self.plan.gradient_dtype {
+                match self.plan.gradient_dtype() {
                     GradientDtype::F32 => device.download(landing, gradient, Crosses::Always),
                     GradientDtype::Bf16 => {
                         let packed = &mut landing[len - packed_bf16(len)..];
@@ -127,12 +127,11 @@ impl Worker {
         slot: View,
     ) -> Result<(), BoxedError> {
         let host = self.memory.lease();
-        let layer = self.cache_layer(filled.layer);
         let slots = filled.state.cache_slots(filled.micro_batch, &filled.step.plan.schedule);
         let width = slot.len() / slots.len();
         for (nth, cached) in slots.iter().enumerate() {
             let on_device = slot.part(nth * width..(nth + 1) * width);
-            let from = host.cached(self.plan.cached_at(layer, cached.slot, 0), width);
+            let from = host.cached(self.plan.cached_at(filled.layer, cached.slot, 0), width);
             device.upload(on_device, from, Crosses::UnlessStashedThere)?;
         }
         Ok(())
@@ -147,24 +146,18 @@ impl Worker {
         slot: View,
     ) -> Result<(), BoxedError> {
         let host = self.memory.lease();
-        let layer = self.cache_layer(filled.layer);
         let schedule = &filled.step.plan.schedule;
         let slots = filled.state.cache_slots(filled.micro_batch, schedule);
         let lengths = filled.state.lengths(filled.micro_batch, schedule);
         let mut from = 0;
         for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
-            let floats = self.plan.dtype.floats(rows * self.kv_width(filled.layer));
-            let to = host.cached_mut(self.plan.cached_at(layer, cache, cached), floats);
+            let floats = self.plan.dtype().floats(rows * filled.what().width());
+            let to = host.cached_mut(self.plan.cached_at(filled.layer, cache, cached), floats);
             let on_device = slot.part(from..from + floats);
             device.download(to, on_device, Crosses::UnlessStashedThere)?;
             from += floats;
         }
         Ok(())
-    }
-
-    /// Which of the layers with a KV cache a layer is.
-    fn cache_layer(&self, layer: LayerId) -> usize {
-        (0..layer.0).filter(|&before| self.kv_width(LayerId(before)) > 0).count()
     }
 
     /// The compute lane: one micro-batch at one visit.
@@ -200,7 +193,7 @@ impl Worker {
         let args = VisitArgs {
             batch: batch.view(),
             labelled: state.labelled(m, schedule),
-            dtype: self.plan.dtype,
+            dtype: self.plan.dtype(),
             blocks: blocks.iter().map(block).collect(),
             accumulate,
             reads: inputs.iter().map(input).collect(),
@@ -241,7 +234,7 @@ impl Worker {
         let read = device.read_back(x)?;
         let mut hidden = self.results.hidden.lock().expect("nothing panics inside");
         let hidden = hidden.entry(m).or_default();
-        match self.plan.dtype {
+        match self.plan.dtype() {
             Dtype::F32 => hidden.extend(read),
             dtype => {
                 let halves: &[u16] = bytemuck::cast_slice(&read);

@@ -14,7 +14,7 @@ use super::{Worker, throttle};
 use crate::eps::RankParts;
 use crate::fabric::Channel;
 use crate::optimizers::{chunks, sum_of_chunks};
-use crate::plan::Plan;
+use crate::plan::{Holder, Plan, Side};
 
 /// The number under which rows are exchanged among the gradients of blocks.
 const ROWS: u64 = u64::MAX;
@@ -30,9 +30,10 @@ pub(super) struct Received {
 
 impl Received {
     pub(super) fn new(plan: &Plan) -> Received {
+        let zeros = |holder| vec![0.0; plan.regions.slots(holder, Side::HostOwn).floats()];
         Received {
-            gradient: Mutex::new(vec![0.0; plan.received.gradient]),
-            embedding_rows: RwLock::new(vec![0.0; plan.received.embedding_rows]),
+            gradient: Mutex::new(zeros(Holder::ReceivedGradient)),
+            embedding_rows: RwLock::new(zeros(Holder::ReceivedRows)),
         }
     }
 }
@@ -90,7 +91,7 @@ impl Worker {
             slot[own].copy_from_slice(&published[..len]);
         }
         let exchanges = &parts.exchanges;
-        Ok(exchanges.complete(Channel::Blocks, u64::from(block.0), &cut, slot, beat)?)
+        Ok(exchanges.all_gather(Channel::Blocks, u64::from(block.0), &cut, slot, beat)?)
     }
 
     /// Leaves this rank's part of a gradient's sum at the begin of its landing block.
@@ -116,7 +117,7 @@ impl Worker {
             let received = &mut received[..own.len() * (ranks - 1)];
             let sent = bytemuck::cast_slice(gradient);
             let to = bytemuck::cast_slice_mut(received);
-            parts.exchanges.deal(block, &cut.in_bytes(size_of::<f32>()), sent, to, beat)?;
+            parts.exchanges.all_to_all(block, &cut.in_bytes(size_of::<f32>()), sent, to, beat)?;
             let mut sums: Vec<&mut [f32]> = received.chunks_mut(own.len().max(1)).collect();
             sums.resize_with(ranks - 1, Default::default);
             sums.insert(rank, &mut gradient[own.clone()]);
@@ -160,7 +161,7 @@ impl Worker {
             rows[at..][..bytes].copy_from_slice(&stashed[..bytes]);
             at += bytes;
         }
-        Ok(exchanges.complete(Channel::Gradients, ROWS, &cut, rows, beat)?)
+        Ok(exchanges.all_gather(Channel::Gradients, ROWS, &cut, rows, beat)?)
     }
 
     /// The sum of the losses of all micro-batches, in their order.
