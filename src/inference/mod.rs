@@ -28,7 +28,7 @@ use crate::optimizers::StateLayout;
 use crate::plan::Plan;
 pub use crate::plan::Room;
 use crate::telemetry::Ledger;
-use crate::worker::{Worker, WorkerParts};
+use crate::worker::{Emulated, Worker, WorkerParts};
 
 /// A model loaded for inference, with its engine.
 struct Loaded {
@@ -96,7 +96,6 @@ impl Loaded {
             learning_rate: rate,
             eps,
             records: ledger,
-            copies: true,
         };
         let worker = Worker::new(&config, parts)?;
         worker.eps().randomise(worker.model(), config.step.seed)?;
@@ -108,7 +107,8 @@ impl Loaded {
         if let Some(path) = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
             hf::load_adapters(path, &model, worker.eps(), how)?;
         }
-        Ok(Loaded { engine: Engine::start(config, worker, 0)? })
+        let work = Emulated::new(&config, worker, false)?;
+        Ok(Loaded { engine: Engine::start(config, work, 0)? })
     }
 
     async fn stop(self) -> Result<(), Error> {

@@ -25,7 +25,7 @@ use crate::plan::{Plan, RankShare, Room};
 use crate::telemetry::{
     Ledger, Observe, RunStatus, Trace, Watch, Watched, made_up_name, seconds_of,
 };
-use crate::worker::{Worker, WorkerParts};
+use crate::worker::{Emulated, Worker, WorkerParts};
 
 /// Everything that a trainer is made of, checked by itself and together.
 pub(super) struct Checked {
@@ -175,11 +175,11 @@ impl Checked {
             learning_rate,
             eps,
             records: ledger.clone(),
-            copies: self.copies,
         };
         let worker = Worker::new(&config, parts)?;
         let (progress, new_tensors) = fill(worker.eps(), found, checkpoint, run, layers)?;
-        let mut engine = Engine::start(config.clone(), worker, progress.step)?;
+        let work = Emulated::new(&config, worker, !self.copies)?;
+        let mut engine = Engine::start(config.clone(), work, progress.step)?;
         engine.resume(progress.skipped, progress.loss_scale);
         if config.model.max_layers.is_some() {
             engine.use_layers(model.shape.layers);

@@ -195,7 +195,7 @@ impl Writing {
         let mut bytes = 0;
         for id in blocks {
             bytes += draft.write_block(id, eps)?;
-            throttle(began, bytes, self.disk_rate);
+            throttle(began, || bytes, self.disk_rate);
             if let Some(saving) = saving {
                 saving.saved(id);
             }

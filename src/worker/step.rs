@@ -183,21 +183,3 @@ impl Steps {
         found.expect("an operation's step has begun").clone()
     }
 }
-
-/// What a step leaves for the caller, beside loss and norm.
-#[derive(Default)]
-pub(super) struct Results {
-    /// Logits of each labelled position, or scores of each sequence, in order.
-    pub(super) logits: Mutex<Vec<f32>>,
-    /// What the head read, by micro-batch: devices read theirs at once.
-    pub(super) hidden: Mutex<BTreeMap<MicroBatch, Vec<f32>>>,
-}
-
-impl Results {
-    /// Takes both, and leaves nothing.
-    pub(super) fn take(&self) -> (Vec<f32>, Vec<f32>) {
-        let logits = std::mem::take(&mut *self.logits.lock().expect("nothing panics inside"));
-        let hidden = std::mem::take(&mut *self.hidden.lock().expect("nothing panics inside"));
-        (logits, hidden.into_values().flatten().collect())
-    }
-}

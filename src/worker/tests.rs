@@ -120,7 +120,7 @@ impl Small {
         let records = Arc::new(Ledger::new(model.layers.len(), plan.devices, Vec::new()));
         let plan = Arc::new(plan);
         let learning_rate = config.learning_rate(100);
-        let parts = WorkerParts { model, plan, rule, learning_rate, eps, records, copies: true };
+        let parts = WorkerParts { model, plan, rule, learning_rate, eps, records };
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
         worker.eps().randomise(worker.model(), 1).expect("room on a disk");
@@ -274,10 +274,9 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
     let gradient_floats = model.blocks[model.blocks_of_layer(0)[0].0 as usize].len();
     let plan = Plan::new(&small.config, &model, &small.config.update_rule());
     let mut worker = small.worker(&plan.expect("a plan of ours").pools);
-    let side = worker.devices.remove(faulty).with(|device| {
+    worker.devices.replace(faulty, |device| {
         Box::new(Faulty { device, fault, downloads: AtomicUsize::new(0), gradient_floats })
     });
-    worker.devices.insert(faulty, side);
     let plan = worker.plan().clone();
     let lanes = Arc::new(ThreadLanes::start(worker, &plan.pools, None).expect("threads"));
     let patience = (fault == Fault::Hangs).then_some(Duration::from_secs(1));
