@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
+use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay, square};
 use crate::models::Tensor;
 
 /// Adafactor's hyperparameters. Of a matrix it keeps a float a row and a float a column; of a
@@ -45,10 +45,6 @@ fn sum_of(values: &[f32], of: impl Fn(f32) -> f64 + Sync) -> f64 {
     let chunks: Vec<f64> =
         values.par_chunks(CHUNK).map(|chunk| chunk.iter().map(|&value| of(value)).sum()).collect();
     chunks.iter().sum()
-}
-
-fn square(value: f32) -> f64 {
-    f64::from(value) * f64::from(value)
 }
 
 fn root_mean_square(values: &[f32]) -> f64 {

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use rayon::prelude::*;
 
 use super::product::{Product, packed_len};
-use super::{AdamW, CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
+use super::{AdamW, CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay, square};
 use crate::models::{Kind, Tensor};
 use crate::simd::Level;
 
@@ -152,7 +152,7 @@ fn orthogonalise<'a>(
     let long = matrix.long();
     let [a, b, c] = COEFFICIENTS;
     for _ in 0..ITERATIONS {
-        Product {
+        let product = Product {
             a: x,
             b: x,
             is_transposed: true,
@@ -161,32 +161,21 @@ fn orthogonalise<'a>(
             columns: rows,
             alpha: 1.0,
             plus: None,
-        }
-        .run(level, gram, packed);
-        let plus = Some((b, &*gram));
-        Product {
+        };
+        product.run(level, gram, packed);
+        let polynomial = Product {
             a: gram,
             b: gram,
             is_transposed: false,
-            rows,
             depth: rows,
-            columns: rows,
             alpha: c,
-            plus,
-        }
-        .run(level, sum, packed);
+            plus: Some((b, gram)),
+            ..product
+        };
+        polynomial.run(level, sum, packed);
         let plus = Some((a, &*x));
-        Product {
-            a: sum,
-            b: x,
-            is_transposed: false,
-            rows,
-            depth: rows,
-            columns: long,
-            alpha: 1.0,
-            plus,
-        }
-        .run(level, other, packed);
+        let moved = Product { a: sum, b: x, columns: long, alpha: 1.0, plus, ..polynomial };
+        moved.run(level, other, packed);
         std::mem::swap(&mut x, &mut other);
     }
     x
@@ -220,7 +209,7 @@ impl UpdateRule for Muon {
             self.observe(states[0], other, gradient, update.scale);
             let squares: Vec<f64> = other
                 .par_chunks(CHUNK)
-                .map(|chunk| chunk.iter().map(|&d| f64::from(d) * f64::from(d)).sum())
+                .map(|chunk| chunk.iter().map(|&d| square(d)).sum())
                 .collect();
             let factor = (1.0 / squares.iter().sum::<f64>().sqrt().max(EPSILON)) as f32;
             let is_tall = rows > columns;

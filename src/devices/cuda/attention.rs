@@ -115,7 +115,8 @@ fn shares_of(shape: &AttentionShape<'_>) -> usize {
 /// Workspace of the backward: Σ y dy of each query and head, and the gradients of the shares. Its
 /// size never falls as rows are added, so the planned workspace is enough for smaller
 /// micro-batches.
-pub(super) fn backward_scratch(shape: &AttentionShape<'_>, scratch: &Scratch<'_>) -> [View; 2] {
+pub(super) fn backward_scratch(op: &AttentionBackward<'_>, scratch: &Scratch<'_>) -> [View; 2] {
+    let shape = &op.shape;
     let keys = (shape.kv_rows() * shape.kv_heads).min(ENOUGH_KEYS / 2);
     let group = shape.heads / shape.kv_heads;
     let of_shares = if group > 1 { group * keys } else { 0 };
