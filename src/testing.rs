@@ -11,15 +11,15 @@ use crate::random;
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Scratch, View};
 
-/// What a check found wrong.
+/// The difference that a check found.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{what}: backward gives {backward}, differences of forward give {forward}")]
 pub struct Mismatch {
-    /// Of what the gradient is.
+    /// The tensor of the gradient.
     pub what: String,
     /// The directional derivative by the backward pass.
     pub backward: f64,
-    /// The same by central differences.
+    /// The directional derivative by central differences.
     pub forward: f64,
 }
 

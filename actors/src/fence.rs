@@ -25,7 +25,7 @@ pub struct Done {
     pub value: f64,
 }
 
-/// See the [module](self).
+/// The end of an operation. Actors and lanes wait for it.
 #[derive(Clone, Debug)]
 pub struct Fence {
     operation: u64,
@@ -67,7 +67,7 @@ impl Fence {
         self.state.done.get().copied()
     }
 
-    /// Waits for the operation; for ever, if it failed.
+    /// Waits for the operation. The wait never ends if the operation failed.
     pub async fn wait(&self) -> Done {
         *self.state.done.wait().await
     }

@@ -5,7 +5,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// What an actor is doing.
+/// The state of an actor: it works, or it waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ActorState {
     /// Running.
@@ -55,7 +55,7 @@ impl Inner {
 }
 
 impl Meter {
-    /// Busy from now.
+    /// The meter of an actor that is busy from now on.
     pub fn new(now: Duration) -> Meter {
         let spent = Spent::default();
         Meter { inner: Mutex::new(Inner { state: ActorState::Busy, begin: now, spent }) }

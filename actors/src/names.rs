@@ -61,7 +61,7 @@ impl ActorName {
         }
     }
 
-    /// What it does, whichever device it serves: its name in metrics.
+    /// The name of its role in metrics, the same on every device.
     pub fn role(self) -> &'static str {
         match self {
             ActorName::Fetcher => "fetcher",

@@ -39,17 +39,17 @@ pub(crate) struct Optimizer {
     pub(crate) updating: Option<Updating>,
 }
 
-/// A staged block that is moved on in its slot.
+/// A staged block that is being updated in its slot.
 pub(crate) struct Updating {
     block: BlockId,
     state: Held,
     updated: Fence,
 }
 
-/// A gradient that is complete on the host, or will be.
+/// A gradient whose sum is on the host, or will be there when the fences are reached.
 #[derive(Default)]
 struct Complete {
-    /// The landing block it lies in; none: its region.
+    /// The landing block that holds it; `None`: its gradient region.
     landing: Option<Held>,
     waits: Vec<Fence>,
     /// The global norm, where the update waited for it.
@@ -59,13 +59,10 @@ struct Complete {
 #[async_trait]
 impl Actor for Optimizer {
     async fn run(&mut self) -> Result<(), BoxedError> {
-        loop {
-            match self.context.recv(&mut self.reduced, None).await? {
-                Flow::Begin(step) => self.walk(&step).await?,
-                Flow::Stop => return Ok(()),
-                Flow::Datum(_) | Flow::End(_) => unreachable!("the walk takes all gradients"),
-            }
+        while let Some(step) = self.context.next_step(&mut self.reduced).await? {
+            self.walk(&step).await?;
         }
+        Ok(())
     }
 }
 
@@ -121,8 +118,9 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Queues the update of a block; the fence that reports its sum of squares. In memory it ends
-    /// the block's step; a staged block's state is read before and written behind.
+    /// Queues the update of a block, and returns the fence that reports the gradient's sum of
+    /// squares. In memory, the update ends the block's step. The state of a staged block is read
+    /// before the update and written behind it.
     async fn update(
         &mut self,
         step: &Arc<Step>,
@@ -138,8 +136,8 @@ impl Optimizer {
         Ok(self.context.queue(order))
     }
 
-    /// Reads a block's state, and has it updated there. The one before is written behind this
-    /// read, once its update has ended: the lane of files waits for nobody.
+    /// Reads a block's state, and has it updated there. The block before is written behind this
+    /// read, once its update has ended, because the lane of files must not wait.
     async fn update_staged(
         &mut self,
         step: &Arc<Step>,
@@ -177,7 +175,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Publishes the blocks nobody updated: after the last use of this version.
+    /// Publishes the blocks that nothing updated, after the last use of this version.
     fn carry(&self, step: &Arc<Step>) {
         let mut order = Order::new(step, Work::Carry { version: step.number });
         let carried = step.plan.carried.iter();
@@ -186,7 +184,6 @@ impl Optimizer {
         self.context.queue(order);
     }
 
-    /// The sums of losses and of squares over all processes.
     async fn sum_over_ranks(
         &mut self,
         step: &Arc<Step>,

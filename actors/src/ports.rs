@@ -14,7 +14,7 @@ use async_trait::async_trait;
 
 use crate::operation::{Operation, Step};
 
-/// Where actors queue work.
+/// The lanes that actors queue work on.
 #[async_trait]
 pub trait Lanes: Send + Sync + 'static {
     /// Queues an operation on the lane its work belongs on. Does not wait.
@@ -32,7 +32,7 @@ pub trait Lanes: Send + Sync + 'static {
 
 /// Lanes, and the data of each step.
 pub trait Ports: Lanes {
-    /// What a step trains on; the actors never see it.
+    /// The data of a step. The actors never look at it.
     type Batch: Send + 'static;
 
     /// Takes the data of a step before any of its operations is queued.

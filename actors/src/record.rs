@@ -22,7 +22,7 @@ pub struct Record {
     pub device: Option<DeviceId>,
     /// Its kind.
     pub kind: WorkKind,
-    /// Who queued it.
+    /// The actor that queued it.
     pub actor: ActorName,
     /// Its step.
     pub step: Version,
@@ -34,7 +34,7 @@ pub struct Record {
     pub block: Option<BlockId>,
     /// The micro-batch it concerns, if one.
     pub micro_batch: Option<MicroBatch>,
-    /// What it did.
+    /// The work that it did.
     pub work: Work,
     /// Bytes it moved between host and device, or between host and file.
     pub bytes: u64,
@@ -51,8 +51,8 @@ pub struct Record {
 
 /// Receives the record of each operation that ended well.
 pub trait RecordSink: Send + Sync + 'static {
-    /// Takes one record. It is called on the lane's own thread, before anyone who waits for the
-    /// operation goes on: be brief, and never wait.
+    /// Takes one record. The lane's own thread calls it, before any actor that waits for the
+    /// operation goes on. An implementation must be brief, and must never wait.
     fn record(&self, record: &Record);
 }
 

@@ -13,7 +13,7 @@ use flume::{RecvTimeoutError, Sender};
 use crate::cause::{Cause, Problem};
 use crate::ring::Ring;
 
-/// Keeps the watchdog alive.
+/// Stops the watchdog when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Leash {
     _leash: Sender<()>,

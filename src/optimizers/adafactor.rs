@@ -56,7 +56,7 @@ fn lerp(mean: &mut f32, new: f64, share: f64) {
     *mean = (f64::from(*mean) + (new - f64::from(*mean)) * share) as f32;
 }
 
-/// The rows of one parallel task, of a matrix of so many columns.
+/// The rows of one parallel task, of a matrix of `columns` columns.
 fn rows_of_task(columns: usize) -> usize {
     (CHUNK / columns).max(1)
 }
@@ -81,7 +81,7 @@ fn observe(rows: &mut [f32], columns: &mut [f32], gradient: &[f32], scale: f32, 
     });
 }
 
-/// What a parameter is changed by in one update.
+/// The factors of one update of a tensor.
 struct Rates {
     /// The learning rate of the tensor.
     rate: f64,
@@ -90,8 +90,7 @@ struct Rates {
 }
 
 impl Adafactor {
-    /// Adds the step to a tensor. `factor` gives for an element, by its place, what its gradient is
-    /// multiplied by.
+    /// Adds the step to a tensor. `factor` gives the factor of the gradient at a row and a column.
     fn step(
         &self,
         parameters: &mut [f32],

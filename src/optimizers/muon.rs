@@ -39,7 +39,8 @@ pub struct Muon {
     rate: MuonRate,
     decay: WeightDecay,
     others: AdamW,
-    /// What a matrix is computed in. Updates follow each other, so nobody waits for it.
+    /// The memory in which a matrix is computed. Updates follow each other, so the lock is always
+    /// free.
     workspace: Mutex<Vec<f32>>,
 }
 
@@ -87,7 +88,7 @@ impl Matrix {
 }
 
 impl Muon {
-    /// With AdamW for what is no matrix.
+    /// Muon for matrices, and AdamW for all other tensors.
     pub fn new(
         momentum: f64,
         nesterov: bool,
@@ -113,7 +114,7 @@ impl Muon {
         }))
     }
 
-    /// Moves the momentum, and writes to `direction` what is to be made orthogonal.
+    /// Moves the momentum, and writes the matrix that is made orthogonal to `direction`.
     fn observe(&self, momentum: &mut [f32], direction: &mut [f32], gradient: &[f32], scale: f32) {
         let share = (1.0 - self.momentum) as f32;
         let nesterov = self.nesterov;

@@ -51,7 +51,8 @@ pub(super) fn reads_for(schedule: &Schedule, resolved: &DeviceVisit) -> bool {
     schedule.shards == 1 || schedule.visits[resolved.visit].device() == Some(0)
 }
 
-/// The whole list. `order`: of the device visits' takes, which otherwise stand as the visits do.
+/// The whole list. `order` is the order in which device visits take blocks; by default, that of the
+/// visits.
 pub(super) fn fetches(
     schedule: &Schedule,
     pools: &Pools,
@@ -85,7 +86,7 @@ pub(super) fn fetches(
     list
 }
 
-/// What gathers and uploads take, in the order of visits.
+/// The blocks that gathers and uploads take, in the order of visits.
 fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
     let staged = |ids: Vec<BlockId>| -> Vec<BlockId> {
         ids.into_iter().filter(|&id| schedule.passes_host_slot(id)).collect()

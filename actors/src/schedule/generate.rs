@@ -355,7 +355,7 @@ fn blocks_of(model: &RingModel, selection: &Selection) -> Result<Vec<Block>, Ref
     Ok(blocks)
 }
 
-/// So many groups of micro-batches, as equal as can be; none is empty.
+/// `count` groups of micro-batches, as equal as can be. None is empty.
 fn groups(micro_batches: MicroBatch, count: u32) -> Vec<Range<MicroBatch>> {
     let count = u64::from(count.clamp(1, micro_batches.max(1)));
     let begin = |group: u64| (u64::from(micro_batches) * group / count) as MicroBatch;

@@ -30,7 +30,7 @@ pub enum Piece {
     },
 }
 
-/// The whole list, for the device that has these visits: see the head of this file.
+/// The list of the device that has these visits. The head of this file gives the order.
 pub(super) fn pieces(
     schedule: &Schedule,
     pools: &Pools,

@@ -41,7 +41,7 @@ impl Action {
         Action { stage, phase: Phase::Backward, micro_batch }
     }
 
-    /// The action that must be done before, of `stages` stages, if one must.
+    /// The action that must be done before this one in a pipeline of `stages` stages.
     fn needs(self, stages: u32) -> Option<Action> {
         let Action { stage, phase, micro_batch } = self;
         match phase {
@@ -88,7 +88,8 @@ impl Pipeline {
         Ok(rounds.by_turns(2))
     }
 
-    /// The same stages on the same devices, without backward passes, for so many micro-batches.
+    /// The same stages on the same devices, without backward passes, for this number of
+    /// micro-batches.
     pub fn forward_only(&self, micro_batches: MicroBatch) -> Pipeline {
         let of_device = |actions: &Vec<Action>| -> Vec<Action> {
             let stages: BTreeSet<u32> = actions.iter().map(|action| action.stage).collect();
@@ -209,7 +210,7 @@ impl Pipeline {
     /// All actions in an order in which each can begin, as early as it can.
     ///
     /// # Errors
-    /// What every device waits for, where they wait for each other.
+    /// The devices wait for each other. The error names what each of them waits for.
     pub(super) fn in_order(&self) -> Result<Vec<(DeviceId, Action)>, Refusal> {
         let stages = self.stages();
         let mut at = vec![0; self.devices.len()];

@@ -16,7 +16,7 @@ use super::pools::Pools;
 use super::reductions::Reduction;
 use super::{BlockId, BoundaryId, MicroBatch, Refusal, Schedule, Visit};
 
-/// What the actors of a plan walk.
+/// The lists that the actors of a plan walk.
 #[derive(Clone, Copy)]
 pub(super) struct Walks<'p> {
     pub(super) schedule: &'p Schedule,
@@ -28,8 +28,8 @@ pub(super) struct Walks<'p> {
 }
 
 impl Walks<'_> {
-    /// Refuses walks that do not end, naming the piece and the pool. The order in which weights are
-    /// announced, as indices of device visits.
+    /// Refuses lists whose walk does not end, and names the piece and the pool. Returns the order
+    /// in which weights are announced, as indices of device visits.
     pub(super) fn replay(self) -> Result<Vec<usize>, Refusal> {
         let boundaries = self.schedule.boundaries.len() * self.schedule.micro_batches.len();
         let mut replay = Replay {
@@ -56,7 +56,7 @@ impl Walks<'_> {
     }
 }
 
-/// Where each actor stands, and what is taken.
+/// The progress of each actor, and the slots that are taken.
 struct Replay<'p> {
     walks: Walks<'p>,
     /// Whether blocks come in shards.
@@ -72,7 +72,7 @@ struct Replay<'p> {
     announced: Vec<usize>,
 }
 
-/// Where the actors of one device stand, and what they have taken.
+/// The progress of the actors of one device, and the slots that they have taken.
 #[derive(Default)]
 struct OfDevice {
     /// Masters in read slots that the Prefetcher has not taken.

@@ -18,7 +18,7 @@ struct State {
     written: bool,
 }
 
-/// See [`virtual_time`](super).
+/// The labels of all memory: what each slot holds.
 #[derive(Debug, Default)]
 pub struct Memory {
     cells: HashMap<Cell, State>,
@@ -26,10 +26,11 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Checks that the operation finds what it asks for, and that nobody is in its way.
+    /// Checks that the memory holds what the operation asks for, and that no other operation uses
+    /// it.
     ///
     /// # Panics
-    /// It does not, or somebody is.
+    /// It holds something else, or is in use.
     pub fn begin(&mut self, operation: &Operation) {
         let touch =
             Touch::of(operation, |cell, block, version| self.contributions(cell, block, version));
@@ -58,7 +59,7 @@ impl Memory {
         self.running.insert(operation.number(), running);
     }
 
-    /// Leaves behind what the operation wrote.
+    /// Notes what the operation wrote.
     pub fn end(&mut self, operation: &Operation) {
         for (cell, after) in self.running.remove(&operation.number()).expect("it began") {
             let state = self.cells.get_mut(&cell).expect("it was there at the begin");

@@ -25,11 +25,12 @@ use crate::operation::Operation;
 pub use crate::record::Record;
 use crate::relay::Relay;
 
-/// Runs a relay in virtual time: `main` drives it, each operation takes what `durations` says.
-/// Returns what `main` returned and the timeline.
+/// Runs a relay in virtual time: `main` drives it, and each operation takes what `durations` says.
+/// Returns the result of `main` and the timeline.
 ///
 /// # Errors
-/// Nothing could move and the clock had nowhere to go: who had not ended.
+/// Nothing could move, and no operation was left to move the clock. The error names the tasks that
+/// had not ended.
 pub fn run<T: 'static, F: Future<Output = T> + 'static>(
     config: RingConfig,
     durations: impl FnMut(&Operation) -> Duration + Send + 'static,

@@ -37,7 +37,6 @@ pub(super) trait Compute: KernelOperation {
 
 /// An operation that is computed on the slices of its views and of its workspace.
 pub(super) trait ComputeIn: KernelOperation {
-    /// Floats of workspace.
     fn workspace(&self) -> usize;
 
     fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]);
@@ -84,7 +83,6 @@ impl<'a> CpuKernels<'a> {
         CpuKernels { memory, level, widened, most_widened: AtomicUsize::new(0) }
     }
 
-    /// The most floats that the elements of one operation were widened to.
     pub(crate) fn most_widened(&self) -> usize {
         self.most_widened.load(Relaxed)
     }

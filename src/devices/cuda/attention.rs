@@ -96,8 +96,8 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
     ),
 ];
 
-/// With this many keys, counted over all key heads, the gradient of keys has enough blocks for a
-/// large GPU. With half of them, some multiprocessors have no block.
+/// With this number of keys, counted over all key heads, the gradient of keys has enough blocks for
+/// a large GPU. With half of it, some multiprocessors have no block.
 const ENOUGH_KEYS: usize = 16_896;
 
 /// The number of shares into which the query heads of a key head are split. Each share is a block

@@ -99,7 +99,8 @@ impl On<'_> {
         self.queue.columns("gather_rows", [count, 1], channels, &arguments);
     }
 
-    /// Copies some labelled rows side by side and computes their logits; returns which rows.
+    /// Copies some labelled rows side by side and computes their logits. Returns the numbers of
+    /// these rows.
     fn logits_of(
         &self,
         [statistics, h, w]: [View; 3],
@@ -115,7 +116,7 @@ impl On<'_> {
         places
     }
 
-    /// Takes a tile into the statistics of each labelled position.
+    /// Adds a tile to the statistics of each labelled position.
     pub(super) fn score(&self, op: &Score, scratch: Labelled) {
         let Score { out, statistics, h, w, bias, smoothing: Smoothing { own, each }, .. } = *op;
         let size = &op.size();

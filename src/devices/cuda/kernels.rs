@@ -41,7 +41,7 @@ impl On<'_> {
 }
 
 impl<'a> CudaKernels<'a> {
-    /// On a driver's device.
+    /// Kernels on a driver's device.
     pub(super) fn on(
         memory: Address,
         metadata: DeviceMetadata,
@@ -50,7 +50,7 @@ impl<'a> CudaKernels<'a> {
         CudaKernels { on: Some(On { queue, memory, metadata }) }
     }
 
-    /// Without a device, to plan.
+    /// Kernels without a device, to plan.
     pub(crate) fn to_plan() -> CudaKernels<'static> {
         CudaKernels { on: None }
     }
@@ -119,7 +119,7 @@ impl Runs<PackPositive> for CudaKernels<'_> {
     }
 }
 
-/// Operations with workspace: each is a method of [`On`], which also gets what a function took.
+/// Operations with workspace: each is a method of [`On`] that also gets the workspace.
 macro_rules! launched_in {
     ($($name:ident($op:ty) $take:path;)*) => {$(
         impl RunsIn<$op> for CudaKernels<'_> {

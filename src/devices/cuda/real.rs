@@ -86,7 +86,7 @@ impl Real {
     /// Loads the libraries, and makes streams and kernels.
     ///
     /// # Errors
-    /// Names what is missing, and says what to do.
+    /// A library or a device is missing. The error names it, and says what to do.
     pub(super) fn open(
         config: &DeviceConfig,
         ordinal: usize,

@@ -10,11 +10,10 @@ use crate::devices::KernelTime;
 /// The times of a device's kernels.
 #[derive(Default)]
 pub(super) struct Times {
-    /// None: times are not measured.
+    /// `None`: times are not measured.
     launches: Mutex<Option<Vec<Launched>>>,
 }
 
-/// A launch that was timed.
 struct Launched {
     kernel: &'static str,
     begin: Arc<Event>,

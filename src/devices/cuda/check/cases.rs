@@ -33,7 +33,7 @@ use crate::tensor::{Dtype, Scratch, View};
 /// Floats between views. No kernel may write them.
 const GUARD: usize = 16;
 
-/// Hands out views of a memory.
+/// Places views in a memory, one behind the other.
 struct Layout {
     /// The dtype of weights and activations.
     dtype: Dtype,
@@ -75,7 +75,7 @@ impl Layout {
         self.floats(shape, f32::NAN)
     }
 
-    /// A gradient that is added to, or replaced.
+    /// A gradient; if it is not added to, it is NaN before.
     fn gradient(&mut self, shape: [usize; 2], accumulate: bool) -> View {
         self.floats(shape, if accumulate { 0.0 } else { f32::NAN })
     }
@@ -86,7 +86,7 @@ type Call<'c> = Box<dyn Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c>;
 
 /// A case's views in one memory, and the function that runs its kernels there.
 pub(super) struct Side<'c> {
-    /// Behind the last view.
+    /// The float behind the last view.
     pub(super) end: usize,
     pub(super) begins: Vec<(View, f32)>,
     pub(super) call: Call<'c>,
@@ -97,11 +97,11 @@ pub(super) struct Case<'c> {
     pub(super) name: &'static str,
     pub(super) batch: BatchView<'c>,
     pub(super) sides: [Side<'c>; 2],
-    /// The view that holds statistics, and their labels, where a case reads them.
+    /// The index of the view that holds statistics, and their labels, if a case reads them.
     pub(super) statistics: Option<(usize, Vec<i32>)>,
 }
 
-/// Cases, and the micro-batch of the next.
+/// Cases, and the micro-batch of the next case.
 pub(super) struct Cases<'c> {
     /// The dtype of the device's weights and activations.
     pub(super) dtype: Dtype,
@@ -110,7 +110,7 @@ pub(super) struct Cases<'c> {
 }
 
 impl<'c> Cases<'c> {
-    /// The next cases are of this micro-batch.
+    /// Sets the micro-batch of the next cases.
     pub(super) fn on(&mut self, batch: BatchView<'c>) -> &mut Cases<'c> {
         self.batch = batch;
         self
@@ -134,7 +134,7 @@ impl<'c> Cases<'c> {
         self.all.last_mut().expect("a case was made").statistics = Some((index, labels));
     }
 
-    /// Attention of heads like these.
+    /// The shape of attention with `[H, K, D]`.
     fn attention(&self, heads: [usize; 3]) -> AttentionShape<'c> {
         let dropout = self.batch.dropout(0.2, 3, 0);
         AttentionShape { dropout, ..AttentionShape::causal(self.batch, heads) }
@@ -144,7 +144,7 @@ impl<'c> Cases<'c> {
         !self.batch.metadata().cached.is_empty()
     }
 
-    /// All that treat rows alike.
+    /// Cases of kernels that treat all rows alike.
     pub(super) fn of_rows(&mut self) {
         self.of_columns();
         self.of_norms();
@@ -316,13 +316,12 @@ impl<'c> Cases<'c> {
         }
     }
 
-    /// Losses of tokens, and losses of classes.
     pub(super) fn of_losses(&mut self) {
         self.of_tiles();
         self.of_classes();
     }
 
-    /// Tiles of a vocabulary.
+    /// Cases of tiles of a vocabulary.
     pub(super) fn of_tiles(&mut self) {
         let r = self.batch.rows();
         let labels: Vec<i32> =
@@ -371,7 +370,7 @@ impl<'c> Cases<'c> {
         }
     }
 
-    /// Losses of whole sequences and of tokens.
+    /// Cases of losses of whole sequences and of tokens.
     fn of_classes(&mut self) {
         let batch = self.batch;
         let r = self.batch.rows();

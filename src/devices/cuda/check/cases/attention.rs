@@ -24,7 +24,7 @@ impl<'c> Cases<'c> {
         }
     }
 
-    /// Heads of the usual sizes, over several tiles of positions.
+    /// Cases of heads of the usual sizes, over several tiles of positions.
     pub(in super::super) fn of_wide_heads(&mut self) {
         for heads in [[2, 1, 64], [8, 2, 128]] {
             let shape = self.attention(heads);
@@ -119,7 +119,7 @@ impl<'c> Cases<'c> {
         });
     }
 
-    /// A chunk behind other positions of its sequence.
+    /// Cases of a chunk behind other positions of its sequence.
     pub(in super::super) fn of_chunks(&mut self) {
         for heads in [[4, 2, 6], [2, 1, 64], [2, 1, 128]] {
             let shape = self.attention(heads);

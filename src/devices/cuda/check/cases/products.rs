@@ -13,8 +13,8 @@ impl Cases<'_> {
         [None, Some(false), Some(true)].into_iter().for_each(|bias| self.of_activated(bias));
     }
 
-    /// A product and the activation function behind it. `bias`: whether its gradient is added to;
-    /// `None`: there is none.
+    /// Cases of a product and the activation function behind it. `bias`: whether its gradient is
+    /// added to; `None`: there is none.
     fn of_activated(&mut self, bias: Option<bool>) {
         let r = self.batch.rows();
         let activation = Activation::GeluTanh;
@@ -36,7 +36,7 @@ impl Cases<'_> {
         });
     }
 
-    /// Products of many tiles.
+    /// Cases of products of many tiles.
     pub(in super::super) fn of_large_products(&mut self) {
         [false, true].into_iter().for_each(|transposed| self.of_product([512, 384], transposed));
     }
@@ -65,7 +65,7 @@ impl Cases<'_> {
         }
     }
 
-    /// Those of weights that are frozen.
+    /// Cases of products with frozen weights.
     fn of_frozen_products(&mut self) {
         let r = self.batch.rows();
         case!(self.linear_backward, |p, scratch| LinearBackward {

@@ -5,7 +5,7 @@ use crate::kernels::Dequantise;
 use crate::tensor::Quantisation;
 
 impl Cases<'_> {
-    /// The storage holds random floats, whose bytes are codes.
+    /// Cases of stored weights. The storage holds random floats, whose bytes are codes.
     pub(super) fn of_quantised(&mut self) {
         for quantisation in [Quantisation::Nf4, Quantisation::Int8, Quantisation::Bf16] {
             for [rows, columns] in [[1, 3], [7, 37], [40, 420]] {
