@@ -1,4 +1,4 @@
-//! How a ring fails: who, where, why, and the switch that the first cause trips.
+//! The failure of a ring: its first cause, and the switch that this cause trips.
 
 use std::any::Any;
 use std::future::{Future, poll_fn};

@@ -1,17 +1,17 @@
-//! What every implementation of [`Ports`] must do, as a suite to run it through.
+//! A suite of tests for implementations of [`Ports`].
 //!
-//! An implementation says how to make itself ([`Subject`]) and calls [`check`] in a test. The
+//! An implementation says how to make itself ([`Subject`]), and calls [`check`] in a test. The
 //! suite stands between the actors and the lanes: it sees every operation when it is queued, and
-//! what its fence reports. Checked:
+//! what its fence reports. It checks:
 //!
 //! 1. Each lane runs its operations once, in the order they were queued, one at a time, and each
-//!    after all it waits for, on whatever lane.
+//!    after all that it waits for, on any lane.
 //! 2. Loss, norm and versions are the same, bit for bit, at every depth, eager and deferred.
-//! 3. A failing actor ends the ring at any of its waits: operations that need not run are dropped,
-//!    committed updates run, lanes end. The same when the relay is dropped.
+//! 3. An actor that fails ends the ring at any of its waits: operations that need not run are
+//!    dropped, committed updates run, lanes end. So does a relay that is dropped.
 //! 4. After a stop nothing is queued, held or running.
 //!
-//! What only the implementation can bring about (its own errors and panics) it tests itself.
+//! An implementation tests its own errors and panics itself, because only it can cause them.
 
 use std::collections::BTreeSet;
 use std::future::{Future, poll_fn};

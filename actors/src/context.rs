@@ -1,9 +1,9 @@
 //! An actor's context: how it waits and how it orders work.
 //!
 //! Three things wait: `recv`, `acquire`, and awaiting a fence or a fact. All go through
-//! [`Context::wait`], which times the wait and writes down what it is for; so the watchdog can say
-//! who waits for what. The kill switch is raced against the whole actor, so every wait ends when
-//! it trips and no wait needs to know about it.
+//! [`Context::wait`], which times the wait and notes its reason, so the watchdog can name both. The
+//! kill switch is raced against the whole actor, so every wait ends when it trips and no wait needs
+//! to know about it.
 
 use std::future::Future;
 use std::sync::Arc;

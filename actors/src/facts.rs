@@ -1,7 +1,7 @@
-//! What closes the two loops: facts, kept and awaited, never queued.
+//! Facts close the two loops of the ring. They are kept and awaited, never queued.
 //!
-//! A mailbox of facts would need room for all of them (with room for one per block it deadlocks);
-//! a table needs none. Each fact is raised by the operation that makes it true, at the moment it
+//! A mailbox of facts would need room for all of them (with room for one per block it deadlocks); a
+//! table needs none. Each fact is raised by the operation that makes it true, at the moment it
 //! ends, so a fact cannot be lost with an actor.
 
 use tokio::sync::watch;

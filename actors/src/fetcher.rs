@@ -1,8 +1,8 @@
 //! Fetches masters and gathers embeddings: walks the plan's one list of fetches.
 //!
 //! It alone takes from the pool of reads. A master is read from its file, or completed of the parts
-//! of all processes, or both, as soon as its version is published and a slot is free. The slot is
-//! handed to whoever takes the master: a Prefetcher for an upload, or the Fetcher for a gather. A
+//! of all processes, or both, as soon as its version is published and a slot is free. The slot goes
+//! to the actor that uses the master: a Prefetcher for an upload, or the Fetcher for a gather. A
 //! gather writes the first boundaries of a step into the stash.
 
 use std::collections::VecDeque;
@@ -105,7 +105,7 @@ impl Fetcher {
         let all = visit.micro_batches.clone();
         let (staged, completed) = match share {
             Share::MicroBatch(m) => {
-                // What the first micro-batch waited for is there for the others, too.
+                // The first micro-batch waits for the blocks of all.
                 for &block in visit.blocks.iter().filter(|_| m == first) {
                     self.context.published(block, step.number, Some(visit.layer)).await?;
                 }

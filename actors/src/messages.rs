@@ -1,8 +1,8 @@
 //! Everything that travels on an edge, in flow order. The datum changes its name at each hop:
 //! [`Staged`] → [`Weights`] (with [`Uploaded`] shards) and [`Inputs`] → [`Outputs`] and
 //! [`Gradients`] → [`Reduced`] → the fact [`Updated`](crate::facts::Fact::Updated). Each message
-//! owns the slots it speaks of, and says with fences when what they hold is there. No caller ever
-//! holds one but [`Resolved`]; they are public as documentation.
+//! owns the slots that it names, and its fences say when the content of a slot is there. A caller
+//! of the relay gets [`Resolved`] alone; the others are public as documentation.
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
-//! Where an actor's time goes: busy, starved, blocked.
+//! The time of an actor in each state: busy, starved, blocked.
 //!
-//! Each state is timed by its own begin and end; none is what is left over of the others.
+//! Each state is timed by its own begin and end, so none is computed as the rest of the others.
 
 use std::sync::Mutex;
 use std::time::Duration;

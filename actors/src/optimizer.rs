@@ -1,13 +1,14 @@
 //! Updates blocks and publishes them; knows a step's loss and norm.
 //!
-//! *Eager*: each block as soon as its gradient is complete. *Deferred*: all blocks once the norm
-//! is known, in forward order, just ahead of the next step's Prefetcher. Updates in memory are
+//! *Eager*: each block as soon as its gradient is complete. *Deferred*: all blocks once the norm is
+//! known, in forward order, just ahead of the next step's Prefetcher. Updates in memory are
 //! committed from that moment: they are queued in one go, need nothing but the host, and lanes run
-//! them even when the ring is ending. So such a step either changes nothing or everything.
+//! them even when the ring is ending. So a deferred step in memory changes either nothing or
+//! everything.
 //!
-//! The state of a staged block is read to a slot, updated there and written beside what it was,
-//! one read ahead of the update that runs. A step's end is sealed behind its last write; what was
-//! sealed before is whole on file until then.
+//! The state of a staged block is read to a slot, updated there, and written beside its old version
+//! on file, one read ahead of the update that runs. A step's end is sealed behind its last write.
+//! Until then the state that was sealed before is whole on file.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -69,7 +70,7 @@ impl Actor for Optimizer {
 impl Optimizer {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let mut losses = Vec::new();
-        let mut squares = BTreeMap::new(); // block -> whose value is its sum of squares
+        let mut squares = BTreeMap::new(); // block -> the fence that reports its sum of squares
         let ends = loop {
             match self.context.recv(&mut self.reduced, None).await? {
                 Flow::Datum(Reduced::Loss(fence)) => losses.push(fence),
@@ -84,7 +85,7 @@ impl Optimizer {
                 Flow::Begin(_) | Flow::Stop => unreachable!("a step ends before anything else"),
             }
         };
-        // In micro-batch order and in block order, whatever order they came in.
+        // In micro-batch order and in block order, so that the sums do not depend on timing.
         let lane = if self.deferred { Lane::Host } else { Lane::Update };
         let [loss, squares] = if step.plan.schedule.ranks.count == 1 {
             [self.sum(Lane::Host, losses).await?, self.sum(lane, squares.into_values()).await?]

@@ -1,9 +1,9 @@
 //! Slots: fixed pieces of memory, made at start, taken by one actor.
 //!
-//! A pool hands out numbers; what they number is the device's. Occupancy is memory in use, and
-//! waiting for a slot is the ring's backpressure. [`Pool`] is not `Clone` and acquires through
-//! `&mut self`: a second taker, which can deadlock, does not compile. A [`Held`] slot is labelled
-//! with what it was filled with, asked for by that label, and free when its last holder lets go.
+//! A pool hands out numbers; the device knows the memory behind each. Occupancy is memory in use,
+//! and waiting for a slot is the ring's backpressure. [`Pool`] is not `Clone` and acquires through
+//! `&mut self`: a second taker, which can deadlock, does not compile. A [`Held`] slot carries a
+//! label of its content. It is asked for by that label, and is free when its last holder drops it.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,8 +1,8 @@
-//! What the relay asks of the outside: lanes to queue work on.
+//! The interface of the ring to the outside: lanes that take work.
 //!
-//! The actors decide, the lanes do. An actor says what is to be done as plain data
-//! ([`Work`](crate::work::Work)), with the fences it waits on and the slots it holds, and gets a
-//! fence back. Everything with tensors in it (copies, kernels, the EPS) is behind [`Lanes`], and
+//! The actors decide, the lanes do. An actor describes work as plain data
+//! ([`Work`](crate::work::Work)), with the fences that it waits on and the slots that it holds, and
+//! gets a fence back. Everything with tensors (copies, kernels, the EPS) is behind [`Lanes`], and
 //! each step's batch goes past the actors through [`Ports`].
 //! [`ThreadLanes`](crate::threads::ThreadLanes) makes lanes from threads and one function;
 //! [`virtual_time`](crate::virtual_time) makes them from nothing.

@@ -1,8 +1,8 @@
 //! The uploading side of both loops: walks the plan's list of pieces.
 //!
-//! It alone takes from the pools of weights, visits and inputs. For every piece it first awaits
-//! that what it uploads exists (a block's version, a master that the Fetcher staged, a boundary in
-//! the stash), then acquires slots, then queues the upload, then sends the Executor its message.
+//! It alone takes from the pools of weights, visits and inputs. For every piece it first awaits the
+//! source of the upload (a block's version, a master that the Fetcher staged, a boundary in the
+//! stash), then acquires slots, then queues the upload, then sends the Executor its message.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! One operation on the timeline, as every kind of lanes reports it.
 //!
-//! All that is shown of a run (times, waits and their causes, forecasts) is made from records
-//! alone, so whoever does the work knows nothing of it.
+//! All reports about a run (times, waits and their causes, forecasts) are made from records alone,
+//! so the code that does the work contains no telemetry.
 
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
-//! The ring at one moment: what each actor does, who holds which slot, what is queued.
+//! The state of the ring at one moment: actors, slots and queued operations.
 //!
-//! The watchdog reads it to say who is to blame for a standstill; anybody else reads it through an
+//! The watchdog reads it to name the suspect of a standstill. Other code reads it through an
 //! [`Observer`](crate::Observer).
 
 use std::fmt;

@@ -1,11 +1,11 @@
 //! Lanes made of threads: one per lane, doing work that blocks.
 //!
-//! A device implements [`LaneWork`], one function that does what an operation says, and gets lanes
-//! with order, fences, panics and cancellation seen to. A thread that waits for a fence of
-//! another lane is parked, not spinning, and wakes for the kill switch too.
+//! A device implements [`LaneWork`], one function that does the work of an operation. It gets lanes
+//! with order, fences, panics and cancellation. A thread that waits for a fence of another lane is
+//! parked, not spinning, and wakes for the kill switch too.
 //!
-//! A device with queues of its own is issued the operations of its lanes as soon as those that they
-//! wait on were issued, and a second thread a lane waits for their ends.
+//! A device with queues of its own gets an operation as soon as all operations that it waits on
+//! were issued, and a second thread a lane waits for their ends.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -193,7 +193,7 @@ impl<W: LaneWork> Runner<W> {
     /// Waits for one operation that the device has.
     fn end(&mut self, operation: Operation, pending: Pending) {
         let ended = catch_unwind(AssertUnwindSafe(pending));
-        // What it waited on has ended on the device, too; its own thread reports that first.
+        // The operations that it waited on have ended on the device, too; their threads report it first.
         if matches!(ended, Ok(Ok(_))) && !block_on(operation.ready()) {
             return;
         }

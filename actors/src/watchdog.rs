@@ -35,7 +35,7 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
                 ((progress, tripped), since) = (now, Instant::now());
             } else if since.elapsed() >= patience {
                 if tripped {
-                    // Whoever waits for the end gets the cause even if the end does not come.
+                    // A caller that waits for the end gets the cause even if the end does not come.
                     _ = ring.given_up.set(());
                     return;
                 }

@@ -1,5 +1,5 @@
 //! Loss scaling (Micikevicius et al. 2018): the loss is multiplied by a factor, so that small
-//! gradients survive in f16, and what updates read is divided by it.
+//! gradients survive in f16, and updates divide gradients by it.
 
 use serde::{Deserialize, Serialize};
 

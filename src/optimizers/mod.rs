@@ -1,5 +1,5 @@
-//! Update rules: how a gradient changes a block. Plain mathematics on slices, which knows nothing
-//! of lanes and tasks.
+//! Update rules: how a gradient changes a block. They are plain mathematics on slices, without
+//! lanes and tasks.
 
 mod adafactor;
 mod adam;

@@ -1,4 +1,4 @@
-//! What an update rule keeps of each tensor, and where that lies.
+//! The states that an update rule keeps of each tensor, and their places in memory.
 //!
 //! A rule declares its states by name, dtype and sizes. The plan, the EPS, its file, checkpoints
 //! and digests follow from the declaration.

@@ -1,7 +1,8 @@
 //! Boundaries: the tensors that a micro-batch carries from one visit to another.
 //!
-//! A boundary says what it is (its [`Role`]) and how the stash holds it (its [`Encoding`]). So a
-//! visit asks for what it needs by name, and nobody counts, compares sizes or relies on an order.
+//! A boundary has a name (its [`Role`]) and a format in the stash (its [`Encoding`]). So a visit
+//! asks for its inputs by name, and no code counts them, compares their sizes or relies on their
+//! order.
 
 use std::fmt;
 

@@ -1,9 +1,9 @@
-//! The Fetcher's list: what is read from file and gathered in a step, in order.
+//! The Fetcher's list: reads from file and gathers of a step, in order.
 //!
 //! A staged block is read into a staging slot before a gather or an upload takes it from there.
-//! Both stand in the order of the visits that they are for; with several devices, in the order in
-//! which their Prefetchers take blocks, for these run ahead of each other. Reads run as far ahead
-//! as staging slots allow: each waits for the slot of an earlier one, which its taker frees without
+//! Both stand in the order of their visits; with several devices, in the order in which the
+//! Prefetchers take blocks, because these run ahead of each other. Reads run as far ahead as
+//! staging slots allow: each waits for the slot of an earlier read, which becomes free without
 //! anything that is read later.
 
 use super::device_visits::DeviceVisit;

@@ -1,4 +1,4 @@
-//! What the generators make schedules from: a model without tensors, and what one step visits.
+//! The input of the generators: a model without tensors, and the selection that one step visits.
 //!
 //! A layer declares its steps: what each needs, reads and writes. Generators, rules, plan and lanes
 //! follow from that alone.

@@ -1,9 +1,9 @@
-//! Does the walk end? Replays a plan once without tensors and without time.
+//! A check that a walk ends: replays a plan once, without tensors and without time.
 //!
 //! Five kinds of actors wait for more than a lane: Fetcher, Prefetchers, PeerCopiers, Executors,
 //! Reducer. Each takes from its pools alone and in a fixed order, and a completed operation never
 //! takes anything back. So whether the walk ends does not depend on timing, and one replay, in
-//! which lanes are as fast as they can be, decides for all. A property test holds it against the
+//! which lanes are as fast as they can be, decides for all. A property test compares it with the
 //! real ring.
 
 use std::collections::BTreeMap;

@@ -1,9 +1,9 @@
-//! What every piece of memory holds, checked at each operation's begin and end.
+//! The content of every piece of memory, checked at each operation's begin and end.
 //!
-//! Not a simulation of contents but of labels: an operation that reads a slot asks for a block and
-//! version, a boundary and micro-batch, or a gradient; memory that is being written is nobody
-//! else's, and memory that is being read is not written. A violation panics and says what was
-//! asked and what was there. It is the oracle under every test of the ring.
+//! This simulates labels and not contents. An operation that reads a slot asks for a block and
+//! version, a boundary and micro-batch, or a gradient. No other operation uses memory that is being
+//! written, and none writes memory that is being read. A violation panics, and names the label that
+//! was asked for and the one that was there. Every test of the ring relies on this check.
 
 use std::collections::HashMap;
 

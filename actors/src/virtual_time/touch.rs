@@ -1,5 +1,4 @@
-//! What each kind of work touches: which memory it reads, which it writes, and what it must find
-//! there.
+//! The memory that each kind of work reads and writes, and the content that it must find there.
 
 use crate::operation::Operation;
 use crate::schedule::{

@@ -1,4 +1,4 @@
-//! An executor that makes one move at a time, so that somebody else may choose the next.
+//! An executor that makes one move at a time, so that a test can choose the next.
 
 use std::future::Future;
 use std::pin::Pin;

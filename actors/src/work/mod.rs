@@ -1,8 +1,8 @@
 //! Work: what an operation does, as plain data in slot numbers, and one table about it.
 //!
-//! [`Work::row`] is the table: for each kind of work its lane, its kind on the timeline, its name
-//! in reports, what it concerns and what it moves. A new kind of work is a variant, a row there,
-//! and one function of whoever does the work.
+//! [`Work::row`] is the table. For each kind of work it has the lane, the kind on the timeline, the
+//! name in reports, the block or micro-batch, and the bytes that it moves. A new kind of work is a
+//! variant, a row there, and one function of the lanes.
 
 mod kind;
 mod lane;

@@ -1,4 +1,4 @@
-//! What layers ask for, as launches: views become addresses, workspace is taken.
+//! The operations of layers as launches: views become addresses, and workspace is taken.
 
 use super::batch_metadata::DeviceMetadata;
 use super::driver::{Address, Place};

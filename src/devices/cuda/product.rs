@@ -1,5 +1,5 @@
-//! Products by cuBLASLt. Which algorithm a size takes follows from the library's own rule for it,
-//! unless the caller names one; never from timing.
+//! Products by cuBLASLt. The algorithm of a size follows from the library's own rule for it, unless
+//! the caller names one; never from timing.
 
 use std::collections::HashMap;
 use std::ffi::c_void;

@@ -1,4 +1,4 @@
-//! How long each kernel takes, where that is asked for: an event before and behind each launch.
+//! The times of kernels, if a command asks for them: an event before and behind each launch.
 
 use std::sync::{Arc, Mutex};
 

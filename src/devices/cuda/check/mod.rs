@@ -199,7 +199,7 @@ fn ways_of(kernel: &'static str) -> Vec<(Option<Way>, &'static str)> {
 fn of_marks(device: &Cuda, dtype: Dtype, most: f64) -> Check {
     let floats = View::floats(0, 1030);
     let view = floats.hold(1, floats.len(), dtype);
-    // Of the same step the first stays.
+    // Of several marks of one step, the first stays.
     let [first, second, next] = [1 << 32 | 4, 1 << 32 | 5, 2 << 32 | 3];
     let finds = || -> Result<bool, BoxedError> {
         let mut memory = Arena::new(floats.len())?;

@@ -1,4 +1,4 @@
-//! Attention, and what else knows heads.
+//! Cases of attention and of other kernels over heads.
 
 use super::Cases;
 use crate::kernels::{

@@ -1,4 +1,4 @@
-//! Products, with weights that are trained or frozen, and columns of their outputs.
+//! Cases of products, with weights that are trained or frozen, and of columns of their outputs.
 
 use super::Cases;
 use crate::kernels::{

@@ -1,4 +1,4 @@
-//! Frozen weights that are stored in fewer bits.
+//! Cases of frozen weights that are stored in fewer bits.
 
 use super::Cases;
 use crate::kernels::Dequantise;
