@@ -51,7 +51,7 @@ pub struct Cause {
     pub actor: ActorName,
     /// The layer at which it failed, if it was at one.
     pub layer: Option<LayerId>,
-    /// The operation, or what the actor was doing.
+    /// The operation, or the wait of the actor.
     pub operation: String,
     /// What went wrong.
     #[source]

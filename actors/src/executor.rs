@@ -119,7 +119,7 @@ impl Executor {
         Ok(end)
     }
 
-    /// Takes an accumulator for each block to whose gradient this visit is the first to add.
+    /// Takes an accumulator for each block whose gradient begins with this visit.
     async fn open_gradients(
         &mut self,
         step: &Step,

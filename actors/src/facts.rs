@@ -42,7 +42,8 @@ impl Facts {
         }
     }
 
-    /// A step begins: forgets the last one's stash, whose readers are done, for it was resolved.
+    /// Begins a step: forgets the stash of the step before, which is resolved, so nothing reads it
+    /// any more.
     pub(crate) fn begin(&self, plan: &StepPlan) {
         self.stashed.send_modify(|stashed| {
             stashed.micro_batches = plan.schedule.micro_batches.len();

@@ -7,7 +7,7 @@ use crate::schedule::{DeviceId, Pools};
 /// One actor of a ring. Some serve one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ActorName {
-    /// Reads what is on file, and gathers.
+    /// Reads blocks that are on file, and gathers.
     Fetcher,
     /// Uploads.
     Prefetcher(DeviceId),

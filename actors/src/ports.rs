@@ -23,7 +23,8 @@ pub trait Lanes: Send + Sync + 'static {
     /// Time since an origin of its own.
     fn now(&self) -> Duration;
 
-    /// No more operations will be queued: lanes end when they have run or dropped what they have.
+    /// No more operations will be queued: lanes end when they have run or dropped the operations
+    /// they have.
     fn close(&self);
 
     /// Waits until every lane has ended.

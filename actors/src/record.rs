@@ -64,7 +64,7 @@ pub(crate) struct Scribe {
 
 impl Scribe {
     /// The times of the lane's next operation as a device reports them, corrected so that it does
-    /// not begin before what it came behind: a device's clock rounds.
+    /// not begin before the operations it waited for have ended: a device's clock rounds.
     pub(crate) fn in_order(&self, operation: &Operation, done: Done) -> Done {
         let waits = operation.waits().iter().filter_map(|fence| fence.reached());
         let ends = waits.map(|done| done.end).chain(self.last.map(|(end, _)| end));

@@ -245,7 +245,7 @@ impl<P: Ports> Relay<P> {
         self.fetcher.send(Flow::Stop);
         match self.ring.switch.until_tripped(self.ring.ended()).await {
             Some(()) => {
-                // Lanes may fail or hang at what they still have to do.
+                // Lanes may fail or hang in the operations that they still have.
                 let closed = self.ring.switch.until_tripped(self.ports.closed()).await;
                 if closed.is_none() || self.ring.switch.tripped() {
                     return Err(self.end().await);

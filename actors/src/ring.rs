@@ -123,7 +123,7 @@ pub(crate) struct Ring {
     pub(crate) alive: watch::Sender<usize>,
     /// The watchdog sets it when the ring does not even end.
     pub(crate) given_up: SetOnce<()>,
-    /// True while the relay waits for what the actors do: a step's result, or their end.
+    /// True while the relay waits for the actors: for a step's result, or for their end.
     pub(crate) awaited: AtomicBool,
     /// When the last result was known, in nanoseconds.
     resolved_at: AtomicU64,

@@ -193,7 +193,7 @@ impl<W: LaneWork> Runner<W> {
     /// Waits for one operation that the device has.
     fn end(&mut self, operation: Operation, pending: Pending) {
         let ended = catch_unwind(AssertUnwindSafe(pending));
-        // The operations that it waited on have ended on the device, too; their threads report it first.
+        // The operations it waited on have ended on the device, too; their threads report first.
         if matches!(ended, Ok(Ok(_))) && !block_on(operation.ready()) {
             return;
         }

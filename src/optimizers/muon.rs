@@ -99,7 +99,7 @@ impl Muon {
         Muon { momentum, nesterov, rate, decay, others, workspace: Mutex::default() }
     }
 
-    /// The workspace, which grows to what the largest matrix needs.
+    /// The workspace, which grows to the size that the largest matrix needs.
     fn with_workspace<R>(&self, matrix: Matrix, work: impl FnOnce([&mut [f32]; 5]) -> R) -> R {
         let lens = matrix.workspace();
         let mut all = self.workspace.lock().expect("nothing panics inside");

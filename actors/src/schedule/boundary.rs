@@ -102,7 +102,7 @@ pub struct Boundary {
     pub role: Role,
     /// How the stash holds it.
     pub encoding: Encoding,
-    /// Bytes of one number of it, in its slots.
+    /// Bytes of one of its numbers, in its slots.
     pub element_bytes: u8,
     /// Bytes for each token, in a slot.
     pub token_bytes: u64,

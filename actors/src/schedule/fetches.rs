@@ -45,8 +45,8 @@ struct Take {
     blocks: Vec<BlockId>,
 }
 
-/// Whether blocks are read for a visit of a device: where they come in shards, all devices take
-/// theirs from what is read for the first.
+/// True if blocks are read for a visit of a device. Where they come in shards, all devices take
+/// theirs from the masters that are read for the first.
 pub(super) fn reads_for(schedule: &Schedule, resolved: &DeviceVisit) -> bool {
     schedule.shards == 1 || schedule.visits[resolved.visit].device() == Some(0)
 }

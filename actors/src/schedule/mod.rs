@@ -86,8 +86,8 @@ pub struct Block {
     pub frozen: bool,
 }
 
-/// The visits of one step, in order, with the sizes of what they move. The order of the visits of
-/// one place is the order in which they run.
+/// The visits of one step, in order, with the sizes of blocks and boundaries. The order of the
+/// visits of one place is the order in which they run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// Every block of the model, visited or not.

@@ -14,7 +14,7 @@ use super::{DeviceId, LayerId, MicroBatch, Phase, Refusal, Schedule};
 /// The most devices of a pipeline: a [`DeviceId`] is a `u8`.
 const MOST_DEVICES: usize = 255;
 
-/// What a device does at one place of its list: a micro-batch passes a stage.
+/// One entry of a device's list: a micro-batch passes a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Action {
     /// The stage.
@@ -125,7 +125,7 @@ impl Pipeline {
     /// places and communication (`SEND_F`, `UNSHARD`, …) are passed over.
     ///
     /// # Errors
-    /// The row and place of what is no action.
+    /// An entry is no action. The error names its row and place.
     pub fn parse(text: &str) -> Result<Pipeline, Refusal> {
         let mut devices = Vec::new();
         for (row, line) in (1..).zip(text.lines()) {
@@ -294,7 +294,7 @@ impl Rounds {
         Pipeline { devices: (0..self.devices).map(of_device).collect() }
     }
 
-    /// The pass number `at`: which chunk, and which micro-batch of it.
+    /// The chunk and its micro-batch in pass number `at`.
     fn nth(&self, at: u32) -> (u32, MicroBatch) {
         let turn = at / self.round;
         let within = at % self.round;
@@ -312,7 +312,7 @@ impl Rounds {
     }
 }
 
-/// `Some(None)`: an entry that says nothing about what is computed.
+/// `Some(None)`: an entry that is no computation. `None`: the entry is not known.
 fn parse_action(entry: &str) -> Option<Option<Action>> {
     if entry.is_empty() {
         return Some(None);

@@ -22,7 +22,8 @@ impl Default for Capacities {
     }
 }
 
-/// Slots of every pool: what is allocated at start, one number a holder. Each device has as many.
+/// Slots of every pool, one number for each holder. They are allocated at start. Each device has as
+/// many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pools {
     /// Devices. Each has its own pools of weights, visits, inputs, outputs and gradients.
@@ -57,7 +58,8 @@ pub struct Pools {
 }
 
 impl Pools {
-    /// What this schedule needs at these depths; depths too low to run it at all are raised.
+    /// The pools that this schedule needs at these depths. Depths too low to run it at all are
+    /// raised.
     pub fn of(schedule: &Schedule, depths: &Capacities) -> Pools {
         let visits = || schedule.device_visits();
         let blocks = visits().map(|visit| visit.blocks.len() as u32).max().unwrap_or(0);

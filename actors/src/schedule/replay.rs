@@ -99,7 +99,8 @@ struct OfDevice {
     closed: Vec<BlockId>,
 }
 
-/// `Ok(true)`: moved. `Ok(false)`: at the end. `Err`: waits for what the refusal names.
+/// `Ok(true)`: the actor moved. `Ok(false)`: it is at its end. `Err`: it waits, and the refusal
+/// says for what.
 type Progress = Result<bool, Refusal>;
 
 impl<'p> Replay<'p> {
@@ -213,7 +214,7 @@ impl<'p> Replay<'p> {
         of.needs.push(of.uploaded);
         of.staged -= staged;
         of.announced += 1;
-        // A slot of pool reads is free when the last of the devices has what it takes from there.
+        // A slot of pool reads is free when the last device has taken its shard from there.
         let left = |of: &OfDevice| of.staged;
         let most = self.peers(device).map(left).max().unwrap_or(0);
         let left = self.devices[device].staged;

@@ -102,7 +102,7 @@ pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Resul
     Ok(())
 }
 
-/// Adds to a refusal of the replay what a user can do if blocks come in shards.
+/// Adds advice to a refusal of the replay if blocks come in shards.
 pub(super) fn hint(schedule: &Schedule, mut refusal: Refusal) -> Refusal {
     if schedule.shards > 1 {
         let hint = "; blocks come in shards, so devices wait for each other: more slots of pool \

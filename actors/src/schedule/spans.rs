@@ -112,7 +112,7 @@ pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
         let nth = came.entry(block).or_insert(0);
         let Join { adds, keeps } = join(*nth, counts[&block]);
         *nth += 1;
-        // It is kept before the slots of what it was added from are free.
+        // It is kept before the slots of its terms are free.
         most = most.max(kept + u32::from(keeps));
         kept = kept + u32::from(keeps) - adds;
     }

@@ -35,7 +35,7 @@ pub enum VisitKind {
 }
 
 impl VisitKind {
-    /// True for what a device does, false for what the host lane does.
+    /// True for a visit of a device, false for one of the host lane.
     pub fn on_device(self) -> bool {
         matches!(self, VisitKind::Layer | VisitKind::Tile)
     }

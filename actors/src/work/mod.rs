@@ -32,7 +32,7 @@ pub struct BlockUse {
     pub block: BlockId,
     /// Its weight slot.
     pub weights: u32,
-    /// Where its gradient is added up; `None`: the operation computes no gradient of it.
+    /// The accumulator of its gradient; `None`: the operation computes no gradient of the block.
     pub gradient: Option<Accumulator>,
 }
 
@@ -41,7 +41,7 @@ pub struct BlockUse {
 pub struct Accumulator {
     /// The gradient slot.
     pub slot: u32,
-    /// True for the first contribution of the step, which replaces what the slot held.
+    /// True for the first contribution of the step, which replaces the content of the slot.
     pub first: bool,
 }
 
@@ -81,9 +81,9 @@ pub enum Stored {
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "each field is an id or a slot of that name")]
 pub enum Work {
-    /// Host: writes a share of what a gather writes into the stash, from the batch and the blocks.
+    /// Host: writes a share of a gather's boundaries into the stash, from the batch and the blocks.
     Gather { visit: usize, share: Share, master: MasterAt },
-    /// File: reads what is stored of a staged block into a staging slot.
+    /// File: reads the stored data of a staged block into a staging slot.
     Stage { block: BlockId, version: Version, stored: Stored, slot: u32 },
     /// Upload: copies a shard of a published block of this version into a weight slot.
     UploadBlock { block: BlockId, version: Version, master: MasterAt, weights: u32, shard: Shard },
@@ -120,8 +120,8 @@ pub enum Work {
     /// Host: measures a landing block, and copies it into the block's gradient region where
     /// `to_region`. Value: its sum of squares.
     Reduce { block: BlockId, reduced: u32, to_region: bool },
-    /// Host: adds what a scatter reads, for all micro-batches in order, to one block's gradient,
-    /// or replaces the gradient where `first`. Value: its sum of squares.
+    /// Host: adds the boundaries that a scatter reads, for all micro-batches in order, to one
+    /// block's gradient, or replaces the gradient where `first`. Value: its sum of squares.
     Scatter { visit: usize, block: BlockId, first: bool, gradient: GradientAt },
     /// Update: moves a block from `version` to the next, and publishes it unless it is staged.
     /// `norm` is the global gradient norm where updates wait for it. Value: the gradient's sum of
@@ -136,7 +136,7 @@ pub enum Work {
     /// File: writes a staging slot back. A state that was moved on from `version` is written
     /// beside the one it was, and published.
     Store { block: BlockId, version: Version, stored: Stored, slot: u32 },
-    /// File: makes what was written until now the state to resume from.
+    /// File: makes all that was written until now the state to resume from.
     Seal,
     /// Update: publishes the step's carried blocks, unchanged, as of the next version.
     Carry { version: Version },

@@ -41,7 +41,7 @@ struct State {
     timed: Option<HashMap<AlgorithmKey, Vec<Candidate>>>,
 }
 
-/// An algorithm of a product, and the events before and behind each launch of it.
+/// An algorithm of a product, and the events before and behind each of its launches.
 struct Candidate {
     algorithm: Algorithm,
     launches: Vec<[Arc<Event>; 2]>,
@@ -249,7 +249,7 @@ impl Chosen {
     }
 }
 
-/// The fastest algorithm, and the seconds of the first and of it: the medians of their launches.
+/// The fastest algorithm, with its seconds and those of the first: the medians of their launches.
 fn choose(
     driver: &dyn Driver,
     candidates: &[Candidate],

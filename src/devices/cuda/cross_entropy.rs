@@ -16,8 +16,8 @@ fn chunk_of(rows: usize) -> usize {
     rows.min(2048)
 }
 
-/// Elements from a row of a tile's logits to the next: a multiple of 8, so that products read
-/// aligned rows whatever the tile is.
+/// Elements from a row of a tile's logits to the next. A multiple of 8, so that products read
+/// aligned rows for every size of a tile.
 fn stride_of(size: &ScoreSize) -> usize {
     size.tile.next_multiple_of(8)
 }

@@ -66,7 +66,7 @@ impl Layout {
         self.about(shape, f32::NAN)
     }
 
-    /// Floats, whatever the others are: statistics, sums, gradients of weights.
+    /// Floats, in every dtype: statistics, sums, gradients of weights.
     fn floats(&mut self, shape: [usize; 2], center: f32) -> View {
         self.place(shape, Dtype::F32, center)
     }
