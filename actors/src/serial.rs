@@ -87,7 +87,8 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         (self.perform)(None, work)
     }
 
-    /// Uploads blocks that are not there, runs all micro-batches, and reduces what is complete.
+    /// Uploads blocks that are not there, runs all micro-batches, and reduces the gradients that
+    /// are complete.
     fn device_visit(&mut self, at: usize, resolved: &DeviceVisit) {
         let visit = self.plan.visit(at);
         let device = visit.device().expect("it is a device's");
@@ -151,7 +152,7 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
     }
 
     /// Brings a group's gradient to the host, and adds it to those of other groups. The sum of all
-    /// is applied at once, or waits: for the norm, or for what a scatter adds.
+    /// is applied at once, or waits: for the norm, or for the gradient that a scatter adds.
     fn reduce(&mut self, device: DeviceId, block: BlockId, micro_batch: MicroBatch) {
         let group = self.plan.schedule.group_of(micro_batch);
         let gradients = self.open.remove(&(device, block)).expect("it was opened");
