@@ -83,8 +83,8 @@ impl RankLanes {
             let len = own.len();
             slot[own].copy_from_slice(&published[..len]);
         }
-        let of = (Channel::Blocks, u64::from(block.0));
-        Ok(parts.exchanges.complete(of, &cut, slot, beat)?)
+        let exchanges = &parts.exchanges;
+        Ok(exchanges.complete(Channel::Blocks, u64::from(block.0), &cut, slot, beat)?)
     }
 
     /// Leaves this rank's part of a gradient's sum at the begin of its landing block.
@@ -146,8 +146,9 @@ impl RankLanes {
             let complete = |all: &mut [f32]| {
                 let each = size_of_val(all) / ranks as usize;
                 let parts = Parts::new((1..=ranks as usize).map(|rank| rank * each).collect());
-                let of = (Channel::Gradients, u64::from(block.0));
-                exchanges.complete(of, &parts, bytemuck::cast_slice_mut(all), beat)
+                let bytes = bytemuck::cast_slice_mut(all);
+                let subject = u64::from(block.0);
+                exchanges.complete(Channel::Gradients, subject, &parts, bytes, beat)
             };
             compressor.factorise(gradient, own.clone(), &self.received, Some(&complete))?;
             gradient.copy_within(own, 0);
@@ -210,7 +211,7 @@ impl RankLanes {
             rows[at..][..bytes].copy_from_slice(&stashed[..bytes]);
             at += bytes;
         }
-        Ok(exchanges.complete((Channel::Gradients, ROWS), &cut, rows, beat)?)
+        Ok(exchanges.complete(Channel::Gradients, ROWS, &cut, rows, beat)?)
     }
 
     /// The sum of the losses of all micro-batches, in their order.
