@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
+use l2l_actors::Operation;
 use l2l_actors::schedule::{Boundary, BoundaryId, LayerId, MicroBatch};
 use l2l_actors::work::Placed;
-use l2l_actors::{Operation, Step};
 
 use super::step::{MicroBatchRange, StepState};
 use crate::tensor::Dtype;
@@ -13,7 +13,6 @@ use crate::tensor::Dtype;
 /// A micro-batch of a boundary at a visit.
 #[derive(Clone, Copy)]
 pub(super) struct Filled<'a> {
-    pub(super) step: &'a Step,
     pub(super) state: &'a StepState,
     /// The visited layer.
     pub(super) layer: LayerId,
@@ -30,12 +29,12 @@ impl<'a> Filled<'a> {
         micro_batch: MicroBatch,
     ) -> Filled<'a> {
         let layer = operation.layer().expect("boundaries are read and written at visits");
-        Filled { step: operation.step(), state, layer, boundary: placed.boundary, micro_batch }
+        Filled { state, layer, boundary: placed.boundary, micro_batch }
     }
 
     /// The boundary as the schedule declares it.
     pub(super) fn declared(self) -> &'a Boundary {
-        self.step.plan.schedule.boundary(self.boundary)
+        self.state.schedule().boundary(self.boundary)
     }
 
     /// Floats in a slot.
@@ -50,12 +49,12 @@ impl<'a> Filled<'a> {
         let MicroBatchRange { sequences, rows } = self.range();
         let bytes = self.declared().stashed_bytes(sequences.len() as u64, rows.len() as u64);
         let floats = bytes as usize / Dtype::F32.size();
-        let (at, room) = self.state.stash.place(self.boundary, self.micro_batch);
+        let (at, room) = self.state.input.stash.place(self.boundary, self.micro_batch);
         assert!(floats <= room, "{floats} floats in a place of {room}");
         at..at + floats
     }
 
     fn range(self) -> MicroBatchRange {
-        self.state.range(self.micro_batch, &self.step.plan.schedule)
+        self.state.range(self.micro_batch)
     }
 }

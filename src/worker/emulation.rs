@@ -106,10 +106,9 @@ impl Emulated {
         let &Work::Compute { device_visit, micro_batch, .. } = operation.work() else {
             unreachable!("{} is not work of the compute lane", operation.work())
         };
-        let plan = &operation.step().plan;
-        let visit = plan.visit(device_visit);
+        let visit = operation.step().plan.visit(device_visit);
         let state = self.worker.shared.state(operation);
-        let lengths = state.lengths(micro_batch, &plan.schedule);
+        let lengths = state.lengths(micro_batch);
         let layer = visit.layer.0 as usize;
         self.worker.model().visit_flops(layer, visit.phase, lengths, self.save) as u64
     }

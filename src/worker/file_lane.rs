@@ -39,7 +39,7 @@ impl FileLane {
                 }
                 Stored::Master => unreachable!("masters are written with their states"),
             },
-            Work::Seal => file.seal(self.shared.state(operation).trained + 1)?,
+            Work::Seal => file.seal(self.shared.state(operation).input.trained + 1)?,
             ref other => unreachable!("{other} is not work of the file lane"),
         }
         Ok(())

@@ -83,12 +83,13 @@ impl Worker {
     pub(crate) fn new(config: &Config, parts: WorkerParts) -> Result<Worker, Error> {
         let WorkerParts { model, plan, rule, learning_rate, eps, records } = parts;
         let threads = HostThreads::new(config)?;
-        let arenas = [Side::Device, Side::Host].map(|place| plan.regions.arena(place));
+        let on_device = plan.regions.arena(Side::Device);
+        let on_host = plan.regions.arena(Side::Host);
         let own = match config.device.kind {
             DeviceKind::Cpu => plan.regions.on_device(Holder::Widened),
             DeviceKind::Cuda => plan.regions.on_device(Holder::Overhead),
         };
-        let devices = devices::open(config, &model, arenas.each_ref(), own, &threads.pool)?;
+        let devices = devices::open(config, &model, &on_device, &on_host, own, &threads.pool)?;
         let memory = Memory::new(&plan, &devices)?;
         if eps.file().is_none() {
             eps.memory().pin_masters(|masters| devices[0].pin(masters));
@@ -233,7 +234,7 @@ impl LaneWork for Worker {
         // Results of a step whose caller gave up waiting are dropped.
         self.take_results();
         let trains = input.purpose.trains();
-        self.shared.steps.begin(StepState::new(step, input, self.learning_rate));
+        self.shared.steps.begin(StepState::new(step.clone(), input, self.learning_rate));
         self.records.begun(now, step.number, trains);
     }
 

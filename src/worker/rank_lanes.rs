@@ -53,9 +53,9 @@ impl RankLanes {
                 self.reduce_scatter(&state, block, reduced, beat).map(|()| 0.0)
             }
             Work::AllGatherRows { visit } => {
-                self.all_gather_rows(operation, &state, visit, beat).map(|()| 0.0)
+                self.all_gather_rows(&state, visit, beat).map(|()| 0.0)
             }
-            Work::AllReduce { of: Summed::Losses } => self.sum_losses(operation, &state, beat),
+            Work::AllReduce { of: Summed::Losses } => self.sum_losses(&state, beat),
             Work::AllReduce { of: Summed::Squares } => self.sum_squares(&state, beat),
             ref other => unreachable!("{other} is not work of the lanes of exchanges"),
         }
@@ -102,7 +102,7 @@ impl RankLanes {
         if let Some(compressor) = Compressor::of(&self.shared, block) {
             return self.reduce_scatter_compressed(&compressor, block, gradient, beat);
         }
-        if let Some(dealt) = &state.dealt {
+        if let Some(dealt) = &state.input.dealt {
             let rank = parts.exchanges.rank() as usize;
             let ranks = parts.exchanges.ranks() as usize;
             let mut received = self.received.lock().expect("nothing panics inside");
@@ -186,16 +186,14 @@ impl RankLanes {
     /// Completes the rows that a scatter adds up: those of all sequences of the batch.
     fn all_gather_rows(
         &self,
-        operation: &Operation,
         state: &StepState,
         visit: usize,
         beat: &dyn Fn(),
     ) -> Result<(), BoxedError> {
-        let step = operation.step();
         let host = self.shared.memory.lease();
-        let schedule = &step.plan.schedule;
+        let schedule = state.schedule();
         let visit = &schedule.visits[visit];
-        let dealt = state.dealt.as_ref().expect("the step is dealt");
+        let dealt = state.input.dealt.as_ref().expect("the step is dealt");
         let boundary = schedule.with_role(&visit.reads, Role::HiddenGradient);
         let boundary = boundary.expect("a scatter reads gradients of hidden states");
         let row = self.shared.packing(schedule.boundary(boundary)).row_bytes();
@@ -205,8 +203,8 @@ impl RankLanes {
         let rows = &mut bytemuck::cast_slice_mut::<f32, u8>(&mut rows)[..cut.len()];
         let mut at = cut.of(exchanges.rank()).start;
         for micro_batch in 0..schedule.micro_batches.len() as MicroBatch {
-            let filled = Filled { step, state, layer: visit.layer, boundary, micro_batch };
-            let bytes = state.range(micro_batch, schedule).rows.len() * row;
+            let filled = Filled { state, layer: visit.layer, boundary, micro_batch };
+            let bytes = state.range(micro_batch).rows.len() * row;
             let stashed: &[u8] = bytemuck::cast_slice(host.stashed(filled.stash_range()));
             rows[at..][..bytes].copy_from_slice(&stashed[..bytes]);
             at += bytes;
@@ -215,14 +213,9 @@ impl RankLanes {
     }
 
     /// The sum of the losses of all micro-batches, in their order.
-    fn sum_losses(
-        &self,
-        operation: &Operation,
-        state: &StepState,
-        beat: &dyn Fn(),
-    ) -> Result<f64, BoxedError> {
+    fn sum_losses(&self, state: &StepState, beat: &dyn Fn()) -> Result<f64, BoxedError> {
         let own = state.losses.lock().expect("nothing panics inside").values().copied().collect();
-        let all = match operation.step().plan.schedule.ranks.dealt {
+        let all = match state.schedule().ranks.dealt {
             false => own,
             true => self.numbers_of_ranks(own, beat)?.concat(),
         };

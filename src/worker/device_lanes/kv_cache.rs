@@ -21,7 +21,7 @@ impl DeviceLanes {
         let shared = &*self.shared;
         let host = shared.memory.lease();
         let layer = self.cache_layer(filled.layer);
-        let slots = filled.state.cache_slots(filled.micro_batch, &filled.step.plan.schedule);
+        let slots = filled.state.cache_slots(filled.micro_batch);
         let width = slot.len() / slots.len();
         for (nth, cached) in slots.iter().enumerate() {
             let on_device = slot.part(nth * width..(nth + 1) * width);
@@ -42,9 +42,8 @@ impl DeviceLanes {
         let shared = &*self.shared;
         let host = shared.memory.lease();
         let layer = self.cache_layer(filled.layer);
-        let schedule = &filled.step.plan.schedule;
-        let slots = filled.state.cache_slots(filled.micro_batch, schedule);
-        let lengths = filled.state.lengths(filled.micro_batch, schedule);
+        let slots = filled.state.cache_slots(filled.micro_batch);
+        let lengths = filled.state.lengths(filled.micro_batch);
         let mut from = 0;
         for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
             let floats = shared.plan.dtype.floats(rows * self.kv_width(filled.layer));

@@ -188,7 +188,6 @@ impl DeviceLanes {
         let side = self.side(operation);
         let state = shared.state(operation);
         let visit = step.plan.visit(*device_visit);
-        let schedule = &step.plan.schedule;
         let block = |&BlockUse { block, weights, gradient }: &BlockUse| BlockViews {
             weights: side.weights.slot(weights, shared.published_len(block)),
             gradient: gradient.map(|accumulator| {
@@ -207,10 +206,10 @@ impl DeviceLanes {
         let accumulators = blocks.iter().filter_map(|of| of.gradient);
         let accumulate = accumulators.clone().any(|accumulator| !accumulator.first);
         assert!(!accumulate || accumulators.into_iter().all(|accumulator| !accumulator.first));
-        let batch = state.metadata(m, schedule, shared.seed);
+        let batch = state.metadata(m, shared.seed);
         let args = VisitArgs {
             batch: batch.view(),
-            labelled: state.labelled(m, schedule),
+            labelled: state.labelled(m),
             dtype: shared.plan.dtype,
             blocks: blocks.iter().map(block).collect(),
             accumulate,
@@ -221,7 +220,7 @@ impl DeviceLanes {
             workspace: side.workspace,
             chunk_state: side.chunk_state,
         };
-        if state.purpose == Purpose::Encode {
+        if state.input.purpose == Purpose::Encode {
             self.keep_hidden(side, visit.layer.0 as usize, m, &args)?;
         }
         let run = |kernels: &dyn Kernels| models::run(&shared.model, visit, kernels, &args);

@@ -99,7 +99,7 @@ impl HostLanes {
             for &block in blocks {
                 match master {
                     MasterAt::Memory => {
-                        let lease = self.shared.eps.memory().read(block, at.step.number);
+                        let lease = self.shared.eps.memory().read(block, at.state.step.number);
                         self.gather_block(at, m, block, &lease.parameters);
                     }
                     MasterAt::Slot(slot) => {
@@ -125,15 +125,15 @@ impl HostLanes {
         let x = at.stashed_mut(boundary, m);
         let channels = model.shape.hidden;
         let rows = Gathered {
-            tokens: &at.state.batch.tokens[at.state.range(m, schedule).rows],
+            tokens: &at.state.input.batch.tokens[at.state.range(m).rows],
             table: &self.shared.eps.table_rows(&model.blocks[block.0 as usize], stored),
             tile,
             channels,
             scale: model.shape.embedding_scale,
         };
         let alpha = self.neftune_alpha;
-        let noise = (alpha > 0.0 && at.state.purpose.trains())
-            .then(|| at.state.metadata(m, schedule, self.shared.seed));
+        let noise = (alpha > 0.0 && at.state.input.purpose.trains())
+            .then(|| at.state.metadata(m, self.shared.seed));
         let noise = noise.as_ref().map(|batch| {
             let batch = batch.view();
             move |row: usize| batch.noise(row, alpha, channels)
@@ -153,7 +153,7 @@ impl HostLanes {
 
     fn begin_statistics(&self, at: &HostVisit<'_>, m: MicroBatch) {
         let schedule = at.schedule();
-        let targets = &at.state.batch.targets[at.state.range(m, schedule).rows];
+        let targets = &at.state.input.batch.targets[at.state.range(m).rows];
         let boundary = schedule.with_role(&at.visit.writes, Role::Statistics);
         let statistics = at.stashed_mut(boundary.expect("a gather writes statistics"), m);
         let positions = statistics.chunks_exact_mut(STATISTICS).zip(targets);
@@ -193,12 +193,11 @@ impl HostLanes {
         }
         let table = host_math::Table { rows, from, first: tile.first, is_new: first };
         let received = shared.embedding_rows.read().expect("nothing panics inside");
-        let of_micro_batch =
-            |m: MicroBatch| (at.stashed(boundary, m), state.range(m, schedule).rows.len());
-        let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.dealt {
+        let of_micro_batch = |m: MicroBatch| (at.stashed(boundary, m), state.range(m).rows.len());
+        let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.input.dealt {
             None => {
                 let all = 0..schedule.micro_batches.len() as MicroBatch;
-                (all.map(of_micro_batch).collect(), &state.batch.tokens)
+                (all.map(of_micro_batch).collect(), &state.input.batch.tokens)
             }
             Some(dealt) => (vec![(&received, dealt.rows.len())], &dealt.tokens),
         };

@@ -98,11 +98,9 @@ impl HostLanes {
 
     /// The visit of an operation, by its place in the schedule.
     fn visit<'a>(&'a self, operation: &'a Operation, index: usize) -> HostVisit<'a> {
-        let step = operation.step();
         HostVisit {
-            step,
             state: self.shared.state(operation),
-            visit: &step.plan.schedule.visits[index],
+            visit: &operation.step().plan.schedule.visits[index],
             host: self.shared.memory.lease(),
         }
     }
@@ -183,10 +181,10 @@ impl HostLanes {
     fn loss(&self, at: &HostVisit<'_>, m: MicroBatch) -> f64 {
         let shared = &*self.shared;
         let scores_vocabulary = shared.model.shape.scores_vocabulary();
-        if at.state.purpose.scores() {
+        if at.state.input.purpose.scores() {
             self.keep_logits(at, m);
         }
-        let loss = match at.state.purpose.scores() && scores_vocabulary {
+        let loss = match at.state.input.purpose.scores() && scores_vocabulary {
             true => 0.0, // the tiles of the head wrote logits, and no statistics
             false => self.loss_of_statistics(at, m, scores_vocabulary),
         };
@@ -207,7 +205,7 @@ impl HostLanes {
             }
         };
         let losses = statistics.chunks_exact(STATISTICS).filter_map(of_position);
-        losses.map(f64::from).sum::<f64>() / at.state.batch.labelled as f64
+        losses.map(f64::from).sum::<f64>() / at.state.input.batch.labelled as f64
     }
 
     /// Keeps the logits of a micro-batch, sequence by sequence, tile after tile.
@@ -216,7 +214,7 @@ impl HostLanes {
         let is_logits = |id: &&BoundaryId| schedule.boundary(**id).role == Role::Logits;
         let tiles = at.visit.reads.iter().filter(is_logits);
         let tiles: Vec<&[f32]> = tiles.map(|&boundary| at.stashed(boundary, m)).collect();
-        let sequences = at.state.range(m, schedule).sequences.len();
+        let sequences = at.state.range(m).sequences.len();
         let mut logits = self.logits.lock().expect("nothing panics inside");
         if let [all] = tiles[..] {
             return logits.extend(all); // of classes, or of a vocabulary in one tile

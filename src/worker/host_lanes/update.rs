@@ -35,7 +35,7 @@ impl HostLanes {
         self.wait_until_saved(operation, block);
         let state = shared.steps.of(version);
         let sums = shared.clipping.has_groups().then(|| self.group_sums(&state));
-        let factors = shared.clipping.factors(norm, sums, state.loss_scale);
+        let factors = shared.clipping.factors(norm, sums, state.input.loss_scale);
         let host = shared.memory.lease();
         let trained = shared.own_trained_len(block);
         // A staged block has its masters, its states, and behind them a gradient that waited on

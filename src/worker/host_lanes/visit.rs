@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use l2l_actors::Step;
 use l2l_actors::schedule::{BoundaryId, MicroBatch, Schedule, Visit};
 
 use crate::worker::boundaries::Filled;
@@ -11,15 +10,14 @@ use crate::worker::step::StepState;
 
 /// See the [module](self).
 pub(super) struct HostVisit<'a> {
-    pub(super) step: &'a Step,
     pub(super) state: Arc<StepState>,
     pub(super) visit: &'a Visit,
     pub(super) host: HostLease<'a>,
 }
 
 impl<'a> HostVisit<'a> {
-    pub(super) fn schedule(&self) -> &'a Schedule {
-        &self.step.plan.schedule
+    pub(super) fn schedule(&self) -> &Schedule {
+        self.state.schedule()
     }
 
     /// A micro-batch of a boundary in the stash, to read.
@@ -34,6 +32,6 @@ impl<'a> HostVisit<'a> {
 
     fn filled(&self, boundary: BoundaryId, micro_batch: MicroBatch) -> Filled<'_> {
         let layer = self.visit.layer;
-        Filled { step: self.step, state: &self.state, layer, boundary, micro_batch }
+        Filled { state: &self.state, layer, boundary, micro_batch }
     }
 }
