@@ -1,4 +1,5 @@
-//! Folders that survive a power loss. An entry is on the disk once the folder that has it is synced.
+//! Folders that survive a power loss. An entry is on the disk once the folder that has it is
+//! synced.
 
 use std::fs::{self, File};
 use std::io;

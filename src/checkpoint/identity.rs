@@ -8,7 +8,8 @@ use super::record::{FIRST_FORMAT, FORMAT, RunRecord};
 use crate::config::{Config, OnResume, RateSchedule};
 use crate::models::Model;
 
-/// The values that identify a run. Checkpoints keep them, and a run that resumes must have the same.
+/// The values that identify a run. Checkpoints keep them, and a run that resumes must have the
+/// same.
 #[derive(Clone)]
 pub(crate) struct Identity {
     pub(crate) config: Config,

@@ -156,7 +156,8 @@ impl Checkpoint {
         let model = &*run.model;
         let TrainConfig { lora, base, .. } = &run.config.train;
         if lora.is_some() || *base != Base::AsIs {
-            // A checkpoint does not have the frozen weights: they are those that the run began with.
+            // A checkpoint does not have the frozen weights: they are those that the run began
+            // with.
             hf::check_seals(&run.config)?;
             eps.randomise(model, run.config.step.seed)?;
             let ModelConfig { path, random_weights, unsealed, .. } = &run.config.model;

@@ -13,7 +13,8 @@ use crate::optimizers::{StateLayout, UpdateRule};
 /// The size of a run's checkpoints, and the most that exist at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
-    /// Bytes of one checkpoint, or a little more, because blocks are counted with the EPS's padding.
+    /// Bytes of one checkpoint, or a little more, because blocks are counted with the EPS's
+    /// padding.
     pub each: u64,
     /// The most checkpoints that exist at once.
     pub count: u64,

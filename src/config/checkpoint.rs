@@ -23,8 +23,8 @@ pub struct CheckpointConfig {
     /// run, `continue` warns and trains on. The checkpoints before are untouched.
     pub on_error: OnError,
     /// The most bytes of a file of weights; `auto`: 5 GB, as transformers has it. If no step has
-    /// updated the layers of a file since the checkpoint before, the file is a hard link to the file
-    /// of that checkpoint. Smaller files are links more often.
+    /// updated the layers of a file since the checkpoint before, the file is a hard link to the
+    /// file of that checkpoint. Smaller files are links more often.
     pub shard_size: ByteSize,
 }
 

@@ -12,9 +12,9 @@ use crate::error::Error;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CompressionConfig {
-    /// How the gradient of each group of micro-batches (`parallel.groups`) is compressed. `none`: it
-    /// is exact. `int8`: 8 bits a number and a scale for each `block_size` numbers; a number is off
-    /// by at most 1/254 of the largest number of its block. `top-k`: the largest of each 16384
+    /// How the gradient of each group of micro-batches (`parallel.groups`) is compressed. `none`:
+    /// it is exact. `int8`: 8 bits a number and a scale for each `block_size` numbers; a number is
+    /// off by at most 1/254 of the largest number of its block. `top-k`: the largest of each 16384
     /// numbers, and 0 for the others. `powersgd`: matrices as products of two factors of `rank`
     /// columns; vectors stay exact. The error of a gradient is added to the next gradient (error
     /// feedback): the host keeps 4 bytes a trained parameter for each group. Several processes

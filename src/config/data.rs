@@ -40,8 +40,8 @@ pub struct DataConfig {
     /// Shuffles the sequences in each epoch.
     pub shuffle: bool,
     /// Puts sequences of about the same length into a batch: the sequences of every 50 shuffled
-    /// batches (of an epoch, if it has fewer) are sorted by length. Micro-batches then take about the
-    /// same time.
+    /// batches (of an epoch, if it has fewer) are sorted by length. Micro-batches then take about
+    /// the same time.
     pub group_by_length: bool,
     /// What happens to a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
     /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.

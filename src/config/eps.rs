@@ -13,8 +13,8 @@ use crate::error::Error;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct EpsConfig {
-    /// The place of weights, optimizer state and waiting gradients: `memory`, or a `file` of which a
-    /// few blocks at a time are in memory.
+    /// The place of weights, optimizer state and waiting gradients: `memory`, or a `file` of which
+    /// a few blocks at a time are in memory.
     pub tier: EpsTier,
     /// Folder of the file of `tier = "file"`. One run uses it at a time, and `--resume` continues
     /// from it without a checkpoint. With several processes, each has a folder of its own there.

@@ -1,5 +1,5 @@
-//! The config as written. Each section has a file with its keys, their defaults and their checks. The
-//! plan is made from the config.
+//! The config as written. Each section has a file with its keys, their defaults and their checks.
+//! The plan is made from the config.
 //!
 //! The JSON schema and CONFIG.md are generated from the doc comments of the keys, so users read
 //! them.

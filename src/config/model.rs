@@ -19,8 +19,8 @@ pub struct ModelConfig {
     /// With `path`: start from random weights, and take only the shape and the tokenizer from the
     /// directory. Without `path` the weights are always random.
     pub random_weights: bool,
-    /// Reads `path` and adapters even if the directory is a checkpoint that was changed after it was
-    /// written, or has weights that are infinite or NaN. A run never resumes from a changed
+    /// Reads `path` and adapters even if the directory is a checkpoint that was changed after it
+    /// was written, or has weights that are infinite or NaN. A run never resumes from a changed
     /// checkpoint.
     pub unsealed: bool,
     /// A known shape with random weights; `gpt-small` if neither this nor `path` is set. Presets:

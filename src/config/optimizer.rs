@@ -43,8 +43,8 @@ pub struct OptimizerConfig {
     /// Term added to the denominator of `adamw` (in all its forms), `adam` and `lamb`, for
     /// numerical stability.
     pub epsilon: f64,
-    /// Momentum of `sgd` and `muon`: the share that stays from step to step, in [0, 1). When absent,
-    /// 0 for `sgd` and 0.95 for `muon`.
+    /// Momentum of `sgd` and `muon`: the share that stays from step to step, in [0, 1). When
+    /// absent, 0 for `sgd` and 0.95 for `muon`.
     pub momentum: Option<f64>,
     /// Nesterov's momentum, for `sgd` and `muon`. When absent, `false` for `sgd` and `true` for
     /// `muon`.
@@ -58,26 +58,26 @@ pub struct OptimizerConfig {
     pub decay_rate: f64,
     /// With `adafactor`: the bound of the root mean square of a tensor's update.
     pub clip_threshold: f64,
-    /// With `adafactor`: multiplies the learning rate by the root mean square of the tensor, at least
-    /// 0.001.
+    /// With `adafactor`: multiplies the learning rate by the root mean square of the tensor, at
+    /// least 0.001.
     pub scale_parameter: bool,
     /// With `adafactor`: bounds the learning rate by 1 ÷ √t in step t.
     pub relative_step: bool,
     /// With `adamw-8bit`: elements of a tensor that share a factor, a power of two from 16 to 4096.
     /// Tensors of fewer than 4,096 elements keep moments of floats.
     pub block_size: usize,
-    /// Keeps a moving average of the weights, in 4 more bytes a parameter. This share of the average
-    /// stays from step to step, for instance 0.999. `l2l export --ema` writes the average.
+    /// Keeps a moving average of the weights, in 4 more bytes a parameter. This share of the
+    /// average stays from step to step, for instance 0.999. `l2l export --ema` writes the average.
     pub ema: Option<f64>,
     /// How the host stores master weights: `f32` (4 bytes a parameter, and 2 more for the copy that
-    /// is sent to a device of 16 bits), `split` (f32 in two halves, one of which is sent to a device
-    /// of bf16: 4 bytes), or `bf16` (2 bytes, for a device of bf16: an updated weight is rounded at
-    /// random, so that small changes are not lost on average). `auto` is `split` for bf16, else
-    /// `f32`.
+    /// is sent to a device of 16 bits), `split` (f32 in two halves, one of which is sent to a
+    /// device of bf16: 4 bytes), or `bf16` (2 bytes, for a device of bf16: an updated weight is
+    /// rounded at random, so that small changes are not lost on average). `auto` is `split` for
+    /// bf16, else `f32`.
     pub masters: MasterDtype,
-    /// Weight decay. With `adamw` (in all its forms), `lion`, `muon` and `adafactor` it is decoupled:
-    /// each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. With `lamb` it is a
-    /// part of the step. With `adam` and `sgd` it is added to the gradient.
+    /// Weight decay. With `adamw` (in all its forms), `lion`, `muon` and `adafactor` it is
+    /// decoupled: each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. With
+    /// `lamb` it is a part of the step. With `adam` and `sgd` it is added to the gradient.
     pub weight_decay: f64,
     /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or patterns of tensor names
     /// with `*`. Biases and norms are not decayed by default, as is usual for transformers.
@@ -91,8 +91,8 @@ pub struct OptimizerConfig {
     /// `[[optimizer.groups]]` has `match`, a list of tensors as in `train.only`, and some of these
     /// keys: `learning_rate` (it follows the run's schedule), `weight_decay` (for all its tensors,
     /// whatever `no_decay` says), `kind`, and `clip_norm` (for the gradient of its tensors;
-    /// `optimizer.clip_norm` is then for the other tensors). A tensor belongs to the first group that
-    /// names it.
+    /// `optimizer.clip_norm` is then for the other tensors). A tensor belongs to the first group
+    /// that names it.
     pub groups: Vec<GroupConfig>,
 }
 

@@ -146,7 +146,8 @@ impl Config {
         Some(LossScale { scale: initial as f32, finite_steps: 0, growth, backoff_factor })
     }
 
-    /// The reaction to a loss or a gradient that is not finite. With a loss scale the step is skipped.
+    /// The reaction to a loss or a gradient that is not finite. With a loss scale the step is
+    /// skipped.
     pub(crate) fn non_finite(&self) -> NonFinite {
         if self.loss_scale().is_some() { NonFinite::Skip } else { self.step.non_finite }
     }

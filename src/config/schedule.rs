@@ -22,12 +22,12 @@ pub struct ScheduleConfig {
     pub kind: ScheduleKind,
     /// Stages on each device in a pipeline. 1 when absent, and 2 with `interleaved`.
     pub chunks: Option<u32>,
-    /// With `kind = "file"`: a CSV file as `torch.distributed.pipelining` writes it. Each row has the
-    /// actions of a device, such as `2F0` and `2B0` (stage, forward or backward, micro-batch).
+    /// With `kind = "file"`: a CSV file as `torch.distributed.pipelining` writes it. Each row has
+    /// the actions of a device, such as `2F0` and `2B0` (stage, forward or backward, micro-batch).
     pub path: Option<PathBuf>,
-    /// The activations that backward recomputes. `true`: everything inside a layer, so that only the activations
-    /// between layers are stored. `false`: nothing; all saved activations wait in the stash.
-    /// `attention`: attention only; the activations of the feed-forward layer wait.
+    /// The activations that backward recomputes. `true`: everything inside a layer, so that only
+    /// the activations between layers are stored. `false`: nothing; all saved activations wait in
+    /// the stash. `attention`: attention only; the activations of the feed-forward layer wait.
     pub recompute: Recompute,
 }
 

@@ -25,11 +25,11 @@ pub struct StashConfig {
     /// With `dtype = "int8"`: the number of values that share a scale, a divisor of the model's
     /// width.
     pub block_size: u32,
-    /// For models with ReLU (OPT) that save activations (`schedule.recompute`): the largest share of
-    /// a token's inputs to a feed-forward's ReLU that are positive. The stash then keeps a bit for
-    /// each input and only the positive inputs, or the bits alone if the weights behind the ReLU are
-    /// not trained. A micro-batch with a token above this share is recomputed, so results stay the
-    /// same, bit for bit. When absent, the stash keeps all inputs. For the CPU device.
+    /// For models with ReLU (OPT) that save activations (`schedule.recompute`): the largest share
+    /// of a token's inputs to a feed-forward's ReLU that are positive. The stash then keeps a bit
+    /// for each input and only the positive inputs, or the bits alone if the weights behind the
+    /// ReLU are not trained. A micro-batch with a token above this share is recomputed, so results
+    /// stay the same, bit for bit. When absent, the stash keeps all inputs. For the CPU device.
     pub relu_density: Option<f64>,
 }
 

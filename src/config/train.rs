@@ -15,8 +15,8 @@ use crate::models::Base;
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
     /// Tensors that are trained; all when empty. Each entry is a kind (`bias`, `norm`, `weight`),
-    /// one or more successive parts of a tensor's name between its dots (`q_proj`, `layers.3`), or a
-    /// pattern with `*` for the whole name. With `lora` they are trained beside the adapters, in
+    /// one or more successive parts of a tensor's name between its dots (`q_proj`, `layers.3`), or
+    /// a pattern with `*` for the whole name. With `lora` they are trained beside the adapters, in
     /// place of a classifier's head. Weights of queries, keys and values that one product computes
     /// are trained together.
     pub only: Vec<String>,
@@ -37,8 +37,8 @@ pub struct TrainConfig {
     /// α of NEFTune (Jain et al. 2023): in training, noise is added to the embeddings of tokens,
     /// uniform in ±α ÷ √(tokens of the sequence × channels). 0: none.
     pub neftune_alpha: f64,
-    /// ε of label smoothing (Szegedy et al. 2016): the target is 1 − ε for the label, and ε is spread
-    /// over all classes or tokens. It is part of the training loss and not of validation.
+    /// ε of label smoothing (Szegedy et al. 2016): the target is 1 − ε for the label, and ε is
+    /// spread over all classes or tokens. It is part of the training loss and not of validation.
     pub label_smoothing: f32,
 }
 
@@ -55,9 +55,9 @@ pub struct LoraConfig {
     pub rank_stabilised: bool,
     /// Probability of dropout of an adapter's input.
     pub dropout: f32,
-    /// Modules that get an adapter, by parts of their names as in `train.only`, or `all-linear` (the
-    /// default): all products of the transformer blocks and the transform of a masked head. The
-    /// transform of a classifier's head gets an adapter only by its name.
+    /// Modules that get an adapter, by parts of their names as in `train.only`, or `all-linear`
+    /// (the default): all products of the transformer blocks and the transform of a masked head.
+    /// The transform of a classifier's head gets an adapter only by its name.
     pub targets: Option<Vec<String>>,
     /// A directory with adapters to start from, as `peft` and the checkpoints of l2l have them. It
     /// gives `rank`, `alpha`, `rank_stabilised` and `targets`.

@@ -17,8 +17,8 @@ pub struct ValidationConfig {
     /// Number of validations in a row without a better one after which training stops early; never
     /// when absent.
     pub patience: Option<u64>,
-    /// The metric that decides which checkpoint is the best, and that `patience` counts: `loss`; for
-    /// a model that classifies sequences also `accuracy`, `f1` or `matthews`; for a model that
+    /// The metric that decides which checkpoint is the best, and that `patience` counts: `loss`;
+    /// for a model that classifies sequences also `accuracy`, `f1` or `matthews`; for a model that
     /// predicts a value also `pearson` or `spearman`. The first validation set decides.
     pub best: BestMetric,
 }

@@ -186,9 +186,9 @@ impl Builder {
         unblock(|| start(self)).await
     }
 
-    /// Opens the training data of the config, and makes a trainer and its batches. The trainer knows
-    /// the data and the number of steps, even if the config has `step.epochs`. The first batch is
-    /// that of the trainer's next step.
+    /// Opens the training data of the config, and makes a trainer and its batches. The trainer
+    /// knows the data and the number of steps, even if the config has `step.epochs`. The first
+    /// batch is that of the trainer's next step.
     ///
     /// # Errors
     /// As [`start`](Builder::start); or the data cannot be trained on.

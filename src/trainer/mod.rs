@@ -196,9 +196,9 @@ impl Trainer {
         self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
 
-    /// Trains one step on a batch of `step.batch` sequences. `depth` of the config says which layers
-    /// are added before it and which are left out. See [`Trainer`] for what holds when it returns,
-    /// is cancelled, or fails.
+    /// Trains one step on a batch of `step.batch` sequences. `depth` of the config says which
+    /// layers are added before it and which are left out. See [`Trainer`] for what holds when it
+    /// returns, is cancelled, or fails.
     ///
     /// # Errors
     /// The batch is not what the plan was made for, and nothing was done; or the ring failed.
@@ -287,8 +287,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Evaluates the model on these batches, each of at most `step.batch` sequences. Without a batch
-    /// the loss is NaN. The training does not change: no parameter, no random number, no step.
+    /// Evaluates the model on these batches, each of at most `step.batch` sequences. Without a
+    /// batch the loss is NaN. The training does not change: no parameter, no random number, no
+    /// step.
     ///
     /// # Errors
     /// As [`step`](Trainer::step).

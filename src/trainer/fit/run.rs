@@ -250,7 +250,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for the checkpoint that is being written, and removes the checkpoints that it replaces.
+    /// Waits for the checkpoint that is being written, and removes the checkpoints that it
+    /// replaces.
     async fn end_checkpoint(&mut self) -> Result<(), Error> {
         let Some(written) = self.writing.take() else { return Ok(()) };
         let step = written.progress.step;
