@@ -69,6 +69,16 @@ pub trait Callbacks: Send {
 
 impl Callbacks for () {}
 
+impl dyn Callbacks + '_ {
+    pub(super) fn info(&mut self, text: impl Into<String>) {
+        self.message(&RunMessage::Info(text.into()));
+    }
+
+    pub(super) fn warn(&mut self, text: impl Into<String>) {
+        self.message(&RunMessage::Warning(text.into()));
+    }
+}
+
 /// A message for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

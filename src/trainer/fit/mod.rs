@@ -255,9 +255,7 @@ impl Prepared {
     /// # Panics
     /// There is no tokio runtime.
     pub async fn run(mut self, callbacks: &mut dyn Callbacks) -> Result<Fitted, Error> {
-        for warning in std::mem::take(&mut self.warnings) {
-            callbacks.message(&RunMessage::Warning(warning));
-        }
+        std::mem::take(&mut self.warnings).into_iter().for_each(|text| callbacks.warn(text));
         let config = self.fit.builder.config.clone();
         let name = config.metrics.run.clone().expect("a prepared run has a name");
         let exporter = Exporter::open(&config.metrics, &name)?;
@@ -270,27 +268,26 @@ impl Prepared {
         let (run, batches) = self.start(&exporter, callbacks).await?;
         if let Some(sequences) = sequences {
             let model = run.trainer.model();
-            run.callbacks.message(&RunMessage::Info(format!(
+            run.callbacks.info(format!(
                 "{sequences} sequences to train on, {held} held out; {steps} steps, {:.1} epochs; \
                  {} of {} parameters are trained",
                 (steps * config.step.batch as u64) as f64 / sequences.max(1) as f64,
                 model.trained_parameters(),
                 model.parameters()
-            )));
+            ));
             let OptimizerConfig { warmup_steps, learning_rate, .. } = config.optimizer;
             if warmup_steps > steps {
-                run.callbacks.message(&RunMessage::Warning(format!(
+                run.callbacks.warn(format!(
                     "optimizer.warmup_steps is {warmup_steps}, and the run has {steps} steps: the \
                      learning rate does not reach {learning_rate:e}"
-                )));
+                ));
             }
             let done = run.trainer.progress().step;
             if done >= steps {
-                let text = format!(
+                run.callbacks.warn(format!(
                     "the run is complete: it has done all of its {steps} steps; to train on, set \
                      more of them and resume with --resume-with-changes"
-                );
-                run.callbacks.message(&RunMessage::Warning(text));
+                ));
             }
         }
         let watch = run.trainer.watch();
@@ -300,21 +297,20 @@ impl Prepared {
             Err(_) => watch.set_failed(),
         }
         if let (Err(error), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
-            let text = if error.is_damage() {
+            callbacks.warn(if error.is_damage() {
                 "eps.path has a damaged block: remove the folder, and --resume goes on from the \
                  newest checkpoint"
                     .into()
             } else {
                 format!("eps.path holds the state after step {step}: continue with --resume")
-            };
-            callbacks.message(&RunMessage::Warning(text));
+            });
         }
         callbacks.ended(outcome.as_ref());
         if let Some(lost) = exporter.write_file() {
             callbacks.message(&RunMessage::Lost(lost));
         }
         if let Some(waits) = exporter.waits_for_last_scrape() {
-            callbacks.message(&RunMessage::Info(waits));
+            callbacks.info(waits);
             unblock(move || exporter.wait_for_last_scrape()).await;
         }
         outcome
@@ -338,15 +334,15 @@ impl Prepared {
         };
         if resume.is_some() && matches!(beginning, Beginning::New) {
             let text = "--resume: there is no checkpoint yet, so this run begins";
-            callbacks.message(&RunMessage::Warning(text.into()));
+            callbacks.warn(text);
         }
         let keeps_state = between.keeper.is_some() || config.eps.tier == EpsTier::File;
         let data = keeps_state.then(|| train.fingerprint());
         let trainer = start_trainer(builder, steps, data, beginning, exporter).await?;
         if trainer.reads_through_cache() {
-            let text =
-                "eps.path: no direct requests there, so the file goes through the system's cache";
-            callbacks.message(&RunMessage::Warning(text.into()));
+            callbacks.warn(
+                "eps.path: no direct requests there, so the file goes through the system's cache",
+            );
         }
         peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());

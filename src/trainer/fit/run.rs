@@ -50,13 +50,15 @@ impl Run<'_> {
     pub(super) async fn finish(mut self, mut batches: Batches) -> Result<Fitted, Error> {
         let first = self.trainer.progress().step;
         if first > 0 {
-            self.info(format!("resumes from step {first}"));
+            self.callbacks.info(format!("resumes from step {first}"));
             let changes = self.trainer.changes().to_vec();
-            changes.into_iter().for_each(|change| self.info(format!("changed: {change}")));
+            changes
+                .into_iter()
+                .for_each(|change| self.callbacks.info(format!("changed: {change}")));
         }
         if !self.trainer.new_tensors().is_empty() {
             let new = self.trainer.new_tensors().join(", ");
-            self.info(format!(
+            self.callbacks.info(format!(
                 "model.path does not have these tensors, which begin at random: {new}"
             ));
         }
@@ -72,12 +74,12 @@ impl Run<'_> {
             }
             // The checkpoint that is being written becomes complete, even if the ring failed since.
             if let Err(lost) = self.end_checkpoint().await {
-                self.callbacks.message(&RunMessage::Warning(lost.to_string()));
+                self.callbacks.warn(lost.to_string());
             }
             return Err(error);
         }
         if self.is_out_of_patience() {
-            self.info(format!("stops early at step {step}: no validation was better"));
+            self.callbacks.info(format!("stops early at step {step}: no validation was better"));
         }
         if step > first {
             self.save().await?;
@@ -150,9 +152,7 @@ impl Run<'_> {
     async fn step(&mut self, batches: &mut Batches) -> Result<u64, Error> {
         let report = self.trainer.step(batches.next().await?).await?;
         self.report(&report.event());
-        for warning in self.trainer.take_warnings() {
-            self.callbacks.message(&RunMessage::Warning(warning));
-        }
+        self.trainer.take_warnings().into_iter().for_each(|warning| self.callbacks.warn(warning));
         let then = self.callbacks.step(&mut self.trainer, &report).await?;
         if self.trainer.progress().step != report.step {
             let what = "a callback trained: fit has the batches of each step, and trains alone";
@@ -259,8 +259,8 @@ impl Run<'_> {
         match self.trainer.config().checkpoint.on_error {
             OnError::Stop => Err(error),
             OnError::Continue => {
-                let warning = format!("the checkpoint of step {step} was not written: {error}");
-                self.callbacks.message(&RunMessage::Warning(warning));
+                self.callbacks
+                    .warn(format!("the checkpoint of step {step} was not written: {error}"));
                 Ok(())
             }
         }
@@ -288,10 +288,10 @@ impl Run<'_> {
         let disk = self.trainer.watch().status().checkpoint_disk;
         if let Some((bytes, free)) = disk.filter(|(bytes, free)| free < bytes) {
             let [bytes, free] = [bytes, free].map(ByteSize::from);
-            self.callbacks.message(&RunMessage::Warning(format!(
+            self.callbacks.warn(format!(
                 "the disk of checkpoint.directory has {free} free, and the next checkpoint needs \
                  {bytes}"
-            )));
+            ));
         }
         Ok(())
     }
@@ -300,7 +300,7 @@ impl Run<'_> {
     async fn compare(&mut self, loss: f64, baseline: Baseline) -> Result<(), Error> {
         let Baseline { unigram, bigram } = baseline;
         self.report(&json!({ "event": "baseline", "unigram": unigram, "bigram": bigram }));
-        self.info(format!(
+        self.callbacks.info(format!(
             "held-out loss {loss:.4} nats a byte; counting bytes gives {unigram:.4}, counting \
              pairs {bigram:.4}"
         ));
@@ -323,16 +323,12 @@ impl Run<'_> {
         let text: Vec<u8> = drawn.map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
         let text = String::from_utf8_lossy(&text);
         self.report(&json!({ "event": "sample", "prompt": PROMPT, "text": text }));
-        self.info(format!("a sample, from {PROMPT:?} on:\n{PROMPT}{text}"));
+        self.callbacks.info(format!("a sample, from {PROMPT:?} on:\n{PROMPT}{text}"));
         Ok(())
     }
 
     fn report(&mut self, event: &Value) {
         report(&mut self.log, self.callbacks, event);
-    }
-
-    fn info(&mut self, text: String) {
-        self.callbacks.message(&RunMessage::Info(text));
     }
 }
 
