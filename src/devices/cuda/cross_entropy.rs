@@ -122,7 +122,7 @@ impl On<'_> {
         let size = &op.size();
         self.copy(out, statistics);
         for rows in chunks(size) {
-            let places = self.logits_of([statistics, h, w], &rows, scratch);
+            let places = self.logits_of([statistics, h, w], &rows, &scratch);
             let logits = self.at(scratch.logits);
             let bias = self.at_if(bias);
             let [r, tile, stride, first] =
@@ -178,7 +178,7 @@ impl On<'_> {
         let r = rows.len();
         let c = h.columns;
         let v = w.rows;
-        let places = self.logits_of([statistics, h, w], rows, scratch.labelled);
+        let places = self.logits_of([statistics, h, w], rows, &scratch.labelled);
         let to = self.at(scratch.dlogits);
         let from = self.at(scratch.labelled.logits);
         let s = self.at(statistics);
