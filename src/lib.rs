@@ -7,9 +7,10 @@
 //!             checkpoint                       (one layer)      state, gradients, stash
 //! ```
 //!
-//! The ring is [`actors`] (crate `l2l-actors`); this crate is what its ports are made of. A
-//! [`Trainer`] is a run: a model ([`models`]), its update rule ([`optimizers`]), the host's eager
-//! param-server and a device, made from a [`Config`], driven by batches ([`data`]).
+//! The ring of actors is the crate [`actors`] (`l2l-actors`); this crate implements its ports. A
+//! [`Trainer`] is a training run, made from a [`Config`]: a model ([`models`]), its update rule
+//! ([`optimizers`]), the host's eager param-server ([`eps`]) and a device ([`devices`]). It trains
+//! on batches ([`data`]).
 
 pub use l2l_actors as actors;
 

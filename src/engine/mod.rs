@@ -140,7 +140,16 @@ impl Engine {
         LayerSelection { layers: asked.layers.clone().or_else(all), ..asked.clone() }
     }
 
-    /// Runs one step. `cache` has the KV cache slot of each sequence, if the step generates.
+    /// Checks that a batch fits the plan and the model.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub(crate) fn check(&self, batch: &Batch) -> Result<(), Error> {
+        batch.check(&self.model, self.plan.positions, self.plan.sequences)
+    }
+
+    /// Runs one step that does not train. `cache` has the KV cache slot of each sequence, if the
+    /// step generates.
     ///
     /// # Errors
     /// The batch does not fit the plan or the model, and nothing was done; or the ring failed.
@@ -150,14 +159,24 @@ impl Engine {
         purpose: Purpose,
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
+        self.check(&batch)?;
         self.run_layers(batch, purpose, cache, &LayerSelection::default()).await
     }
 
-    /// The same through these layers.
+    /// Runs one training step through these layers of the model, on a batch that passed
+    /// [`check`](Engine::check).
     ///
     /// # Errors
-    /// As [`run`](Engine::run); or the model has not these layers.
-    pub(crate) async fn run_layers(
+    /// The plan has no memory for this order of layers, and nothing was done; or the ring failed.
+    pub(crate) async fn train(
+        &mut self,
+        batch: Batch,
+        layers: &LayerSelection,
+    ) -> Result<Outcome, Error> {
+        self.run_layers(batch, Purpose::Train, Vec::new(), layers).await
+    }
+
+    async fn run_layers(
         &mut self,
         batch: Batch,
         purpose: Purpose,
@@ -167,7 +186,6 @@ impl Engine {
         self.finish_step().await?;
         drop(self.reading.lock().await);
         let layers = &self.layers_of_step(layers);
-        batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let (batch, dealt) = self.deal(batch, purpose)?;
         let make = || {
