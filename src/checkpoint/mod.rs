@@ -19,13 +19,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::config::{BestMetric, ModelConfig, TrainConfig};
+use crate::config::{BestMetric, TrainConfig};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::folder::{parent, sync};
 use crate::hf::{self, Before, Load, RECORD, Sealed, TensorFiles};
 use crate::models::{Base, Model, families};
 use crate::optimizers::ScaleState;
+use crate::resolve;
 
 pub(crate) use identity::Identity;
 use identity::{as_value, changes};
@@ -221,8 +222,9 @@ impl Draft {
         if let Some(path) = &run.config.model.path {
             hf::copy_companions(path, &partial).map_err(failed)?;
         }
-        if run.config.train.lora.is_some() {
-            hf::write_adapter_config(&partial, run.model, run.config)?;
+        if let Some(lora) = resolve::training_of(run.config)?.lora {
+            let base = run.config.model.path.as_deref();
+            hf::write_adapter_config(&partial, run.model, &lora, base)?;
         }
         record.files = hf::file_digests(&partial).map_err(failed)?;
         for file in linked {
@@ -449,13 +451,8 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     let TrainConfig { lora, base, .. } = &run.config.train;
     if lora.is_some() || *base != Base::AsIs {
         // What is frozen is what the run began with.
-        hf::check_seals(run.config)?;
-        eps.randomise(run.model, run.config.step.seed)?;
-        let ModelConfig { path, random_weights, unsealed, .. } = &run.config.model;
-        if let Some(path) = path.as_ref().filter(|_| !random_weights) {
-            let how = Load::to_train(!unsealed);
-            hf::load(path, run.model, eps, how)?;
-        }
+        let how = Load::to_train(!run.config.model.unsealed);
+        resolve::load_base(run.config, run.model, eps, how)?;
     }
     match (lora, base) {
         (Some(_), _) => hf::load_adapters(directory, run.model, eps, Load::AS_WRITTEN)?,

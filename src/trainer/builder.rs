@@ -12,10 +12,10 @@ use crate::data::{Batches, Dataset};
 use crate::eps;
 use crate::error::Error;
 use crate::fabric::{Exchanges, Fabric};
-use crate::hf::shape_of;
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
 use crate::plan::Room;
+use crate::resolve::shape_of;
 use crate::telemetry::{Observe, Trace};
 
 /// What a trainer is made of. What is not given comes from the config.

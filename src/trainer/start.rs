@@ -16,12 +16,13 @@ use crate::engine::Engine;
 use crate::eps::{Eps, ErrorFeedback, FileTier, Folder, RankParts, StateOnFile, agreed_step, lost};
 use crate::error::Error;
 use crate::fabric::Exchanges;
-use crate::hf::{self, Load, largest_shape_of};
+use crate::hf::{self, Load};
 use crate::inference::Evaluation;
 use crate::machine;
 use crate::models::{Head, Model, ModelLayer};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Plan, RankShare, Room};
+use crate::resolve::{self, largest_shape_of};
 use crate::telemetry::{
     Ledger, Observe, RunStatus, Trace, Watch, Watched, made_up_name, seconds_of,
 };
@@ -63,16 +64,11 @@ impl Checked {
                                its layers, and choose among them (Trainer::step_with)";
                 return Err(Error::config("model.max_layers", problem));
             }
-            Some(_) if config.train.lora.is_some() => {
-                let problem = "is for a model that the config names: give a model of your own its \
-                               adapters as tensors of its layers";
-                return Err(Error::config("train.lora", problem));
-            }
             Some(mut model) => {
-                model.freeze(&hf::training_of(&config)?)?;
+                resolve::freeze_own(&config, &mut model)?;
                 model
             }
-            None => hf::model_of(&config, largest_shape_of(&config)?)?,
+            None => resolve::model_of(&config, largest_shape_of(&config)?)?,
         };
         model.label_smoothing = model.label_smoothing.max(config.train.label_smoothing);
         if model.label_smoothing > 0.0
@@ -368,23 +364,15 @@ fn fill(
     layers: Option<LayerCount>,
 ) -> Result<(Progress, Vec<String>), Error> {
     let config = run.config;
-    let how = Load::to_train(!config.model.unsealed);
-    if found.is_none() && checkpoint.is_none() {
-        hf::check_seals(config)?;
-    }
     let mut new_tensors = Vec::new();
     let mut progress = Progress { layers, ..Progress::default() };
-    match (found, checkpoint, &config.model.path) {
-        (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
-        (None, Some(checkpoint), _) => progress = checkpoint::read(checkpoint, run, eps)?,
-        (None, None, Some(path)) if !config.model.random_weights => {
-            eps.randomise(run.model, config.step.seed)?; // for tensors that the file does not have
-            new_tensors = hf::load(path, run.model, eps, how)?;
-            load_adapters(run, eps)?;
-        }
-        (None, None, _) => {
-            eps.randomise(run.model, config.step.seed)?;
-            load_adapters(run, eps)?;
+    match (found, checkpoint) {
+        (Some(found), _) => progress = checkpoint::recall(found.run, found.step, run)?,
+        (None, Some(checkpoint)) => progress = checkpoint::read(checkpoint, run, eps)?,
+        (None, None) => {
+            let how = Load::to_train(!config.model.unsealed);
+            new_tensors = resolve::load_base(config, run.model, eps, how)?;
+            resolve::load_adapters(config, run.model, eps)?;
         }
     }
     if let Some(file) = eps.file() {
@@ -392,17 +380,6 @@ fn fill(
         file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
     }
     Ok((progress, new_tensors))
-}
-
-/// Adapters to start from, if the config names some.
-fn load_adapters(run: Identity<'_>, eps: &Eps) -> Result<(), Error> {
-    match run.config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
-        Some(path) => {
-            let how = Load::to_use(!run.config.model.unsealed);
-            hf::load_adapters(path, run.model, eps, how)
-        }
-        None => Ok(()),
-    }
 }
 
 /// The run as it is before its first step.

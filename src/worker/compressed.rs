@@ -128,8 +128,8 @@ impl HostSide {
         self.sum_groups(rights, factors.right_len);
         let right = &rights[..factors.right_len];
         own.for_each(|group| runs[2 * group + 1].copy_from_slice(right));
-        let sum = (&mut landed[part.clone()], part);
-        self.threads.install(|| power.write(&factors, sum, left, right));
+        let sum = &mut landed[part.clone()];
+        self.threads.install(|| power.write(&factors, sum, part, left, right));
         if complete.is_some() {
             let mut vectors = &left[factors.left_len..];
             for range in &factors.vectors {
