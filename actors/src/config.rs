@@ -1,4 +1,4 @@
-//! What a ring is made with.
+//! The settings of a ring.
 
 use std::time::Duration;
 

@@ -1,9 +1,8 @@
 //! "This operation is done": awaited by actors, waited on by lanes.
 //!
-//! A fence comes only from queueing its operation, so whoever holds one knows that the operation
-//! is queued; an operation can therefore wait only on earlier ones, and no set of waits is
-//! circular. A fence is reached once. One whose operation fails is never reached: the failure
-//! trips the kill switch, which ends every wait.
+//! Only queueing an operation makes its fence. So an operation can wait only on earlier ones, and
+//! no set of waits is circular. A fence is reached once. The fence of an operation that fails is
+//! never reached: the failure trips the kill switch, which ends every wait.
 //!
 //! A device with queues of its own keeps the order of its operations itself. So an operation may be
 //! handed to it before those that it waits on are done, if they were handed over too: it is
@@ -25,7 +24,7 @@ pub struct Done {
     pub value: f64,
 }
 
-/// See the [module](self).
+/// The end of an operation. Actors and lanes wait for it.
 #[derive(Clone, Debug)]
 pub struct Fence {
     operation: u64,
@@ -67,7 +66,7 @@ impl Fence {
         self.state.done.get().copied()
     }
 
-    /// Waits for the operation; for ever, if it failed.
+    /// Waits for the operation. The wait never ends if the operation failed.
     pub async fn wait(&self) -> Done {
         *self.state.done.wait().await
     }

@@ -27,7 +27,16 @@ pub struct AttentionShape<'a> {
     pub dropout: Option<Dropout<'a>>,
 }
 
-impl AttentionShape<'_> {
+impl<'a> AttentionShape<'a> {
+    /// Causal attention without a window or dropout, with `[H, K, D]`.
+    pub fn causal(
+        batch: BatchView<'a>,
+        [heads, kv_heads, head_size]: [usize; 3],
+    ) -> AttentionShape<'a> {
+        let causal = true;
+        AttentionShape { batch, heads, kv_heads, head_size, causal, window: None, dropout: None }
+    }
+
     /// R.
     pub fn rows(&self) -> usize {
         self.batch.rows()

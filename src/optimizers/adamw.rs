@@ -2,6 +2,7 @@
 //! PyTorch's.
 
 use super::elementwise::{ElementRule, elementwise_rule};
+use super::moments::Moments;
 use super::{Update, WeightDecay};
 use crate::models::Tensor;
 
@@ -16,62 +17,17 @@ pub struct AdamW {
     pub decay: WeightDecay,
 }
 
-/// The factors of one update of a tensor, rounded to f32. t is the number of updates, this one
-/// included; η is the learning rate and λ the weight decay.
-#[derive(Clone, Copy)]
-struct Factors {
-    /// 1 − β₁.
-    one_minus_beta1: f32,
-    /// β₂.
-    beta2: f32,
-    /// 1 − β₂.
-    one_minus_beta2: f32,
-    /// η ÷ (1 − β₁ᵗ): the learning rate with the first moment's bias correction.
-    rate: f32,
-    /// √(1 − β₂ᵗ): the second moment's bias correction.
-    root_of_bias2: f32,
-    /// ε.
-    epsilon: f32,
-    /// 1 − ηλ: the share of the parameter that weight decay leaves.
-    shrink: f32,
-    /// The factor of the gradient.
-    scale: f32,
-}
-
-impl Factors {
-    /// Updates the moments m and v of a parameter p from its gradient g, and gives the new p.
-    #[inline(always)]
-    fn updated(self, p: f32, m: &mut f32, v: &mut f32, g: f32) -> f32 {
-        let g = g * self.scale;
-        *m += (g - *m) * self.one_minus_beta1;
-        *v = *v * self.beta2 + g * g * self.one_minus_beta2;
-        p * self.shrink - self.rate * (*m / (v.sqrt() / self.root_of_bias2 + self.epsilon))
-    }
-}
-
 impl AdamW {
-    /// The factors of this update of a tensor.
-    fn factors(&self, tensor: &Tensor, update: Update) -> Factors {
-        let (beta1, beta2) = self.betas;
-        let count = (update.step + 1) as f64;
-        let bias1 = 1.0 - beta1.powf(count);
-        let bias2 = 1.0 - beta2.powf(count);
-        let decay = self.decay.of(tensor);
-        Factors {
-            one_minus_beta1: (1.0 - beta1) as f32,
-            beta2: beta2 as f32,
-            one_minus_beta2: (1.0 - beta2) as f32,
-            rate: (update.learning_rate / bias1) as f32,
-            root_of_bias2: bias2.sqrt() as f32,
-            epsilon: self.epsilon as f32,
-            shrink: (1.0 - update.learning_rate * decay) as f32,
-            scale: update.scale,
-        }
-    }
-
     pub(super) fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<2> + use<> {
-        let factors = self.factors(tensor, update);
-        move |p, [m, v]: [&mut f32; 2], g| factors.updated(p, m, v, g)
+        let moments = Moments::new(self.betas.into(), self.epsilon, update);
+        let scale = update.scale;
+        // 1 − ηλ: the share of the parameter that weight decay leaves.
+        let shrink = (1.0 - update.learning_rate * self.decay.of(tensor)) as f32;
+        let rate = (update.learning_rate / moments.bias1) as f32;
+        move |p, [m, v]: [&mut f32; 2], g| {
+            moments.observe(m, v, g * scale);
+            p * shrink - rate * (*m / moments.divisor(*v))
+        }
     }
 }
 

@@ -34,7 +34,7 @@ pub(crate) fn room_len(rule: &dyn UpdateRule, masters: MasterFormat, parameters:
     }
 }
 
-/// What an update of a block reads and writes.
+/// The data that an update of a block reads and writes.
 pub(crate) struct BlockUpdate<'a, 's> {
     /// The trained tensors.
     pub(crate) tensors: &'a [Tensor],

@@ -32,7 +32,6 @@ impl Slots {
         self.slot(slot, self.slot_floats)
     }
 
-    /// All slots.
     pub(crate) fn all(&self) -> View {
         View::floats(self.at, self.floats())
     }

@@ -23,7 +23,7 @@ pub enum Reduction {
         group: GroupId,
         /// The device that it comes from.
         device: DeviceId,
-        /// What becomes of it on the host.
+        /// How it is added to others on the host.
         join: Join,
         /// True when a scatter follows.
         scattered: bool,

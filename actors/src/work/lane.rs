@@ -28,9 +28,9 @@ pub enum Lane {
 /// A queue of operations that run in order: a lane of a device, or one of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Queue {
-    /// Which lane.
+    /// The lane.
     pub lane: Lane,
-    /// Of which device; `None`: of the host.
+    /// Its device; `None`: the host.
     pub device: Option<DeviceId>,
 }
 

@@ -96,8 +96,8 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
     ),
 ];
 
-/// With this many keys, counted over all key heads, the gradient of keys has enough blocks for a
-/// large GPU. With half of them, some multiprocessors have no block.
+/// With this number of keys, counted over all key heads, the gradient of keys has enough blocks for
+/// a large GPU. With half of it, some multiprocessors have no block.
 const ENOUGH_KEYS: usize = 16_896;
 
 /// The number of shares into which the query heads of a key head are split. Each share is a block
@@ -115,7 +115,8 @@ fn shares_of(shape: &AttentionShape<'_>) -> usize {
 /// Workspace of the backward: Σ y dy of each query and head, and the gradients of the shares. Its
 /// size never falls as rows are added, so the planned workspace is enough for smaller
 /// micro-batches.
-pub(super) fn backward_scratch(shape: &AttentionShape<'_>, scratch: &Scratch<'_>) -> [View; 2] {
+pub(super) fn backward_scratch(op: &AttentionBackward<'_>, scratch: &Scratch<'_>) -> [View; 2] {
+    let shape = &op.shape;
     let keys = (shape.kv_rows() * shape.kv_heads).min(ENOUGH_KEYS / 2);
     let group = shape.heads / shape.kv_heads;
     let of_shares = if group > 1 { group * keys } else { 0 };

@@ -16,13 +16,14 @@ fn chunk_of(rows: usize) -> usize {
     rows.min(2048)
 }
 
-/// Elements from a row of a tile's logits to the next: a multiple of 8, so that products read
-/// aligned rows whatever the tile is.
+/// Elements from a row of a tile's logits to the next. A multiple of 8, so that products read
+/// aligned rows for every size of a tile.
 fn stride_of(size: &ScoreSize) -> usize {
     size.tile.next_multiple_of(8)
 }
 
 /// Workspace of a tile.
+#[derive(Clone, Copy)]
 pub(super) struct Labelled {
     /// The rows that have a label.
     places: View,
@@ -32,18 +33,26 @@ pub(super) struct Labelled {
     logits: View,
 }
 
-impl Labelled {
-    pub(super) fn take(size: &ScoreSize, scratch: &Scratch<'_>) -> Labelled {
-        let chunk = chunk_of(size.rows);
-        Labelled {
-            places: scratch.take_floats(1, chunk),
-            h: scratch.take(chunk, size.channels),
-            logits: scratch.take_floats(chunk, stride_of(size)),
-        }
+fn labelled_scratch(size: &ScoreSize, scratch: &Scratch<'_>) -> Labelled {
+    let chunk = chunk_of(size.rows);
+    Labelled {
+        places: scratch.take_floats(1, chunk),
+        h: scratch.take(chunk, size.channels),
+        logits: scratch.take_floats(chunk, stride_of(size)),
     }
 }
 
+pub(super) fn score_scratch(op: &Score, scratch: &Scratch<'_>) -> Labelled {
+    labelled_scratch(&op.size(), scratch)
+}
+
+/// The rows that have a label, and these rows side by side.
+pub(super) fn logits_scratch(op: &Logits, scratch: &Scratch<'_>) -> [View; 2] {
+    [scratch.take_floats(1, op.y.rows), scratch.take(op.y.rows, op.h.columns)]
+}
+
 /// Workspace of a tile's backward.
+#[derive(Clone, Copy)]
 pub(super) struct BackwardScratch {
     labelled: Labelled,
     /// Gradients of the logits. (chunk, V), a stride apart.
@@ -54,17 +63,15 @@ pub(super) struct BackwardScratch {
     parts: View,
 }
 
-impl BackwardScratch {
-    pub(super) fn take(op: &ScoreBackward<'_>, scratch: &Scratch<'_>) -> BackwardScratch {
-        let size = op.size();
-        let chunk = chunk_of(size.rows);
-        let sums = op.dbias.map_or(0, |_| parts_of(chunk));
-        BackwardScratch {
-            labelled: Labelled::take(&size, scratch),
-            dlogits: scratch.take(chunk, stride_of(&size)),
-            dh: scratch.take_floats(chunk, size.channels),
-            parts: scratch.take_floats(sums, size.tile),
-        }
+pub(super) fn backward_scratch(op: &ScoreBackward<'_>, scratch: &Scratch<'_>) -> BackwardScratch {
+    let size = op.size();
+    let chunk = chunk_of(size.rows);
+    let sums = op.dbias.map_or(0, |_| parts_of(chunk));
+    BackwardScratch {
+        labelled: labelled_scratch(&size, scratch),
+        dlogits: scratch.take(chunk, stride_of(&size)),
+        dh: scratch.take_floats(chunk, size.channels),
+        parts: scratch.take_floats(sums, size.tile),
     }
 }
 
@@ -92,7 +99,8 @@ impl On<'_> {
         self.queue.columns("gather_rows", [count, 1], channels, &arguments);
     }
 
-    /// Copies some labelled rows side by side and computes their logits; returns which rows.
+    /// Copies some labelled rows side by side and computes their logits. Returns the numbers of
+    /// these rows.
     fn logits_of(
         &self,
         [statistics, h, w]: [View; 3],
@@ -108,13 +116,13 @@ impl On<'_> {
         places
     }
 
-    /// Takes a tile into the statistics of each labelled position.
-    pub(super) fn score(&self, op: &Score, scratch: &Labelled) {
+    /// Adds a tile to the statistics of each labelled position.
+    pub(super) fn score(&self, op: &Score, scratch: Labelled) {
         let Score { out, statistics, h, w, bias, smoothing: Smoothing { own, each }, .. } = *op;
         let size = &op.size();
         self.copy(out, statistics);
         for rows in chunks(size) {
-            let places = self.logits_of([statistics, h, w], &rows, scratch);
+            let places = self.logits_of([statistics, h, w], &rows, &scratch);
             let logits = self.at(scratch.logits);
             let bias = self.at_if(bias);
             let [r, tile, stride, first] =
@@ -125,8 +133,8 @@ impl On<'_> {
         }
     }
 
-    /// Logits of the labelled positions, in order. `places` and `gathered` are scratch.
-    pub(super) fn logits(&self, op: &Logits, places: View, gathered: View) {
+    /// Logits of the labelled positions, in order.
+    pub(super) fn logits(&self, op: &Logits, [places, gathered]: [View; 2]) {
         let Logits { y, statistics, h, w, bias } = *op;
         let count = y.rows;
         let c = h.columns;
@@ -143,7 +151,7 @@ impl On<'_> {
     }
 
     /// dh = `dh_before` (or 0) + scale d w, dw (+)= scale dᵀ h, with d of the cross entropy.
-    pub(super) fn score_backward(&self, op: &ScoreBackward<'_>, scratch: &BackwardScratch) {
+    pub(super) fn score_backward(&self, op: &ScoreBackward<'_>, scratch: BackwardScratch) {
         let ScoreBackward { dh, dw, dbias, dh_before, mut accumulate, .. } = *op;
         match dh_before {
             Some(before) => self.copy(dh, before),
@@ -163,7 +171,7 @@ impl On<'_> {
         &self,
         op: &ScoreBackward<'_>,
         rows: &Range<usize>,
-        scratch: &BackwardScratch,
+        scratch: BackwardScratch,
         accumulate: bool,
     ) {
         let ScoreBackward { dh, dw, dbias, statistics, h, w, bias, scale, first, .. } = *op;

@@ -51,8 +51,8 @@ mod tests {
     use crate::kernels::{BatchMetadata, Kernels, Rows};
     use crate::tensor::{Dtype, View};
 
-    /// Storage with every code of a scale, and of an element; floats that are no round numbers, and
-    /// none that is NaN.
+    /// Storage with every code of a scale and of an element. Its floats are no round numbers, and
+    /// none is NaN.
     fn storage(quantisation: Quantisation, [rows, columns]: [usize; 2]) -> Vec<f32> {
         let parts = quantisation.parts(rows, columns);
         let mut storage = vec![0.0; parts[4]];
@@ -77,13 +77,7 @@ mod tests {
         if !emulated::instead() {
             return;
         }
-        let metadata = BatchMetadata {
-            starts: &[0, 1],
-            kinds: &[0],
-            documents: &[],
-            cached: &[],
-            dropout_key: None,
-        };
+        let metadata = BatchMetadata { kinds: &[0], ..BatchMetadata::plain(&[0, 1]) };
         for dtype in [Dtype::F32, Dtype::Bf16] {
             for quantisation in Quantisation::ALL {
                 for [rows, columns] in [[1, 1], [3, 21], [2, 1032], [130, 257]] {

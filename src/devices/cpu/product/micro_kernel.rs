@@ -52,7 +52,7 @@ pub(super) enum Left {
 /// A tile as arrays, from which the compiler makes vector instructions.
 pub(super) struct Arrays<const ROWS: usize, const COLUMNS: usize>;
 
-/// A tile for 16 registers of four floats.
+/// A tile for 16 registers of four floats each.
 pub(super) type Portable = Arrays<4, 8>;
 
 impl<const ROWS: usize, const COLUMNS: usize> MicroKernel for Arrays<ROWS, COLUMNS> {

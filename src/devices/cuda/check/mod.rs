@@ -53,7 +53,7 @@ fn put(memory: &mut Arena, view: View, values: &[f32]) {
     }
 }
 
-/// What memory holds before values are written.
+/// The value of all memory before a case writes its numbers.
 const UNTOUCHED: f32 = -777.0;
 
 /// A case's memory: the same numbers for both sides, which all dtypes can hold.
@@ -195,11 +195,11 @@ fn ways_of(kernel: &'static str) -> Vec<(Option<Way>, &'static str)> {
     }
 }
 
-/// Whether the device finds a number that is not finite, and keeps the first mark of it.
+/// Checks that the device finds a number that is not finite, and keeps the first mark.
 fn of_marks(device: &Cuda, dtype: Dtype, most: f64) -> Check {
     let floats = View::floats(0, 1030);
     let view = floats.hold(1, floats.len(), dtype);
-    // Of the same step the first stays.
+    // Of several marks of one step, the first stays.
     let [first, second, next] = [1 << 32 | 4, 1 << 32 | 5, 2 << 32 | 3];
     let finds = || -> Result<bool, BoxedError> {
         let mut memory = Arena::new(floats.len())?;
@@ -237,7 +237,7 @@ fn report(device: &Cuda, check: Check, each: &mut dyn FnMut(&Check)) -> Result<(
     Ok(())
 }
 
-/// The micro-batches that kernels are checked on: each like none of the others.
+/// The micro-batches that kernels are checked on. Each differs from all others.
 struct Batches {
     documents: Vec<Document>,
     kinds: Vec<u8>,
