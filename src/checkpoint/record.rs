@@ -158,12 +158,8 @@ impl Checkpoint {
         if lora.is_some() || *base != Base::AsIs {
             // A checkpoint does not have the frozen weights: they are those that the run began
             // with.
-            hf::check_seals(&run.config)?;
-            eps.randomise(model, run.config.step.seed)?;
-            let ModelConfig { path, random_weights, unsealed, .. } = &run.config.model;
-            if let Some(path) = path.as_ref().filter(|_| !random_weights) {
-                hf::load(path, model, eps, Load::to_train(!unsealed))?;
-            }
+            let how = Load::to_train(!run.config.model.unsealed);
+            resolve::load_base(&run.config, model, eps, how)?;
         }
         match (lora, base) {
             (Some(_), _) => hf::load_adapters(&directory, model, eps, Load::AS_WRITTEN)?,

@@ -14,11 +14,11 @@ use crate::config::{ChannelsConfig, Config, Deal, EpsTier, Recompute, StashPlace
 use crate::data::{Batch, Dataset};
 use crate::devices::{Device, PeerView};
 use crate::eps::{Eps, FileTier, Folder};
-use crate::hf::{self, shape_of};
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Model;
 use crate::optimizers::StateLayout;
 use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
+use crate::resolve::{model_of, shape_of};
 use crate::stash;
 use crate::telemetry::Ledger;
 use crate::tensor::{Arena, Packing, View};
@@ -55,7 +55,7 @@ impl Small {
 
     fn model(&self) -> Model {
         let shape = shape_of(&self.config).expect("a shape of ours");
-        hf::model_of(&self.config, shape).expect("a model of ours")
+        model_of(&self.config, shape).expect("a model of ours")
     }
 }
 
