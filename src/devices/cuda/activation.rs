@@ -20,7 +20,7 @@ impl On<'_> {
         self.queue.each("activate_backward", x.len(), wide(x.dtype), &arguments);
     }
 
-    /// With a bias, one kernel computes the function's backward and sums the bias' gradient.
+    /// If there is a bias, one kernel computes the function's backward and sums the bias' gradient.
     pub(super) fn activate_linear_backward(
         &self,
         activate: &ActivateBackward,

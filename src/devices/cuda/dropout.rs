@@ -19,7 +19,7 @@ impl On<'_> {
         }
     }
 
-    /// Where the sequences of a mask's rows begin, and how many there are.
+    /// The first rows of the sequences of a mask, and the number of sequences.
     pub(super) fn mask_sequences(
         &self,
         dropout: Option<Dropout<'_>>,

@@ -15,7 +15,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// All of a view.
+    /// The table of a whole view.
     pub(super) fn of(view: View) -> Table {
         Table { view, stride: view.columns, transposed: false }
     }
