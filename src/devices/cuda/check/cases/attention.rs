@@ -35,10 +35,10 @@ impl<'c> Cases<'c> {
     }
 
     fn of_rotations(&mut self, shape: AttentionShape<'c>) {
+        const ROTARY: Rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
         let all = [shape.rows(), shape.qkv_width()];
-        let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
         for inverse in [false, true] {
-            case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary: &rotary, shape, inverse });
+            case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary: &ROTARY, shape, inverse });
         }
     }
 
