@@ -147,7 +147,8 @@ pub fn disk_bytes_per_second(folder: &Path) -> io::Result<(f64, f64)> {
         file.write(nth * CHUNK as u64, chunk, &|| ())?;
     }
     file.sync()?;
-    let (write_time, begin) = (begin.elapsed(), Instant::now());
+    let write_time = begin.elapsed();
+    let begin = Instant::now();
     for nth in 0..CHUNKS {
         file.read(nth * CHUNK as u64, chunk, &|| ())?;
     }
@@ -189,7 +190,8 @@ mod tests {
         let len = CHUNK / size_of::<f32>() + 3 * PAGE_FLOATS;
         let mut arena = Arena::new(2 * len).expect("memory");
         let values: Vec<f32> = (0..len).map(|index| index as f32).collect();
-        let (from, to) = (View::floats(0, len), View::floats(len, len));
+        let from = View::floats(0, len);
+        let to = View::floats(len, len);
         arena.fill(from, &values);
         let written =
             file.write(PAGE as u64, arena.values(from), &|| ()).expect("a disk with room");

@@ -274,7 +274,8 @@ impl FileTier {
 
     /// Cuts memory for all parts of a block into these: masters, states, and what follows.
     pub(crate) fn split<'m>(&self, id: BlockId, memory: &'m mut [f32]) -> Vec<&'m mut [f32]> {
-        let (mut rest, mut all) = (memory, Vec::new());
+        let mut rest = memory;
+        let mut all = Vec::new();
         for &floats in self.places.parts(id) {
             let (part, behind) = rest.split_at_mut(floats);
             all.push(part);
@@ -426,7 +427,8 @@ impl FileTier {
             return Ok(());
         }
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
-        let (entry, part) = (self.current().index.blocks[id.0 as usize].clone(), part.index());
+        let entry = self.current().index.blocks[id.0 as usize].clone();
+        let part = part.index();
         let (at, floats) = self.places.of(id, entry.copy, part);
         let values = buffer.values_mut(View::floats(0, floats));
         self.read_part(id, &entry, part, values, NO_PROGRESS)?;

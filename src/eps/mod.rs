@@ -267,7 +267,8 @@ impl Eps {
         let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) else {
             return parts.of_part(id, part);
         };
-        let (owner, len) = (feedback.group_of(run), feedback.layout(id, run).len);
+        let owner = feedback.group_of(run);
+        let len = feedback.layout(id, run).len;
         let end = |rank: u32| if rank < owner { 0 } else { len };
         Parts::new((0..parts.exchanges.ranks()).map(end).collect())
     }

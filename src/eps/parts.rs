@@ -38,7 +38,8 @@ const ALIGNED: usize = 16;
 
 /// Cuts a block of these tensors into about equal parts, each of whole chunks.
 pub(crate) fn cut(tensors: &BlockTensors, ranks: u32) -> Parts {
-    let (len, ranks) = (tensors.len(), ranks as usize);
+    let len = tensors.len();
+    let ranks = ranks as usize;
     let frozen = chunks(tensors.frozen()).map(|chunk| chunk.start + tensors.trained_len());
     let starts = chunks(tensors.trained()).map(|chunk| chunk.start).chain(frozen);
     let starts: Vec<usize> = starts.filter(|start| start % ALIGNED == 0).collect();
@@ -75,7 +76,8 @@ impl RankParts {
             states.of(index).lens().iter().enumerate().map(of_state).collect()
         });
         let state_cuts = state_cuts.collect();
-        let (tensors, asks) = (model.blocks.clone(), AtomicBool::new(false));
+        let tensors = model.blocks.clone();
+        let asks = AtomicBool::new(false);
         RankParts { exchanges, tensors, cuts, states, state_cuts, asks }
     }
 
@@ -138,8 +140,9 @@ impl RankParts {
         whole[parts.of(self.exchanges.rank())].copy_from_slice(own);
         let bytes = bytemuck::cast_slice_mut(&mut whole);
         let parts = parts.in_bytes(size_of::<f32>());
-        let of = (Channel::Control, u64::from(id.0) << 32 | part.index() as u64);
-        self.exchanges.complete(of, &parts, bytes, &|| ()).map_err(lost)?;
+        let subject = u64::from(id.0) << 32 | part.index() as u64;
+        let done = self.exchanges.complete(Channel::Control, subject, &parts, bytes, &|| ());
+        done.map_err(lost)?;
         Ok(whole)
     }
 
@@ -240,8 +243,9 @@ pub(crate) fn agreed_step(
 /// The step that [`agreed_step`] gives, from the newest of each rank. There is none if no rank has
 /// done a step and some have no state yet: then there is nothing to go on from.
 fn agreed(steps: &[Option<u64>]) -> Result<Option<u64>, Error> {
-    let (least, most) = (steps.iter().min().copied().flatten(), steps.iter().max().copied());
-    match (least, most.flatten()) {
+    let least = steps.iter().min().copied().flatten();
+    let most = steps.iter().max().copied().flatten();
+    match (least, most) {
         (Some(least), Some(most)) if most - least > 1 => {
             let problem = format_args!(
                 "has states after steps {least} to {most} on different ranks: they are of \

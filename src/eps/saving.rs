@@ -80,7 +80,8 @@ impl Eps {
     pub(crate) fn wait_until_saved(&self, id: BlockId, version: Version, beat: &dyn Fn()) {
         let current = self.saving.lock().expect("nothing panics inside").clone();
         let Some(progress) = current.filter(|progress| version >= progress.version) else { return };
-        let (began, mut state) = (Instant::now(), progress.state());
+        let began = Instant::now();
+        let mut state = progress.state();
         let mut count = state.count;
         while !state.is_saved[id.0 as usize] && !state.is_over {
             let waited = progress.changed.wait_timeout(state, LOOK);

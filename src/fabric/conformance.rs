@@ -86,11 +86,13 @@ fn around(fabric: &dyn Fabric, numbers: &Numbers) {
     if fabric.ranks() == 1 {
         return;
     }
-    let (own, ranks) = (fabric.rank(), fabric.ranks());
+    let own = fabric.rank();
+    let ranks = fabric.ranks();
+    let next = (own + 1) % ranks;
+    let before = (own + ranks - 1) % ranks;
     for nth in 0..100 {
         let bytes = 37 * nth % 1000;
         let tag = numbers.next(Channel::Sums);
-        let (next, before) = ((own + 1) % ranks, (own + ranks - 1) % ranks);
         exchange(fabric, tag, &[(next, bytes)], &[(before, bytes)]);
     }
 }
@@ -140,7 +142,8 @@ impl Misuse {
     pub fn check(self, fabric: &dyn Fabric) {
         let tag = Tag::new(Channel::Gradients, 5);
         let bytes = [1; 100];
-        let (mistaken, begin) = (fabric.rank() == 1, Instant::now());
+        let mistaken = fabric.rank() == 1;
+        let begin = Instant::now();
         let goes_on = || begin.elapsed() < Duration::from_secs(if mistaken { 1 } else { 20 });
         let sends: Vec<_> = others(fabric).into_iter().map(|rank| (rank, &bytes[..])).collect();
         if mistaken {

@@ -38,7 +38,8 @@ impl Exchanges {
     /// With these ranks, which may be silent for as long as `patience`.
     pub(crate) fn new(fabric: Arc<dyn Fabric>, patience: Duration) -> Exchanges {
         let beats = Arc::new(Beats::new(&*fabric));
-        let (other, shared) = (fabric.clone(), beats.clone());
+        let other = fabric.clone();
+        let shared = beats.clone();
         let run = move || shared.run(&*other, patience);
         let thread = thread::Builder::new().name("l2l-beats".into()).spawn(run).ok();
         let fabric = Counted { fabric, reports: beats.reports.clone() };
@@ -67,7 +68,8 @@ impl Exchanges {
     /// Makes `count` exchanges of a channel.
     fn make<R>(
         &self,
-        (channel, subject): (Channel, u64),
+        channel: Channel,
+        subject: u64,
         count: u64,
         beat: Beat<'_>,
         exchange: impl FnOnce(Tag, &dyn Fn() -> bool) -> Result<R, Lost>,
@@ -75,7 +77,8 @@ impl Exchanges {
         let mut next = self.next[channel as usize].lock().expect("nothing panics inside");
         let tag = Tag { channel, number: *next, subject };
         *next += count;
-        let (begin, patience) = (Instant::now(), UNEQUAL * self.patience);
+        let begin = Instant::now();
+        let patience = UNEQUAL * self.patience;
         let made = exchange(tag, &|| {
             beat();
             !self.beats.is_lost.load(Relaxed) && begin.elapsed() < patience
@@ -90,12 +93,13 @@ impl Exchanges {
     /// call by the same number: see [`parts::complete`].
     pub(crate) fn complete(
         &self,
-        of: (Channel, u64),
+        channel: Channel,
+        subject: u64,
         parts: &Parts,
         block: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        self.make(of, 1, beat, |tag, goes_on| {
+        self.make(channel, subject, 1, beat, |tag, goes_on| {
             parts::complete(&self.fabric, tag, parts, block, goes_on)
         })
     }
@@ -109,7 +113,7 @@ impl Exchanges {
         received: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        self.make((Channel::Gradients, u64::from(block.0)), 1, beat, |tag, goes_on| {
+        self.make(Channel::Gradients, u64::from(block.0), 1, beat, |tag, goes_on| {
             parts::deal(&self.fabric, tag, parts, gradient, received, goes_on)
         })
     }
@@ -121,7 +125,7 @@ impl Exchanges {
         own: &[u8],
         beat: Beat<'_>,
     ) -> Result<Vec<Vec<u8>>, Lost> {
-        self.make((channel, 0), 2, beat, |tag, goes_on| gather(&self.fabric, tag, own, goes_on))
+        self.make(channel, 0, 2, beat, |tag, goes_on| gather(&self.fabric, tag, own, goes_on))
     }
 
     /// The same between steps.
@@ -131,7 +135,7 @@ impl Exchanges {
 
     /// Measures how a clock of this rank differs from the first rank's, between steps.
     pub(crate) fn clock_offset(&self, now: &dyn Fn() -> Duration) -> Result<ClockOffset, Lost> {
-        self.make((Channel::Control, 0), clock::EXCHANGES, &|| (), |tag, goes_on| {
+        self.make(Channel::Control, 0, clock::EXCHANGES, &|| (), |tag, goes_on| {
             clock::offset(&self.fabric, tag, now, goes_on)
         })
     }
@@ -139,7 +143,7 @@ impl Exchanges {
     /// Sends bytes of one rank to the first, between steps. All ranks call it; those that are
     /// neither do nothing. On the first, `bytes` receives as many.
     pub(crate) fn to_first(&self, from: Rank, bytes: &mut [u8]) -> Result<(), Lost> {
-        self.make((Channel::Control, 0), 1, &|| (), |tag, goes_on| match self.rank() {
+        self.make(Channel::Control, 0, 1, &|| (), |tag, goes_on| match self.rank() {
             0 => self.fabric.exchange(tag, &[], &mut [(from, bytes)], goes_on),
             own if own == from => self.fabric.exchange(tag, &[(0, bytes)], &mut [], goes_on),
             _ => Ok(()),

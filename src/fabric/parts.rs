@@ -157,8 +157,11 @@ mod tests {
             std::thread::scope(|scope| {
                 for fabric in threads(ranks) {
                     scope.spawn(move || {
-                        let (sent, received) = (AtomicUsize::new(0), AtomicUsize::new(0));
-                        let fabric = Counted { fabric, sent, received };
+                        let fabric = Counted {
+                            fabric,
+                            sent: AtomicUsize::new(0),
+                            received: AtomicUsize::new(0),
+                        };
                         let ends = (1..=ranks as usize).map(|rank| BYTES * rank / ranks as usize);
                         let parts = Parts::new(ends.collect());
                         let own = parts.of(fabric.rank());

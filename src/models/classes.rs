@@ -6,7 +6,7 @@ use l2l_actors::schedule::{Boundary, Role};
 
 use super::adapters::Adapters;
 use super::layer::{Init, Kind, Tensor};
-use super::low_rank::LowRank;
+use super::low_rank::{LowRank, ProductSize};
 use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
@@ -165,8 +165,8 @@ impl Classes {
     ) -> Option<LowRank<'a>> {
         let adapters = self.adapters.as_ref()?;
         let c = self.shape.hidden;
-        let size = (batch.sequences(), c, c);
-        Some(LowRank::new(k, adapters, (batch, INDEX), size, scratch).of_sequences())
+        let size = ProductSize { rows: batch.sequences(), inputs: c, outputs: c };
+        Some(LowRank::new(k, adapters, batch, INDEX, size, scratch).of_sequences())
     }
 
     fn activations(
@@ -298,7 +298,7 @@ impl Classes {
             let c = self.shape.hidden;
             let w = Adapters::only(w, ADAPTER_AT, c);
             let d = Adapters::only(d, ADAPTER_AT, c);
-            low_rank.backward([dfirst, dpooled, first], (&w, &d), pass.accumulate, scratch);
+            low_rank.backward([dfirst, dpooled, first], &w, &d, pass.accumulate, scratch);
         }
         k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });
         k.pooled_rows_backward(&PooledRowsBackward { dx: dh, dy: dfirst, pool, batch });

@@ -2,7 +2,7 @@
 
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor};
-use super::low_rank::LowRank;
+use super::low_rank::{LowRank, ProductSize};
 use super::shape::Shape;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
@@ -253,7 +253,8 @@ impl Final {
     ) -> Option<LowRank<'a>> {
         let adapters = self.adapters.as_ref()?;
         let c = self.shape.hidden;
-        Some(LowRank::new(k, adapters, (chunk, ADAPTER_INDEX), (chunk.rows(), c, c), scratch))
+        let size = ProductSize { rows: chunk.rows(), inputs: c, outputs: c };
+        Some(LowRank::new(k, adapters, chunk, ADAPTER_INDEX, size, scratch))
     }
 
     /// What the norm reads: x, or its transform; and the transform before its activation function.
@@ -404,7 +405,7 @@ impl Final {
                 let c = self.shape.hidden;
                 let w = Adapters::only(weights, ADAPTER_AT, c);
                 let d = Adapters::only(d, ADAPTER_AT, c);
-                low_rank.backward([dx, dinput, x], (&w, &d), accumulate, scratch);
+                low_rank.backward([dx, dinput, x], &w, &d, accumulate, scratch);
             }
         }
     }

@@ -99,7 +99,8 @@ impl FrozenPart {
     /// How frozen tensors are stored that lie behind so many elements of their block. Empty if they
     /// are stored as trained ones are.
     pub(super) fn new(tensors: &[Tensor], behind: usize, base: Base, dtype: Dtype) -> FrozenPart {
-        let (mut weights, mut end): (Vec<Vec<WeightPiece>>, usize) = (Vec::new(), 0);
+        let mut weights: Vec<Vec<WeightPiece>> = Vec::new();
+        let mut end = 0;
         for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
             let Some(format) = base.format(tensor, dtype) else { continue };
             let elements = range.start + behind..range.end + behind;

@@ -41,6 +41,14 @@ pub(super) struct LowRank<'a> {
     sum: View,
 }
 
+/// The size of a product: (rows, inputs) by (inputs, outputs).
+#[derive(Clone, Copy)]
+pub(super) struct ProductSize {
+    pub(super) rows: usize,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+}
+
 /// The dropouts of adapters are numbered apart from those of layers.
 const FIRST_INDEX: u32 = 1 << 24;
 
@@ -50,14 +58,16 @@ fn columns(vector: View, rows: usize, columns: usize) -> View {
 }
 
 impl<'a> LowRank<'a> {
-    /// Takes workspace for products of so many rows, and of at most so many inputs and outputs.
+    /// Takes the workspace that products of up to this size need. `index` is that of the layer.
     pub(super) fn new(
         k: &'a dyn Kernels,
         adapters: &'a Adapters,
-        (batch, index): (BatchView<'a>, u32),
-        (rows, inputs, outputs): (usize, usize, usize),
+        batch: BatchView<'a>,
+        index: u32,
+        size: ProductSize,
         scratch: &Scratch<'_>,
     ) -> LowRank<'a> {
+        let ProductSize { rows, inputs, outputs } = size;
         let [dropped, low, sum] =
             [inputs, adapters.rank, outputs].map(|columns| scratch.take(rows, columns));
         LowRank { k, adapters, batch, index, of_sequences: false, dropped, low, sum }
@@ -106,7 +116,8 @@ impl<'a> LowRank<'a> {
     pub(super) fn backward(
         &self,
         [dx, dy, x]: [View; 3],
-        (w, d): (&[Adapter<View>], &[Adapter<Option<View>>]),
+        w: &[Adapter<View>],
+        d: &[Adapter<Option<View>>],
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {

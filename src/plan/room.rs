@@ -20,7 +20,8 @@ impl Room {
         if model.shape.head != Head::Tokens {
             return Err(Error::argument("tokens are drawn from models that predict the next one"));
         }
-        let (Room { prompts, prompt, tokens }, positions) = (self, model.shape.positions);
+        let Room { prompts, prompt, tokens } = self;
+        let positions = model.shape.positions;
         if tokens > positions {
             return Err(Error::argument(format_args!(
                 "a prompt of {prompt} tokens and what is to come behind it are {tokens}: the model \

@@ -174,8 +174,9 @@ impl Worker {
             let complete = |all: &mut [f32]| {
                 let each = size_of_val(all) / ranks as usize;
                 let parts = Parts::new((1..=ranks as usize).map(|rank| rank * each).collect());
-                let of = (Channel::Gradients, u64::from(block.0));
-                exchanges.complete(of, &parts, bytemuck::cast_slice_mut(all), beat)
+                let bytes = bytemuck::cast_slice_mut(all);
+                let subject = u64::from(block.0);
+                exchanges.complete(Channel::Gradients, subject, &parts, bytes, beat)
             };
             host.factorise(feedback, block, (gradient, own.clone()), Some(&complete))?;
             gradient.copy_within(own, 0);

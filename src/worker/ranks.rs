@@ -89,8 +89,8 @@ impl Worker {
             let len = own.len();
             slot[own].copy_from_slice(&published[..len]);
         }
-        let of = (Channel::Blocks, u64::from(block.0));
-        Ok(parts.exchanges.complete(of, &cut, slot, beat)?)
+        let exchanges = &parts.exchanges;
+        Ok(exchanges.complete(Channel::Blocks, u64::from(block.0), &cut, slot, beat)?)
     }
 
     /// Leaves this rank's part of a gradient's sum at the begin of its landing block.
@@ -160,7 +160,7 @@ impl Worker {
             rows[at..][..bytes].copy_from_slice(&stashed[..bytes]);
             at += bytes;
         }
-        Ok(exchanges.complete((Channel::Gradients, ROWS), &cut, rows, beat)?)
+        Ok(exchanges.complete(Channel::Gradients, ROWS, &cut, rows, beat)?)
     }
 
     /// The sum of the losses of all micro-batches, in their order.

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use flume::{Receiver, RecvTimeoutError, Sender};
 
-use self::world::{Ask, PIECE, Piece, Post, Reply, World};
+use self::world::{Ask, PIECE, Piece, Place, Post, Reply, World};
 use super::exchanges::UNEQUAL;
 use super::{Channel, Fabric, Header, Lost, Rank, Tag};
 use crate::error::Error;
@@ -161,29 +161,32 @@ impl Mpi {
                 while message.posted < WINDOW
                     && let Some(piece) = message.next(|| self.piece())
                 {
-                    self.post(tag, true, message.rank, piece, (nth, 0), &reply)?;
+                    let place = Place { message: nth, at: 0 };
+                    self.post(tag, true, message.rank, piece, place, &reply)?;
                 }
             }
             for (nth, message) in receiving.iter_mut().enumerate() {
                 while message.posted < WINDOW
                     && let Some(at) = message.expects_more()
                 {
-                    self.post(tag, false, message.rank, self.piece(), (nth, at), &reply)?;
+                    let place = Place { message: nth, at };
+                    self.post(tag, false, message.rank, self.piece(), place, &reply)?;
                 }
             }
             if sending.iter().all(Sending::is_done) && receiving.iter().all(Receiving::is_done) {
                 return Ok(());
             }
-            let Reply { sends, place: (nth, at), done } = match replies.recv_timeout(PATIENCE) {
-                Ok(reply) => reply,
-                Err(RecvTimeoutError::Timeout) if goes_on() => continue,
-                Err(_) => return Err(lost(tag, sending, receiving)),
-            };
+            let Reply { sends, place: Place { message, at }, done } =
+                match replies.recv_timeout(PATIENCE) {
+                    Ok(reply) => reply,
+                    Err(RecvTimeoutError::Timeout) if goes_on() => continue,
+                    Err(_) => return Err(lost(tag, sending, receiving)),
+                };
             let piece = done.map_err(|what| Lost::Failed { what, tag })?;
             if sends {
-                sending[nth].posted -= 1;
+                sending[message].posted -= 1;
             } else {
-                receiving[nth].take(piece.bytes(), at, tag)?;
+                receiving[message].take(piece.bytes(), at, tag)?;
             }
             self.lock_free().push(piece);
         }
@@ -195,7 +198,7 @@ impl Mpi {
         sends: bool,
         rank: Rank,
         piece: Piece,
-        place: (usize, usize),
+        place: Place,
         reply: &Sender<Reply>,
     ) -> Result<(), Lost> {
         let reply = reply.clone();
@@ -292,7 +295,8 @@ impl Receiving<'_, '_> {
     }
 
     fn cut_off(&self, bytes: usize, tag: Tag) -> Lost {
-        let (sent, expected) = (format!("{bytes} bytes"), format!("{} bytes", self.to.len()));
+        let sent = format!("{bytes} bytes");
+        let expected = format!("{} bytes", self.to.len());
         Lost::Disagrees { rank: self.rank, sent, expected, tag }
     }
 }

@@ -33,21 +33,29 @@ impl Piece {
     }
 }
 
+/// Where a piece belongs.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    /// The message, by its index in the exchange.
+    pub(super) message: usize,
+    /// The piece's first byte in a message that is received.
+    pub(super) at: usize,
+}
+
 /// A piece to send or to receive.
 pub(super) struct Post {
     pub(super) sends: bool,
     pub(super) rank: Rank,
     pub(super) channel: Channel,
     pub(super) piece: Piece,
-    /// Which message of the exchange it is of, and where in what is received it goes.
-    pub(super) place: (usize, usize),
+    pub(super) place: Place,
     pub(super) reply: Sender<Reply>,
 }
 
 /// What came of a piece: the piece, or MPI's error.
 pub(super) struct Reply {
     pub(super) sends: bool,
-    pub(super) place: (usize, usize),
+    pub(super) place: Place,
     pub(super) done: Result<Piece, String>,
 }
 
@@ -85,7 +93,9 @@ fn checked(code: c_int) -> Result<(), String> {
 // room for [`PIECE`] bytes, live in `on_their_way` until MPI has done with them, and do not move.
 impl World {
     pub(super) fn initialise() -> Result<World, String> {
-        let (mut provided, mut rank, mut ranks) = (0, 0, 0);
+        let mut provided = 0;
+        let mut rank = 0;
+        let mut ranks = 0;
         // SAFETY: see above; MPI takes no arguments when it is given none.
         unsafe {
             let funneled = ffi::RSMPI_THREAD_FUNNELED;
@@ -136,12 +146,15 @@ impl World {
     fn begin(&mut self, mut post: Post) {
         // SAFETY: a constant of the library.
         let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        let (rank, tag) = (post.rank as c_int, post.channel as c_int);
+        let rank = post.rank as c_int;
+        let tag = post.channel as c_int;
         // SAFETY: see above.
         let code = unsafe {
-            let (bytes, world) = (ffi::RSMPI_UINT8_T, ffi::RSMPI_COMM_WORLD);
+            let bytes = ffi::RSMPI_UINT8_T;
+            let world = ffi::RSMPI_COMM_WORLD;
             if post.sends {
-                let (from, count) = (post.piece.memory.as_ptr().cast(), post.piece.filled as c_int);
+                let from = post.piece.memory.as_ptr().cast();
+                let count = post.piece.filled as c_int;
                 ffi::MPI_Isend(from, count, bytes, rank, tag, world, &mut request)
             } else {
                 let to = post.piece.memory.as_mut_ptr().cast();
@@ -175,7 +188,8 @@ impl OnItsWay {
     /// The bytes that were received, or any number for what was sent, if MPI has done with it.
     fn test(&mut self) -> Result<Option<usize>, String> {
         let mut status = std::mem::MaybeUninit::<ffi::MPI_Status>::zeroed();
-        let (mut is_done, mut count) = (0, 0);
+        let mut is_done = 0;
+        let mut count = 0;
         // SAFETY: see `World`; zeros are a status.
         unsafe {
             checked(ffi::MPI_Test(&mut self.request, &mut is_done, status.as_mut_ptr()))?;

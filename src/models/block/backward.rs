@@ -116,8 +116,7 @@ impl ChunkPass<'_> {
             None => self.k.linear_backward(&op, scratch),
         }
         if let Some(low_rank) = &self.low_rank {
-            let adapters = (&w.adapters[..], &d.adapters[..]);
-            low_rank.backward([dx, dy, x], adapters, g.accumulate, scratch);
+            low_rank.backward([dx, dy, x], &w.adapters, &d.adapters, g.accumulate, scratch);
         }
     }
 

@@ -11,7 +11,7 @@ use self::chunk::{ChunkPass, KvViews};
 use self::tensors::{Gradients, Weights};
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
-use super::low_rank::LowRank;
+use super::low_rank::{LowRank, ProductSize};
 use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
 use crate::kernels::{
@@ -139,8 +139,8 @@ impl TransformerBlock {
         let modules = self.linear_modules();
         let inputs = modules.iter().map(|(_, inputs, _)| *inputs).max()?;
         let outputs = modules.iter().map(|(.., outputs)| *outputs).max()?;
-        let size = (chunk.rows(), inputs, outputs);
-        Some(LowRank::new(k, adapters, (chunk, self.index), size, scratch))
+        let size = ProductSize { rows: chunk.rows(), inputs, outputs };
+        Some(LowRank::new(k, adapters, chunk, self.index, size, scratch))
     }
 
     /// Begins a pass over a chunk: takes the workspace that forward and backward share.
@@ -176,7 +176,8 @@ impl TransformerBlock {
         &'a self,
         k: &'a dyn Kernels,
         pass: &Backward<'_>,
-        (w, d): (&'a Weights<View>, &'a Gradients),
+        w: &'a Weights<View>,
+        d: &'a Gradients,
         chunks: &[BatchView<'a>],
         mut accumulate: bool,
     ) {
@@ -291,7 +292,7 @@ impl Layer for TransformerBlock {
         let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
         let chunks = self.chunks(batch);
         for chunks in chunks.chunk_by(|a, b| sequence(a) == sequence(b)) {
-            self.sequence_backward(k, pass, (&w, &d), chunks, accumulate);
+            self.sequence_backward(k, pass, &w, &d, chunks, accumulate);
             accumulate = true;
         }
     }
