@@ -35,8 +35,8 @@ impl<'c> Cases<'c> {
     }
 
     fn of_rotations(&mut self, shape: AttentionShape<'c>) {
-        let all = [shape.rows(), shape.qkv_width()];
         const ROTARY: Rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
+        let all = [shape.rows(), shape.qkv_width()];
         for inverse in [false, true] {
             case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary: &ROTARY, shape, inverse });
         }
