@@ -113,11 +113,17 @@ fn check_documents(
     let c = h * d;
     let qkv = noise(r * size.qkv_width(), 1);
     let dy = noise(r * c, 2);
+    let expected = plain(&qkv.wide, &size);
+    let gradient = (r * c < 400).then(|| {
+        differences(&qkv.wide, |qkv| {
+            plain(qkv, &size).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum()
+        })
+    });
     for level in Level::all() {
         let mut y = vec![f32::NAN; r * c];
         let mut lse = vec![f32::NAN; r * h];
         forward(level, &mut y, &mut lse, &qkv.narrow, None, &size);
-        close(&y, &plain(&qkv.wide, &size), 1e-5);
+        close(&y, &expected, 1e-5);
         let mut sums = vec![f32::NAN; r * h];
         delta(level, &mut sums, &y, &dy.narrow, &size);
         let mut dqkv = vec![f32::NAN; r * size.qkv_width()];
@@ -125,11 +131,8 @@ fn check_documents(
         let qkv_all = &qkv.narrow;
         let inputs = Inputs { dy: dy_all, lse: &lse, qkv: qkv_all, kv: None, delta: &sums };
         backward(level, &mut dqkv, None, &inputs, &size);
-        if r * c < 400 {
-            let loss = |qkv: &[f64]| {
-                plain(qkv, &size).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
-            };
-            close(&dqkv, &differences(&qkv.wide, loss), 1e-4);
+        if let Some(gradient) = &gradient {
+            close(&dqkv, gradient, 1e-4);
         }
         assert!(dqkv.iter().all(|value| value.is_finite()));
         if causal {
@@ -195,7 +198,7 @@ fn forward_and_backward_are_the_plain_ones() {
         for p in [0.0, 0.2] {
             check(1, 1, 1, 8, causal, p);
             check(3, 5, 2, 3, causal, p);
-            check(1, 67, 1, 5, causal, p);
+            check(1, 67, 1, 3, causal, p);
             check(2, 130, 2, 13, causal, p);
         }
     }
