@@ -11,11 +11,12 @@ use sha2::{Digest, Sha256};
 use super::directory::recover;
 use super::identity::{self, as_value};
 use super::{Identity, LayerCount, Progress};
-use crate::config::{ModelConfig, TrainConfig};
+use crate::config::TrainConfig;
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf::{self, Load, RECORD, Sealed};
 use crate::models::{Base, Model, families};
+use crate::resolve;
 
 /// The record of a run in a checkpoint: `l2l.json`.
 #[derive(Serialize, Deserialize)]
