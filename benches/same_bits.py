@@ -4,6 +4,9 @@
     python3 benches/same_bits.py --program NEW --out after.json
     python3 benches/same_bits.py --compare before.json after.json
 
+`--ranks 2` runs other cases, each in two processes under `mpirun`; the programs then need the
+feature `mpi`.
+
 A case is one or more short runs of the program in a folder of its own. Its row holds the exit
 codes, every JSON event on stdout and the hashes of the written files. Fields that depend on the
 clock or on the state of the machine are replaced by null, so that their names are still compared.
@@ -203,6 +206,27 @@ def methods(cases):
             cases.train(f"stash/{encoding}/{family}", golden(family, **stash))
     few = {"model.max_layers": 4}
     cases.train("max-layers", {**SMALL, **few})
+
+
+def on_ranks(cases):
+    """Several processes, of each family: in memory and on file, clipped, sharded, with adapters."""
+    four = {"step.batch": 4, "step.micro_batch": 1, "parallel.groups": 2}
+    ways = {way: WAYS[way] for way in ("relay", "resident", "saved", "file", "file-clipped",
+                                       "clipped", "stash-bf16", "dropout")}
+    ways["layers-2"] = {"device.count": 2}
+    ways["sequences-2"] = {"device.count": 2, "parallel.deal": "sequences", "parallel.groups": 4}
+    for family in FAMILIES:
+        for way, settings in ways.items():
+            cases.train(f"ranks/{family}/{way}", golden(family, **{**four, **settings}))
+        cases.train(f"ranks/{family}/lora", golden(family, **{**four, **LORA}))
+    for kind in OPTIMIZERS:
+        settings = {**four, "optimizer.kind": kind}
+        cases.train(f"ranks/optimizer-{kind}", golden("tied", **settings))
+    for kind in ("int8", "top-k", "powersgd"):
+        cases.train(f"ranks/compression-{kind}", golden("tied", **{**four, "compression.kind": kind}))
+    for base in ("bf16", "int8", "nf4"):
+        settings = {**four, **LORA, "train.base": base}
+        cases.train(f"ranks/base-{base}", golden("llama", **settings))
 
 
 def long_sequences(cases):
@@ -459,6 +483,7 @@ def file_hashes(folder, hashed, view):
 
 
 def run(program, data, case):
+    """`program` is the command that starts it."""
     commands, hashed, view = case
     environment = {key: value for key, value in os.environ.items() if not key.startswith("L2L")}
     row = {"exits": [], "told": []}
@@ -469,7 +494,7 @@ def run(program, data, case):
         (folder / "goldens").symlink_to(GOLDENS)
         (folder / "data").symlink_to(data)
         for arguments in commands:
-            ended = subprocess.run([program, *arguments], cwd=folder, env=environment, text=True,
+            ended = subprocess.run([*program, *arguments], cwd=folder, env=environment, text=True,
                                    stdin=subprocess.DEVNULL, capture_output=True)
             row["exits"].append(ended.returncode)
             as_text = view and not hashed
@@ -483,10 +508,16 @@ def run(program, data, case):
     return row
 
 
-def make_table(program, pattern, jobs):
-    program = pathlib.Path(program).resolve()
+ON_ONE_RANK = [training, parallel, methods, long_sequences, text, runs, generation, plans, interface]
+
+
+def make_table(program, pattern, jobs, ranks):
+    program = [str(pathlib.Path(program).resolve())]
+    if ranks > 1:
+        program = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+                   "-n", str(ranks), *program]
     cases = Cases()
-    for add in (training, parallel, methods, long_sequences, text, runs, generation, plans, interface):
+    for add in ON_ONE_RANK if ranks == 1 else [on_ranks]:
         add(cases)
     chosen = {name: case for name, case in cases.all.items() if re.search(pattern, name)}
     with tempfile.TemporaryDirectory() as data, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -526,12 +557,13 @@ def main():
     arguments.add_argument("--out", help="where the table goes")
     arguments.add_argument("--only", default="", help="a regular expression for names of cases")
     arguments.add_argument("--jobs", type=int, default=2, help="cases at once")
+    arguments.add_argument("--ranks", type=int, default=1, help="processes of a case")
     arguments.add_argument("--compare", nargs=2, metavar="TABLE")
     given = arguments.parse_args()
     if given.compare:
         sys.exit(compare(*given.compare))
     begin = time.monotonic()
-    table = make_table(given.program, given.only, given.jobs)
+    table = make_table(given.program, given.only, given.jobs, given.ranks)
     if given.out:
         pathlib.Path(given.out).write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     digests = [digest for row in table.values() for digest in row["digest"]]

@@ -11,15 +11,15 @@ use crate::random;
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Scratch, View};
 
-/// What a check found wrong.
+/// The difference that a check found.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{what}: backward gives {backward}, differences of forward give {forward}")]
 pub struct Mismatch {
-    /// Of what the gradient is.
+    /// The tensor of the gradient.
     pub what: String,
     /// The directional derivative by the backward pass.
     pub backward: f64,
-    /// The same by central differences.
+    /// The directional derivative by central differences.
     pub forward: f64,
 }
 
@@ -168,7 +168,7 @@ impl<'l> Bench<'l> {
     }
 }
 
-/// The inputs of a check, and what a backward gave that recomputes all activations.
+/// The inputs of a check, and the gradients of a backward that recomputes all activations.
 struct Reference {
     tensors: Vec<Tensor>,
     weights: Vec<f32>,
@@ -287,8 +287,8 @@ impl Reference {
 /// the micro-batch; the last of several sequences is shorter. Dropout is on, with the same masks in
 /// all passes.
 ///
-/// It also checks that the backward replaces a gradient or adds to it as it is told, and that it
-/// gives the same bits whether activations were saved or are recomputed.
+/// It also checks that the backward replaces a gradient or adds to it as `accumulate` says, and that
+/// it gives the same bits whether activations were saved or are recomputed.
 ///
 /// # Errors
 /// The first check that fails.

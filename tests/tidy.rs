@@ -210,6 +210,7 @@ fn imports_run_downward() {
     }
     assert!(offenders.is_empty(), "imports that run upward: {offenders:#?}");
 }
+
 #[test]
 fn lines_have_at_most_100_columns() {
     let is_long = |line: &str| line.chars().count() > 100;
@@ -227,8 +228,11 @@ fn no_two_public_types_share_a_name() {
             continue;
         }
         for line in text.lines() {
-            let kinds = ["pub struct ", "pub enum ", "pub trait ", "pub type "];
-            let Some(rest) = kinds.iter().find_map(|kind| line.strip_prefix(kind)) else {
+            let Some(item) = line.strip_prefix("pub ").or(line.strip_prefix("pub(crate) ")) else {
+                continue;
+            };
+            let kinds = ["struct ", "enum ", "trait ", "type "];
+            let Some(rest) = kinds.iter().find_map(|kind| item.strip_prefix(kind)) else {
                 continue;
             };
             let is_word = |c: char| c.is_alphanumeric() || c == '_';
@@ -238,4 +242,121 @@ fn no_two_public_types_share_a_name() {
     }
     met.retain(|_, places| places.len() > 1);
     assert!(met.is_empty(), "public types of one name: {met:#?}");
+}
+
+/// Functions that are one table, or one list of cases, and may be longer than a screen.
+const TABLES: [&str; 3] = [
+    "actors/src/virtual_time/touch.rs: of", // kinds of work, and the memory each touches
+    "actors/src/work/mod.rs: row",          // kinds of work
+    "tests/integration/bad_input.rs: what_contradicts_itself", // configs
+];
+
+/// The names of functions of more lines than a screen shows.
+fn long_functions(text: &str) -> Vec<&str> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut long = Vec::new();
+    for (begin, line) in lines.iter().enumerate() {
+        let (indent, _) = line.split_at(line.len() - line.trim_start().len());
+        let is_declared = line.trim_start().starts_with(['f', 'p', 'a', 'c', 'u']);
+        let Some((_, rest)) = line.split_once("fn ").filter(|_| is_declared) else { continue };
+        let is_end = |line: &&str| line.strip_prefix(indent).is_some_and(|rest| rest == "}");
+        let has_no_body = |line: &&str| {
+            line.strip_prefix(indent).is_some_and(|l| l.starts_with(')') && l.ends_with(';'))
+        };
+        let after = &lines[begin..];
+        let Some(length) = after.iter().position(|l| is_end(l) || has_no_body(l)) else { continue };
+        if length + 1 > 70 && !line.ends_with(';') {
+            long.push(rest.split(['(', '<']).next().unwrap_or_default());
+        }
+    }
+    long
+}
+
+#[test]
+fn functions_fit_a_screen() {
+    let mut offenders = Vec::new();
+    for (path, text) in rust_files() {
+        let long = long_functions(&text).into_iter();
+        offenders.extend(long.map(|name| format!("{}: {name}", path.display())));
+    }
+    offenders.retain(|found| !TABLES.contains(&found.as_str()));
+    assert!(offenders.is_empty(), "functions of more than 70 lines: {offenders:#?}");
+}
+
+/// The text between a bracket and the one that closes it, and the text behind both.
+fn bracketed(text: &str) -> Option<(&str, &str)> {
+    let mut depth = 0;
+    for (at, character) in text.char_indices() {
+        match character {
+            '(' | '[' | '{' => depth += 1,
+            ')' | ']' | '}' if depth == 1 => return Some((&text[1..at], &text[at + 1..])),
+            ')' | ']' | '}' => depth -= 1,
+            _ => {}
+        }
+    }
+    None
+}
+
+/// True for `(x, y)`, and for its type.
+fn is_tuple(text: &str) -> bool {
+    let text = text.trim_start().trim_start_matches('&').trim_start_matches("mut ");
+    text.starts_with('(') && bracketed(text).is_some_and(|(inside, _)| top_level(inside).len() > 1)
+}
+
+/// The parts of a list between its outermost commas.
+fn top_level(list: &str) -> Vec<&str> {
+    let mut depth = 0;
+    let mut begin = 0;
+    let mut parts = Vec::new();
+    let mut before = ' ';
+    for (at, character) in list.char_indices() {
+        match character {
+            '(' | '[' | '{' | '<' => depth += 1,
+            '>' if before == '-' || before == '=' => {}
+            ')' | ']' | '}' | '>' => depth -= 1,
+            ',' if depth == 0 => {
+                parts.push(&list[begin..at]);
+                begin = at + 1;
+            }
+            _ => {}
+        }
+        before = character;
+    }
+    parts.push(&list[begin..]);
+    parts.retain(|part| !part.trim().is_empty());
+    parts
+}
+
+#[test]
+fn a_let_binds_one_value() {
+    refuse("one binding a let: no tuples on both sides", |_, text| {
+        text.match_indices("let (").any(|(at, _)| {
+            let Some((_, behind)) = bracketed(&text[at + 4..]) else { return false };
+            let Some((_, value)) = behind.split_once("= ") else { return false };
+            let is_let = behind.starts_with(" = ") || behind.starts_with(": (");
+            is_let && is_tuple(value) && {
+                let (_, end) = bracketed(value).expect("it is a tuple");
+                end.starts_with(';')
+            }
+        })
+    });
+}
+
+#[test]
+fn a_parameter_is_no_tuple() {
+    refuse("a parameter that is a tuple hides a struct", |_, text| {
+        text.match_indices("fn ").any(|(at, _)| {
+            let is_word = |c: char| c.is_alphanumeric() || c == '_';
+            let rest = text[at + 3..].trim_start_matches(is_word);
+            let Some(open) = rest.find('(').filter(|&open| !rest[..open].contains('\n')) else {
+                return false;
+            };
+            let is_generic = open == 0 || rest.starts_with('<');
+            let Some((parameters, _)) = bracketed(&rest[open..]) else { return false };
+            let is_tuple = |parameter: &str| {
+                parameter.rsplit_once(": ").is_some_and(|(_, kind)| is_tuple(kind))
+            };
+            is_generic && top_level(parameters).into_iter().any(is_tuple)
+        })
+    });
 }

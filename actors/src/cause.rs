@@ -1,4 +1,4 @@
-//! How a ring fails: who, where, why, and the switch that the first cause trips.
+//! The failure of a ring: its first cause, and the switch that this cause trips.
 
 use std::any::Any;
 use std::future::{Future, poll_fn};
@@ -13,7 +13,7 @@ use crate::names::ActorName;
 use crate::report::{Snapshot, Suspect};
 use crate::schedule::LayerId;
 
-/// An error of an actor, or of whoever does the work.
+/// The error type of actors and of the code that does their work.
 pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why something ended that should not have.
@@ -26,7 +26,7 @@ pub enum Problem {
     /// It panicked.
     #[error("panicked: {0}")]
     Panic(String),
-    /// Nothing moved for this long; the ring as it stood then.
+    /// Nothing moved for this long. The snapshot shows the ring at that time.
     #[error("nothing moved for {seconds} s\n{snapshot}", seconds = .0.as_secs_f64(), snapshot = .1)]
     Hang(Duration, Box<Snapshot>),
     /// The relay was dropped.
@@ -43,17 +43,17 @@ impl Problem {
     }
 }
 
-/// The first failure: who, where, doing what, why.
+/// The first failure: the actor, the layer, the operation and the problem.
 #[derive(Debug, thiserror::Error)]
 #[error("{actor}{}, {operation}: {problem}", at(.layer))]
 pub struct Cause {
     /// The actor that failed, or whose operation did.
     pub actor: ActorName,
-    /// The layer it was at, if one.
+    /// The layer at which it failed, if it was at one.
     pub layer: Option<LayerId>,
-    /// The operation, or what the actor was doing.
+    /// The operation, or the wait of the actor.
     pub operation: String,
-    /// What went wrong.
+    /// The error, panic or hang.
     #[source]
     pub problem: Problem,
 }

@@ -1,17 +1,17 @@
-//! What every implementation of [`Ports`] must do, as a suite to run it through.
+//! A suite of tests for implementations of [`Ports`].
 //!
-//! An implementation says how to make itself ([`Subject`]) and calls [`check`] in a test. The
+//! An implementation says how to make itself ([`Subject`]), and calls [`check`] in a test. The
 //! suite stands between the actors and the lanes: it sees every operation when it is queued, and
-//! what its fence reports. Checked:
+//! what its fence reports. It checks:
 //!
 //! 1. Each lane runs its operations once, in the order they were queued, one at a time, and each
-//!    after all it waits for, on whatever lane.
+//!    after all that it waits for, on any lane.
 //! 2. Loss, norm and versions are the same, bit for bit, at every depth, eager and deferred.
-//! 3. A failing actor ends the ring at any of its waits: operations that need not run are dropped,
-//!    committed updates run, lanes end. The same when the relay is dropped.
+//! 3. An actor that fails ends the ring at any of its waits: operations that need not run are
+//!    dropped, committed updates run, lanes end. So does a relay that is dropped.
 //! 4. After a stop nothing is queued, held or running.
 //!
-//! What only the implementation can bring about (its own errors and panics) it tests itself.
+//! An implementation tests its own errors and panics itself, because only it can cause them.
 
 use std::collections::BTreeSet;
 use std::future::{Future, poll_fn};
@@ -37,10 +37,10 @@ use crate::work::Queue;
 
 /// An implementation under test.
 pub trait Subject {
-    /// What is tested.
+    /// The implementation.
     type Ports: Ports;
 
-    /// What its steps run: small, with everything that the implementation supports.
+    /// The schedule of its steps: small, with everything that the implementation supports.
     fn schedule(&self) -> Schedule;
 
     /// A new one, in the same state each time, with memory for these pools.
@@ -49,8 +49,8 @@ pub trait Subject {
     /// The data of a step, the same each time.
     fn batch(&self, step: Version) -> <Self::Ports as Ports>::Batch;
 
-    /// Runs tasks and `main` until `main` has ended and every task has. As it is: on a tokio
-    /// runtime of this thread.
+    /// Runs `main` and the tasks until all of them have ended. By default, a tokio runtime of this
+    /// thread runs them.
     fn run(&self, ports: &Arc<Self::Ports>, tasks: Vec<ActorTask>, main: Main) {
         let _ = ports;
         let runtime = tokio::runtime::Builder::new_current_thread().build();
@@ -64,10 +64,10 @@ pub trait Subject {
     }
 }
 
-/// What drives a relay.
+/// The future that drives a relay.
 pub type Main = Pin<Box<dyn Future<Output = ()>>>;
 
-/// What the suite did.
+/// The counts of a run of the suite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ConformanceReport {
     /// Operations whose order was checked.
@@ -85,7 +85,7 @@ const STEPS: Version = 2;
 /// Runs the suite.
 ///
 /// # Panics
-/// The subject breaks a rule: which, and where.
+/// The subject breaks a rule. The message names the rule and the place.
 pub fn check<S: Subject>(subject: &S) -> ConformanceReport {
     let mut report = ConformanceReport::default();
     for deferred in [false, true] {
@@ -132,12 +132,12 @@ pub fn check<S: Subject>(subject: &S) -> ConformanceReport {
     report
 }
 
-/// How a run ends, if nothing fails.
+/// The end of a run in which nothing fails.
 #[derive(Clone, Copy, Debug)]
 enum End {
     /// After its steps.
     Stops,
-    /// The relay is dropped when so many operations have been queued.
+    /// The relay is dropped when this number of operations has been queued.
     Drops(usize),
 }
 
@@ -213,7 +213,7 @@ impl Run {
     }
 }
 
-/// Runs both until one ends, and drops the other.
+/// Runs both futures until one ends, and drops the other.
 async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
     let mut one = Box::pin(one);
     let mut other = Box::pin(other);
@@ -224,7 +224,7 @@ async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) 
     .await;
 }
 
-/// Checks rule 1 for the operations that were done; how many.
+/// Checks rule 1 for the operations that were done, and returns their number.
 fn in_order(queued: &[Queued]) -> usize {
     let mut count = 0;
     let queues: BTreeSet<Queue> = queued.iter().map(|operation| operation.queue).collect();
@@ -252,7 +252,7 @@ fn in_order(queued: &[Queued]) -> usize {
     count
 }
 
-/// An operation the subject got.
+/// An operation that the subject received.
 struct Queued {
     queue: Queue,
     what: String,
@@ -261,7 +261,7 @@ struct Queued {
     commits: bool,
 }
 
-/// The subject, with somebody looking on.
+/// Ports that note each operation before they hand it to the subject.
 struct Watched<P> {
     inner: Arc<P>,
     queued: watch::Sender<Vec<Queued>>,

@@ -1,9 +1,9 @@
 //! An actor's context: how it waits and how it orders work.
 //!
 //! Three things wait: `recv`, `acquire`, and awaiting a fence or a fact. All go through
-//! [`Context::wait`], which times the wait and writes down what it is for; so the watchdog can say
-//! who waits for what. The kill switch is raced against the whole actor, so every wait ends when
-//! it trips and no wait needs to know about it.
+//! [`Context::wait`], which times the wait and notes its reason, so the watchdog can name both. The
+//! kill switch is raced against the whole actor, so every wait ends when it trips and no wait needs
+//! to know about it.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -12,9 +12,10 @@ use crate::cause::BoxedError;
 use crate::facts::Facts;
 use crate::fence::{Done, Fence};
 use crate::mailbox::Inbox;
+use crate::messages::Flow;
 use crate::meter::ActorState;
 use crate::names::ActorName;
-use crate::operation::{Operation, Order};
+use crate::operation::{Operation, Order, Step};
 use crate::pool::{Content, Held, Pool};
 use crate::ports::Lanes;
 use crate::ring::{Ring, Standing, WaitsFor};
@@ -24,22 +25,22 @@ use crate::work::Lane;
 /// A fault to inject, for tests: what an actor does instead of its `wait`-th wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultInjection {
-    /// Which actor.
+    /// The actor that fails.
     pub actor: ActorName,
-    /// Which of its waits, from 0.
+    /// The number of the wait at which it fails, from 0.
     pub wait: u64,
-    /// What happens.
+    /// The fault.
     pub fault: Fault,
 }
 
 /// An injected fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Returns an error.
+    /// The actor returns an error.
     Error,
-    /// Panics.
+    /// The actor panics.
     Panic,
-    /// Waits for ever.
+    /// The actor waits for ever.
     Hang,
 }
 
@@ -63,7 +64,7 @@ impl Context {
         Context { name, ring: ring.clone(), lanes: lanes.clone(), injection, waits: 0 }
     }
 
-    /// The one waiting rule.
+    /// Every wait of an actor goes through here.
     async fn wait<F: Future>(
         &mut self,
         state: ActorState,
@@ -112,6 +113,18 @@ impl Context {
         self.wait(ActorState::Starved, WaitsFor::Message(inbox.name()), layer, inbox.recv()).await
     }
 
+    /// Receives the begin of the next step; `None`: the ring stops.
+    pub(crate) async fn next_step<T>(
+        &mut self,
+        inbox: &mut Inbox<Flow<T>>,
+    ) -> Result<Option<Arc<Step>>, BoxedError> {
+        match self.recv(inbox, None).await? {
+            Flow::Begin(step) => Ok(Some(step)),
+            Flow::Stop => Ok(None),
+            Flow::Datum(_) | Flow::End(_) => unreachable!("the walk of a step takes all of it"),
+        }
+    }
+
     /// Takes one slot, whichever is free.
     pub(crate) async fn acquire(
         &mut self,
@@ -123,7 +136,7 @@ impl Context {
         self.wait(ActorState::Blocked, what, layer, pool.acquire(content)).await
     }
 
-    /// Takes this very slot.
+    /// Takes the slot of this number.
     pub(crate) async fn acquire_slot(
         &mut self,
         pool: &mut Pool,
@@ -145,7 +158,7 @@ impl Context {
         self.wait(ActorState::Blocked, WaitsFor::Operation(lane), layer, fence.wait()).await
     }
 
-    /// Waits for an operation on this lane that another actor queued; it sent the fence.
+    /// Waits for an operation on this lane that another actor queued.
     pub(crate) async fn arrived(
         &mut self,
         lane: Lane,
@@ -188,12 +201,11 @@ impl Context {
         self.wait(ActorState::Starved, WaitsFor::Fact(content), layer, fact(&ring.facts)).await
     }
 
-    /// A step's result is known, whenever its caller looks.
+    /// Notes that a step's result is known, even if its caller has not asked for it yet.
     pub(crate) fn resolves(&self) {
         self.ring.resolves(self.lanes.now());
     }
 
-    /// Queues an order on its lane.
     pub(crate) fn queue(&self, order: Order) -> Fence {
         let (operation, fence) =
             Operation::new(self.name, order, self.ring.clone(), self.lanes.now());

@@ -36,17 +36,12 @@ pub(crate) struct Executor {
 #[async_trait]
 impl Actor for Executor {
     async fn run(&mut self) -> Result<(), BoxedError> {
-        loop {
-            match self.context.recv(&mut self.weights, None).await? {
-                Flow::Begin(step) => self.walk(&step).await?,
-                Flow::Stop => {
-                    self.outputs.send(Flow::Stop);
-                    self.gradients.send(Flow::Stop);
-                    return Ok(());
-                }
-                Flow::Datum(_) | Flow::End(_) => unreachable!("the walk takes all weights"),
-            }
+        while let Some(step) = self.context.next_step(&mut self.weights).await? {
+            self.walk(&step).await?;
         }
+        self.outputs.send(Flow::Stop);
+        self.gradients.send(Flow::Stop);
+        Ok(())
     }
 }
 
@@ -76,7 +71,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Queues all operations of one visit; the fence of the last.
+    /// Queues all operations of one visit, and returns the fence of the last.
     async fn visit(
         &mut self,
         step: &Arc<Step>,
@@ -124,7 +119,7 @@ impl Executor {
         Ok(end)
     }
 
-    /// Takes an accumulator for each block to whose gradient this visit is the first to add.
+    /// Takes an accumulator for each block whose gradient begins with this visit.
     async fn open_gradients(
         &mut self,
         step: &Step,

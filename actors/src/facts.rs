@@ -1,7 +1,7 @@
-//! What closes the two loops: facts, kept and awaited, never queued.
+//! Facts close the two loops of the ring. They are kept and awaited, never queued.
 //!
-//! A mailbox of facts would need room for all of them (with room for one per block it deadlocks);
-//! a table needs none. Each fact is raised by the operation that makes it true, at the moment it
+//! A mailbox of facts would need room for all of them (with room for one per block it deadlocks); a
+//! table needs none. Each fact is raised by the operation that makes it true, at the moment it
 //! ends, so a fact cannot be lost with an actor.
 
 use tokio::sync::watch;
@@ -42,7 +42,8 @@ impl Facts {
         }
     }
 
-    /// A step begins: forgets the last one's stash, whose readers are done, for it was resolved.
+    /// Begins a step: forgets the stash of the step before, which is resolved, so nothing reads it
+    /// any more.
     pub(crate) fn begin(&self, plan: &StepPlan) {
         self.stashed.send_modify(|stashed| {
             stashed.micro_batches = plan.schedule.micro_batches.len();

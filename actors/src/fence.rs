@@ -1,9 +1,8 @@
 //! "This operation is done": awaited by actors, waited on by lanes.
 //!
-//! A fence comes only from queueing its operation, so whoever holds one knows that the operation
-//! is queued; an operation can therefore wait only on earlier ones, and no set of waits is
-//! circular. A fence is reached once. One whose operation fails is never reached: the failure
-//! trips the kill switch, which ends every wait.
+//! Only queueing an operation makes its fence. So an operation can wait only on earlier ones, and
+//! no set of waits is circular. A fence is reached once. The fence of an operation that fails is
+//! never reached: the failure trips the kill switch, which ends every wait.
 //!
 //! A device with queues of its own keeps the order of its operations itself. So an operation may be
 //! handed to it before those that it waits on are done, if they were handed over too: it is
@@ -14,18 +13,18 @@ use std::time::Duration;
 
 use tokio::sync::SetOnce;
 
-/// What a finished operation reports. Times are the lanes' own, from an origin of theirs.
+/// The report of a finished operation. Its times count from an origin of the lanes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Done {
-    /// When it began.
+    /// The time at which it began.
     pub begin: Duration,
-    /// When it ended.
+    /// The time at which it ended.
     pub end: Duration,
     /// A loss or a sum of squares, where [`Work`](crate::work::Work) promises one; else 0.
     pub value: f64,
 }
 
-/// See the [module](self).
+/// The end of an operation. Actors and lanes wait for it.
 #[derive(Clone, Debug)]
 pub struct Fence {
     operation: u64,
@@ -62,12 +61,12 @@ impl Fence {
         self.state.issued.wait().await;
     }
 
-    /// What the operation reported, if it is done.
+    /// The operation's report, if it is done.
     pub fn reached(&self) -> Option<Done> {
         self.state.done.get().copied()
     }
 
-    /// Waits for the operation; for ever, if it failed.
+    /// Waits for the operation. The wait never ends if the operation failed.
     pub async fn wait(&self) -> Done {
         *self.state.done.wait().await
     }

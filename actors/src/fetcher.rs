@@ -1,8 +1,8 @@
 //! Fetches masters and gathers embeddings: walks the plan's one list of fetches.
 //!
 //! It alone takes from the pool of reads. A master is read from its file, or completed of the parts
-//! of all processes, or both, as soon as its version is published and a slot is free. The slot is
-//! handed to whoever takes the master: a Prefetcher for an upload, or the Fetcher for a gather. A
+//! of all processes, or both, as soon as its version is published and a slot is free. The slot goes
+//! to the actor that uses the master: a Prefetcher for an upload, or the Fetcher for a gather. A
 //! gather writes the first boundaries of a step into the stash.
 
 use std::collections::VecDeque;
@@ -34,16 +34,11 @@ pub(crate) struct Fetcher {
 #[async_trait]
 impl Actor for Fetcher {
     async fn run(&mut self) -> Result<(), BoxedError> {
-        loop {
-            match self.context.recv(&mut self.inbox, None).await? {
-                Flow::Begin(step) => self.walk(&step).await?,
-                Flow::Stop => {
-                    self.staged.iter().for_each(|staged| staged.send(Flow::Stop));
-                    return Ok(());
-                }
-                Flow::Datum(()) | Flow::End(_) => unreachable!("the relay begins steps and stops"),
-            }
+        while let Some(step) = self.context.next_step(&mut self.inbox).await? {
+            self.walk(&step).await?;
         }
+        self.staged.iter().for_each(|staged| staged.send(Flow::Stop));
+        Ok(())
     }
 }
 
@@ -59,7 +54,7 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Brings a block to a slot, ahead of who takes it.
+    /// Reads or gathers a block into a staging slot, before a visit needs it.
     async fn read(
         &mut self,
         step: &Arc<Step>,
@@ -110,7 +105,7 @@ impl Fetcher {
         let all = visit.micro_batches.clone();
         let (staged, completed) = match share {
             Share::MicroBatch(m) => {
-                // What the first micro-batch waited for is there for the others, too.
+                // The first micro-batch waits for the blocks of all.
                 for &block in visit.blocks.iter().filter(|_| m == first) {
                     self.context.published(block, step.number, Some(visit.layer)).await?;
                 }
@@ -130,7 +125,8 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Waits for a block of a gather; the master that was read for it, if it is on file.
+    /// Waits for a block of a gather. Returns the master that was read for it, if the block is on
+    /// file.
     async fn gathers_from(
         &mut self,
         step: &Step,
@@ -147,7 +143,7 @@ impl Fetcher {
     }
 }
 
-/// The facts that all a visit writes for a micro-batch is in the stash.
+/// The facts that the boundaries a visit writes for a micro-batch are in the stash.
 fn stashed(visit: &Visit, micro_batch: MicroBatch) -> impl Iterator<Item = Fact> {
     visit.writes.iter().map(move |&id| Fact::Stashed(id, micro_batch))
 }

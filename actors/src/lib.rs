@@ -21,7 +21,7 @@
 //!    the [slot](pool::Held) that the plan names and a visit credit, queues
 //!    [`UploadBlock`](work::Work::UploadBlock), and sends [`Weights`](messages::Weights) with the
 //!    slot and the upload's [fence](fence::Fence).
-//!    Where blocks come in shards, an PeerCopier behind it queues
+//!    Where blocks come in shards, a PeerCopier behind it queues
 //!    [`CopyShards`](work::Work::CopyShards) and hands `Weights` on.
 //! 3. The Executor takes [`Inputs`](messages::Inputs) with it, one per micro-batch, acquires
 //!    outputs and a gradient slot, queues [`Compute`](work::Work::Compute) for every micro-batch,

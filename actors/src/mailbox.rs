@@ -27,10 +27,10 @@ pub fn mailbox<T>(name: &'static str, capacity: usize) -> (Outbox<T>, Inbox<T>) 
 }
 
 impl<T> Outbox<T> {
-    /// Puts a message in. If the receiver is gone the ring is ending, and the message with it.
+    /// Puts a message in. If the receiver is gone, the ring is ending, and the message is dropped.
     ///
     /// # Panics
-    /// The mailbox is full: some message was sent without the credit it needs.
+    /// The mailbox is full, because a message was sent without the credit that it needs.
     pub fn send(&self, message: T) {
         if let Err(TrySendError::Full(_)) = self.sender.try_send(message) {
             panic!("mailbox {} is full: a message without its credit", self.name);

@@ -1,8 +1,8 @@
 //! Everything that travels on an edge, in flow order. The datum changes its name at each hop:
 //! [`Staged`] → [`Weights`] (with [`Uploaded`] shards) and [`Inputs`] → [`Outputs`] and
 //! [`Gradients`] → [`Reduced`] → the fact [`Updated`](crate::facts::Fact::Updated). Each message
-//! owns the slots it speaks of, and says with fences when what they hold is there. No caller ever
-//! holds one but [`Resolved`]; they are public as documentation.
+//! owns the slots that it names, and its fences say when the content of a slot is there. A caller
+//! of the relay gets [`Resolved`] alone; the others are public as documentation.
 
 use std::sync::Arc;
 
@@ -12,33 +12,34 @@ use crate::pool::{Content, Held};
 use crate::schedule::{BlockId, MicroBatch, Version};
 use crate::work::MasterAt;
 
-/// What every edge of the main flow carries: a step begins, its data, its end, and the stop.
+/// The messages of the main flow: the begin of a step, its data, its end, and the stop.
 #[derive(Debug)]
 pub enum Flow<T> {
     /// The data that follows is this step's.
     Begin(Arc<Step>),
     /// One datum.
     Datum(T),
-    /// The step has no more; the last operation of each device that had one.
+    /// The step has no more data. The fences are those of the last operation of each device that
+    /// had one.
     End(Vec<Fence>),
-    /// There are no more steps; whoever gets this hands it on and ends.
+    /// There are no more steps. The actor that receives this sends it on and ends.
     Stop,
 }
 
 /// Fetcher → Prefetcher: the master of a staged block is in a staging slot, or on its way there.
 #[derive(Clone, Debug)]
 pub struct Staged {
-    /// Whose.
+    /// The block.
     pub block: BlockId,
-    /// Where.
+    /// The staging slot.
     pub slot: Held,
     /// The operation that reads it.
     pub arrived: Fence,
 }
 
 impl Staged {
-    /// Where an operation of the step that reads this version finds the master of a block: in the
-    /// slot of the one that was staged for it, if one was.
+    /// The master of a block for an operation of the step that reads this version: in the slot of
+    /// the staged master, if there is one.
     pub(crate) fn master(staged: Option<&Staged>, version: Version) -> MasterAt {
         staged.map_or(MasterAt::Memory, |staged| {
             MasterAt::Slot(staged.slot.slot(Content::Block(staged.block, version)))
@@ -49,9 +50,9 @@ impl Staged {
 /// Prefetcher → PeerCopiers of other devices: a shard of a block is on its way to a weight slot.
 #[derive(Clone, Debug)]
 pub struct Uploaded {
-    /// Whose.
+    /// The block.
     pub block: BlockId,
-    /// Where.
+    /// The weight slot.
     pub slot: Held,
     /// The operation that uploads it.
     pub arrived: Fence,
@@ -61,7 +62,7 @@ pub struct Uploaded {
 /// visit are here or on their way.
 #[derive(Debug)]
 pub struct Weights {
-    /// Which visit, among the device's.
+    /// Index in [`StepPlan::device_visits`](crate::schedule::StepPlan::device_visits).
     pub device_visit: usize,
     /// The visit's credit, free when the visit ends.
     pub credit: Held,
@@ -74,9 +75,9 @@ pub struct Weights {
 /// Prefetcher → Executor: what one micro-batch brings to a device visit.
 #[derive(Debug)]
 pub struct Inputs {
-    /// Which visit, among the device's.
+    /// Index in [`StepPlan::device_visits`](crate::schedule::StepPlan::device_visits).
     pub device_visit: usize,
-    /// Which micro-batch.
+    /// The micro-batch.
     pub micro_batch: MicroBatch,
     /// The slot of each boundary the visit reads, in its order.
     pub boundaries: Vec<Held>,
@@ -87,9 +88,9 @@ pub struct Inputs {
 /// Executor → Stasher: what one micro-batch leaves behind.
 #[derive(Debug)]
 pub struct Outputs {
-    /// Which visit, among the device's.
+    /// Index in [`StepPlan::device_visits`](crate::schedule::StepPlan::device_visits).
     pub device_visit: usize,
-    /// Which micro-batch.
+    /// The micro-batch.
     pub micro_batch: MicroBatch,
     /// The slot of each boundary the visit writes, in its order.
     pub boundaries: Vec<Held>,
@@ -100,9 +101,9 @@ pub struct Outputs {
 /// Executor → Reducer: a group's gradient of a block is complete on the device.
 #[derive(Debug)]
 pub struct Gradients {
-    /// Whose.
+    /// The block.
     pub block: BlockId,
-    /// Where.
+    /// The gradient slot on the device.
     pub gradient: Held,
     /// The last operation that adds to it.
     pub computed: Fence,
@@ -113,9 +114,9 @@ pub struct Gradients {
 pub enum Reduced {
     /// A block's gradient is complete on the host.
     Gradient {
-        /// Whose.
+        /// The block.
         block: BlockId,
-        /// The landing block it lies in; `None`: its gradient region.
+        /// The landing block that holds it; `None`: its gradient region.
         landing: Option<Held>,
         /// The operation that put it there.
         reduced: Fence,

@@ -1,11 +1,11 @@
-//! Where an actor's time goes: busy, starved, blocked.
+//! The time of an actor in each state: busy, starved, blocked.
 //!
-//! Each state is timed by its own begin and end; none is what is left over of the others.
+//! Each state is timed by its own begin and end, so none is computed as the rest of the others.
 
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// What an actor is doing.
+/// The state of an actor: it works, or it waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ActorState {
     /// Running.
@@ -55,7 +55,7 @@ impl Inner {
 }
 
 impl Meter {
-    /// Busy from now.
+    /// The meter of an actor that is busy from now on.
     pub fn new(now: Duration) -> Meter {
         let spent = Spent::default();
         Meter { inner: Mutex::new(Inner { state: ActorState::Busy, begin: now, spent }) }

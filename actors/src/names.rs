@@ -7,7 +7,7 @@ use crate::schedule::{DeviceId, Pools};
 /// One actor of a ring. Some serve one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ActorName {
-    /// Reads what is on file, and gathers.
+    /// Reads blocks that are on file, and gathers.
     Fetcher,
     /// Uploads.
     Prefetcher(DeviceId),
@@ -61,7 +61,7 @@ impl ActorName {
         }
     }
 
-    /// What it does, whichever device it serves: its name in metrics.
+    /// The name of its role in metrics, the same on every device.
     pub fn role(self) -> &'static str {
         match self {
             ActorName::Fetcher => "fetcher",

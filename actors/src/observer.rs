@@ -10,11 +10,12 @@ use crate::ports::Lanes;
 use crate::report::Snapshot;
 use crate::ring::Ring;
 
-/// Looks at a ring from outside, also while another task drives it or after it has ended.
+/// A view of a ring from outside. It also works while another task drives the relay, and after the
+/// ring has ended.
 #[derive(Clone)]
 pub struct Observer {
     ring: Arc<Ring>,
-    /// Weak: an observer does not keep alive what the lanes work on.
+    /// Weak, so that an observer does not keep the lanes' memory alive.
     lanes: Weak<dyn Lanes>,
 }
 
@@ -23,17 +24,18 @@ impl Observer {
         Observer { ring: ring.clone(), lanes: Arc::downgrade(lanes) }
     }
 
-    /// The ring now.
+    /// The state of the ring now.
     pub fn snapshot(&self) -> Snapshot {
         self.ring.snapshot()
     }
 
-    /// What each actor has spent until now. Its states sum to the time since it began.
+    /// The time that each actor has spent in each state until now. Its states sum to the time since
+    /// it began.
     pub fn spent(&self) -> Vec<(ActorName, Spent)> {
         self.ring.spent(self.now())
     }
 
-    /// Each pool now.
+    /// The state of each pool now.
     pub fn pools(&self) -> Vec<Occupancy> {
         self.ring.gauges.iter().map(Gauge::read).collect()
     }

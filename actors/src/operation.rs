@@ -17,17 +17,16 @@ use crate::work::{Queue, Work};
 /// A step in flight: shared by all its operations.
 #[derive(Debug)]
 pub struct Step {
-    /// Its number, and the version of every block it reads.
+    /// The number of the step, and the version of every block that it reads.
     pub number: Version,
-    /// What it does.
+    /// The plan that its actors walk.
     pub plan: Arc<StepPlan>,
 }
 
-/// What an actor orders from a lane.
+/// Work that an actor queues on a lane, with what it waits for, holds and raises.
 #[derive(Debug)]
 pub(crate) struct Order {
     pub(crate) step: Arc<Step>,
-    /// The device it is for, if it is for one.
     pub(crate) device: Option<DeviceId>,
     pub(crate) layer: Option<LayerId>,
     pub(crate) phase: Option<Phase>,
@@ -39,7 +38,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Of the step as a whole.
+    /// An order for the step as a whole.
     pub(crate) fn new(step: &Arc<Step>, work: Work) -> Order {
         Order {
             step: step.clone(),
@@ -59,14 +58,14 @@ impl Order {
         Queue { lane, device: self.device.filter(|_| lane.is_of_device()) }
     }
 
-    /// For a visit.
+    /// An order for a visit.
     pub(crate) fn at(step: &Arc<Step>, visit: &Visit, work: Work) -> Order {
         let layer = Some(visit.layer);
         let phase = Some(visit.phase);
         Order { device: visit.device(), layer, phase, ..Order::new(step, work) }
     }
 
-    /// Of the master that is in a staging slot, if it is: waits for it, and holds the slot.
+    /// Makes the order wait for a staged master and hold its slot, if there is one.
     pub(crate) fn of_staged(mut self, staged: Option<Staged>) -> Order {
         if let Some(Staged { slot, arrived, .. }) = staged {
             self.waits.push(arrived);
@@ -75,7 +74,7 @@ impl Order {
         self
     }
 
-    /// For the gradient of a block that this layer meets first.
+    /// An order for the gradient of a block that this layer is the first to meet.
     pub(crate) fn gradient(step: &Arc<Step>, layer: Option<LayerId>, work: Work) -> Order {
         Order { layer, phase: Some(Phase::Backward), ..Order::new(step, work) }
     }
@@ -111,42 +110,42 @@ impl Operation {
         (Operation { actor, order, fence, queued, after, ring, finished: false }, made)
     }
 
-    /// Its number, unique in its relay; its fence has the same.
+    /// The number of the operation, unique in its relay. Its fence has the same number.
     pub fn number(&self) -> u64 {
         self.fence.operation()
     }
 
-    /// What is reached when it is finished.
+    /// The fence that is reached when it is finished.
     pub fn fence(&self) -> &Fence {
         &self.fence
     }
 
-    /// Who queued it.
+    /// The actor that queued it.
     pub fn actor(&self) -> ActorName {
         self.actor
     }
 
-    /// The step it belongs to.
+    /// The step that it belongs to.
     pub fn step(&self) -> &Arc<Step> {
         &self.order.step
     }
 
-    /// The layer it serves, if one.
+    /// The layer that it serves, if it serves one.
     pub fn layer(&self) -> Option<LayerId> {
         self.order.layer
     }
 
-    /// The phase of the visit it serves, if one.
+    /// The phase of the visit that it serves, if it serves one.
     pub fn phase(&self) -> Option<Phase> {
         self.order.phase
     }
 
-    /// When it was queued, and the operation that had ended last by then.
+    /// The time at which it was queued, and the operation that had ended last by then.
     pub fn queued(&self) -> (Duration, Option<u64>) {
         (self.queued, self.after)
     }
 
-    /// The device that it is for, if it is for one.
+    /// The device that it is for; `None`: the host.
     pub fn device(&self) -> Option<DeviceId> {
         self.order.device
     }
@@ -156,7 +155,7 @@ impl Operation {
         self.order.queue()
     }
 
-    /// What to do.
+    /// The work to do.
     pub fn work(&self) -> &Work {
         &self.order.work
     }

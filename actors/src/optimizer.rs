@@ -1,13 +1,14 @@
 //! Updates blocks and publishes them; knows a step's loss and norm.
 //!
-//! *Eager*: each block as soon as its gradient is complete. *Deferred*: all blocks once the norm
-//! is known, in forward order, just ahead of the next step's Prefetcher. Updates in memory are
+//! *Eager*: each block as soon as its gradient is complete. *Deferred*: all blocks once the norm is
+//! known, in forward order, just ahead of the next step's Prefetcher. Updates in memory are
 //! committed from that moment: they are queued in one go, need nothing but the host, and lanes run
-//! them even when the ring is ending. So such a step either changes nothing or everything.
+//! them even when the ring is ending. So a deferred step in memory changes either nothing or
+//! everything.
 //!
-//! The state of a staged block is read to a slot, updated there and written beside what it was,
-//! one read ahead of the update that runs. A step's end is sealed behind its last write; what was
-//! sealed before is whole on file until then.
+//! The state of a staged block is read to a slot, updated there, and written beside its old version
+//! on file, one read ahead of the update that runs. A step's end is sealed behind its last write.
+//! Until then the state that was sealed before is whole on file.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -39,17 +40,17 @@ pub(crate) struct Optimizer {
     pub(crate) updating: Option<Updating>,
 }
 
-/// A staged block that is moved on in its slot.
+/// A staged block that is being updated in its slot.
 pub(crate) struct Updating {
     block: BlockId,
     state: Held,
     updated: Fence,
 }
 
-/// A gradient that is complete on the host, or will be.
+/// A gradient whose sum is on the host, or will be there when the fences are reached.
 #[derive(Default)]
 struct Complete {
-    /// The landing block it lies in; none: its region.
+    /// The landing block that holds it; `None`: its gradient region.
     landing: Option<Held>,
     waits: Vec<Fence>,
     /// The global norm, where the update waited for it.
@@ -59,20 +60,17 @@ struct Complete {
 #[async_trait]
 impl Actor for Optimizer {
     async fn run(&mut self) -> Result<(), BoxedError> {
-        loop {
-            match self.context.recv(&mut self.reduced, None).await? {
-                Flow::Begin(step) => self.walk(&step).await?,
-                Flow::Stop => return Ok(()),
-                Flow::Datum(_) | Flow::End(_) => unreachable!("the walk takes all gradients"),
-            }
+        while let Some(step) = self.context.next_step(&mut self.reduced).await? {
+            self.walk(&step).await?;
         }
+        Ok(())
     }
 }
 
 impl Optimizer {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let mut losses = Vec::new();
-        let mut squares = BTreeMap::new(); // block -> whose value is its sum of squares
+        let mut squares = BTreeMap::new(); // block -> the fence that reports its sum of squares
         let ends = loop {
             match self.context.recv(&mut self.reduced, None).await? {
                 Flow::Datum(Reduced::Loss(fence)) => losses.push(fence),
@@ -87,7 +85,7 @@ impl Optimizer {
                 Flow::Begin(_) | Flow::Stop => unreachable!("a step ends before anything else"),
             }
         };
-        // In micro-batch order and in block order, whatever order they came in.
+        // In micro-batch order and in block order, so that the sums do not depend on timing.
         let lane = if self.deferred { Lane::Host } else { Lane::Update };
         let [loss, squares] = if step.plan.schedule.ranks.count == 1 {
             [self.sum(Lane::Host, losses).await?, self.sum(lane, squares.into_values()).await?]
@@ -121,8 +119,9 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Queues the update of a block; the fence that reports its sum of squares. In memory it ends
-    /// the block's step; a staged block's state is read before and written behind.
+    /// Queues the update of a block, and returns the fence that reports the gradient's sum of
+    /// squares. In memory, the update ends the block's step. The state of a staged block is read
+    /// before the update and written behind it.
     async fn update(
         &mut self,
         step: &Arc<Step>,
@@ -138,8 +137,8 @@ impl Optimizer {
         Ok(self.context.queue(order))
     }
 
-    /// Reads a block's state, and has it updated there. The one before is written behind this
-    /// read, once its update has ended: the lane of files waits for nobody.
+    /// Reads a block's state, and has it updated there. The block before is written behind this
+    /// read, once its update has ended, because the lane of files must not wait.
     async fn update_staged(
         &mut self,
         step: &Arc<Step>,
@@ -177,7 +176,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Publishes the blocks nobody updated: after the last use of this version.
+    /// Publishes the blocks that nothing updated, after the last use of this version.
     fn carry(&self, step: &Arc<Step>) {
         let mut order = Order::new(step, Work::Carry { version: step.number });
         let carried = step.plan.carried.iter();
@@ -186,7 +185,6 @@ impl Optimizer {
         self.context.queue(order);
     }
 
-    /// The sums of losses and of squares over all processes.
     async fn sum_over_ranks(
         &mut self,
         step: &Arc<Step>,

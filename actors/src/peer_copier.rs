@@ -50,7 +50,7 @@ impl Actor for PeerCopier {
 }
 
 impl PeerCopier {
-    /// Queues the copies of what a device visit is the first to need.
+    /// Queues the copies of the blocks that a device visit is the first to need.
     async fn complete(&mut self, weights: &mut Weights) -> Result<(), BoxedError> {
         let step = self.step.clone().expect("a step begins before its data come");
         if step.plan.schedule.shards == 1 {

@@ -1,9 +1,9 @@
 //! Slots: fixed pieces of memory, made at start, taken by one actor.
 //!
-//! A pool hands out numbers; what they number is the device's. Occupancy is memory in use, and
-//! waiting for a slot is the ring's backpressure. [`Pool`] is not `Clone` and acquires through
-//! `&mut self`: a second taker, which can deadlock, does not compile. A [`Held`] slot is labelled
-//! with what it was filled with, asked for by that label, and free when its last holder lets go.
+//! A pool hands out numbers; the device knows the memory behind each. Occupancy is memory in use,
+//! and waiting for a slot is the ring's backpressure. [`Pool`] is not `Clone` and acquires through
+//! `&mut self`: a second taker, which can deadlock, does not compile. A [`Held`] slot carries a
+//! label of its content. It is asked for by that label, and is free when its last holder drops it.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 
 use crate::schedule::{BlockId, BoundaryId, DeviceId, MicroBatch, Version};
 
-/// What a slot was acquired for.
+/// The content that a slot was acquired for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// One device visit between announcement and end: a credit, no memory.
@@ -87,7 +87,7 @@ impl Pool {
         self.shared.name
     }
 
-    /// A view for reports.
+    /// A gauge of the pool, for reports.
     pub fn gauge(&self) -> Gauge {
         Gauge { shared: self.shared.clone() }
     }
@@ -97,7 +97,7 @@ impl Pool {
         self.take(content, |slots| slots.holders.iter().position(Option::is_none)).await
     }
 
-    /// Takes this very slot.
+    /// Takes the slot of this number.
     pub async fn acquire_slot(&mut self, slot: u32, content: Content) -> Held {
         let slot = slot as usize;
         self.take(content, |slots| slots.holders[slot].is_none().then_some(slot)).await
@@ -134,7 +134,7 @@ struct Lease {
 }
 
 impl Held {
-    /// The slot's number, for whoever holds what it was asked for.
+    /// The slot's number, if it holds what the caller asks for.
     ///
     /// # Panics
     /// The slot holds something else: "block 7 v3 asked, slot 0 of weights holds block 5 v3".
@@ -168,14 +168,14 @@ pub struct Occupancy {
     pub name: &'static str,
     /// The device that has it; `None`: the host.
     pub device: Option<DeviceId>,
-    /// What each slot holds, if it is taken.
+    /// The content of each slot, if it is taken.
     pub holders: Vec<Option<Content>>,
     /// The most slots that were taken at once.
     pub peak: u32,
 }
 
 impl Gauge {
-    /// The pool now.
+    /// The state of the pool now.
     pub fn read(&self) -> Occupancy {
         let slots = self.shared.lock();
         let Shared { name, device, .. } = *self.shared;

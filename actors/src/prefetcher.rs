@@ -1,8 +1,8 @@
 //! The uploading side of both loops: walks the plan's list of pieces.
 //!
-//! It alone takes from the pools of weights, visits and inputs. For every piece it first awaits
-//! that what it uploads exists (a block's version, a master that the Fetcher staged, a boundary in
-//! the stash), then acquires slots, then queues the upload, then sends the Executor its message.
+//! It alone takes from the pools of weights, visits and inputs. For every piece it first awaits the
+//! source of the upload (a block's version, a master that the Fetcher staged, a boundary in the
+//! stash), then acquires slots, then queues the upload, then sends the Executor its message.
 
 use std::sync::Arc;
 
@@ -30,23 +30,18 @@ pub(crate) struct Prefetcher {
     pub(crate) weight_slots: Pool,
     pub(crate) visit_credits: Pool,
     pub(crate) input_slots: Pool,
-    /// What the weight slots hold, until the last use of each in the plan.
+    /// The slots of resident blocks, until the last use of each in the plan.
     pub(crate) resident: Vec<Option<Held>>,
 }
 
 #[async_trait]
 impl Actor for Prefetcher {
     async fn run(&mut self) -> Result<(), BoxedError> {
-        loop {
-            match self.context.recv(&mut self.staged, None).await? {
-                Flow::Begin(step) => self.walk(&step).await?,
-                Flow::Stop => {
-                    self.weights.send(Flow::Stop);
-                    return Ok(());
-                }
-                Flow::Datum(_) | Flow::End(_) => unreachable!("the walk takes all staged blocks"),
-            }
+        while let Some(step) = self.context.next_step(&mut self.staged).await? {
+            self.walk(&step).await?;
         }
+        self.weights.send(Flow::Stop);
+        Ok(())
     }
 }
 
@@ -108,7 +103,8 @@ impl Prefetcher {
         Ok(arrived)
     }
 
-    /// Waits until a block is published; the master that was read for it, if it is on file.
+    /// Waits until a block is published. Returns the master that was read for it, if the block is
+    /// on file.
     async fn source(
         &mut self,
         step: &Step,

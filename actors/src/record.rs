@@ -1,7 +1,7 @@
 //! One operation on the timeline, as every kind of lanes reports it.
 //!
-//! All that is shown of a run (times, waits and their causes, forecasts) is made from records
-//! alone, so whoever does the work knows nothing of it.
+//! All reports about a run (times, waits and their causes, forecasts) are made from records alone,
+//! so the code that does the work contains no telemetry.
 
 use std::time::Duration;
 
@@ -16,17 +16,17 @@ use crate::work::{Lane, Work, WorkKind};
 pub struct Record {
     /// The operation's number.
     pub number: u64,
-    /// Its lane.
+    /// The lane that it ran on.
     pub lane: Lane,
     /// The device whose lane it is; `None`: the host's.
     pub device: Option<DeviceId>,
-    /// Its kind.
+    /// The kind of its work.
     pub kind: WorkKind,
-    /// Who queued it.
+    /// The actor that queued it.
     pub actor: ActorName,
-    /// Its step.
+    /// The step that it belongs to.
     pub step: Version,
-    /// Its layer, if one.
+    /// The layer that it served, if it served one.
     pub layer: Option<LayerId>,
     /// The phase of the visit it serves, if one.
     pub phase: Option<Phase>,
@@ -34,15 +34,15 @@ pub struct Record {
     pub block: Option<BlockId>,
     /// The micro-batch it concerns, if one.
     pub micro_batch: Option<MicroBatch>,
-    /// What it did.
+    /// The work that it did.
     pub work: Work,
     /// Bytes it moved between host and device, or between host and file.
     pub bytes: u64,
-    /// When it was queued.
+    /// The time at which it was queued.
     pub queued: Duration,
-    /// When it began.
+    /// The time at which it began.
     pub begin: Duration,
-    /// When it ended.
+    /// The time at which it ended.
     pub end: Duration,
     /// The operation whose end let it begin: of the one before it on its lane, those it waits on,
     /// and the last that had ended when it was queued, whichever was last.
@@ -51,8 +51,8 @@ pub struct Record {
 
 /// Receives the record of each operation that ended well.
 pub trait RecordSink: Send + Sync + 'static {
-    /// Takes one record. It is called on the lane's own thread, before anyone who waits for the
-    /// operation goes on: be brief, and never wait.
+    /// Takes one record. The lane's own thread calls it, before any actor that waits for the
+    /// operation goes on. An implementation must be brief, and must never wait.
     fn record(&self, record: &Record);
 }
 
@@ -64,7 +64,7 @@ pub(crate) struct Scribe {
 
 impl Scribe {
     /// The times of the lane's next operation as a device reports them, corrected so that it does
-    /// not begin before what it came behind: a device's clock rounds.
+    /// not begin before the operations it waited for have ended: a device's clock rounds.
     pub(crate) fn in_order(&self, operation: &Operation, done: Done) -> Done {
         let waits = operation.waits().iter().filter_map(|fence| fence.reached());
         let ends = waits.map(|done| done.end).chain(self.last.map(|(end, _)| end));

@@ -34,7 +34,7 @@ pub(crate) struct Reducer {
     pub(crate) reduced: Outbox<Flow<Reduced>>,
     pub(crate) landing: Pool,
     pub(crate) part_slots: Pool,
-    /// Of each block the gradients that are kept for those of later groups, the youngest last.
+    /// For each block, the gradients that are kept for later groups, the youngest last.
     pub(crate) kept: BTreeMap<BlockId, Vec<Held>>,
     /// True when updates wait for the norm.
     pub(crate) deferred: bool,
@@ -118,7 +118,8 @@ impl Reducer {
     }
 
     /// Adds gradients that were kept to one that has landed, and keeps the sum where later groups
-    /// are to be added. An encoded one is decoded before. The fence behind which the sum is there.
+    /// are added to it. Decodes an encoded gradient first. Returns the fence behind which the sum
+    /// is there.
     async fn join(
         &mut self,
         step: &Arc<Step>,
@@ -153,8 +154,8 @@ impl Reducer {
         Ok(self.context.queue(order))
     }
 
-    /// Exchanges parts of a gradient with the other processes, if there are any. The fence behind
-    /// which the sum of this process's part is in the landing block.
+    /// Exchanges parts of a gradient with the other processes, if there are any. Returns the fence
+    /// behind which the landing block holds the sum of this process's part.
     fn reduce_scatter(
         &self,
         step: &Arc<Step>,
@@ -194,8 +195,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Puts a landed gradient into its block's region, where it waits; the fence that reports its
-    /// sum of squares. What a scatter adds to is measured there.
+    /// Puts a landed gradient into its block's region, where it waits, and returns the fence that
+    /// reports its sum of squares. A gradient that a scatter adds to is measured there.
     async fn move_to_region(
         &mut self,
         step: &Arc<Step>,
@@ -222,8 +223,8 @@ impl Reducer {
         Ok(complete)
     }
 
-    /// Writes a landing block to its region on file, once it holds what it is to hold: the lane of
-    /// files waits for nobody.
+    /// Writes a landing block to its region on file once the block is complete, because the lane of
+    /// files must not wait.
     async fn store(
         &mut self,
         step: &Arc<Step>,
@@ -330,7 +331,7 @@ impl Reducer {
     }
 }
 
-/// The first layer that meets a block, to name it in reports.
+/// The first layer that needs a block, to name it in reports.
 pub(crate) fn layer_of(step: &Step, block: BlockId) -> Option<LayerId> {
     let visits = &step.plan.schedule.visits;
     visits.iter().find(|visit| visit.blocks.contains(&block)).map(|visit| visit.layer)

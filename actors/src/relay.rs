@@ -29,13 +29,13 @@ use crate::wiring::{Wired, wire};
 /// Whether the blocks in the EPS belong together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Integrity {
-    /// All are of this version: the state after so many steps.
+    /// All are of this version: the state after this number of steps.
     Whole(Version),
     /// Some were updated and some were not, or an update did not end well (then the versions, of
     /// what was published last, may all be the same): recover from the last checkpoint.
     Torn(Vec<Version>),
-    /// A block was read that is not what was written. Whoever keeps the blocks says so: the ring
-    /// cannot tell.
+    /// A block that was read differs from what was written. The code that keeps the blocks reports
+    /// this, because the ring cannot tell.
     Damaged,
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for Integrity {
     }
 }
 
-/// How the relay can fail.
+/// The errors of the relay.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
@@ -66,7 +66,7 @@ pub enum RingError {
         /// The first failure.
         #[source]
         cause: Arc<Cause>,
-        /// What it left behind.
+        /// The state of the blocks after the failure.
         integrity: Integrity,
     },
     /// The failure was reported before.
@@ -120,13 +120,13 @@ impl<P: Ports> Relay<P> {
     /// Checks a schedule against this ring. A plan may be stepped many times.
     ///
     /// # Errors
-    /// The rule it breaks and the visit that breaks it.
+    /// The schedule breaks a rule. The error names the rule and the visit.
     pub fn plan(&self, schedule: Schedule) -> Result<Arc<StepPlan>, Refusal> {
         self.check_bounds(&schedule)?;
         StepPlan::new(schedule, self.config.pools).map(Arc::new)
     }
 
-    /// What this ring has room for.
+    /// Refuses a schedule that this ring has no room for.
     fn check_bounds(&self, schedule: &Schedule) -> Result<(), Refusal> {
         let RingConfig { blocks, max_layers, max_micro_batches, .. } = self.config;
         let layers: BTreeSet<_> = schedule.device_visits().map(|visit| visit.layer).collect();
@@ -187,7 +187,8 @@ impl<P: Ports> Relay<P> {
         self.next
     }
 
-    /// When the last result was known, by the lanes' clock, which may be before its caller took it.
+    /// The time at which the last result was known, by the lanes' clock. It may be before the
+    /// caller took the result.
     pub fn resolved_at(&self) -> Duration {
         self.ring.resolved_at()
     }
@@ -244,7 +245,7 @@ impl<P: Ports> Relay<P> {
         self.fetcher.send(Flow::Stop);
         match self.ring.switch.until_tripped(self.ring.ended()).await {
             Some(()) => {
-                // Lanes may fail or hang at what they still have to do.
+                // Lanes may fail or hang in the operations that they still have.
                 let closed = self.ring.switch.until_tripped(self.ports.closed()).await;
                 if closed.is_none() || self.ring.switch.tripped() {
                     return Err(self.end().await);
@@ -256,7 +257,7 @@ impl<P: Ports> Relay<P> {
         }
     }
 
-    /// After the switch tripped: waits until all has ended, and reports why, once.
+    /// Waits until all has ended after the switch tripped, and reports the reason, once.
     async fn end(&mut self) -> RingError {
         let cause = self.ring.switch.cause();
         let hung = cause.is_some_and(|cause| matches!(cause.problem, Problem::Hang(..)));
@@ -286,12 +287,12 @@ impl<P: Ports> Relay<P> {
         }
     }
 
-    /// The ring now: who waits for what, who holds which slot, what is queued.
+    /// The state of the ring now: waiting actors, slots in use, queued operations.
     pub fn snapshot(&self) -> Snapshot {
         self.ring.snapshot()
     }
 
-    /// For whoever wants to look while another task drives the relay.
+    /// An observer, to look at the ring while another task drives the relay.
     pub fn observer(&self) -> Observer {
         let lanes: Arc<dyn Lanes> = self.ports.clone();
         Observer::new(&self.ring, &lanes)

@@ -1,6 +1,6 @@
-//! The ring at one moment: what each actor does, who holds which slot, what is queued.
+//! The state of the ring at one moment: actors, slots and queued operations.
 //!
-//! The watchdog reads it to say who is to blame for a standstill; anybody else reads it through an
+//! The watchdog reads it to name the suspect of a standstill. Other code reads it through an
 //! [`Observer`](crate::Observer).
 
 use std::fmt;
@@ -12,31 +12,31 @@ use crate::pool::Occupancy;
 use crate::schedule::{DeviceId, LayerId};
 use crate::work::Queue;
 
-/// What an actor is doing.
+/// The state of an actor in a report.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Doing {
     /// Busy, starved or blocked.
     pub state: ActorState,
-    /// What it waits for; what it did last, while busy.
+    /// The reason of its wait, or of its last wait if it is busy.
     pub what: String,
-    /// The layer, if one.
+    /// Its layer, if it is at one.
     pub layer: Option<LayerId>,
-    /// Since when, by the lanes' clock.
+    /// The begin of this state, by the lanes' clock.
     pub since: Duration,
-    /// Waits it has had: how far it has come.
+    /// The number of its waits so far, which shows its progress.
     pub waits: u64,
 }
 
 /// An operation that is queued and not finished.
 #[derive(Clone, Debug)]
 pub struct InFlight {
-    /// Who queued it.
+    /// The actor that queued it.
     pub actor: ActorName,
     /// The queue it is in.
     pub queue: Queue,
-    /// Its layer, if one.
+    /// Its layer, if it serves one.
     pub layer: Option<LayerId>,
-    /// What it does.
+    /// The name of its work.
     pub operation: String,
     /// True once its lane has begun it.
     pub begun: bool,
@@ -44,10 +44,10 @@ pub struct InFlight {
     pub commits: bool,
 }
 
-/// The ring at one moment: who waits for what, who holds which slot, what is queued.
+/// The state of the ring at one moment: waiting actors, slots in use, queued operations.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// Each actor, what it is doing, and the time it has spent in states that ended.
+    /// Each actor with its state and the time that it spent in states that ended.
     pub actors: Vec<(ActorName, Doing, Spent)>,
     /// Each pool.
     pub pools: Vec<Occupancy>,
@@ -57,7 +57,7 @@ pub struct Snapshot {
     pub versions: Vec<u64>,
 }
 
-/// Who is to blame, where, and doing what.
+/// The actor to blame for a standstill, its layer, and its operation.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Suspect {
     pub(crate) actor: ActorName,
@@ -66,8 +66,8 @@ pub(crate) struct Suspect {
 }
 
 impl Snapshot {
-    /// Whom to blame for a standstill: a begun operation, else an actor that is not waiting, else
-    /// the oldest queued operation, else the actor that waits longest.
+    /// The suspect of a standstill: an operation that has begun, else an actor that is not waiting,
+    /// else the oldest queued operation, else the actor that waits longest.
     pub(crate) fn suspect(&self) -> Suspect {
         let begun = self.operations.iter().find(|operation| operation.begun);
         let busy = || self.actors.iter().find(|(_, doing, _)| doing.state == ActorState::Busy);

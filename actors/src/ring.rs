@@ -18,7 +18,7 @@ use crate::report::{Doing, InFlight, Snapshot};
 use crate::schedule::{LayerId, Pools};
 use crate::work::{Lane, Queue, Row};
 
-/// What an actor waits for. Kept unformatted, for waits are many and reports few.
+/// The reason of an actor's wait. It is not formatted, because waits are many and reports few.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum WaitsFor {
     Start,
@@ -42,7 +42,7 @@ impl fmt::Display for WaitsFor {
     }
 }
 
-/// What an actor is doing: [`Doing`], unformatted.
+/// The state of an actor: [`Doing`], not formatted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Standing {
     pub(crate) state: ActorState,
@@ -52,7 +52,7 @@ pub(crate) struct Standing {
     pub(crate) waits: u64,
 }
 
-/// Where one actor writes down what it is doing.
+/// The note in which an actor keeps its present state.
 #[derive(Debug)]
 pub(crate) struct Post {
     standing: Mutex<Standing>,
@@ -106,7 +106,7 @@ impl Queued {
     }
 }
 
-/// What all actors and operations of one relay share.
+/// The state that all actors and operations of one relay share.
 #[derive(Debug)]
 pub(crate) struct Ring {
     pub(crate) switch: Switch,
@@ -117,15 +117,15 @@ pub(crate) struct Ring {
     pools: Pools,
     in_flight: Mutex<BTreeMap<u64, Queued>>,
     enqueued: AtomicU64,
-    /// One more than the number of the operation that ended last; 0: none has.
+    /// One more than the number of the operation that ended last; 0: none has ended.
     last_finished: AtomicU64,
     progress: AtomicU64,
     pub(crate) alive: watch::Sender<usize>,
-    /// Set by the watchdog when even the end does not come.
+    /// The watchdog sets it when the ring does not even end.
     pub(crate) given_up: SetOnce<()>,
-    /// True while the relay waits for what the actors do: a step's result, or their end.
+    /// True while the relay waits for the actors: for a step's result, or for their end.
     pub(crate) awaited: AtomicBool,
-    /// When the last result was known, in nanoseconds.
+    /// The time at which the last result was known, in nanoseconds.
     resolved_at: AtomicU64,
 }
 
@@ -162,7 +162,7 @@ impl Ring {
         &self.posts[actor.index(self.pools.devices as usize)]
     }
 
-    /// Grows whenever anything moves.
+    /// A number that grows whenever anything moves.
     pub(crate) fn progress(&self) -> u64 {
         self.progress.load(Relaxed)
     }
@@ -190,7 +190,6 @@ impl Ring {
         }
     }
 
-    /// The operation that ended last.
     pub(crate) fn last_finished(&self) -> Option<u64> {
         self.last_finished.load(Relaxed).checked_sub(1)
     }
@@ -201,8 +200,8 @@ impl Ring {
         self.operations().remove(&number);
     }
 
-    /// An operation failed. An update that was begun may have left anything behind, so it stays
-    /// on the list of what is not done.
+    /// Notes that an operation failed. An update that had begun may have left anything behind, so
+    /// it stays on the list of unfinished operations.
     pub(crate) fn failed(&self, number: u64) {
         self.moves();
         let mut operations = self.operations();
@@ -211,7 +210,7 @@ impl Ring {
         }
     }
 
-    /// Whether some update was begun, or will be, and is not done.
+    /// True if some update has begun, or will run, and is not done.
     pub(crate) fn is_torn_inside(&self) -> bool {
         self.operations().values().any(Queued::may_tear)
     }
@@ -220,7 +219,7 @@ impl Ring {
         self.in_flight.lock().expect("nothing panics inside")
     }
 
-    /// An actor failed, where it stands.
+    /// Notes that an actor failed, with its present state.
     pub(crate) fn trip(&self, actor: ActorName, problem: Problem) {
         let Standing { what, layer, .. } = self.post(actor).standing();
         self.switch.trip(Cause { actor, layer, operation: what.to_string(), problem });
@@ -232,24 +231,24 @@ impl Ring {
         _ = *alive.wait_for(|&alive| alive == 0).await.expect("the ring holds the sender");
     }
 
-    /// A step's result is known. The ring may be idle now, also when nobody waits any more.
+    /// Notes that a step's result is known. The ring may be idle now, even if nothing waits for the
+    /// result.
     pub(crate) fn resolves(&self, now: Duration) {
         self.resolved_at.store(now.as_nanos() as u64, Relaxed);
         self.awaited.store(false, Relaxed);
     }
 
-    /// When the last result was known.
     pub(crate) fn resolved_at(&self) -> Duration {
         Duration::from_nanos(self.resolved_at.load(Relaxed))
     }
 
-    /// When an actor last began something.
+    /// The time at which an actor last began something.
     pub(crate) fn last_entered(&self) -> Duration {
         let entered = self.posts.iter().map(|post| post.standing().since);
         entered.max().unwrap_or_default()
     }
 
-    /// What each actor has spent until now, with the state it is in.
+    /// The time that each actor has spent until now, with the state it is in.
     pub(crate) fn spent(&self, now: Duration) -> Vec<(ActorName, Spent)> {
         let names = ActorName::all(&self.pools).into_iter();
         names.map(|name| (name, self.post(name).meter.spent_until(now))).collect()

@@ -2,8 +2,8 @@
 //!
 //! The ring does the same work. There each actor has its own part of it, and lanes overlap. This
 //! walk is the place to read what a step is; tests hold the ring against it. It covers one process
-//! whose blocks are in memory and are uploaded whole: a file, ranks and shards add operations
-//! between these, and change none of them.
+//! whose blocks are in memory and are uploaded whole. With a file, ranks or shards the same
+//! operations run in the same order, with other places of masters, and further ones between them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -73,7 +73,8 @@ struct Walk<'p, P> {
     perform: P,
     /// Accumulators between a block's first and last contribution, by device.
     open: BTreeMap<(DeviceId, BlockId), u32>,
-    /// Gradients of earlier groups on the host, the youngest last.
+    /// Sums of earlier groups that wait on the host, the youngest last. They merge like the carries
+    /// of a binary counter: of four groups, (4 + 3) + (2 + 1).
     kept: BTreeMap<BlockId, Vec<u32>>,
     /// The gradients of the plan, in the order in which visits complete them.
     reductions: std::vec::IntoIter<&'p Reduction>,
@@ -86,7 +87,8 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         (self.perform)(None, work)
     }
 
-    /// Uploads blocks that are not there, runs all micro-batches, and reduces what is complete.
+    /// Uploads blocks that are not there, runs all micro-batches, and reduces the gradients that
+    /// are complete.
     fn device_visit(&mut self, at: usize, resolved: &DeviceVisit) {
         let visit = self.plan.visit(at);
         let device = visit.device().expect("it is a device's");
@@ -150,7 +152,7 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
     }
 
     /// Brings a group's gradient to the host, and adds it to those of other groups. The sum of all
-    /// is applied at once, or waits: for the norm, or for what a scatter adds.
+    /// is applied at once, or waits: for the norm, or for the gradient that a scatter adds.
     fn reduce(&mut self, device: DeviceId, block: BlockId, micro_batch: MicroBatch) {
         let group = self.plan.schedule.group_of(micro_batch);
         let gradients = self.open.remove(&(device, block)).expect("it was opened");

@@ -15,16 +15,15 @@ use crate::names::ActorName;
 use crate::ports::Lanes;
 use crate::ring::{Ring, Standing, WaitsFor};
 
-/// One actor.
 #[async_trait]
 pub(crate) trait Actor: Send {
     /// Works until the stop message has passed through.
     async fn run(&mut self) -> Result<(), BoxedError>;
 }
 
-/// An actor as a future that ends by itself and says why.
+/// An actor as a future that ends by itself and reports the reason.
 pub struct ActorTask {
-    /// Whose.
+    /// The actor's name.
     pub name: ActorName,
     /// Runs the actor; spawn it on any executor.
     pub future: Pin<Box<dyn Future<Output = ()> + Send>>,
@@ -73,7 +72,6 @@ impl Drop for Membership {
     }
 }
 
-/// Makes a task of an actor.
 pub(crate) fn task(
     name: ActorName,
     ring: &Arc<Ring>,

@@ -1,11 +1,11 @@
 //! Lanes made of threads: one per lane, doing work that blocks.
 //!
-//! A device implements [`LaneWork`], one function that does what an operation says, and gets lanes
-//! with order, fences, panics and cancellation seen to. A thread that waits for a fence of
-//! another lane is parked, not spinning, and wakes for the kill switch too.
+//! A device implements [`LaneWork`], one function that does the work of an operation. It gets lanes
+//! with order, fences, panics and cancellation. A thread that waits for a fence of another lane is
+//! parked, not spinning, and wakes for the kill switch too.
 //!
-//! A device with queues of its own is issued the operations of its lanes as soon as those that they
-//! wait on were issued, and a second thread a lane waits for their ends.
+//! A device with queues of its own gets an operation as soon as all operations that it waits on
+//! were issued, and a second thread a lane waits for their ends.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -34,42 +34,42 @@ pub type Pending = Box<dyn FnOnce() -> Result<Done, BoxedError> + Send>;
 /// Operations of a lane that its device has and has not ended, beside the one that is waited for.
 const ISSUED: usize = 2;
 
-/// What does the work. Called by a thread of each queue, all at once.
+/// The code that does the work of lanes. A thread of each queue calls it, all at once.
 pub trait LaneWork: Send + Sync + 'static {
-    /// See [`Ports::Batch`].
+    /// The data of a step: see [`Ports::Batch`].
     type Batch: Send + 'static;
 
-    /// See [`Ports::begin`]; it is `now` by the lanes' clock.
+    /// Begins a step, as [`Ports::begin`] does, at time `now` of the lanes' clock.
     fn begin(&self, step: &Arc<Step>, batch: Self::Batch, now: Duration);
 
     /// Does the work and returns its value. Long work looks at
     /// [`is_cancelled`](Operation::is_cancelled) now and then.
     ///
     /// # Errors
-    /// Whatever went wrong; it ends the ring.
+    /// The work failed. The error ends the ring.
     fn perform(&self, operation: &Operation) -> Result<f64, BoxedError>;
 
-    /// Whether a device takes this queue's operations and keeps their order. Then they are
+    /// True if a device takes this queue's operations and keeps their order. Then they are
     /// [issued](LaneWork::issue), and not performed.
     fn issues(&self, queue: Queue) -> bool {
         _ = queue;
         false
     }
 
-    /// Hands the work to the device, behind all that the operation waits on. It is `now`.
+    /// Hands the work to the device at time `now`, behind all that the operation waits on.
     ///
     /// # Errors
-    /// Whatever went wrong; it ends the ring.
+    /// The device failed. The error ends the ring.
     fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, BoxedError> {
         unreachable!("{} of {now:?} is performed", operation.work())
     }
 }
 
-/// See the [module](self).
+/// Lanes made of threads, one for each queue.
 pub struct ThreadLanes<W> {
     work: Arc<W>,
     origin: Instant,
-    /// Bounded by the slots and credits that operations hold. None: closed.
+    /// Bounded by the slots and credits that operations hold. `None`: closed.
     queues: Mutex<Option<HashMap<Queue, flume::Sender<Operation>>>>,
     alive: watch::Sender<usize>,
 }
@@ -119,13 +119,13 @@ impl<W: LaneWork> ThreadLanes<W> {
         Ok(ThreadLanes { work, origin, queues: Mutex::new(Some(queues)), alive })
     }
 
-    /// What does the work.
+    /// The code that does the work.
     pub fn work(&self) -> &W {
         &self.work
     }
 }
 
-/// What its thread is called.
+/// The name of the queue's thread.
 fn name_of(Queue { lane, device }: Queue) -> String {
     match device.filter(|&device| device > 0) {
         Some(device) => format!("{}-{device}", lane.name()),
@@ -148,7 +148,7 @@ fn spawn(
     Ok(())
 }
 
-/// What one thread of a lane works with.
+/// The state of one thread of a lane.
 struct Runner<W> {
     work: Arc<W>,
     origin: Instant,
@@ -156,7 +156,7 @@ struct Runner<W> {
     scribe: Scribe,
 }
 
-/// What came of work: its value or times, an error, or a caught panic.
+/// The result of work: a value or times, an error, or a caught panic.
 type Caught<T> = thread::Result<Result<T, BoxedError>>;
 
 impl<W: LaneWork> Runner<W> {
@@ -193,7 +193,7 @@ impl<W: LaneWork> Runner<W> {
     /// Waits for one operation that the device has.
     fn end(&mut self, operation: Operation, pending: Pending) {
         let ended = catch_unwind(AssertUnwindSafe(pending));
-        // What it waited on has ended on the device, too; its own thread reports that first.
+        // The operations it waited on have ended on the device, too; their threads report first.
         if matches!(ended, Ok(Ok(_))) && !block_on(operation.ready()) {
             return;
         }
@@ -265,7 +265,6 @@ impl Drop for Alive {
     }
 }
 
-/// Wakes a parked thread.
 struct Unpark(Thread);
 
 impl Wake for Unpark {

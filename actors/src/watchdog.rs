@@ -13,7 +13,7 @@ use flume::{RecvTimeoutError, Sender};
 use crate::cause::{Cause, Problem};
 use crate::ring::Ring;
 
-/// Keeps the watchdog alive.
+/// Stops the watchdog when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Leash {
     _leash: Sender<()>,
@@ -35,7 +35,7 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
                 ((progress, tripped), since) = (now, Instant::now());
             } else if since.elapsed() >= patience {
                 if tripped {
-                    // Whoever waits for the end gets the cause even if the end does not come.
+                    // A caller that waits for the end gets the cause even if the end does not come.
                     _ = ring.given_up.set(());
                     return;
                 }

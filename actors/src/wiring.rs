@@ -21,13 +21,13 @@ use crate::schedule::{DeviceId, Pools};
 use crate::stasher::Stasher;
 use crate::task::{ActorTask, task};
 
-/// A ring that is made and not started.
+/// A ring that was made and not started.
 pub(crate) struct Wired {
     pub(crate) ring: Arc<Ring>,
     pub(crate) tasks: Vec<ActorTask>,
-    /// To the first actor.
+    /// The edge to the first actor.
     pub(crate) fetcher: Outbox<Flow<()>>,
-    /// From the last.
+    /// The edge from the last actor.
     pub(crate) resolved: Inbox<Resolved>,
 }
 
@@ -117,7 +117,7 @@ struct Peers {
     from: Vec<Inbox<Uploaded>>,
 }
 
-/// Those of each device; none where blocks come whole.
+/// The edges of each device; none if blocks come whole.
 fn peers(sizes: &Pools) -> Vec<Peers> {
     let devices = sizes.devices as usize;
     let mut all: Vec<Peers> = (0..devices).map(|_| Peers::default()).collect();
@@ -134,9 +134,9 @@ fn peers(sizes: &Pools) -> Vec<Peers> {
 /// The actors of one device, and their edges to the others.
 struct WiredDevice {
     tasks: Vec<ActorTask>,
-    /// To the first of them.
+    /// The edge to the first of them.
     staged: Outbox<Flow<Staged>>,
-    /// From them to the Reducer.
+    /// The edge from them to the Reducer.
     gradients: Inbox<Flow<Gradients>>,
 }
 

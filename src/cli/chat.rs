@@ -62,7 +62,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
     run().map_err(|error| layers.locate(error))
 }
 
-/// The next line of standard input; `None` at its end.
+/// The next line of standard input; `None` at the end.
 fn next_line(shows: bool) -> Option<String> {
     if shows {
         print_part("> ");

@@ -28,7 +28,7 @@ pub(super) fn open(
     Err(left_out())
 }
 
-/// Kernels for the plan, which is made before the device is opened and refused: the CPU's.
+/// The CPU's kernels, with which the plan is made before the device is opened and refused.
 pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(super::cpu::CpuKernels::new(None, crate::simd::Level::Portable))
 }

@@ -31,15 +31,15 @@ use crate::models::{LayerSelection, Model};
 use crate::optimizers::{LossScale, ScaleState};
 use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::stash;
-use crate::worker::{CacheSlot, Dealt, StepInput, Worker};
+use crate::worker::{CacheSlot, Dealt, Emulated, StepInput, Worker};
 
 /// A ring, its lanes, and the counts of its steps.
 pub(crate) struct Engine {
     config: Config,
     pub(crate) model: Arc<Model>,
     pub(crate) plan: Arc<Plan>,
-    relay: Relay<ThreadLanes<Worker>>,
-    lanes: Arc<ThreadLanes<Worker>>,
+    relay: Relay<ThreadLanes<Emulated>>,
+    lanes: Arc<ThreadLanes<Emulated>>,
     plans: StepPlans,
     counts: Counts,
     /// How many of the layers that a step can leave out are used; `None`: all.
@@ -90,12 +90,12 @@ impl Engine {
     ///
     /// # Errors
     /// The system gives no threads.
-    pub(crate) fn start(config: Config, worker: Worker, trained: u64) -> Result<Engine, Error> {
+    pub(crate) fn start(config: Config, work: Emulated, trained: u64) -> Result<Engine, Error> {
+        let worker = work.worker();
         let model = worker.model().clone();
         let plan = worker.plan().clone();
         let records = worker.records().clone();
-        let lanes =
-            ThreadLanes::start(worker, &plan.pools, Some(records)).map_err(Error::system)?;
+        let lanes = ThreadLanes::start(work, &plan.pools, Some(records)).map_err(Error::system)?;
         let lanes = Arc::new(lanes);
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));
@@ -117,7 +117,8 @@ impl Engine {
         })
     }
 
-    /// Continues an earlier run: with its loss scale, and after `skipped` steps that changed nothing.
+    /// Continues an earlier run: with its loss scale, and after `skipped` steps that changed
+    /// nothing.
     pub(crate) fn resume(&mut self, skipped: u64, state: Option<ScaleState>) {
         self.counts.skipped = skipped;
         if let (Some(scale), Some(state)) = (&mut self.loss_scale, state) {
@@ -137,7 +138,16 @@ impl Engine {
         LayerSelection { layers: asked.layers.clone().or_else(all), ..asked.clone() }
     }
 
-    /// Runs one step. `cache` has the KV cache slot of each sequence, if the step generates.
+    /// Checks that a batch fits the plan and the model.
+    ///
+    /// # Errors
+    /// The batch does not fit.
+    pub(crate) fn check(&self, batch: &Batch) -> Result<(), Error> {
+        batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)
+    }
+
+    /// Runs one step that does not train. `cache` has the KV cache slot of each sequence, if the
+    /// step generates.
     ///
     /// # Errors
     /// The batch does not fit the plan or the model, and nothing was done; or the ring failed.
@@ -147,14 +157,24 @@ impl Engine {
         purpose: Purpose,
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
+        self.check(&batch)?;
         self.run_layers(batch, purpose, cache, &LayerSelection::default()).await
     }
 
-    /// Runs one step through selected layers.
+    /// Runs one training step through these layers of the model, on a batch that passed
+    /// [`check`](Engine::check).
     ///
     /// # Errors
-    /// As [`run`](Engine::run); or the model does not have these layers.
-    pub(crate) async fn run_layers(
+    /// The plan has no memory for this order of layers, and nothing was done; or the ring failed.
+    pub(crate) async fn train(
+        &mut self,
+        batch: Batch,
+        layers: &LayerSelection,
+    ) -> Result<Outcome, Error> {
+        self.run_layers(batch, Purpose::Train, Vec::new(), layers).await
+    }
+
+    async fn run_layers(
         &mut self,
         batch: Batch,
         purpose: Purpose,
@@ -164,7 +184,6 @@ impl Engine {
         self.finish_step().await?;
         drop(self.reading.lock().await);
         let layers = &self.layers_of_step(layers);
-        batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let (batch, dealt) = self.deal(batch, purpose)?;
         let make = || {
@@ -228,8 +247,8 @@ impl Engine {
         skipped
     }
 
-    /// This rank's part of a batch, and facts about the whole batch. If each rank computes the whole
-    /// step, the batch stays as it is.
+    /// This rank's part of a batch, and facts about the whole batch. If each rank computes the
+    /// whole step, the batch stays as it is.
     fn deal(&self, batch: Batch, purpose: Purpose) -> Result<(Batch, Option<Dealt>), Error> {
         let share = self.plan.share();
         if !share.deals(purpose) {
@@ -307,7 +326,7 @@ impl Engine {
 
     /// The work behind the lanes.
     pub(crate) fn worker(&self) -> &Worker {
-        self.lanes.work()
+        self.lanes.work().worker()
     }
 
     /// Observes the ring from outside, also after its end.
@@ -335,7 +354,7 @@ impl Engine {
         let lanes = self.lanes.clone();
         unblock(move || {
             let _reading = reading;
-            read(lanes.work())
+            read(lanes.work().worker())
         })
         .await
     }
@@ -357,7 +376,7 @@ impl Engine {
             if !settled.await {
                 return Err(Error::System("the run failed before it could be saved".into()));
             }
-            unblock(move || save(lanes.work(), &saving)).await
+            unblock(move || save(lanes.work().worker(), &saving)).await
         }))
     }
 
@@ -366,7 +385,7 @@ impl Engine {
     ///
     /// # Errors
     /// The ring failed.
-    pub(crate) async fn stop(self) -> Result<Arc<ThreadLanes<Worker>>, Error> {
+    pub(crate) async fn stop(self) -> Result<Arc<ThreadLanes<Emulated>>, Error> {
         drop(self.reading.lock().await);
         self.relay.stop().await?;
         Ok(self.lanes)

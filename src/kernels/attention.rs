@@ -8,7 +8,7 @@ use crate::tensor::{Dtype, View};
 /// The most channels of a head that kernels have room for.
 pub const HEAD_LIMIT: usize = 256;
 
-/// How queries, keys and values are laid out, and which keys a query sees.
+/// The layout of queries, keys and values, and the keys that each query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape<'a> {
     /// The rows, their documents, and the positions before them.
@@ -27,7 +27,16 @@ pub struct AttentionShape<'a> {
     pub dropout: Option<Dropout<'a>>,
 }
 
-impl AttentionShape<'_> {
+impl<'a> AttentionShape<'a> {
+    /// Causal attention without a window or dropout, with `[H, K, D]`.
+    pub fn causal(
+        batch: BatchView<'a>,
+        [heads, kv_heads, head_size]: [usize; 3],
+    ) -> AttentionShape<'a> {
+        let causal = true;
+        AttentionShape { batch, heads, kv_heads, head_size, causal, window: None, dropout: None }
+    }
+
     /// R.
     pub fn rows(&self) -> usize {
         self.batch.rows()

@@ -34,10 +34,10 @@ impl Rows {
     }
 }
 
-/// Where a document begins and ends in its sequence.
+/// The range of a document in its sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Document {
-    /// Its first position.
+    /// The first position of the document.
     pub from: u32,
     /// The position behind its last.
     pub to: u32,
@@ -81,6 +81,11 @@ pub struct BatchView<'a> {
 }
 
 impl<'a> BatchMetadata<'a> {
+    /// Sequences of one document each, of which nothing is cached and nothing dropped.
+    pub fn plain(starts: &'a [usize]) -> BatchMetadata<'a> {
+        BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key: None }
+    }
+
     /// All of the micro-batch.
     pub fn view(self) -> BatchView<'a> {
         BatchView { metadata: self, chunk: None }
@@ -114,7 +119,7 @@ impl<'a> BatchView<'a> {
         &self.metadata
     }
 
-    /// Which chunk this is; `None`: the whole micro-batch.
+    /// The chunk that this is; `None`: the whole micro-batch.
     pub fn chunk(&self) -> Option<SequenceChunk> {
         self.chunk
     }

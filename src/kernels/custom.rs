@@ -14,8 +14,7 @@ pub type CpuFunction = fn(&mut [&mut [f32]], &[&[f32]], &[f32]);
 /// `extern "C" __global__ void NAME(T* ..., const T* ..., long long count, float ...)`: outputs,
 /// inputs, the number of elements of the first output, numbers. It runs on at least `count`
 /// threads, in blocks of 256. A thread's element is `blockIdx.x * blockDim.x + threadIdx.x`; a
-/// thread beyond
-/// `count` has none.
+/// thread beyond `count` has none.
 #[derive(Clone, Copy, Debug)]
 pub struct CustomKernel {
     /// Its name in the source, which no other kernel has.

@@ -11,24 +11,13 @@ const C: usize = 7;
 const N: usize = 5;
 
 fn batch() -> BatchView<'static> {
-    let metadata = BatchMetadata {
-        starts: &[0, 4, 5, R],
-        kinds: &[0; R],
-        documents: &[],
-        cached: &[],
-        dropout_key: Some(DropoutKey { seed: 0, step: 0, first_sequence: 0 }),
-    };
-    metadata.view()
+    let dropout_key = Some(DropoutKey { seed: 0, step: 0, first_sequence: 0 });
+    let plain = BatchMetadata::plain(&[0, 4, 5, R]);
+    BatchMetadata { kinds: &[0; R], dropout_key, ..plain }.view()
 }
 
 fn shape() -> AttentionShape<'static> {
-    let heads = 6;
-    let kv_heads = 3;
-    let head_size = 4;
-    let causal = true;
-    let window = None;
-    let dropout = None;
-    AttentionShape { batch: batch(), heads, kv_heads, head_size, causal, window, dropout }
+    AttentionShape::causal(batch(), [6, 3, 4])
 }
 
 /// A view of the device's dtype.

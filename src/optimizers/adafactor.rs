@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
+use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay, square};
 use crate::models::Tensor;
 
 /// Adafactor's hyperparameters. Of a matrix it keeps a float a row and a float a column; of a
@@ -47,10 +47,6 @@ fn sum_of(values: &[f32], of: impl Fn(f32) -> f64 + Sync) -> f64 {
     chunks.iter().sum()
 }
 
-fn square(value: f32) -> f64 {
-    f64::from(value) * f64::from(value)
-}
-
 fn root_mean_square(values: &[f32]) -> f64 {
     (sum_of(values, square) / values.len() as f64).sqrt()
 }
@@ -60,7 +56,7 @@ fn lerp(mean: &mut f32, new: f64, share: f64) {
     *mean = (f64::from(*mean) + (new - f64::from(*mean)) * share) as f32;
 }
 
-/// The rows of one parallel task, of a matrix of so many columns.
+/// The rows of one parallel task, of a matrix of `columns` columns.
 fn rows_of_task(columns: usize) -> usize {
     (CHUNK / columns).max(1)
 }
@@ -85,7 +81,7 @@ fn observe(rows: &mut [f32], columns: &mut [f32], gradient: &[f32], scale: f32, 
     });
 }
 
-/// What a parameter is changed by in one update.
+/// The factors of one update of a tensor.
 struct Rates {
     /// The learning rate of the tensor.
     rate: f64,
@@ -94,8 +90,7 @@ struct Rates {
 }
 
 impl Adafactor {
-    /// Adds the step to a tensor. `factor` gives for an element, by its place, what its gradient is
-    /// multiplied by.
+    /// Adds the step to a tensor. `factor` gives the factor of the gradient at a row and a column.
     fn step(
         &self,
         parameters: &mut [f32],

@@ -13,7 +13,7 @@ use crate::models::Tensor;
 /// keep moments of floats.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdamW8bit {
-    /// Its hyperparameters.
+    /// The hyperparameters.
     pub adamw: AdamW,
     /// Elements of a tensor that share a factor: a power of two from 16 to
     /// [`LARGEST_BLOCK`](AdamW8bit::LARGEST_BLOCK).
@@ -99,7 +99,6 @@ impl Map {
         self.search(self.first[bucket(value)], value)
     }
 
-    /// Decodes a block.
     #[inline(always)]
     fn decode(&self, to: &mut [f32], codes: &[u8], largest: f32) {
         for (to, &code) in to.iter_mut().zip(codes) {
@@ -126,7 +125,6 @@ struct Moment<'a> {
     largest: &'a mut [f32],
 }
 
-/// Updates a chunk block by block.
 #[inline(always)]
 fn update_chunk(
     masters: Masters<'_>,

@@ -13,7 +13,7 @@ use crate::random;
 /// vocabulary draw the same numbers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdamWBf16 {
-    /// Its hyperparameters.
+    /// The hyperparameters.
     pub adamw: AdamW,
     /// The seed of the random numbers.
     pub seed: u64,
@@ -24,13 +24,12 @@ const DECODED: usize = 256;
 
 /// The random numbers of a chunk.
 struct Draws {
-    /// That of the update of the tensor.
+    /// The key of the update of the tensor.
     key: u64,
     /// The place of the chunk's first element in its tensor.
     first: usize,
 }
 
-/// Updates a chunk.
 #[inline(always)]
 fn update_chunk(
     masters: Masters<'_>,

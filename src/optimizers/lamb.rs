@@ -3,7 +3,8 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
+use super::moments::Moments;
+use super::{CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay, square};
 use crate::models::Tensor;
 
 /// LAMB's hyperparameters. It keeps two states a parameter: the first and the second moment.
@@ -17,57 +18,6 @@ pub struct Lamb {
     pub epsilon: f64,
     /// The decay, which is a part of the step.
     pub decay: WeightDecay,
-}
-
-/// The factors of one update of a tensor, rounded to f32.
-#[derive(Clone, Copy)]
-struct Factors {
-    scale: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    /// The bias corrections of both moments; of the second, its root.
-    bias1: f32,
-    root_of_bias2: f32,
-    epsilon: f32,
-    decay: f32,
-}
-
-impl Factors {
-    /// Updates the moments of a parameter.
-    #[inline(always)]
-    fn observe(self, m: &mut f32, v: &mut f32, g: f32) {
-        let g = g * self.scale;
-        *m += (g - *m) * self.one_minus_beta1;
-        *v = *v * self.beta2 + g * g * self.one_minus_beta2;
-    }
-
-    /// The step of a parameter, before it is scaled.
-    #[inline(always)]
-    fn step(self, p: f32, m: f32, v: f32) -> f32 {
-        m / self.bias1 / (v.sqrt() / self.root_of_bias2 + self.epsilon) + self.decay * p
-    }
-}
-
-impl Lamb {
-    fn factors(&self, tensor: &Tensor, update: Update) -> Factors {
-        let (beta1, beta2) = self.betas;
-        let count = (update.step + 1) as f64;
-        Factors {
-            scale: update.scale,
-            one_minus_beta1: (1.0 - beta1) as f32,
-            beta2: beta2 as f32,
-            one_minus_beta2: (1.0 - beta2) as f32,
-            bias1: (1.0 - beta1.powf(count)) as f32,
-            root_of_bias2: (1.0 - beta2.powf(count)).sqrt() as f32,
-            epsilon: self.epsilon as f32,
-            decay: self.decay.of(tensor) as f32,
-        }
-    }
-}
-
-fn square(value: f32) -> f64 {
-    f64::from(value) * f64::from(value)
 }
 
 impl UpdateRule for Lamb {
@@ -85,16 +35,20 @@ impl UpdateRule for Lamb {
     ) {
         let [m, v] = states else { unreachable!("two moments") };
         let mut p = masters.join();
-        let factors = self.factors(tensor, update);
+        let moments = Moments::new(self.betas.into(), self.epsilon, update);
+        let bias1 = moments.bias1 as f32;
+        let decay = self.decay.of(tensor) as f32;
+        // The step of a parameter, before it is scaled.
+        let step = |p: f32, m: f32, v: f32| m / bias1 / moments.divisor(v) + decay * p;
         let chunks = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
         let chunks = chunks.zip(p.par_chunks(CHUNK)).zip(gradient.par_chunks(CHUNK));
         let squares: Vec<[f64; 2]> = chunks
             .map(|(((m, v), p), g)| {
                 let mut sums = [0.0; 2];
                 for (((m, v), &p), &g) in m.iter_mut().zip(v).zip(p).zip(g) {
-                    factors.observe(m, v, g);
+                    moments.observe(m, v, g * update.scale);
                     sums[0] += square(p);
-                    sums[1] += square(factors.step(p, *m, *v));
+                    sums[1] += square(step(p, *m, *v));
                 }
                 sums
             })
@@ -109,7 +63,7 @@ impl UpdateRule for Lamb {
         let chunks = p.par_chunks_mut(CHUNK).zip(m.par_chunks(CHUNK)).zip(v.par_chunks(CHUNK));
         chunks.for_each(|((p, m), v)| {
             for ((p, &m), &v) in p.iter_mut().zip(m).zip(v) {
-                *p -= rate * factors.step(*p, m, v);
+                *p -= rate * step(*p, m, v);
             }
         });
     }

@@ -14,45 +14,22 @@ pub struct Lion {
     pub decay: WeightDecay,
 }
 
-/// The factors of one update of a tensor, rounded to f32.
-#[derive(Clone, Copy)]
-struct Factors {
-    scale: f32,
-    one_minus_beta1: f32,
-    one_minus_beta2: f32,
-    rate: f32,
-    /// 1 − ηλ: the share of the parameter that weight decay leaves.
-    shrink: f32,
-}
-
-impl Factors {
-    /// Updates the momentum of a parameter, and gives the new parameter.
-    #[inline(always)]
-    fn updated(self, p: f32, m: &mut f32, g: f32) -> f32 {
-        let g = g * self.scale;
-        let direction = *m + (g - *m) * self.one_minus_beta1;
-        *m += (g - *m) * self.one_minus_beta2;
-        let sign = f32::from(u8::from(direction > 0.0)) - f32::from(u8::from(direction < 0.0));
-        p * self.shrink - self.rate * sign
-    }
-}
-
 impl Lion {
-    fn factors(&self, tensor: &Tensor, update: Update) -> Factors {
-        let (beta1, beta2) = self.betas;
-        let decay = self.decay.of(tensor);
-        Factors {
-            scale: update.scale,
-            one_minus_beta1: (1.0 - beta1) as f32,
-            one_minus_beta2: (1.0 - beta2) as f32,
-            rate: update.learning_rate as f32,
-            shrink: (1.0 - update.learning_rate * decay) as f32,
-        }
-    }
-
     fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<1> + use<> {
-        let factors = self.factors(tensor, update);
-        move |p, [m]: [&mut f32; 1], g| factors.updated(p, m, g)
+        let (beta1, beta2) = self.betas;
+        let scale = update.scale;
+        let one_minus_beta1 = (1.0 - beta1) as f32;
+        let one_minus_beta2 = (1.0 - beta2) as f32;
+        let rate = update.learning_rate as f32;
+        // 1 − ηλ: the share of the parameter that weight decay leaves.
+        let shrink = (1.0 - update.learning_rate * self.decay.of(tensor)) as f32;
+        move |p, [m]: [&mut f32; 1], g| {
+            let g = g * scale;
+            let direction = *m + (g - *m) * one_minus_beta1;
+            *m += (g - *m) * one_minus_beta2;
+            let sign = f32::from(u8::from(direction > 0.0)) - f32::from(u8::from(direction < 0.0));
+            p * shrink - rate * sign
+        }
     }
 }
 

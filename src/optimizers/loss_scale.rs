@@ -1,5 +1,5 @@
 //! Loss scaling (Micikevicius et al. 2018): the loss is multiplied by a factor, so that small
-//! gradients survive in f16, and what updates read is divided by it.
+//! gradients survive in f16, and updates divide gradients by it.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,13 +10,14 @@ pub struct LossScale {
     pub scale: f32,
     /// Steps with finite gradients since it changed.
     pub finite_steps: u64,
-    /// What it is multiplied by, after so many such steps in a row; `None`: it never grows.
+    /// The factor by which it grows, and the number of such steps in a row after which it does;
+    /// `None`: it never grows.
     pub growth: Option<(f64, u64)>,
-    /// What it is multiplied by after a step whose gradient is not finite.
+    /// The factor by which it shrinks after a step whose gradient is not finite.
     pub backoff_factor: f64,
 }
 
-/// What a checkpoint holds of a loss scale.
+/// The state of a loss scale in a checkpoint.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct ScaleState {
@@ -45,12 +46,12 @@ impl LossScale {
         }
     }
 
-    /// What a checkpoint keeps of it.
+    /// The state that a checkpoint keeps.
     pub fn state(&self) -> ScaleState {
         ScaleState { scale: self.scale, finite_steps: self.finite_steps }
     }
 
-    /// The same rule in a state of before.
+    /// The same rule in the state of a checkpoint.
     pub fn resumed(self, ScaleState { scale, finite_steps }: ScaleState) -> LossScale {
         LossScale { scale, finite_steps, ..self }
     }

@@ -1,5 +1,5 @@
-//! Update rules: how a gradient changes a block. Plain mathematics on slices, which knows nothing
-//! of lanes and tasks.
+//! Update rules: how a gradient changes a block. They are plain mathematics on slices, without
+//! lanes and tasks.
 
 mod adafactor;
 mod adam;
@@ -15,6 +15,7 @@ mod lamb;
 mod lion;
 mod loss_scale;
 mod masters;
+mod moments;
 mod muon;
 mod product;
 mod rate;
@@ -62,10 +63,13 @@ pub(crate) fn chunks(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
+fn square(value: f32) -> f64 {
+    f64::from(value) * f64::from(value)
+}
+
 /// The sum of squares of each of a gradient's [`chunks`].
 pub(crate) fn chunk_squares(tensors: &[Tensor], gradient: &[f32]) -> Vec<f64> {
-    let squares =
-        |chunk: Range<usize>| gradient[chunk].iter().map(|&g| f64::from(g) * f64::from(g)).sum();
+    let squares = |chunk: Range<usize>| gradient[chunk].iter().map(|&g| square(g)).sum();
     let chunks: Vec<Range<usize>> = chunks(tensors).collect();
     chunks.into_par_iter().map(squares).collect()
 }

@@ -6,11 +6,11 @@ use std::sync::Mutex;
 use rayon::prelude::*;
 
 use super::product::{Product, packed_len};
-use super::{AdamW, CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay};
+use super::{AdamW, CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay, square};
 use crate::models::{Kind, Tensor};
 use crate::simd::Level;
 
-/// How Muon's learning rate follows from the sizes of a matrix of A rows and B columns.
+/// The factor of Muon's learning rate for a matrix of A rows and B columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MuonRate {
     /// Times √max(1, A ÷ B), as its author has it. Rates are far above those of AdamW (0.02).
@@ -39,7 +39,8 @@ pub struct Muon {
     rate: MuonRate,
     decay: WeightDecay,
     others: AdamW,
-    /// What a matrix is computed in. Updates follow each other, so nobody waits for it.
+    /// The memory in which a matrix is computed. Updates follow each other, so the lock is always
+    /// free.
     workspace: Mutex<Vec<f32>>,
 }
 
@@ -87,7 +88,7 @@ impl Matrix {
 }
 
 impl Muon {
-    /// With AdamW for what is no matrix.
+    /// Muon for matrices, and AdamW for all other tensors.
     pub fn new(
         momentum: f64,
         nesterov: bool,
@@ -98,7 +99,7 @@ impl Muon {
         Muon { momentum, nesterov, rate, decay, others, workspace: Mutex::default() }
     }
 
-    /// The workspace, which grows to what the largest matrix needs.
+    /// The workspace, which grows to the size that the largest matrix needs.
     fn with_workspace<R>(&self, matrix: Matrix, work: impl FnOnce([&mut [f32]; 5]) -> R) -> R {
         let lens = matrix.workspace();
         let mut all = self.workspace.lock().expect("nothing panics inside");
@@ -113,7 +114,7 @@ impl Muon {
         }))
     }
 
-    /// Moves the momentum, and writes to `direction` what is to be made orthogonal.
+    /// Moves the momentum, and writes the matrix that is made orthogonal to `direction`.
     fn observe(&self, momentum: &mut [f32], direction: &mut [f32], gradient: &[f32], scale: f32) {
         let share = (1.0 - self.momentum) as f32;
         let nesterov = self.nesterov;
@@ -152,7 +153,7 @@ fn orthogonalise<'a>(
     let long = matrix.long();
     let [a, b, c] = COEFFICIENTS;
     for _ in 0..ITERATIONS {
-        Product {
+        let product = Product {
             a: x,
             b: x,
             is_transposed: true,
@@ -161,32 +162,21 @@ fn orthogonalise<'a>(
             columns: rows,
             alpha: 1.0,
             plus: None,
-        }
-        .run(level, gram, packed);
-        let plus = Some((b, &*gram));
-        Product {
+        };
+        product.run(level, gram, packed);
+        let polynomial = Product {
             a: gram,
             b: gram,
             is_transposed: false,
-            rows,
             depth: rows,
-            columns: rows,
             alpha: c,
-            plus,
-        }
-        .run(level, sum, packed);
+            plus: Some((b, gram)),
+            ..product
+        };
+        polynomial.run(level, sum, packed);
         let plus = Some((a, &*x));
-        Product {
-            a: sum,
-            b: x,
-            is_transposed: false,
-            rows,
-            depth: rows,
-            columns: long,
-            alpha: 1.0,
-            plus,
-        }
-        .run(level, other, packed);
+        let moved = Product { a: sum, b: x, columns: long, alpha: 1.0, plus, ..polynomial };
+        moved.run(level, other, packed);
         std::mem::swap(&mut x, &mut other);
     }
     x
@@ -220,7 +210,7 @@ impl UpdateRule for Muon {
             self.observe(states[0], other, gradient, update.scale);
             let squares: Vec<f64> = other
                 .par_chunks(CHUNK)
-                .map(|chunk| chunk.iter().map(|&d| f64::from(d) * f64::from(d)).sum())
+                .map(|chunk| chunk.iter().map(|&d| square(d)).sum())
                 .collect();
             let factor = (1.0 / squares.iter().sum::<f64>().sqrt().max(EPSILON)) as f32;
             let is_tall = rows > columns;

@@ -1,6 +1,6 @@
 //! Learning-rate schedules: a linear warm-up, then one of four shapes.
 
-/// How the learning rate changes after the warm-up.
+/// The course of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
     /// It stays at the peak.
@@ -12,7 +12,7 @@ pub enum Decay {
     /// It stays at the peak, and falls linearly to the minimum over the last tenth of the steps
     /// after the warm-up (warm-up, stable, decay).
     Wsd,
-    /// It falls to the minimum as a power of what is left of the steps.
+    /// It falls to the minimum as a power of the share of steps that is left.
     Polynomial {
         /// The power; 1 is linear.
         power: f64,

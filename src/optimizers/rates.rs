@@ -9,6 +9,17 @@ use crate::error::Error;
 use crate::models::{Init, Kind, Tensor};
 use crate::simd::Level;
 
+/// The seconds of the fastest of five runs on `threads` threads.
+fn best(threads: usize, mut run: impl FnMut(u64) + Send) -> Result<f64, Error> {
+    let pool = ThreadPoolBuilder::new().num_threads(threads).build().map_err(Error::system)?;
+    let seconds = (0..5).map(|nth| {
+        let begin = Instant::now();
+        pool.install(|| run(nth));
+        begin.elapsed().as_secs_f64()
+    });
+    Ok(seconds.fold(f64::INFINITY, f64::min))
+}
+
 /// Measures the memory bandwidth that an update can use: bytes per second of `a += b` over arrays
 /// much larger than caches, on `threads` threads. The best of five runs.
 ///
@@ -18,21 +29,14 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
     use rayon::prelude::*;
     const FLOATS: usize = 16 << 20;
     const CHUNK: usize = 1 << 14;
-    let pool = ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(Error::system)?;
     let mut a = vec![0.5_f32; FLOATS];
     let b = vec![0.25_f32; FLOATS];
-    let mut best = f64::INFINITY;
-    for _ in 0..5 {
-        let begin = Instant::now();
-        pool.install(|| {
-            a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).for_each(|(a, b)| {
-                a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
-            });
+    let seconds = best(threads, |_| {
+        a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).for_each(|(a, b)| {
+            a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
         });
-        best = best.min(begin.elapsed().as_secs_f64());
-    }
-    Ok((3 * FLOATS * size_of::<f32>()) as f64 / best)
+    })?;
+    Ok((3 * FLOATS * size_of::<f32>()) as f64 / seconds)
 }
 
 /// Measures AdamW: bytes per second that an update of a block much larger than caches moves, on
@@ -43,8 +47,6 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
 /// The system gives no threads.
 pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error> {
     const PARAMETERS: usize = 16 << 20;
-    let pool = ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(Error::system)?;
     let decay = WeightDecay { rate: 0.01, except: Vec::new() };
     let rule = AdamW { betas: (0.9, 0.999), epsilon: 1e-8, decay };
     let tensor = Tensor {
@@ -55,19 +57,15 @@ pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error
         joined: false,
     };
     let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);
-    let mut best = f64::INFINITY;
-    for step in 0..5 {
+    let seconds = best(threads, |step| {
         let update =
             Update { step, learning_rate: 1e-4, scale: 1.0, level: Level::best(), seed: 0 };
-        let states = &mut [&mut m[..], &mut v[..]];
-        let begin = Instant::now();
         let masters = if split {
             Masters::Split { halves: SplitMasters::of(&mut masters), room: &mut [] }
         } else {
             Masters::F32(&mut masters)
         };
-        pool.install(|| rule.apply(&tensor, masters, states, &gradient, update));
-        best = best.min(begin.elapsed().as_secs_f64());
-    }
-    Ok((7 * PARAMETERS * size_of::<f32>()) as f64 / best)
+        rule.apply(&tensor, masters, &mut [&mut m[..], &mut v[..]], &gradient, update);
+    })?;
+    Ok((7 * PARAMETERS * size_of::<f32>()) as f64 / seconds)
 }

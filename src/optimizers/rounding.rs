@@ -12,7 +12,7 @@ use super::{CHUNK, Update};
 use crate::models::Tensor;
 use crate::random;
 
-/// The key of the random numbers of one update of a tensor, for what `salt` says.
+/// The key of the random numbers of one update of a tensor. Each use has a `salt` of its own.
 pub(super) fn key(tensor: &Tensor, update: Update, salt: u64) -> u64 {
     let seed = update.seed ^ salt;
     random::keyed(random::keyed(seed, update.step), xxh3_64(tensor.name.as_bytes()))
@@ -26,7 +26,6 @@ pub(super) fn round(value: f32, random: u64) -> bf16 {
     if value.is_finite() { bf16::from_bits((bits >> 16) as u16) } else { bf16::from_f32(value) }
 }
 
-/// Rounds a tensor.
 pub(super) fn round_at_random(to: &mut [bf16], from: &[f32], key: u64) {
     let chunks = to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).enumerate();
     chunks.for_each(|(nth, (to, from))| {

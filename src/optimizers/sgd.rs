@@ -23,29 +23,6 @@ pub struct Momentum {
     pub decay: WeightDecay,
 }
 
-/// The factors of one update of a tensor, rounded to f32.
-#[derive(Clone, Copy)]
-struct Factors {
-    scale: f32,
-    decay: f32,
-    momentum: f32,
-    nesterov: bool,
-    is_first: bool,
-    rate: f32,
-}
-
-impl Factors {
-    /// Updates the momentum of a parameter, and gives the new parameter.
-    #[inline(always)]
-    fn updated(self, p: f32, momentum: &mut f32, g: f32) -> f32 {
-        let g = g * self.scale + self.decay * p;
-        // The first update begins the momentum with the gradient.
-        *momentum = if self.is_first { g } else { self.momentum * *momentum + g };
-        let step = if self.nesterov { g + self.momentum * *momentum } else { *momentum };
-        p - self.rate * step
-    }
-}
-
 impl Sgd {
     fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<0> + use<> {
         let scale = update.scale;
@@ -57,15 +34,19 @@ impl Sgd {
 
 impl Momentum {
     fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<1> + use<> {
-        let factors = Factors {
-            scale: update.scale,
-            decay: self.decay.of(tensor) as f32,
-            momentum: self.momentum as f32,
-            nesterov: self.nesterov,
-            is_first: update.step == 0,
-            rate: update.learning_rate as f32,
-        };
-        move |p, [m]: [&mut f32; 1], g| factors.updated(p, m, g)
+        let scale = update.scale;
+        let decay = self.decay.of(tensor) as f32;
+        let momentum = self.momentum as f32;
+        let nesterov = self.nesterov;
+        let is_first = update.step == 0;
+        let rate = update.learning_rate as f32;
+        move |p, [m]: [&mut f32; 1], g| {
+            let g = g * scale + decay * p;
+            // The first update begins the momentum with the gradient.
+            *m = if is_first { g } else { momentum * *m + g };
+            let step = if nesterov { g + momentum * *m } else { *m };
+            p - rate * step
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What an update rule keeps of each tensor, and where that lies.
+//! The states that an update rule keeps of each tensor, and their places in memory.
 //!
 //! A rule declares its states by name, dtype and sizes. The plan, the EPS, its file, checkpoints
 //! and digests follow from the declaration.
@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::UpdateRule;
 use crate::models::{BlockTensors, Tensor};
 
-/// What the elements of a state are.
+/// The type of a state's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateDtype {
     /// 32-bit floats.
@@ -33,12 +33,13 @@ impl StateDtype {
 /// One state of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuleState {
-    /// Its name in a checkpoint, behind the tensor's.
+    /// The name of the state in a checkpoint, behind the tensor's.
     pub name: &'static str,
-    /// What its elements are. In memory they begin a slice of floats, in the machine's byte order.
+    /// The type of its elements. In memory they begin a slice of floats, in the machine's byte
+    /// order.
     pub dtype: StateDtype,
-    /// Its sizes, outermost first. The states of a tensor that is cut into tiles are joined along
-    /// the first size.
+    /// The sizes of the state, outermost first. The states of a tensor that is cut into tiles are
+    /// joined along the first size.
     pub shape: Vec<usize>,
 }
 
@@ -48,7 +49,7 @@ impl RuleState {
         RuleState { name, dtype: StateDtype::F32, shape: tensor.shape.clone() }
     }
 
-    /// Its bytes.
+    /// The bytes of the state.
     pub fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.size()
     }
@@ -59,7 +60,7 @@ impl RuleState {
     }
 }
 
-/// States begin at a multiple of so many floats, as tensors do.
+/// States begin at a multiple of this number of floats, as tensors do.
 const ALIGNED: usize = 16;
 
 /// The states of one block: state `i` of all its tensors, one behind the other, is one run of
@@ -73,7 +74,7 @@ pub(crate) struct BlockStates {
 }
 
 impl BlockStates {
-    /// What a rule keeps of these tensors.
+    /// The states that a rule keeps of these tensors.
     pub(crate) fn new(rule: &dyn UpdateRule, tensors: &[Tensor]) -> BlockStates {
         let mut lens: Vec<usize> = Vec::new();
         let mut of_tensor = |tensor: &Tensor| {
@@ -90,7 +91,6 @@ impl BlockStates {
         BlockStates { tensors, lens }
     }
 
-    /// The floats of each run.
     pub(crate) fn lens(&self) -> &[usize] {
         &self.lens
     }
@@ -112,7 +112,7 @@ impl BlockStates {
 pub(crate) struct StateLayout(Vec<BlockStates>);
 
 impl StateLayout {
-    /// What a rule keeps of these blocks.
+    /// The states that a rule keeps of these blocks.
     pub(crate) fn new(rule: &dyn UpdateRule, blocks: &[BlockTensors]) -> StateLayout {
         let of_block = |block: &BlockTensors| BlockStates::new(rule, block.trained());
         StateLayout(blocks.iter().map(of_block).collect())

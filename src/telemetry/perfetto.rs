@@ -45,7 +45,6 @@ impl Events {
         }
     }
 
-    /// The number of the process.
     fn process(&self) -> u64 {
         1 + self.rank
     }

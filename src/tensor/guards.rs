@@ -45,7 +45,6 @@ impl Guards {
         Guards { slots, floats: plan.floats + zones * ZONE }
     }
 
-    /// Floats of the arena, with its zones.
     pub(super) fn floats(&self) -> usize {
         self.floats
     }

@@ -34,7 +34,6 @@ pub(crate) fn encode(scales: &mut [f32], multiples: &mut [i8], numbers: &[f32], 
     }
 }
 
-/// Unpacks numbers.
 pub(crate) fn decode(numbers: &mut [f32], scales: &[f32], multiples: &[i8], block: usize) {
     let blocks = numbers.chunks_mut(block).zip(multiples.chunks(block));
     for (&scale, (numbers, multiples)) in scales.iter().zip(blocks) {
@@ -43,14 +42,12 @@ pub(crate) fn decode(numbers: &mut [f32], scales: &[f32], multiples: &[i8], bloc
     }
 }
 
-/// Packs a row.
 pub(crate) fn pack(packed: &mut [f32], row: &[f32], block: u32) {
     let block = block as usize;
     let (scales, multiples) = packed.split_at_mut(row.len().div_ceil(block));
     encode(scales, &mut bytemuck::cast_slice_mut(multiples)[..row.len()], row, block);
 }
 
-/// Unpacks a row.
 pub(crate) fn unpack(row: &mut [f32], packed: &[f32], block: u32) {
     Int8Row::new(packed, row.len(), block).unpack(row);
 }
@@ -75,7 +72,6 @@ impl<'p> Int8Row<'p> {
         decode(row, self.scales, self.multiples, self.block);
     }
 
-    /// Its numbers in a range.
     pub(crate) fn numbers(self, range: Range<usize>) -> impl Iterator<Item = f32> {
         let blocks = range.start / self.block..range.end.div_ceil(self.block);
         blocks.flat_map(move |block| {

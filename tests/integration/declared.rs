@@ -2,10 +2,13 @@
 //! every second layer saves: each trains to the bits of the plain layer, wherever it runs.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::thread;
 
 use l2l::actors::schedule::{Boundary, Role};
 use l2l::config::{Deal, EpsTier, ScheduleKind, Transfer};
 use l2l::data::Batches;
+use l2l::fabric::{self, Fabric};
 use l2l::kernels::{
     Activate, ActivateBackward, Activation, Cast, Kernels, Linear, LinearBackward, Residual,
 };
@@ -284,11 +287,37 @@ fn base() -> Config {
     config
 }
 
-/// Losses and norms of three steps.
-async fn train(config: &Config, declared: Declared) -> Vec<(f64, f64)> {
+/// Losses and norms of three steps, as every rank reports them.
+fn train(place: &Place, declared: Declared) -> Vec<(f64, f64)> {
+    let config = &place.config;
+    let on_rank = |fabric: Option<Arc<dyn Fabric>>| {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        runtime.block_on(train_rank(config, declared, fabric))
+    };
+    if place.ranks == 1 {
+        return on_rank(None);
+    }
+    let mut reports = thread::scope(|scope| {
+        let start = |fabric| scope.spawn(move || on_rank(Some(Arc::new(fabric))));
+        let ranks: Vec<_> = fabric::threads(place.ranks).into_iter().map(start).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect::<Vec<_>>()
+    });
+    let first = reports.swap_remove(0);
+    assert!(reports.iter().all(|other| *other == first), "ranks report the same numbers");
+    first
+}
+
+async fn train_rank(
+    config: &Config,
+    declared: Declared,
+    fabric: Option<Arc<dyn Fabric>>,
+) -> Vec<(f64, f64)> {
     let shape = shape_of(config).expect("a shape of ours");
     let mut batches = Batches::open(config).expect("random data");
-    let builder = Trainer::builder(config.clone()).model(model(shape, declared));
+    let mut builder = Trainer::builder(config.clone()).model(model(shape, declared));
+    if let Some(fabric) = fabric {
+        builder = builder.fabric(fabric);
+    }
     let mut trainer = builder.start().await.expect("a model of ours");
     let mut found = Vec::new();
     for _ in 0..3 {
@@ -301,7 +330,12 @@ async fn train(config: &Config, declared: Declared) -> Vec<(f64, f64)> {
 }
 
 /// Where a model runs.
-fn places(folder: &Path) -> Vec<Config> {
+struct Place {
+    config: Config,
+    ranks: u32,
+}
+
+fn places(folder: &Path) -> Vec<Place> {
     let kinds = [
         ScheduleKind::Relay,
         ScheduleKind::Resident,
@@ -314,31 +348,38 @@ fn places(folder: &Path) -> Vec<Config> {
             let mut config = base();
             config.schedule.kind = kind;
             config.device.count = Some(devices);
-            all.push(config);
+            all.push(Place { config, ranks: 1 });
         }
     }
+    let mut interleaved = base();
+    interleaved.schedule.kind = ScheduleKind::Interleaved;
+    interleaved.device.count = Some(2);
+    all.push(Place { config: interleaved, ranks: 1 });
     for transfer in [Transfer::Whole, Transfer::Sharded] {
         let mut config = base();
         config.device.count = Some(2);
         config.parallel.deal = Deal::Sequences;
         config.parallel.transfer = transfer;
         config.parallel.groups = 2;
-        all.push(config);
+        all.push(Place { config, ranks: 1 });
     }
-    let mut on_file = base();
-    on_file.eps.tier = EpsTier::File;
-    on_file.eps.path = Some(folder.join("eps"));
-    all.push(on_file);
-    let mut recomputed = base();
-    recomputed.schedule.recompute = true.into();
-    all.push(recomputed);
+    for ranks in 1..=2 {
+        let mut in_memory = base();
+        in_memory.parallel.groups = ranks;
+        let mut on_file = in_memory.clone();
+        on_file.eps.tier = EpsTier::File;
+        on_file.eps.path = Some(folder.join(format!("eps-{ranks}")));
+        let mut recomputed = in_memory.clone();
+        recomputed.schedule.recompute = true.into();
+        all.extend([in_memory, on_file, recomputed].map(|config| Place { config, ranks }));
+    }
     all
 }
 
-#[tokio::test]
-async fn what_layers_declare_changes_no_bit() {
+#[test]
+fn what_layers_declare_changes_no_bit() {
     let folder = tempfile::tempdir().expect("a place for files");
-    for (number, mut config) in places(folder.path()).into_iter().enumerate() {
+    for (number, mut place) in places(folder.path()).into_iter().enumerate() {
         let mut plain: Option<Vec<(f64, f64)>> = None;
         for declared in [
             Declared::Plain,
@@ -347,9 +388,9 @@ async fn what_layers_declare_changes_no_bit() {
             Declared::HandedUp,
             Declared::Saves,
         ] {
-            config.eps.path =
-                config.eps.path.map(|path| path.with_extension(format!("{declared:?}")));
-            let found = train(&config, declared).await;
+            let path = &mut place.config.eps.path;
+            *path = path.take().map(|path| path.with_extension(format!("{declared:?}")));
+            let found = train(&place, declared);
             let plain = plain.get_or_insert_with(|| found.clone());
             for (ours, theirs) in found.iter().zip(plain.iter()) {
                 assert_eq!(ours.0, theirs.0, "{number} {declared:?}: {found:?} {plain:?}");

@@ -1,12 +1,13 @@
 //! Boundaries: the tensors that a micro-batch carries from one visit to another.
 //!
-//! A boundary says what it is (its [`Role`]) and how the stash holds it (its [`Encoding`]). So a
-//! visit asks for what it needs by name, and nobody counts, compares sizes or relies on an order.
+//! A boundary has a name (its [`Role`]) and a format in the stash (its [`Encoding`]). So a visit
+//! asks for its inputs by name, and no code counts them, compares their sizes or relies on their
+//! order.
 
 use std::fmt;
 
-/// What a boundary holds. A visit of a device reads at most one boundary of each role, and writes
-/// at most one. Each layer declares the boundaries of its steps; see
+/// The content of a boundary. A visit of a device reads at most one boundary of each role, and
+/// writes at most one. Each layer declares the boundaries of its steps: see
 /// [`RingStep`](super::RingStep).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
@@ -30,7 +31,7 @@ pub enum Role {
     /// A tensor that only some layers know: the layer that writes it and those that read it agree
     /// on a number.
     Own(u8),
-    /// The gradient of that tensor.
+    /// The gradient of the tensor [`Own`](Role::Own) of the same number.
     OwnGradient(u8),
 }
 
@@ -79,7 +80,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// How the stash holds a boundary.
+/// The format of a boundary in the stash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Encoding {
     /// As it lies in its slots on the device.
@@ -93,15 +94,15 @@ pub enum Encoding {
     },
 }
 
-/// What a micro-batch carries from one visit to another, through the stash. Its size follows from
-/// the micro-batch: a number of bytes for each token and one for each sequence.
+/// The data that a micro-batch carries from one visit to another, through the stash. Its size
+/// follows from the micro-batch: a number of bytes for each token and one for each sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Boundary {
-    /// What it holds.
+    /// The role of its content.
     pub role: Role,
-    /// How the stash holds it.
+    /// The format in the stash.
     pub encoding: Encoding,
-    /// Bytes of one number of it, in its slots.
+    /// Bytes of one of its numbers, in its slots.
     pub element_bytes: u8,
     /// Bytes for each token, in a slot.
     pub token_bytes: u64,

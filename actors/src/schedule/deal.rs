@@ -35,7 +35,7 @@ fn visits(schedule: &mut Schedule) -> impl Iterator<Item = &mut Visit> {
     schedule.visits.iter_mut().filter(|visit| visit.on_device())
 }
 
-/// The device of each group: the one in whose share of all weights the group's middle lies.
+/// The device of each group: of all weights' shares, the group's middle lies in that of its device.
 pub fn devices_of_groups(groups: u32, weights: &[u32]) -> Vec<DeviceId> {
     let total: u64 = weights.iter().map(|&weight| u64::from(weight)).sum();
     let ends = weights.iter().scan(0, |end, &weight| {

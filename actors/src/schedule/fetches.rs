@@ -1,9 +1,9 @@
-//! The Fetcher's list: what is read from file and gathered in a step, in order.
+//! The Fetcher's list: reads from file and gathers of a step, in order.
 //!
 //! A staged block is read into a staging slot before a gather or an upload takes it from there.
-//! Both stand in the order of the visits that they are for; with several devices, in the order in
-//! which their Prefetchers take blocks, for these run ahead of each other. Reads run as far ahead
-//! as staging slots allow: each waits for the slot of an earlier one, which its taker frees without
+//! Both stand in the order of their visits; with several devices, in the order in which the
+//! Prefetchers take blocks, because these run ahead of each other. Reads run as far ahead as
+//! staging slots allow: each waits for the slot of an earlier read, which becomes free without
 //! anything that is read later.
 
 use super::device_visits::DeviceVisit;
@@ -33,7 +33,7 @@ pub enum Fetch {
     Gather {
         /// Index of the host visit.
         visit: usize,
-        /// Which share.
+        /// The share.
         share: Share,
     },
 }
@@ -45,13 +45,14 @@ struct Take {
     blocks: Vec<BlockId>,
 }
 
-/// Whether blocks are read for a visit of a device: where they come in shards, all devices take
-/// theirs from what is read for the first.
+/// True if blocks are read for a visit of a device. Where they come in shards, all devices take
+/// theirs from the masters that are read for the first.
 pub(super) fn reads_for(schedule: &Schedule, resolved: &DeviceVisit) -> bool {
     schedule.shards == 1 || schedule.visits[resolved.visit].device() == Some(0)
 }
 
-/// The whole list. `order`: of the device visits' takes, which otherwise stand as the visits do.
+/// The whole list. `order` is the order in which device visits take blocks; by default, that of the
+/// visits.
 pub(super) fn fetches(
     schedule: &Schedule,
     pools: &Pools,
@@ -85,7 +86,7 @@ pub(super) fn fetches(
     list
 }
 
-/// What gathers and uploads take, in the order of visits.
+/// The blocks that gathers and uploads take, in the order of visits.
 fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
     let staged = |ids: Vec<BlockId>| -> Vec<BlockId> {
         ids.into_iter().filter(|&id| schedule.passes_host_slot(id)).collect()

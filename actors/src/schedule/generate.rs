@@ -75,12 +75,12 @@ pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule
 #[derive(Clone, Copy)]
 struct Chained<'m> {
     layer: LayerId,
-    /// Which step of the layer.
+    /// The index of the step among those of the layer.
     index: u8,
     step: &'m RingStep,
 }
 
-/// What the forward visit of a step read, wrote and saved.
+/// The boundaries that the forward visit of a step read, wrote and saved.
 #[derive(Default)]
 struct Met {
     reads: Vec<BoundaryId>,
@@ -93,9 +93,9 @@ struct Wiring<'m> {
     schedule: Schedule,
     /// The steps of all selected layers, in forward order.
     chain: Vec<Chained<'m>>,
-    /// Where in the chain the backward pass ends; none: nothing trains.
+    /// The place in the chain where the backward pass ends; `None`: nothing trains.
     lowest: Option<usize>,
-    /// For each step of the chain.
+    /// The boundaries of each step of the chain.
     met: Vec<Met>,
     /// The boundary of each role that was written last.
     latest: BTreeMap<Role, BoundaryId>,
@@ -146,7 +146,7 @@ impl<'m> Wiring<'m> {
             .collect()
     }
 
-    /// What the step reads, connected to what was written.
+    /// The boundaries that the step reads, connected to the steps that wrote them.
     fn read(&mut self, at: usize) -> Result<Vec<BoundaryId>, Refusal> {
         let Chained { layer, step, .. } = self.chain[at];
         step.reads
@@ -282,9 +282,10 @@ impl<'m> Wiring<'m> {
         Ok(visits)
     }
 
-    /// What the backward visit of a step reads: what its forward visit read, what that saved, the
-    /// roles without a gradient as the forward pass left them, the gradients of what it wrote, and
-    /// those of what it read as far as steps above it have added to them.
+    /// The boundaries that the backward visit of a step reads: those that its forward visit read
+    /// and saved, the roles without a gradient as the forward pass left them, the gradients of
+    /// those that it wrote, and the gradients of those that it read as far as steps above have
+    /// added to them.
     fn reads_of_backward(
         &self,
         at: usize,
@@ -355,7 +356,7 @@ fn blocks_of(model: &RingModel, selection: &Selection) -> Result<Vec<Block>, Ref
     Ok(blocks)
 }
 
-/// So many groups of micro-batches, as equal as can be; none is empty.
+/// `count` groups of micro-batches, as equal as can be. None is empty.
 fn groups(micro_batches: MicroBatch, count: u32) -> Vec<Range<MicroBatch>> {
     let count = u64::from(count.clamp(1, micro_batches.max(1)));
     let begin = |group: u64| (u64::from(micro_batches) * group / count) as MicroBatch;

@@ -1,4 +1,4 @@
-//! Names of what a schedule speaks of: versions, micro-batches, blocks, layers, boundaries.
+//! The numbers in a schedule: versions, micro-batches, blocks, layers, boundaries.
 //!
 //! Each is a type of its own, so that an index of one kind is never used for another.
 

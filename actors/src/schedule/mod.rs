@@ -86,8 +86,8 @@ pub struct Block {
     pub frozen: bool,
 }
 
-/// The visits of one step, in order, with the sizes of what they move. The order of the visits of
-/// one place is the order in which they run.
+/// The visits of one step, in order, with the sizes of blocks and boundaries. The order of the
+/// visits of one place is the order in which they run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// Every block of the model, visited or not.
@@ -113,7 +113,7 @@ pub struct Schedule {
 /// The processes of a run. Each has a ring of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ranks {
-    /// How many. If there are several, each process has a part of every block: a block is
+    /// The number of processes. If there are several, each has a part of every block: a block is
     /// completed in a staging slot, and each process updates its part.
     pub count: u32,
     /// True: other processes compute other groups of this step, so gradients are exchanged. False:
@@ -195,12 +195,12 @@ impl Schedule {
     }
 }
 
-/// A schedule, or a plan of one, that cannot run: the visit and the rule it breaks.
+/// The reason why a schedule, or a plan of one, cannot run: the visit and the rule that it breaks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct Refusal {
     /// Index in [`Schedule::visits`], when one visit is to blame.
     pub visit: Option<usize>,
-    /// What is wrong and what to do.
+    /// The problem, and what to do about it.
     pub reason: String,
 }
 

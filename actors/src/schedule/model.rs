@@ -1,4 +1,4 @@
-//! What the generators make schedules from: a model without tensors, and what one step visits.
+//! The input of the generators: a model without tensors, and the selection that one step visits.
 //!
 //! A layer declares its steps: what each needs, reads and writes. Generators, rules, plan and lanes
 //! follow from that alone.
@@ -45,7 +45,7 @@ impl RingModel {
 /// One layer of a model, as the generators see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingLayer {
-    /// Its visits in the forward pass, in order. The backward pass has them in reverse.
+    /// The layer's visits in the forward pass, in order. The backward pass has them in reverse.
     pub steps: Vec<RingStep>,
 }
 
@@ -68,34 +68,34 @@ impl RingLayer {
 }
 
 /// One visit of a layer in the forward pass, as the layer declares it. Its backward visit follows
-/// from it: it reads what the forward visit read and saved, and the gradients of what that wrote;
-/// it writes the gradients of what that read.
+/// from it: it reads the boundaries that the forward visit read and saved, and the gradients of
+/// those that it wrote; it writes the gradients of those that it read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingStep {
-    /// What the forward visit does. The backward visit of a gather is a scatter.
+    /// The kind of the forward visit. The backward visit of a gather is a scatter.
     pub kind: VisitKind,
     /// Blocks it needs. A block that several layers need is trained by one of them at most.
     pub needs: Vec<BlockId>,
-    /// What it reads: of each role, what the step before it wrote that wrote this role last.
+    /// The inputs: of each role, the boundary that an earlier step wrote last.
     pub reads: Vec<Input>,
-    /// What it writes.
+    /// The outputs.
     pub writes: Vec<Boundary>,
     /// Activations that its backward visit reads in place of recomputing them.
     pub saves: Option<Boundary>,
 }
 
-/// What a step reads.
+/// An input of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Input {
-    /// The boundary, as the step expects it: of the same sizes as what is written.
+    /// The boundary, as the step expects it: of the same sizes as the one that is written.
     pub boundary: Boundary,
-    /// The gradient of it that the backward visit writes. Where several steps read one boundary,
-    /// each adds to the gradient that the reader above it wrote. `None`: it has no gradient, and
-    /// the backward visit reads what the forward pass left of this role in the end.
+    /// The gradient that the backward visit writes. Where several steps read one boundary, each
+    /// adds to the gradient that the reader above it wrote. `None`: the boundary has no gradient,
+    /// and the backward visit reads the last boundary of this role that the forward pass wrote.
     pub gradient: Option<Boundary>,
 }
 
-/// What one step visits.
+/// The layers and blocks that one step visits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     /// Layers in forward order: any subset, any order of the stack.

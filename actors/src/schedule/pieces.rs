@@ -1,13 +1,13 @@
-//! A Prefetcher's list: what is uploaded to its device in a step, in order.
+//! A Prefetcher's list: the uploads to its device in a step, in order.
 //!
-//! **The upload lane's order.** Inputs of each visit in order; the blocks of a coming visit stand
+//! **The upload lane's order.** Inputs of each visit in order. The blocks of a coming visit stand
 //! (a) behind the last input of the visit that last used their slot, (b) behind the last input of
-//! the visit `visit credits` before their own, (c) never before their own step. What is behind
-//! can complete without what is in front, so the list cannot end in a circle. Within that, a
-//! block stands behind as many inputs of the visit running meanwhile as the pool fetches ahead:
-//! the lane is in order, and a whole block in front of them would starve the compute lane.
-//! A block is one piece; when long visits with few stash slots ask for it, a piece becomes a
-//! share and this list is the one place that changes.
+//! the visit `visit credits` before their own, (c) never before their own step. An entry can
+//! complete without those in front of it, so the list cannot end in a circle. Within these rules, a
+//! block stands behind as many inputs of the running visit as the pool fetches ahead: the lane is
+//! in order, and a whole block in front of them would starve the compute lane. A block is one
+//! piece. If long visits with few stash slots ask for it, a piece becomes a share, and this list is
+//! the one place that changes.
 
 use super::device_visits::DeviceVisit;
 use super::{MicroBatch, Pools, Schedule};
@@ -30,7 +30,7 @@ pub enum Piece {
     },
 }
 
-/// The whole list, for the device that has these visits: see the head of this file.
+/// The list of the device that has these visits. The head of this file gives the order.
 pub(super) fn pieces(
     schedule: &Schedule,
     pools: &Pools,

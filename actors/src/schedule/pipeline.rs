@@ -14,7 +14,7 @@ use super::{DeviceId, LayerId, MicroBatch, Phase, Refusal, Schedule};
 /// The most devices of a pipeline: a [`DeviceId`] is a `u8`.
 const MOST_DEVICES: usize = 255;
 
-/// What a device does at one place of its list: a micro-batch passes a stage.
+/// One entry of a device's list: a micro-batch passes a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Action {
     /// The stage.
@@ -28,7 +28,7 @@ pub struct Action {
 /// The order in which each device runs its stages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pipeline {
-    /// For each device its actions, in order.
+    /// The actions of each device, in order.
     pub devices: Vec<Vec<Action>>,
 }
 
@@ -41,7 +41,7 @@ impl Action {
         Action { stage, phase: Phase::Backward, micro_batch }
     }
 
-    /// The action that must be done before, of `stages` stages, if one must.
+    /// The action that must be done before this one in a pipeline of `stages` stages.
     fn needs(self, stages: u32) -> Option<Action> {
         let Action { stage, phase, micro_batch } = self;
         match phase {
@@ -88,7 +88,8 @@ impl Pipeline {
         Ok(rounds.by_turns(2))
     }
 
-    /// The same stages on the same devices, without backward passes, for so many micro-batches.
+    /// The same stages on the same devices, without backward passes, for this number of
+    /// micro-batches.
     pub fn forward_only(&self, micro_batches: MicroBatch) -> Pipeline {
         let of_device = |actions: &Vec<Action>| -> Vec<Action> {
             let stages: BTreeSet<u32> = actions.iter().map(|action| action.stage).collect();
@@ -124,7 +125,7 @@ impl Pipeline {
     /// places and communication (`SEND_F`, `UNSHARD`, …) are passed over.
     ///
     /// # Errors
-    /// The row and place of what is no action.
+    /// An entry is no action. The error names its row and place.
     pub fn parse(text: &str) -> Result<Pipeline, Refusal> {
         let mut devices = Vec::new();
         for (row, line) in (1..).zip(text.lines()) {
@@ -209,7 +210,7 @@ impl Pipeline {
     /// All actions in an order in which each can begin, as early as it can.
     ///
     /// # Errors
-    /// What every device waits for, where they wait for each other.
+    /// The devices wait for each other. The error names what each of them waits for.
     pub(super) fn in_order(&self) -> Result<Vec<(DeviceId, Action)>, Refusal> {
         let stages = self.stages();
         let mut at = vec![0; self.devices.len()];
@@ -293,7 +294,7 @@ impl Rounds {
         Pipeline { devices: (0..self.devices).map(of_device).collect() }
     }
 
-    /// The pass number `at`: which chunk, and which micro-batch of it.
+    /// The chunk and its micro-batch in pass number `at`.
     fn nth(&self, at: u32) -> (u32, MicroBatch) {
         let turn = at / self.round;
         let within = at % self.round;
@@ -311,7 +312,7 @@ impl Rounds {
     }
 }
 
-/// `Some(None)`: an entry that says nothing about what is computed.
+/// `Some(None)`: an entry that is no computation. `None`: the entry is not known.
 fn parse_action(entry: &str) -> Option<Option<Action>> {
     if entry.is_empty() {
         return Some(None);

@@ -18,13 +18,13 @@ pub struct StepPlan {
     pub pools: Pools,
     /// The visits of all devices, in order.
     pub device_visits: Vec<DeviceVisit>,
-    /// What the actors of each device walk.
+    /// The lists that the actors of each device walk.
     pub walks: Vec<DeviceWalk>,
-    /// What the Fetcher walks.
+    /// The Fetcher's list.
     pub fetches: Vec<Fetch>,
-    /// What the Reducer walks.
+    /// The Reducer's list.
     pub reductions: Vec<Reduction>,
-    /// Blocks updated, in forward order of their first visit: what the Optimizer walks.
+    /// The Optimizer's list: updated blocks, in forward order of their first visit.
     pub updates: Vec<BlockId>,
     /// All other blocks: published as of the next version, unchanged.
     pub carried: Vec<BlockId>,
@@ -32,12 +32,12 @@ pub struct StepPlan {
     pub traffic: Traffic,
 }
 
-/// What the actors of one device walk.
+/// The lists that the actors of one device walk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceWalk {
-    /// Its visits, in order, as indices in [`StepPlan::device_visits`]: what its Executor walks.
+    /// The Executor's list: visits in order, as indices in [`StepPlan::device_visits`].
     pub visits: Vec<usize>,
-    /// What its Prefetcher walks.
+    /// The Prefetcher's list.
     pub pieces: Vec<Piece>,
     /// Bytes that its link moves.
     pub traffic: Traffic,

@@ -22,12 +22,13 @@ impl Default for Capacities {
     }
 }
 
-/// Slots of every pool: what is allocated at start, one number a holder. Each device has as many.
+/// Slots of every pool, one number for each holder. They are allocated at start. Each device has as
+/// many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pools {
     /// Devices. Each has its own pools of weights, visits, inputs, outputs and gradients.
     pub devices: u32,
-    /// Parts of a block that each device uploads one of; more than 1: each has an PeerCopier.
+    /// Parts of a block that each device uploads one of; more than 1: each has a PeerCopier.
     pub shards: u32,
     /// Processes of the run; more than 1: each has lanes for exchanges with the others.
     pub ranks: u32,
@@ -48,8 +49,8 @@ pub struct Pools {
     pub reduced: u32,
     /// Gradients on the host that are kept for those of later groups.
     pub parts: u32,
-    /// Staging slots on the host for masters that are read from file, or completed of the parts
-    /// that the processes of a run have: ahead, or being uploaded.
+    /// Staging slots on the host for masters that are read from file, or gathered from the parts of
+    /// all processes: read ahead, or being uploaded.
     pub reads: u32,
     /// Staging slots on the host for masters of staged blocks with their optimizer state: being
     /// read, updated or written.
@@ -57,7 +58,8 @@ pub struct Pools {
 }
 
 impl Pools {
-    /// What this schedule needs at these depths; depths too low to run it at all are raised.
+    /// The pools that this schedule needs at these depths. Depths too low to run it at all are
+    /// raised.
     pub fn of(schedule: &Schedule, depths: &Capacities) -> Pools {
         let visits = || schedule.device_visits();
         let blocks = visits().map(|visit| visit.blocks.len() as u32).max().unwrap_or(0);
@@ -114,7 +116,8 @@ impl Pools {
         }
     }
 
-    /// Each pool holds what one operation takes from it at once, and gradients all that stay open.
+    /// Checks that each pool holds all that one operation takes from it at once, and that the pool
+    /// of gradients holds all that stay open.
     pub(super) fn check(&self, schedule: &Schedule) -> Result<(), Refusal> {
         let known = |visit: &Visit| visit.device().is_none_or(|d| u32::from(d) < self.devices);
         if let Some(index) = schedule.visits.iter().position(|visit| !known(visit)) {

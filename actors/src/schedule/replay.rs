@@ -1,9 +1,9 @@
-//! Does the walk end? Replays a plan once without tensors and without time.
+//! A check that a walk ends: replays a plan once, without tensors and without time.
 //!
 //! Five kinds of actors wait for more than a lane: Fetcher, Prefetchers, PeerCopiers, Executors,
 //! Reducer. Each takes from its pools alone and in a fixed order, and a completed operation never
 //! takes anything back. So whether the walk ends does not depend on timing, and one replay, in
-//! which lanes are as fast as they can be, decides for all. A property test holds it against the
+//! which lanes are as fast as they can be, decides for all. A property test compares it with the
 //! real ring.
 
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use super::pools::Pools;
 use super::reductions::Reduction;
 use super::{BlockId, BoundaryId, MicroBatch, Refusal, Schedule, Visit};
 
-/// What the actors of a plan walk.
+/// The lists that the actors of a plan walk.
 #[derive(Clone, Copy)]
 pub(super) struct Walks<'p> {
     pub(super) schedule: &'p Schedule,
@@ -28,8 +28,8 @@ pub(super) struct Walks<'p> {
 }
 
 impl Walks<'_> {
-    /// Refuses walks that do not end, naming the piece and the pool. The order in which weights are
-    /// announced, as indices of device visits.
+    /// Refuses lists whose walk does not end, and names the piece and the pool. Returns the order
+    /// in which weights are announced, as indices of device visits.
     pub(super) fn replay(self) -> Result<Vec<usize>, Refusal> {
         let boundaries = self.schedule.boundaries.len() * self.schedule.micro_batches.len();
         let mut replay = Replay {
@@ -56,7 +56,7 @@ impl Walks<'_> {
     }
 }
 
-/// Where each actor stands, and what is taken.
+/// The progress of each actor, and the slots that are taken.
 struct Replay<'p> {
     walks: Walks<'p>,
     /// Whether blocks come in shards.
@@ -72,16 +72,16 @@ struct Replay<'p> {
     announced: Vec<usize>,
 }
 
-/// Where the actors of one device stand, and what they have taken.
+/// The progress of the actors of one device, and the slots that they have taken.
 #[derive(Default)]
 struct OfDevice {
     /// Masters in read slots that the Prefetcher has not taken.
     staged: usize,
     /// Blocks that were uploaded, or their shards.
     uploaded: usize,
-    /// For each weight slot, which of these fetches it holds.
+    /// The fetches that each weight slot holds.
     tenants: BTreeMap<u32, usize>,
-    /// For each visit that was announced, how many blocks were uploaded for it and for earlier
+    /// For each announced visit, the number of blocks that were uploaded for it and for earlier
     /// visits.
     needs: Vec<usize>,
     piece: usize,
@@ -92,14 +92,15 @@ struct OfDevice {
     input_slots: u32,
     /// The Executor's visit, among the device's.
     visit: usize,
-    /// Its next micro-batch within it.
+    /// The next micro-batch of that visit.
     operation: usize,
     gradient_slots: u32,
     /// Gradients that were sent to the Reducer.
     closed: Vec<BlockId>,
 }
 
-/// `Ok(true)`: moved. `Ok(false)`: at the end. `Err`: waits for what the refusal names.
+/// `Ok(true)`: the actor moved. `Ok(false)`: it is at its end. `Err`: it waits, and the refusal
+/// says for what.
 type Progress = Result<bool, Refusal>;
 
 impl<'p> Replay<'p> {
@@ -213,7 +214,7 @@ impl<'p> Replay<'p> {
         of.needs.push(of.uploaded);
         of.staged -= staged;
         of.announced += 1;
-        // A slot of pool reads is free when the last of the devices has what it takes from there.
+        // A slot of pool reads is free when the last device has taken its shard from there.
         let left = |of: &OfDevice| of.staged;
         let most = self.peers(device).map(left).max().unwrap_or(0);
         let left = self.devices[device].staged;

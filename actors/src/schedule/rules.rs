@@ -25,7 +25,8 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     gathers(schedule)
 }
 
-/// Groups follow each other from the first micro-batch to the last, and none is empty.
+/// Checks that groups follow each other from the first micro-batch to the last, and that none is
+/// empty.
 fn groups(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = 0;
     for group in &schedule.groups {
@@ -43,7 +44,7 @@ fn groups(schedule: &Schedule) -> Result<(), Refusal> {
     }
 }
 
-/// Everything a visit names exists, once, and its kind is one of the known.
+/// Checks that everything a visit names exists, once, and that its kind is known.
 fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     let count = schedule.micro_batches.len() as MicroBatch;
     if visit.micro_batches.is_empty() || visit.micro_batches.end > count {
@@ -75,7 +76,7 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     roles(schedule, visit)
 }
 
-/// What a visit reads and writes, and where it runs, is what its kind does.
+/// Checks that a visit reads, writes and runs as its kind does.
 fn shape(visit: &Visit) -> Result<(), String> {
     if visit.on_device() != visit.kind.on_device() {
         let places = "a host visit gathers, scatters or takes the loss; a device visits layers";
@@ -95,7 +96,7 @@ fn shape(visit: &Visit) -> Result<(), String> {
     if is_right { Ok(()) } else { Err(rule.into()) }
 }
 
-/// A visit of a device reads at most one boundary of each role, and writes at most one.
+/// Checks that a visit of a device reads at most one boundary of each role, and writes at most one.
 fn roles(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if !visit.on_device() {
         return Ok(());
@@ -110,7 +111,7 @@ fn roles(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     Ok(())
 }
 
-/// A boundary is written once, before it is read, and somebody reads it.
+/// Checks that a boundary is written once, before it is read, and that some visit reads it.
 fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
     let mut written = BTreeMap::new(); // -> (writer, read yet)
     for (index, visit) in schedule.visits.iter().enumerate() {
@@ -145,7 +146,8 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
     }
 }
 
-/// A layer meets its micro-batches in order and once a phase: the order gradients are summed in.
+/// Checks that a layer meets its micro-batches in order, once a phase. Gradients are summed in this
+/// order.
 fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
@@ -160,8 +162,8 @@ fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// A gradient ends once: on the device, or in the host's scatter after it; and no visit of a
-/// device meets a block again after that, for by then it may be the next version.
+/// Checks that a gradient ends once, on the device or in the host's scatter after it. Checks that
+/// no visit of a device meets the block after that, because it may be the next version by then.
 fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut scattered = BTreeSet::new();
     let mut last_backward = BTreeMap::new();
@@ -207,7 +209,7 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     no_forward_after(schedule, &last_backward)
 }
 
-/// No visit meets a block behind the last one that adds to its gradient.
+/// Checks that no visit meets a block behind the last one that adds to its gradient.
 fn no_forward_after(
     schedule: &Schedule,
     last_backward: &BTreeMap<BlockId, usize>,
@@ -224,8 +226,8 @@ fn no_forward_after(
     Ok(())
 }
 
-/// What a gather reads from a block it trains has been used before the block's gradient ends: for
-/// then the block may be updated.
+/// Checks that a gather uses a block that it trains before the block's gradient ends, because then
+/// the block may be updated.
 fn gathers(schedule: &Schedule) -> Result<(), Refusal> {
     let mut first_read = BTreeMap::new();
     let mut ends = BTreeMap::new(); // block -> last visit that adds to its gradient

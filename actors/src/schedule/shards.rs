@@ -11,20 +11,20 @@ use super::{BlockId, DeviceId, Refusal, Schedule, Visit};
 /// uploads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// Which part, and of which device.
+    /// The number of the part, and of the device that uploads it.
     pub index: DeviceId,
-    /// How many parts there are.
+    /// The number of parts.
     pub of: u32,
 }
 
-/// Shards are cut at multiples of so many bytes.
+/// Shards are cut at multiples of this number of bytes.
 const ALIGNED: u64 = 256;
 
 impl Shard {
-    /// All of a block.
+    /// The shard that is all of a block.
     pub const WHOLE: Shard = Shard { index: 0, of: 1 };
 
-    /// Which bytes it is of a block of so many bytes.
+    /// The range of the shard in a block of `bytes` bytes.
     pub fn range(self, bytes: u64) -> Range<u64> {
         if self == Shard::WHOLE {
             return 0..bytes;
@@ -34,7 +34,7 @@ impl Shard {
         end(self.index.into())..end(u64::from(self.index) + 1)
     }
 
-    /// How many bytes that is.
+    /// The bytes of the shard in a block of `bytes` bytes.
     pub fn bytes(self, bytes: u64) -> u64 {
         let Range { start, end } = self.range(bytes);
         end - start
@@ -67,7 +67,7 @@ impl Schedule {
     }
 }
 
-/// Where blocks are sharded, all devices upload the same blocks in the same order.
+/// Checks that all devices upload the same blocks in the same order, if blocks are sharded.
 pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Result<(), Refusal> {
     let shards = schedule.shards;
     let devices = schedule.devices();
@@ -102,7 +102,7 @@ pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Resul
     Ok(())
 }
 
-/// Adds to a refusal of the replay what a user can do where blocks come in shards.
+/// Adds advice to a refusal of the replay if blocks come in shards.
 pub(super) fn hint(schedule: &Schedule, mut refusal: Refusal) -> Refusal {
     if schedule.shards > 1 {
         let hint = "; blocks come in shards, so devices wait for each other: more slots of pool \

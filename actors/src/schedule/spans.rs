@@ -37,17 +37,17 @@ pub(super) fn open_gradients(schedule: &Schedule) -> u32 {
     levels.max().unwrap_or(0)
 }
 
-/// What becomes of the gradient that one group contributes to a block, once it is on the host.
+/// The join of one group's gradient of a block with those of other groups, on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Join {
-    /// How many of the block's kept gradients are added to it, the youngest first.
+    /// The number of the block's kept gradients that are added to it, the youngest first.
     pub adds: u32,
     /// True: the sum is kept for a later group. False: it is the block's gradient.
     pub keeps: bool,
 }
 
-/// The join of the contribution `nth` of `count`: two sums of as many groups each become one, and
-/// the last contribution takes whatever is left. So sums form a binary tree.
+/// The join of contribution `nth` of `count`. Sums merge like the carries of a binary counter, and
+/// the last contribution takes all that are left. So sums form a binary tree.
 pub(super) fn join(nth: u32, count: u32) -> Join {
     if nth + 1 == count {
         Join { adds: nth.count_ones(), keeps: false }
@@ -56,9 +56,9 @@ pub(super) fn join(nth: u32, count: u32) -> Join {
     }
 }
 
-/// Cuts groups into so many spans, about equal, each a subtree of the tree in which the Reducer
-/// adds gradients. So the gradients of a span can be added anywhere, and then the sums of the
-/// spans, as [`sums_of_spans`] says: to the bits of one process that has all groups.
+/// Cuts groups into `count` spans of about equal size, each a subtree of the tree in which the
+/// Reducer adds gradients. So any process can add the gradients of a span, and [`sums_of_spans`]
+/// says how the sums of spans are added: to the bits of one process that has all groups.
 ///
 /// # Panics
 /// There are fewer groups than spans.
@@ -75,13 +75,13 @@ pub fn group_spans(groups: u32, count: u32) -> Vec<Range<u32>> {
     spans
 }
 
-/// How many of so many contributions, at least two, the left side of their tree has.
+/// The number of contributions, at least two, that the left side of their tree has.
 fn left_of(count: u32) -> u32 {
     1 << (count - 1).ilog2()
 }
 
-/// How the sums of spans that cover all groups are added: each pair says to which span's sum which
-/// other is added. The first span's becomes the sum of all.
+/// The order in which the sums of spans that cover all groups are added. In each pair, the sum of
+/// the second span is added to that of the first. The sum of the first span becomes the sum of all.
 pub fn sums_of_spans(spans: &[Range<u32>]) -> Vec<(usize, usize)> {
     let (Some(first), Some(last)) = (spans.first(), spans.last()) else { return Vec::new() };
     if spans.len() == 1 {
@@ -112,7 +112,7 @@ pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
         let nth = came.entry(block).or_insert(0);
         let Join { adds, keeps } = join(*nth, counts[&block]);
         *nth += 1;
-        // It is kept before the slots of what it was added from are free.
+        // It is kept before the slots of its terms are free.
         most = most.max(kept + u32::from(keeps));
         kept = kept + u32::from(keeps) - adds;
     }

@@ -47,7 +47,7 @@ impl Traffic {
         traffic
     }
 
-    /// What crosses between the host and the device of these visits.
+    /// The bytes that cross between the host and the device of these visits.
     pub(super) fn of_device<'v>(
         schedule: &Schedule,
         device_visits: impl IntoIterator<Item = &'v DeviceVisit>,
@@ -74,7 +74,7 @@ impl Traffic {
         traffic
     }
 
-    /// What staged blocks move when updates are eager.
+    /// Adds the bytes that staged blocks move if updates are eager.
     fn add_file(
         &mut self,
         schedule: &Schedule,

@@ -8,7 +8,7 @@ use super::ids::{BlockId, BoundaryId, LayerId, MicroBatch};
 /// Index of a device among those of a ring.
 pub type DeviceId = u8;
 
-/// Where a visit runs.
+/// The place where a visit runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Place {
@@ -18,7 +18,7 @@ pub enum Place {
     Device(DeviceId),
 }
 
-/// What a visit does.
+/// The work of a visit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum VisitKind {
@@ -35,7 +35,7 @@ pub enum VisitKind {
 }
 
 impl VisitKind {
-    /// True for what a device does, false for what the host lane does.
+    /// True for a visit of a device, false for one of the host lane.
     pub fn on_device(self) -> bool {
         matches!(self, VisitKind::Layer | VisitKind::Tile)
     }
@@ -62,17 +62,17 @@ impl fmt::Display for Phase {
 /// One stay of a device, or of the host lane, at one layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Visit {
-    /// What it does.
+    /// The kind of the visit.
     pub kind: VisitKind,
     /// The layer visited.
     pub layer: LayerId,
-    /// Which of the steps that the layer declares.
+    /// The index of its step among those that the layer declares.
     pub step: u8,
     /// Forward or backward.
     pub phase: Phase,
-    /// Where.
+    /// The place where it runs.
     pub place: Place,
-    /// Which micro-batches, in this order.
+    /// The micro-batches, in this order.
     pub micro_batches: Range<MicroBatch>,
     /// The blocks that the layer declares for this step.
     pub blocks: Vec<BlockId>,

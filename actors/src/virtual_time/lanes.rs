@@ -35,7 +35,7 @@ struct Inner {
     durations: Box<dyn FnMut(&Operation) -> Duration + Send>,
 }
 
-/// See [`virtual_time`](super).
+/// Lanes that only count: each operation takes the time it is given.
 pub struct VirtualLanes {
     inner: Mutex<Inner>,
     /// Operations queued and neither finished nor dropped.
@@ -80,7 +80,7 @@ impl VirtualLanes {
         queue.running.is_none() && queue.pending.front().is_some_and(ready)
     }
 
-    /// Begins it, or drops it when it is cancelled.
+    /// Begins the queue's next operation, or drops it if it is cancelled.
     pub(super) fn begin(&self, queue: Queue) {
         let mut guard = self.lock();
         let inner = &mut *guard;
@@ -99,12 +99,12 @@ impl VirtualLanes {
         queue.running = Some(Running { operation, begin, end });
     }
 
-    /// When the queue's running operation ends.
+    /// The time at which the queue's running operation ends.
     pub(super) fn end_of(&self, queue: Queue) -> Option<Duration> {
         self.lock().queues[&queue].running.as_ref().map(|running| running.end)
     }
 
-    /// Ends it. The clock goes to its end, if it is not there yet.
+    /// Ends the queue's running operation. The clock goes to its end, if it is not there yet.
     pub(super) fn finish(&self, queue: Queue) {
         let mut guard = self.lock();
         let inner = &mut *guard;

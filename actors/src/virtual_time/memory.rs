@@ -1,9 +1,9 @@
-//! What every piece of memory holds, checked at each operation's begin and end.
+//! The content of every piece of memory, checked at each operation's begin and end.
 //!
-//! Not a simulation of contents but of labels: an operation that reads a slot asks for a block and
-//! version, a boundary and micro-batch, or a gradient; memory that is being written is nobody
-//! else's, and memory that is being read is not written. A violation panics and says what was
-//! asked and what was there. It is the oracle under every test of the ring.
+//! This simulates labels and not contents. An operation that reads a slot asks for a block and
+//! version, a boundary and micro-batch, or a gradient. No other operation uses memory that is being
+//! written, and none writes memory that is being read. A violation panics, and names the label that
+//! was asked for and the one that was there. Every test of the ring relies on this check.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ struct State {
     written: bool,
 }
 
-/// See [`virtual_time`](super).
+/// The labels of all memory: what each slot holds.
 #[derive(Debug, Default)]
 pub struct Memory {
     cells: HashMap<Cell, State>,
@@ -26,10 +26,11 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Checks that the operation finds what it asks for, and that nobody is in its way.
+    /// Checks that the memory holds what the operation asks for, and that no other operation uses
+    /// it.
     ///
     /// # Panics
-    /// It does not, or somebody is.
+    /// It holds something else, or is in use.
     pub fn begin(&mut self, operation: &Operation) {
         let touch =
             Touch::of(operation, |cell, block, version| self.contributions(cell, block, version));
@@ -58,7 +59,7 @@ impl Memory {
         self.running.insert(operation.number(), running);
     }
 
-    /// Leaves behind what the operation wrote.
+    /// Notes what the operation wrote.
     pub fn end(&mut self, operation: &Operation) {
         for (cell, after) in self.running.remove(&operation.number()).expect("it began") {
             let state = self.cells.get_mut(&cell).expect("it was there at the begin");

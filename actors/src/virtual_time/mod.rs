@@ -1,11 +1,11 @@
 //! A device, an EPS and a clock without tensors.
 //!
-//! The same actors run on lanes that only count: each operation takes the time it is given, the
-//! clock jumps from one end of an operation to the next when no actor can move, and every slot is
-//! checked for holding what the operation asks for ([`Memory`]). Deterministic, and fast enough to
-//! answer questions about machines nobody here owns. [`World`] is the executor under it: it polls
-//! actors and completes operations one move at a time, in time order or in any other order, which
-//! is how interleavings are explored.
+//! The same actors run on lanes that only count. Each operation takes the time it is given, the
+//! clock jumps from one end of an operation to the next when no actor can move, and a check
+//! compares the content of every slot with what the operation asks for ([`Memory`]). The result is
+//! deterministic, and comes fast enough to answer questions about machines that are not at hand.
+//! [`World`] is the executor under it: it polls actors and completes operations one move at a time,
+//! in time order or in any other order, which is how interleavings are explored.
 
 mod lanes;
 mod memory;
@@ -25,11 +25,12 @@ use crate::operation::Operation;
 pub use crate::record::Record;
 use crate::relay::Relay;
 
-/// Runs a relay in virtual time: `main` drives it, each operation takes what `durations` says.
-/// Returns what `main` returned and the timeline.
+/// Runs a relay in virtual time: `main` drives it, and each operation takes what `durations` says.
+/// Returns the result of `main` and the timeline.
 ///
 /// # Errors
-/// Nothing could move and the clock had nowhere to go: who had not ended.
+/// Nothing could move, and no operation was left to move the clock. The error names the tasks that
+/// had not ended.
 pub fn run<T: 'static, F: Future<Output = T> + 'static>(
     config: RingConfig,
     durations: impl FnMut(&Operation) -> Duration + Send + 'static,

@@ -1,5 +1,4 @@
-//! What each kind of work touches: which memory it reads, which it writes, and what it must find
-//! there.
+//! The memory that each kind of work reads and writes, and the content that it must find there.
 
 use crate::operation::Operation;
 use crate::schedule::{
@@ -29,16 +28,16 @@ pub(super) enum Cell {
     Stash(BoundaryId, MicroBatch),
 }
 
-/// What a cell holds.
+/// The content of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Label {
     Block(BlockId, Version),
     Boundary(BoundaryId, MicroBatch, Version),
-    /// With the number of contributions that are in it.
+    /// A gradient, with the number of contributions in it.
     Gradient(BlockId, Version, usize),
 }
 
-/// The cells that one operation reads and writes, with what each must hold.
+/// The cells that one operation reads and writes, and what each must hold.
 #[derive(Default)]
 pub(super) struct Touch {
     pub(super) reads: Vec<(Cell, Label)>,
@@ -158,7 +157,7 @@ impl Touch {
         self.reads.push((cell, label));
     }
 
-    /// Replaces whatever was there.
+    /// Replaces the content of a cell.
     fn write(&mut self, cell: Cell, label: Label) {
         self.writes.push((cell, None, label));
     }
@@ -336,7 +335,7 @@ fn gradient_cell(block: BlockId, at: GradientAt, master: MasterAt) -> Cell {
     }
 }
 
-/// How many operations add to a block's gradient of a group, or of all.
+/// The number of operations that add to a block's gradient of a group, or of all groups.
 fn of_groups(plan: &StepPlan, block: BlockId, group: Option<GroupId>) -> usize {
     let schedule = &plan.schedule;
     let adds = |(index, visit): &(usize, &DeviceVisit)| {

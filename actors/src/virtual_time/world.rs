@@ -1,4 +1,4 @@
-//! An executor that makes one move at a time, so that somebody else may choose the next.
+//! An executor that makes one move at a time, so that a test can choose the next.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -9,7 +9,7 @@ use std::task::{Context, Wake, Waker};
 use super::lanes::VirtualLanes;
 use crate::work::Queue;
 
-/// Something that can happen next.
+/// An event that can happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Move {
     /// This task runs to its next wait.
@@ -59,7 +59,7 @@ impl World {
         self.tasks[index].future = None;
     }
 
-    /// Everything that can happen next.
+    /// All events that can happen next.
     pub fn moves(&self) -> Vec<Move> {
         let awake =
             |task: &&ActorTask| task.future.is_some() && task.woken.0.load(Ordering::Relaxed);
@@ -88,7 +88,7 @@ impl World {
         }
     }
 
-    /// Tasks that have not ended.
+    /// The names of the tasks that have not ended.
     pub fn unfinished(&self) -> Vec<String> {
         let left = self.tasks.iter().filter(|task| task.future.is_some());
         left.map(|task| task.name.clone()).collect()
@@ -98,7 +98,7 @@ impl World {
     /// next end of an operation.
     ///
     /// # Errors
-    /// Nothing can move and these tasks have not ended.
+    /// Nothing can move. The error names the tasks that have not ended.
     pub fn run(&mut self) -> Result<(), Vec<String>> {
         loop {
             let mut moved = false;

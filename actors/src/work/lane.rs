@@ -28,9 +28,9 @@ pub enum Lane {
 /// A queue of operations that run in order: a lane of a device, or one of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Queue {
-    /// Which lane.
+    /// The lane.
     pub lane: Lane,
-    /// Of which device; `None`: of the host.
+    /// The device; `None`: the host.
     pub device: Option<DeviceId>,
 }
 
@@ -79,7 +79,7 @@ impl Lane {
         Lane::Exchange,
     ];
 
-    /// Its name in metrics and timelines.
+    /// The name of the lane in metrics and timelines.
     pub fn name(self) -> &'static str {
         match self {
             Lane::Upload => "upload",

@@ -1,8 +1,8 @@
 //! Work: what an operation does, as plain data in slot numbers, and one table about it.
 //!
-//! [`Work::row`] is the table: for each kind of work its lane, its kind on the timeline, its name
-//! in reports, what it concerns and what it moves. A new kind of work is a variant, a row there,
-//! and one function of whoever does the work.
+//! [`Work::row`] is the table. For each kind of work it has the lane, the kind on the timeline, the
+//! name in reports, the block or micro-batch, and the bytes that it moves. A new kind of work is a
+//! variant, a row there, and one function of the lanes.
 
 mod kind;
 mod lane;
@@ -30,9 +30,9 @@ pub struct Placed {
 pub struct BlockUse {
     /// The block.
     pub block: BlockId,
-    /// Its weight slot.
+    /// The weight slot of the block.
     pub weights: u32,
-    /// Where its gradient is added up; `None`: the operation computes no gradient of it.
+    /// The accumulator of its gradient; `None`: the operation computes no gradient of the block.
     pub gradient: Option<Accumulator>,
 }
 
@@ -41,11 +41,11 @@ pub struct BlockUse {
 pub struct Accumulator {
     /// The gradient slot.
     pub slot: u32,
-    /// True for the first contribution of the step, which replaces what the slot held.
+    /// True for the first contribution of the step, which replaces the content of the slot.
     pub first: bool,
 }
 
-/// Where the host finds the master of a block, with its optimizer state.
+/// The place of a block's master on the host, with its optimizer state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MasterAt {
     /// In the memory of the EPS.
@@ -54,7 +54,7 @@ pub enum MasterAt {
     Slot(u32),
 }
 
-/// Where the host finds a gradient.
+/// The place of a gradient on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GradientAt {
     /// In this landing block, a slot of pool `reduced`.
@@ -63,7 +63,7 @@ pub enum GradientAt {
     Region,
 }
 
-/// What the EPS stores of a block, as it passes through a staging slot.
+/// The data of a block that the EPS stores, as it passes through a staging slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
     /// The master, in a slot of pool `reads`.
@@ -77,13 +77,13 @@ pub enum Stored {
     },
 }
 
-/// What an operation does, in slot numbers. Slots are of the pool the field is named after.
+/// The work of an operation, in slot numbers. Slots are of the pool that the field is named after.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "each field is an id or a slot of that name")]
 pub enum Work {
-    /// Host: writes a share of what a gather writes into the stash, from the batch and the blocks.
+    /// Host: writes a share of a gather's boundaries into the stash, from the batch and the blocks.
     Gather { visit: usize, share: Share, master: MasterAt },
-    /// File: reads what is stored of a staged block into a staging slot.
+    /// File: reads the stored data of a staged block into a staging slot.
     Stage { block: BlockId, version: Version, stored: Stored, slot: u32 },
     /// Upload: copies a shard of a published block of this version into a weight slot.
     UploadBlock { block: BlockId, version: Version, master: MasterAt, weights: u32, shard: Shard },
@@ -120,8 +120,8 @@ pub enum Work {
     /// Host: measures a landing block, and copies it into the block's gradient region where
     /// `to_region`. Value: its sum of squares.
     Reduce { block: BlockId, reduced: u32, to_region: bool },
-    /// Host: adds what a scatter reads, for all micro-batches in order, to one block's gradient,
-    /// or replaces the gradient where `first`. Value: its sum of squares.
+    /// Host: adds the boundaries that a scatter reads, for all micro-batches in order, to one
+    /// block's gradient, or replaces the gradient where `first`. Value: its sum of squares.
     Scatter { visit: usize, block: BlockId, first: bool, gradient: GradientAt },
     /// Update: moves a block from `version` to the next, and publishes it unless it is staged.
     /// `norm` is the global gradient norm where updates wait for it. Value: the gradient's sum of
@@ -136,7 +136,7 @@ pub enum Work {
     /// File: writes a staging slot back. A state that was moved on from `version` is written
     /// beside the one it was, and published.
     Store { block: BlockId, version: Version, stored: Stored, slot: u32 },
-    /// File: makes what was written until now the state to resume from.
+    /// File: makes all that was written until now the state to resume from.
     Seal,
     /// Update: publishes the step's carried blocks, unchanged, as of the next version.
     Carry { version: Version },
@@ -146,13 +146,14 @@ pub enum Work {
     /// Exchange: in a landing block, replaces a gradient by this process's part of the sum over all
     /// processes. Where the step is not dealt, each process has the sum already.
     ReduceScatter { block: BlockId, reduced: u32 },
-    /// Exchange: receives what a scatter reads of the micro-batches of other processes.
+    /// Exchange: receives the rows that a scatter reads from the micro-batches of other processes.
     AllGatherRows { visit: usize },
-    /// Exchange: the sum of what operations of all processes reported. Value: that sum.
+    /// Exchange: adds the values that operations of all processes reported. Value: the sum.
     AllReduce { of: Summed },
 }
 
-/// What is added over the processes of a run, in an order that does not depend on their number.
+/// A value that is added over the processes of a run, in an order that does not depend on their
+/// number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Summed {
     /// The losses of a step, by micro-batch.
@@ -161,7 +162,7 @@ pub enum Summed {
     Squares,
 }
 
-/// What a table row says an operation concerns.
+/// The block and the micro-batch that an operation concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Subject {
     Nothing,
@@ -174,7 +175,7 @@ enum Subject {
     Boundary(BoundaryId, MicroBatch),
 }
 
-/// What a table row says an operation moves, between host and device, or host and file.
+/// The bytes that an operation moves, between host and device, or host and file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moves {
     Nothing,
@@ -197,7 +198,7 @@ enum Moves {
 pub struct Row {
     /// The lane it belongs on.
     pub lane: Lane,
-    /// Its kind on the timeline.
+    /// The kind on the timeline.
     pub kind: WorkKind,
     title: &'static str,
     subject: Subject,
@@ -319,7 +320,7 @@ impl Work {
 }
 
 impl Row {
-    /// The block it concerns, if one. Of a visit with several blocks, the first.
+    /// The block that it concerns, if it concerns one. Of a visit with several blocks, the first.
     pub fn block(&self) -> Option<BlockId> {
         match self.subject {
             Subject::Block(block) | Subject::Published(block, _) => Some(block),
@@ -328,7 +329,7 @@ impl Row {
         }
     }
 
-    /// The micro-batch it concerns, if one.
+    /// The micro-batch that it concerns, if it concerns one.
     pub fn micro_batch(&self) -> Option<MicroBatch> {
         match self.subject {
             Subject::MicroBatch(m) | Subject::Visit(_, m) | Subject::Boundary(_, m) => Some(m),
@@ -336,7 +337,7 @@ impl Row {
         }
     }
 
-    /// See [`Work::bytes`].
+    /// As [`Work::bytes`].
     pub fn bytes(&self, schedule: &Schedule) -> u64 {
         match self.moves {
             Moves::Nothing => 0,

@@ -3,43 +3,9 @@
 use rayon::prelude::*;
 
 use super::math::{erf, exp, tanh};
-use super::views::CpuKernels;
-use crate::kernels::{Activate, ActivateBackward, Activation, Gate, GateBackward, Runs};
+use super::views::{Call, Compute};
+use crate::kernels::{Activate, ActivateBackward, Activation, Gate, GateBackward};
 use crate::simd::Level;
-
-impl Runs<Activate> for CpuKernels<'_> {
-    fn run(&self, op: &Activate) {
-        let Activate { y, x, activation } = *op;
-        let Some(call) = self.call(op) else { return };
-        forward(self.level, call.write(y), call.read(x), activation);
-    }
-}
-
-impl Runs<ActivateBackward> for CpuKernels<'_> {
-    fn run(&self, op: &ActivateBackward) {
-        let ActivateBackward { dx, x, activation } = *op;
-        let Some(call) = self.call(op) else { return };
-        backward(self.level, call.write(dx), call.read(x), activation);
-    }
-}
-
-impl Runs<Gate> for CpuKernels<'_> {
-    fn run(&self, op: &Gate) {
-        let Gate { y, x, activation } = *op;
-        let Some(call) = self.call(op) else { return };
-        gated(self.level, call.write(y), call.read(x), y.columns, activation);
-    }
-}
-
-impl Runs<GateBackward> for CpuKernels<'_> {
-    fn run(&self, op: &GateBackward) {
-        let GateBackward { dx, dy, x, activation } = *op;
-        let Some(call) = self.call(op) else { return };
-        let channels = dy.columns;
-        let dx = call.write(dx);
-        gated_backward(self.level, dx, call.read(dy), call.read(x), channels, activation);
-    }
-}
 
 /// Elements of one parallel task.
 const PIECE: usize = 8192;
@@ -110,111 +76,105 @@ fn slope_of_tanh(x: f32) -> f32 {
 /// Runs a loop with an activation function or its derivative. Each gets a loop of its own, because
 /// the compiler makes no vector instructions of calls through a pointer.
 macro_rules! with {
-    ($form:expr, $slope:expr, |$f:ident| $body:expr) => {
-        match ($form, $slope) {
-            (Activation::GeluErf, false) => {
-                let $f = by_erf;
-                $body
-            }
-            (Activation::GeluErf, true) => {
-                let $f = slope_by_erf;
-                $body
-            }
-            (Activation::GeluTanh, false) => {
-                let $f = by_tanh;
-                $body
-            }
-            (Activation::GeluTanh, true) => {
-                let $f = slope_by_tanh;
-                $body
-            }
-            (Activation::Silu, false) => {
-                let $f = silu;
-                $body
-            }
-            (Activation::Silu, true) => {
-                let $f = slope_of_silu;
-                $body
-            }
-            (Activation::Relu, false) => {
-                let $f = relu;
-                $body
-            }
-            (Activation::Relu, true) => {
-                let $f = slope_of_relu;
-                $body
-            }
-            (Activation::Tanh, false) => {
-                let $f = tanh;
-                $body
-            }
-            (Activation::Tanh, true) => {
-                let $f = slope_of_tanh;
-                $body
-            }
+    (value of $form:expr, |$f:ident| $body:expr) => {
+        with!(
+            $form, |$f| $body,
+            GeluErf by_erf, GeluTanh by_tanh, Silu silu, Relu relu, Tanh tanh
+        )
+    };
+    (slope of $form:expr, |$f:ident| $body:expr) => {
+        with!(
+            $form, |$f| $body,
+            GeluErf slope_by_erf, GeluTanh slope_by_tanh, Silu slope_of_silu, Relu slope_of_relu,
+            Tanh slope_of_tanh
+        )
+    };
+    ($form:expr, |$f:ident| $body:expr, $($known:ident $of:ident),*) => {
+        match $form {
+            $(
+                Activation::$known => {
+                    let $f = $of;
+                    $body
+                }
+            )*
         }
     };
 }
 
-/// y = f(x).
-fn forward(level: Level, y: &mut [f32], x: &[f32], form: Activation) {
-    y.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(y, x)| {
-        level.run(
-            #[inline(always)]
-            || with!(form, false, |f| y.iter_mut().zip(x).for_each(|(y, x)| *y = f(*x))),
-        );
-    });
+impl Compute for Activate {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let Activate { y, x, activation } = *self;
+        let pieces = call.write(y).par_chunks_mut(PIECE).zip(call.read(x).par_chunks(PIECE));
+        pieces.for_each(|(y, x)| {
+            level.run(
+                #[inline(always)]
+                || with!(value of activation, |f| y.iter_mut().zip(x).for_each(|(y, x)| *y = f(*x))),
+            );
+        });
+    }
 }
 
-/// dx = dx f′(x): `dx` holds dy before the call.
-fn backward(level: Level, dx: &mut [f32], x: &[f32], form: Activation) {
-    dx.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(dx, x)| {
-        level.run(
-            #[inline(always)]
-            || with!(form, true, |f| dx.iter_mut().zip(x).for_each(|(dx, x)| *dx *= f(*x))),
-        );
-    });
+impl Compute for ActivateBackward {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let ActivateBackward { dx, x, activation } = *self;
+        let pieces = call.write(dx).par_chunks_mut(PIECE).zip(call.read(x).par_chunks(PIECE));
+        pieces.for_each(|(dx, x)| {
+            level.run(
+                #[inline(always)]
+                || {
+                    let all = dx.iter_mut().zip(x);
+                    with!(slope of activation, |f| all.for_each(|(dx, x)| *dx *= f(*x)));
+                },
+            );
+        });
+    }
 }
 
-/// y = f(gate) up. y: (R, I); x: (R, 2 I), gate and up side by side.
-fn gated(level: Level, y: &mut [f32], x: &[f32], i: usize, form: Activation) {
-    y.par_chunks_mut(i).zip(x.par_chunks(2 * i)).for_each(|(y, x)| {
-        let (gate, up) = x.split_at(i);
-        level.run(
-            #[inline(always)]
-            || {
-                with!(form, false, |f| {
-                    y.iter_mut().zip(gate).zip(up).for_each(|((y, g), u)| *y = f(*g) * u);
-                });
-            },
-        );
-    });
+impl Compute for Gate {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let Gate { y, x, activation } = *self;
+        let i = y.columns;
+        let rows = call.write(y).par_chunks_mut(i).zip(call.read(x).par_chunks(2 * i));
+        rows.for_each(|(y, x)| {
+            let (gate, up) = x.split_at(i);
+            level.run(
+                #[inline(always)]
+                || {
+                    let all = y.iter_mut().zip(gate).zip(up);
+                    with!(value of activation, |f| all.for_each(|((y, g), u)| *y = f(*g) * u));
+                },
+            );
+        });
+    }
 }
 
-/// dx from dy. dx, x: (R, 2 I); dy: (R, I).
-fn gated_backward(level: Level, dx: &mut [f32], dy: &[f32], x: &[f32], i: usize, form: Activation) {
-    let rows = dx.par_chunks_mut(2 * i).zip(dy.par_chunks(i)).zip(x.par_chunks(2 * i));
-    rows.for_each(|((dx, dy), x)| {
-        let (dgate, dup) = dx.split_at_mut(i);
-        let (gate, up) = x.split_at(i);
-        level.run(
-            #[inline(always)]
-            || {
-                with!(form, false, |f| {
-                    dup.iter_mut().zip(gate).zip(dy).for_each(|((du, g), dy)| *du = f(*g) * dy);
-                });
-                with!(form, true, |f| {
+impl Compute for GateBackward {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let GateBackward { dx, dy, x, activation } = *self;
+        let i = dy.columns;
+        let dx = call.write(dx).par_chunks_mut(2 * i);
+        let rows = dx.zip(call.read(dy).par_chunks(i)).zip(call.read(x).par_chunks(2 * i));
+        rows.for_each(|((dx, dy), x)| {
+            let (dgate, dup) = dx.split_at_mut(i);
+            let (gate, up) = x.split_at(i);
+            level.run(
+                #[inline(always)]
+                || {
+                    let all = dup.iter_mut().zip(gate).zip(dy);
+                    with!(value of activation, |f| all.for_each(|((du, g), dy)| *du = f(*g) * dy));
                     let all = dgate.iter_mut().zip(gate).zip(up).zip(dy);
-                    all.for_each(|(((dg, g), u), dy)| *dg = f(*g) * u * dy);
-                });
-            },
-        );
-    });
+                    with!(slope of activation, |f| {
+                        all.for_each(|(((dg, g), u), dy)| *dg = f(*g) * u * dy);
+                    });
+                },
+            );
+        });
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::oracle::{close, differences, noise};
+    use super::super::oracle::{Bench, close, differences, noise};
     use super::*;
 
     fn plain(x: f64, form: Activation) -> f64 {
@@ -252,15 +212,20 @@ mod tests {
         for (form, level) in
             FORMS.into_iter().flat_map(|f| Level::all().into_iter().map(move |l| (f, l)))
         {
-            let mut y = vec![f32::NAN; rows * i];
-            gated(level, &mut y, &x.narrow, i, form);
-            close(&y, &plain_gate(&x.wide, form), 1e-5);
-            let mut dx = vec![f32::NAN; rows * 2 * i];
-            gated_backward(level, &mut dx, &dy.narrow, &x.narrow, i, form);
+            let mut bench = Bench::new();
+            let y = bench.nan(rows, i);
+            let dx = bench.nan(rows, 2 * i);
+            let dy_view = bench.tensor(i, &dy.narrow);
+            let x_view = bench.tensor(2 * i, &x.narrow);
+            bench.run(level, |k, _| {
+                k.gate(&Gate { y, x: x_view, activation: form });
+                k.gate_backward(&GateBackward { dx, dy: dy_view, x: x_view, activation: form });
+            });
+            close(&bench.values(y), &plain_gate(&x.wide, form), 1e-5);
             let loss = |x: &[f64]| {
                 plain_gate(x, form).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
             };
-            close(&dx, &differences(&x.wide, loss), 1e-5);
+            close(&bench.values(dx), &differences(&x.wide, loss), 1e-5);
         }
     }
 
@@ -270,14 +235,18 @@ mod tests {
         let wide: Vec<f64> = narrow.iter().map(|&x| f64::from(x)).collect();
         for form in FORMS {
             for level in Level::all() {
-                let mut y = vec![f32::NAN; narrow.len()];
-                forward(level, &mut y, &narrow, form);
+                let mut bench = Bench::new();
+                let x = bench.tensor(11, &narrow);
+                let y = bench.nan(11, 11);
+                let dx = bench.tensor(11, &[1.0; 121]);
+                bench.run(level, |k, _| {
+                    k.activate(&Activate { y, x, activation: form });
+                    k.activate_backward(&ActivateBackward { dx, x, activation: form });
+                });
                 let expected: Vec<f64> = wide.iter().map(|&x| plain(x, form)).collect();
-                close(&y, &expected, 1e-6);
-                let mut dx = vec![1.0; narrow.len()];
-                backward(level, &mut dx, &narrow, form);
+                close(&bench.values(y), &expected, 1e-6);
                 let total = |x: &[f64]| x.iter().map(|&x| plain(x, form)).sum::<f64>();
-                close(&dx, &differences(&wide, total), 1e-5);
+                close(&bench.values(dx), &differences(&wide, total), 1e-5);
             }
         }
     }

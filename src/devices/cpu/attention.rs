@@ -12,10 +12,9 @@ use super::dropout::Row;
 use super::math::{dot, exp, largest, sum};
 use super::product::{Matrix, Product, Start};
 use super::scattered::Scattered;
-use super::views::CpuKernels;
-use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT, Runs, RunsIn};
+use super::views::{Call, Compute, ComputeIn};
+use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT};
 use crate::simd::Level;
-use crate::tensor::Scratch;
 
 const TILE: usize = 64;
 
@@ -30,45 +29,6 @@ fn small(
 ) {
     let start = Start::accumulate(accumulate);
     Product { a, b, rows, depth, columns, start }.on_this_thread(level, c, width);
-}
-
-impl Runs<Attention<'_>> for CpuKernels<'_> {
-    fn run(&self, op: &Attention<'_>) {
-        let Attention { y, lse, qkv, kv, ref shape } = *op;
-        let Some(call) = self.call(op) else { return };
-        let y = call.write(y);
-        let lse = call.write(lse);
-        forward(self.level, y, lse, call.read(qkv), call.read_if(kv), shape);
-    }
-}
-
-impl RunsIn<AttentionBackward<'_>> for CpuKernels<'_> {
-    fn run_in(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
-        let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
-        let scratch = scratch.nested();
-        let sums = scratch.take_floats(shape.rows(), shape.heads);
-        let Some(call) = self.call_in(op, [sums]) else { return };
-        let dy = call.read(dy);
-        let sums = call.write(sums);
-        delta(self.level, sums, call.read(y), dy, shape);
-        let inputs = Inputs {
-            dy,
-            lse: call.read(lse),
-            qkv: call.read(qkv),
-            kv: chunk_kv.map(|chunk| call.read(chunk.kv)),
-            delta: sums,
-        };
-        let dkv = chunk_kv
-            .map(|chunk| DkvPart { values: call.write(chunk.dkv), accumulate: chunk.accumulate });
-        backward(self.level, call.write(dqkv), dkv, &inputs, shape);
-    }
-}
-
-/// The gradients of a chunk's keys and values.
-struct DkvPart<'a> {
-    values: &'a mut [f32],
-    /// True when they are added to; false when they are replaced.
-    accumulate: bool,
 }
 
 /// One head of one sequence. Positions count from the begin of the sequence: the queries stand
@@ -131,12 +91,12 @@ impl<'a> Head<'a> {
         self.first_row + position - self.before
     }
 
-    /// Where this head's columns of a query begin in a (R, H D) tensor.
+    /// The begin of this head's columns of a query in a (R, H D) tensor.
     fn at(&self, position: usize) -> usize {
         self.row(position) * self.channels() + self.head * self.size.head_size
     }
 
-    /// Where this head's query of a position begins.
+    /// The begin of this head's query of a position.
     fn at_query(&self, position: usize) -> usize {
         self.row(position) * self.size.qkv_width() + self.head * self.size.head_size
     }
@@ -146,7 +106,7 @@ impl<'a> Head<'a> {
         if self.own_kv { self.size.kv_width() } else { self.size.qkv_width() }
     }
 
-    /// Where this head's key (0) or value (1) of a position begins.
+    /// The begin of this head's key (0) or value (1) of a position.
     fn at_key(&self, position: usize, which: usize) -> usize {
         let AttentionShape { heads, kv_heads, head_size, .. } = *self.size;
         let queries = if self.own_kv { 0 } else { heads };
@@ -285,60 +245,132 @@ fn each_tile(size: &AttentionShape<'_>, own_kv: bool, of: impl Fn(Head<'_>, Span
     });
 }
 
-/// y and log-sum-exp of the scores. `kv`: keys and values, where they are in a tensor of their own.
-pub(super) fn forward(
-    level: Level,
-    y: &mut [f32],
-    lse: &mut [f32],
-    qkv: &[f32],
-    kv: Option<&[f32]>,
-    size: &AttentionShape<'_>,
-) {
-    let y = Scattered::new(y);
-    let lse = Scattered::new(lse);
-    let d = size.head_size;
-    let own_kv = kv.is_some();
-    let kv = kv.unwrap_or(qkv);
-    each_tile(size, own_kv, |head, queries| {
-        let mut p = [0.0_f32; TILE * TILE];
-        let mut output = [0.0_f32; TILE * HEAD_LIMIT];
-        let mut most = [f32::NEG_INFINITY; TILE];
-        let mut total = [0.0_f32; TILE];
-        let end = head.keys_end(queries);
-        for tile in head.key_tiles(queries, end) {
-            let keys = Span::tile(tile, end);
-            head.scores(level, &mut p, [qkv, kv], queries, keys);
-            level.run(
-                #[inline(always)]
-                || {
-                    for (index, p) in p.chunks_exact_mut(TILE).take(queries.len()).enumerate() {
-                        let p = &mut p[..keys.len()];
-                        // With a window, a query may see no key of the first tiles.
-                        let new = most[index].max(largest(p)).max(f32::MIN);
-                        let shrink = exp(most[index] - new);
-                        p.iter_mut().for_each(|p| *p = exp(*p - new));
-                        total[index] = total[index] * shrink + sum(p);
-                        most[index] = new;
-                        output[index * d..][..d].iter_mut().for_each(|y| *y *= shrink);
+impl Compute for Attention<'_> {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let shape = &self.shape;
+        let y = Scattered::new(call.write(self.y));
+        let lse = Scattered::new(call.write(self.lse));
+        let qkv = call.read(self.qkv);
+        let kv = call.read(self.kv.unwrap_or(self.qkv));
+        let d = shape.head_size;
+        let own_kv = self.kv.is_some();
+        each_tile(shape, own_kv, |head, queries| {
+            let mut p = [0.0_f32; TILE * TILE];
+            let mut output = [0.0_f32; TILE * HEAD_LIMIT];
+            let mut most = [f32::NEG_INFINITY; TILE];
+            let mut total = [0.0_f32; TILE];
+            let end = head.keys_end(queries);
+            for tile in head.key_tiles(queries, end) {
+                let keys = Span::tile(tile, end);
+                head.scores(level, &mut p, [qkv, kv], queries, keys);
+                level.run(
+                    #[inline(always)]
+                    || {
+                        for (index, p) in p.chunks_exact_mut(TILE).take(queries.len()).enumerate() {
+                            let p = &mut p[..keys.len()];
+                            // With a window, a query may see no key of the first tiles.
+                            let new = most[index].max(largest(p)).max(f32::MIN);
+                            let shrink = exp(most[index] - new);
+                            p.iter_mut().for_each(|p| *p = exp(*p - new));
+                            total[index] = total[index] * shrink + sum(p);
+                            most[index] = new;
+                            output[index * d..][..d].iter_mut().for_each(|y| *y *= shrink);
+                        }
+                    },
+                );
+                head.drop_out(level, &mut p, queries, keys);
+                let v = head.keys(kv, 1, keys);
+                let p = Matrix::rows(&p, TILE);
+                let sizes = [queries.len(), keys.len(), d];
+                small(level, &mut output, d, [p, v], sizes, true);
+            }
+            for index in 0..queries.len() {
+                let position = queries.from + index;
+                // SAFETY: this task alone has these queries of this head.
+                let (y, lse) = unsafe {
+                    (y.piece(head.at(position), d), lse.piece(head.statistic(position), 1))
+                };
+                let output = &output[index * d..][..d];
+                y.iter_mut().zip(output).for_each(|(y, output)| *y = output / total[index]);
+                lse[0] = most[index] + total[index].ln();
+            }
+        });
+    }
+}
+
+impl ComputeIn for AttentionBackward<'_> {
+    fn workspace(&self) -> usize {
+        self.shape.rows() * self.shape.heads
+    }
+
+    fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]) {
+        let AttentionBackward { chunk_kv, ref shape, .. } = *self;
+        let dy = call.read(self.dy);
+        delta(level, workspace, call.read(self.y), dy, shape);
+        let inputs = Inputs {
+            dy,
+            lse: call.read(self.lse),
+            qkv: call.read(self.qkv),
+            kv: call.read(chunk_kv.map_or(self.qkv, |chunk| chunk.kv)),
+            delta: workspace,
+        };
+        let dqkv = Scattered::new(call.write(self.dqkv));
+        let d = shape.head_size;
+        let own_kv = chunk_kv.is_some();
+        let accumulate = chunk_kv.is_some_and(|chunk| chunk.accumulate);
+        let dkv = chunk_kv.map_or(dqkv, |chunk| Scattered::new(call.write(chunk.dkv)));
+        let write = |head: &Head<'_>, which: usize, span: Span, values: &[f32]| {
+            for (position, values) in (span.from..span.to).zip(values.chunks_exact(d)) {
+                // SAFETY: one task alone has this part of these positions of this head.
+                let to = unsafe { dkv.piece(head.at_key(position, which), d) };
+                if accumulate {
+                    to.iter_mut().zip(values).for_each(|(to, value)| *to += value);
+                } else {
+                    to.copy_from_slice(values);
+                }
+            }
+        };
+        let group = shape.heads / shape.kv_heads;
+        each_head(shape, own_kv, group, |first| {
+            let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
+            let heads = || (first.head..first.head + group).map(|head| Head { head, ..first });
+            for (head, position) in
+                heads().flat_map(|head| head.positions().map(move |p| (head, p)))
+            {
+                // SAFETY: this task alone has the queries of these heads.
+                unsafe { dqkv.piece(head.at_query(position), d) }.fill(0.0);
+            }
+            for keys in Span::tiles(0, first.end).map(|tile| Span::tile(tile, first.end)) {
+                let mut dk = [0.0; TILE * HEAD_LIMIT];
+                let mut dv = [0.0; TILE * HEAD_LIMIT];
+                for head in heads() {
+                    for tile in head.query_tiles(keys) {
+                        let queries = Span::tile(tile, head.end);
+                        pair.fill(level, &head, &inputs, queries, keys);
+                        let transposed = |x| Matrix::rows(x, TILE).transposed();
+                        let dy = head.columns(inputs.dy, queries);
+                        let q = head.queries(inputs.qkv, queries);
+                        let sizes = [keys.len(), queries.len(), d];
+                        small(level, &mut dv, d, [transposed(&pair.p), dy], sizes, true);
+                        small(level, &mut dk, d, [transposed(&pair.ds), q], sizes, true);
+                        let dq = Product {
+                            a: Matrix::rows(&pair.ds, TILE),
+                            b: head.keys(inputs.kv, 0, keys),
+                            rows: queries.len(),
+                            depth: keys.len(),
+                            columns: d,
+                            start: Start::C,
+                        };
+                        let at = head.at_query(queries.from);
+                        // SAFETY: rows of one head's queries, which lie in dqkv; as above.
+                        unsafe { dq.on_pointer(level, dqkv.base().add(at), shape.qkv_width()) };
                     }
-                },
-            );
-            head.drop_out(level, &mut p, queries, keys);
-            let v = head.keys(kv, 1, keys);
-            let p = Matrix::rows(&p, TILE);
-            let sizes = [queries.len(), keys.len(), d];
-            small(level, &mut output, d, [p, v], sizes, true);
-        }
-        for index in 0..queries.len() {
-            let position = queries.from + index;
-            // SAFETY: this task alone has these queries of this head.
-            let (y, lse) =
-                unsafe { (y.piece(head.at(position), d), lse.piece(head.statistic(position), 1)) };
-            let output = &output[index * d..][..d];
-            y.iter_mut().zip(output).for_each(|(y, output)| *y = output / total[index]);
-            lse[0] = most[index] + total[index].ln();
-        }
-    });
+                }
+                write(&first, 0, keys, &dk);
+                write(&first, 1, keys, &dv);
+            }
+        });
+    }
 }
 
 /// Inputs of the backward pass.
@@ -347,17 +379,10 @@ struct Inputs<'a> {
     dy: &'a [f32],
     lse: &'a [f32],
     qkv: &'a [f32],
-    /// Keys and values, where they are in a tensor of their own.
-    kv: Option<&'a [f32]>,
+    /// The tensor that holds keys and values: `qkv`, or that of a chunk.
+    kv: &'a [f32],
     /// Σ y dy of each query and head.
     delta: &'a [f32],
-}
-
-impl<'a> Inputs<'a> {
-    /// The tensor that holds keys and values.
-    fn keys(&self) -> &'a [f32] {
-        self.kv.unwrap_or(self.qkv)
-    }
 }
 
 /// Computes `delta` of [`Inputs`].
@@ -390,9 +415,9 @@ impl Pair {
     /// Computes `p`, after dropout, and `ds` = scale p (dp − delta).
     fn fill(&mut self, level: Level, head: &Head<'_>, inputs: &Inputs<'_>, q: Span, k: Span) {
         let d = head.size.head_size;
-        head.scores(level, &mut self.p, [inputs.qkv, inputs.keys()], q, k);
+        head.scores(level, &mut self.p, [inputs.qkv, inputs.kv], q, k);
         let dy = head.columns(inputs.dy, q);
-        let v = head.keys(inputs.keys(), 1, k);
+        let v = head.keys(inputs.kv, 1, k);
         small(level, &mut self.ds, TILE, [dy, v.transposed()], [q.len(), d, k.len()], false);
         head.drop_out(level, &mut self.ds, q, k);
         let scale = head.scale();
@@ -413,71 +438,6 @@ impl Pair {
         );
         head.drop_out(level, &mut self.p, q, k);
     }
-}
-
-/// Computes dqkv. If keys and values are in a tensor of their own, their gradients go to `dkv`.
-fn backward(
-    level: Level,
-    dqkv: &mut [f32],
-    dkv: Option<DkvPart<'_>>,
-    inputs: &Inputs<'_>,
-    size: &AttentionShape<'_>,
-) {
-    let dqkv = Scattered::new(dqkv);
-    let d = size.head_size;
-    let own_kv = inputs.kv.is_some();
-    let accumulate = dkv.as_ref().is_some_and(|dkv| dkv.accumulate);
-    let dkv = dkv.map(|dkv| Scattered::new(dkv.values));
-    let dkv = dkv.as_ref().unwrap_or(&dqkv);
-    let write = |head: &Head<'_>, which: usize, span: Span, values: &[f32]| {
-        for (position, values) in (span.from..span.to).zip(values.chunks_exact(d)) {
-            // SAFETY: one task alone has this part of these positions of this head.
-            let to = unsafe { dkv.piece(head.at_key(position, which), d) };
-            if accumulate {
-                to.iter_mut().zip(values).for_each(|(to, value)| *to += value);
-            } else {
-                to.copy_from_slice(values);
-            }
-        }
-    };
-    let group = size.heads / size.kv_heads;
-    each_head(size, own_kv, group, |first| {
-        let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
-        let heads = || (first.head..first.head + group).map(|head| Head { head, ..first });
-        for (head, position) in heads().flat_map(|head| head.positions().map(move |p| (head, p))) {
-            // SAFETY: this task alone has the queries of these heads.
-            unsafe { dqkv.piece(head.at_query(position), d) }.fill(0.0);
-        }
-        for keys in Span::tiles(0, first.end).map(|tile| Span::tile(tile, first.end)) {
-            let mut dk = [0.0; TILE * HEAD_LIMIT];
-            let mut dv = [0.0; TILE * HEAD_LIMIT];
-            for head in heads() {
-                for tile in head.query_tiles(keys) {
-                    let queries = Span::tile(tile, head.end);
-                    pair.fill(level, &head, inputs, queries, keys);
-                    let transposed = |x| Matrix::rows(x, TILE).transposed();
-                    let dy = head.columns(inputs.dy, queries);
-                    let q = head.queries(inputs.qkv, queries);
-                    let sizes = [keys.len(), queries.len(), d];
-                    small(level, &mut dv, d, [transposed(&pair.p), dy], sizes, true);
-                    small(level, &mut dk, d, [transposed(&pair.ds), q], sizes, true);
-                    let dq = Product {
-                        a: Matrix::rows(&pair.ds, TILE),
-                        b: head.keys(inputs.keys(), 0, keys),
-                        rows: queries.len(),
-                        depth: keys.len(),
-                        columns: d,
-                        start: Start::C,
-                    };
-                    let at = head.at_query(queries.from);
-                    // SAFETY: rows of one head's queries, which lie in dqkv; as above.
-                    unsafe { dq.on_pointer(level, dqkv.base().add(at), size.qkv_width()) };
-                }
-            }
-            write(&first, 0, keys, &dk);
-            write(&first, 1, keys, &dv);
-        }
-    });
 }
 
 #[cfg(test)]

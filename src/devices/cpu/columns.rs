@@ -2,16 +2,16 @@
 
 use rayon::prelude::*;
 
-use super::views::CpuKernels;
-use crate::kernels::{AddColumns, Runs, TakeColumns};
+use super::views::{Call, Compute};
+use crate::kernels::{AddColumns, TakeColumns};
+use crate::simd::Level;
 
 /// Rows of one parallel task.
 const ROWS: usize = 16;
 
-impl Runs<AddColumns> for CpuKernels<'_> {
-    fn run(&self, op: &AddColumns) {
-        let AddColumns { y, x, first, scale } = *op;
-        let Some(call) = self.call(op) else { return };
+impl Compute for AddColumns {
+    fn compute(&self, _: Level, call: &Call<'_>) {
+        let AddColumns { y, x, first, scale } = *self;
         let all = y.columns;
         let some = x.columns;
         let tasks = call.write(y).par_chunks_mut(ROWS * all);
@@ -24,10 +24,9 @@ impl Runs<AddColumns> for CpuKernels<'_> {
     }
 }
 
-impl Runs<TakeColumns> for CpuKernels<'_> {
-    fn run(&self, op: &TakeColumns) {
-        let TakeColumns { y, x, first, scale } = *op;
-        let Some(call) = self.call(op) else { return };
+impl Compute for TakeColumns {
+    fn compute(&self, _: Level, call: &Call<'_>) {
+        let TakeColumns { y, x, first, scale } = *self;
         let all = x.columns;
         let some = y.columns;
         let tasks = call.write(y).par_chunks_mut(ROWS * some);

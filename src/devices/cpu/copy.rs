@@ -1,19 +1,17 @@
 //! Copies, and zeros. During an operation all elements are floats, so a cast is a copy.
 
-use super::views::CpuKernels;
-use crate::kernels::{Cast, Clear, Runs};
+use super::views::{Call, Compute};
+use crate::kernels::{Cast, Clear};
+use crate::simd::Level;
 
-impl Runs<Cast> for CpuKernels<'_> {
-    fn run(&self, op: &Cast) {
-        let Cast { y, x } = *op;
-        let Some(call) = self.call(op) else { return };
-        call.write(y).copy_from_slice(call.read(x));
+impl Compute for Cast {
+    fn compute(&self, _: Level, call: &Call<'_>) {
+        call.write(self.y).copy_from_slice(call.read(self.x));
     }
 }
 
-impl Runs<Clear> for CpuKernels<'_> {
-    fn run(&self, op: &Clear) {
-        let Some(call) = self.call(op) else { return };
-        call.write(op.y).fill(0.0);
+impl Compute for Clear {
+    fn compute(&self, _: Level, call: &Call<'_>) {
+        call.write(self.y).fill(0.0);
     }
 }

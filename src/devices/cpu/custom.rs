@@ -1,13 +1,13 @@
 //! Kernels that a program brings along: calls their function for the CPU.
 
-use super::views::CpuKernels;
-use crate::kernels::{Custom, Runs};
+use super::views::{Call, Compute};
+use crate::kernels::Custom;
+use crate::simd::Level;
 
-impl Runs<Custom<'_>> for CpuKernels<'_> {
-    fn run(&self, op: &Custom<'_>) {
-        let Some(call) = self.call(op) else { return };
-        let mut outputs: Vec<_> = op.writes.iter().map(|view| call.write(*view)).collect();
-        let inputs: Vec<_> = op.reads.iter().map(|view| call.read(*view)).collect();
-        (op.kernel.cpu)(&mut outputs, &inputs, op.numbers);
+impl Compute for Custom<'_> {
+    fn compute(&self, _: Level, call: &Call<'_>) {
+        let mut outputs: Vec<_> = self.writes.iter().map(|view| call.write(*view)).collect();
+        let inputs: Vec<_> = self.reads.iter().map(|view| call.read(*view)).collect();
+        (self.kernel.cpu)(&mut outputs, &inputs, self.numbers);
     }
 }

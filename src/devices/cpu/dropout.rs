@@ -6,8 +6,8 @@
 
 use rayon::prelude::*;
 
-use super::views::CpuKernels;
-use crate::kernels::{ApplyDropout, Dropout, KernelOperation, Residual, Runs};
+use super::views::{Call, Compute, CpuKernels};
+use crate::kernels::{ApplyDropout, Dropout, Residual, Runs};
 use crate::simd::Level;
 use crate::tensor::View;
 
@@ -15,31 +15,15 @@ impl Runs<ApplyDropout<'_>> for CpuKernels<'_> {
     fn run(&self, op: &ApplyDropout<'_>) {
         let ApplyDropout { y, x, dropout } = *op;
         if y != x || dropout.is_some() {
-            self.sum(op, y, None, x, dropout);
+            let Some(call) = self.call(op) else { return };
+            apply(self.level, &call, y, None, x, dropout);
         }
     }
 }
 
-impl Runs<Residual<'_>> for CpuKernels<'_> {
-    fn run(&self, op: &Residual<'_>) {
-        let Residual { y, a, x, dropout } = *op;
-        self.sum(op, y, Some(a), x, dropout);
-    }
-}
-
-impl CpuKernels<'_> {
-    /// y = a + dropout(x), in one pass. `y` may be `x`.
-    fn sum(
-        &self,
-        op: &dyn KernelOperation,
-        y: View,
-        a: Option<View>,
-        x: View,
-        dropout: Option<Dropout<'_>>,
-    ) {
-        let Some(call) = self.call(op) else { return };
-        let from = call.read_if(Some(x).filter(|x| *x != y));
-        apply(self.level, call.write(y), from, call.read_if(a), y.columns, dropout.as_ref());
+impl Compute for Residual<'_> {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        apply(level, call, self.y, Some(self.a), self.x, self.dropout);
     }
 }
 
@@ -116,19 +100,22 @@ impl Row {
     }
 }
 
-/// y = a + mask x, row by row. `None` for `x` means `y` itself, `None` for `a` means 0. (R, C).
+/// y = a + mask x, in one pass. `None` for `a` means 0; `x` may be `y`. (R, C).
 fn apply(
     level: Level,
-    y: &mut [f32],
-    x: Option<&[f32]>,
-    a: Option<&[f32]>,
-    channels: usize,
-    dropout: Option<&Dropout<'_>>,
+    call: &Call<'_>,
+    y: View,
+    a: Option<View>,
+    x: View,
+    dropout: Option<Dropout<'_>>,
 ) {
     /// Floats of one task, about.
     const PIECE: usize = 16384;
+    let channels = y.columns;
+    let x = call.read_if(Some(x).filter(|x| *x != y));
+    let a = call.read_if(a);
     let rows = PIECE.div_ceil(channels);
-    y.par_chunks_mut(rows * channels).enumerate().for_each(|(piece, y)| {
+    call.write(y).par_chunks_mut(rows * channels).enumerate().for_each(|(piece, y)| {
         level.run(
             #[inline(always)]
             || {
@@ -136,7 +123,7 @@ fn apply(
                     if let Some(x) = x {
                         y.copy_from_slice(&x[row * channels..][..channels]);
                     }
-                    if let Some(dropout) = dropout {
+                    if let Some(dropout) = &dropout {
                         let (sequence, position) = dropout.place(row);
                         Row::new(dropout, sequence, position as u32).apply(y, 0);
                     }
@@ -152,14 +139,12 @@ fn apply(
 
 #[cfg(test)]
 mod tests {
+    use super::super::oracle::Bench;
     use super::*;
     use crate::kernels::{BatchMetadata, MaskRows};
 
     fn rows(starts: &[usize]) -> MaskRows<'_> {
-        let dropout_key = None;
-        let kinds = &[];
-        let batch = BatchMetadata { starts, kinds, documents: &[], cached: &[], dropout_key };
-        MaskRows::Positions(batch.view())
+        MaskRows::Positions(BatchMetadata::plain(starts).view())
     }
 
     fn dropout(probability: f32, starts: &[usize]) -> Dropout<'_> {
@@ -184,31 +169,35 @@ mod tests {
         assert_eq!(found, ones.map(|word| [word; LANES]));
     }
 
+    /// Rows of ones, after dropout.
+    fn dropped(level: Level, rows: usize, columns: usize, dropout: Dropout<'_>) -> Vec<f32> {
+        let mut bench = Bench::new();
+        let y = bench.tensor(columns, &vec![1.0; rows * columns]);
+        let dropout = Some(dropout);
+        bench.run(level, |k, _| k.dropout(&ApplyDropout { y, x: y, dropout }));
+        bench.values(y)
+    }
+
     #[test]
     fn a_mask_depends_on_its_place_alone() {
-        let mut all = vec![1.0; 4 * 5 * 10];
-        apply(Level::best(), &mut all, None, None, 10, Some(&dropout(0.3, &[0, 5, 10, 15, 20])));
-        let mut later = vec![1.0; (3 + 5) * 10];
+        let all = dropped(Level::best(), 20, 10, dropout(0.3, &[0, 5, 10, 15, 20]));
         let from_two = Dropout { first_sequence: 2, ..dropout(0.3, &[0, 3, 8]) };
-        apply(Level::Portable, &mut later, None, None, 10, Some(&from_two));
+        let later = dropped(Level::Portable, 8, 10, from_two);
         assert_eq!(all[2 * 5 * 10..][..3 * 10], later[..3 * 10], "a shorter sequence");
         assert_eq!(all[3 * 5 * 10..], later[3 * 10..]);
-        let mut behind = vec![1.0; 3 * 10];
         let chunk = Dropout { first_position: 2, rows: rows(&[0, 3]), ..from_two };
-        apply(Level::best(), &mut behind, None, None, 10, Some(&chunk));
+        let behind = dropped(Level::best(), 3, 10, chunk);
         assert_eq!(all[(2 * 5 + 2) * 10..][..30], behind);
-        let mut first = vec![1.0; 2 * 10];
         let of_each = Dropout { rows: MaskRows::Sequences, ..from_two };
-        apply(Level::best(), &mut first, None, None, 10, Some(&of_each));
+        let first = dropped(Level::best(), 2, 10, of_each);
         assert_eq!([&first[..10], &first[10..]], [&all[100..110], &all[150..160]]);
     }
 
     #[test]
     fn it_drops_what_it_should_and_keeps_the_mean() {
-        let mut y = vec![1.0; 100_000];
-        apply(Level::best(), &mut y, None, None, 100, Some(&dropout(0.1, &[0, 10, 1000])));
-        let dropped = y.iter().filter(|&&y| y == 0.0).count();
-        assert!((9_500..10_500).contains(&dropped), "{dropped} of 100000");
+        let y = dropped(Level::best(), 1000, 100, dropout(0.1, &[0, 10, 1000]));
+        let zeros = y.iter().filter(|&&y| y == 0.0).count();
+        assert!((9_500..10_500).contains(&zeros), "{zeros} of 100000");
         assert!(y.iter().all(|&y| y == 0.0 || y == 1.0 / 0.9));
     }
 }

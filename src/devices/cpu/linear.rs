@@ -3,34 +3,49 @@
 use rayon::prelude::*;
 
 use super::product::{Matrix, Product, Start};
-use super::views::CpuKernels;
-use crate::kernels::{Linear, LinearBackward, LinearSize, Runs, RunsIn};
+use super::views::{Call, Compute, ComputeIn};
+use crate::kernels::{Linear, LinearBackward, LinearSize};
 use crate::simd::Level;
-use crate::tensor::Scratch;
 
 /// Rows that one partial sum over rows takes: by shape, never by threads.
-const SUM_ROWS: usize = 64;
+pub(super) const SUM_ROWS: usize = 64;
 
-impl Runs<Linear> for CpuKernels<'_> {
-    fn run(&self, op: &Linear) {
-        let Linear { y, x, w, bias, .. } = *op;
-        let Some(call) = self.call(op) else { return };
-        let y = call.write(y);
-        forward(self.level, y, call.read(x), call.read(w), call.read_if(bias), &op.size());
+impl Compute for Linear {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let LinearSize { rows, inputs, outputs, .. } = self.size();
+        let a = Matrix::rows(call.read(self.x), inputs);
+        let b = upright(call.read(self.w), &self.size());
+        let start = call.read_if(self.bias).map_or(Start::Zero, Start::Bias);
+        let product = Product { a, b, rows, depth: inputs, columns: outputs, start };
+        product.run(level, call.write(self.y));
     }
 }
 
-impl RunsIn<LinearBackward> for CpuKernels<'_> {
-    fn run_in(&self, op: &LinearBackward, scratch: &Scratch<'_>) {
-        let LinearBackward { dx, dw, dbias, dy, x, w, accumulate, .. } = *op;
-        let size = op.size();
-        let scratch = scratch.nested();
-        let memory = scratch.take_floats(1, dbias.map_or(0, |_| scratch_len(&size)));
-        let Some(call) = self.call_in(op, [memory]) else { return };
-        let gradients =
-            Gradients { dx: call.write(dx), dw: call.write_if(dw), db: call.write_if(dbias) };
-        let inputs = Inputs { dy: call.read(dy), x: call.read(x), w: call.read(w) };
-        backward(self.level, gradients, inputs, &size, accumulate, call.write(memory));
+impl ComputeIn for LinearBackward {
+    fn workspace(&self) -> usize {
+        self.dbias.map_or(0, |dbias| sum_scratch(self.x.rows, dbias.columns))
+    }
+
+    /// dx = dy wᵀ, dw (+)= xᵀ dy (transposed: dyᵀ x), db (+)= Σ dy.
+    fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]) {
+        let LinearSize { rows, inputs, outputs, transposed } = self.size();
+        let dy = call.read(self.dy);
+        if let Some(db) = call.write_if(self.dbias) {
+            sum_rows(level, db, dy, rows, self.accumulate, workspace);
+        }
+        let x = Matrix::rows(call.read(self.x), inputs);
+        let dy = Matrix::rows(dy, outputs);
+        let (a, b, [of, by]) =
+            if transposed { (dy, x, [outputs, inputs]) } else { (x, dy, [inputs, outputs]) };
+        if let Some(dw) = call.write_if(self.dw) {
+            let a = a.transposed();
+            let start = Start::accumulate(self.accumulate);
+            Product { a, b, rows: of, depth: rows, columns: by, start }.run(level, dw);
+        }
+        let b = upright(call.read(self.w), &self.size()).transposed();
+        let start = Start::Zero;
+        let product = Product { a: dy, b, rows, depth: outputs, columns: inputs, start };
+        product.run(level, call.write(self.dx));
     }
 }
 
@@ -41,68 +56,6 @@ fn upright<'w>(w: &'w [f32], size: &LinearSize) -> Matrix<'w> {
     } else {
         Matrix::rows(w, size.outputs)
     }
-}
-
-/// y = x w + b.
-fn forward(
-    level: Level,
-    y: &mut [f32],
-    x: &[f32],
-    w: &[f32],
-    bias: Option<&[f32]>,
-    size: &LinearSize,
-) {
-    let LinearSize { rows, inputs, outputs, .. } = *size;
-    let a = Matrix::rows(x, inputs);
-    let b = upright(w, size);
-    let start = bias.map_or(Start::Zero, Start::Bias);
-    Product { a, b, rows, depth: inputs, columns: outputs, start }.run(level, y);
-}
-
-/// Floats of scratch that [`backward`] needs: partial sums of db.
-fn scratch_len(size: &LinearSize) -> usize {
-    sum_scratch(size.rows, size.outputs)
-}
-
-/// Outputs of the backward pass.
-struct Gradients<'a> {
-    dx: &'a mut [f32],
-    dw: Option<&'a mut [f32]>,
-    db: Option<&'a mut [f32]>,
-}
-
-/// Inputs of the backward pass.
-#[derive(Clone, Copy)]
-struct Inputs<'a> {
-    dy: &'a [f32],
-    x: &'a [f32],
-    w: &'a [f32],
-}
-
-/// dx = dy wᵀ, dw (+)= xᵀ dy (transposed: dyᵀ x), db (+)= Σ dy.
-fn backward(
-    level: Level,
-    Gradients { dx, dw, db }: Gradients<'_>,
-    Inputs { dy, x, w }: Inputs<'_>,
-    size: &LinearSize,
-    accumulate: bool,
-    scratch: &mut [f32],
-) {
-    let LinearSize { rows, inputs, outputs, transposed } = *size;
-    if let Some(db) = db {
-        sum_rows(level, db, dy, rows, accumulate, scratch);
-    }
-    let x = Matrix::rows(x, inputs);
-    let dy = Matrix::rows(dy, outputs);
-    let (a, b, [of, by]) =
-        if transposed { (dy, x, [outputs, inputs]) } else { (x, dy, [inputs, outputs]) };
-    if let Some(dw) = dw {
-        let start = Start::accumulate(accumulate);
-        Product { a: a.transposed(), b, rows: of, depth: rows, columns: by, start }.run(level, dw);
-    }
-    let b = upright(w, size).transposed();
-    let start = Start::Zero;
-    Product { a: dy, b, rows, depth: outputs, columns: inputs, start }.run(level, dx);
 }
 
 /// Floats of scratch for [`sum_rows`].
@@ -155,7 +108,7 @@ pub(super) fn add_parts(level: Level, sum: &mut [f32], parts: &[f32], accumulate
 
 #[cfg(test)]
 mod tests {
-    use super::super::oracle::{close, differences, noise};
+    use super::super::oracle::{Bench, close, differences, noise};
     use super::*;
 
     fn plain(x: &[f64], w: &[f64], b: &[f64], size: LinearSize) -> Vec<f64> {
@@ -177,26 +130,45 @@ mod tests {
             let w = noise(c * n, 2);
             let b = noise(n, 3);
             for level in Level::all() {
-                let mut y = vec![f32::NAN; r * n];
-                forward(level, &mut y, &x.narrow, &w.narrow, Some(&b.narrow), &size);
-                close(&y, &plain(&x.wide, &w.wide, &b.wide, size), 1e-5);
-                let none = vec![0.0; n];
-                forward(level, &mut y, &x.narrow, &w.narrow, None, &size);
-                close(&y, &plain(&x.wide, &w.wide, &none, size), 1e-5);
-
+                let mut bench = Bench::new();
+                let [x_view, dx] =
+                    [&x.narrow[..], &vec![f32::NAN; r * c]].map(|x| bench.tensor(c, x));
+                let [w_view, dw, dw_more] =
+                    [&w.narrow[..], &vec![f32::NAN; c * n], &vec![1.0; c * n]]
+                        .map(|w| bench.tensor(if transposed { c } else { n }, w));
+                let [bias, db, db_more] =
+                    [&b.narrow[..], &vec![f32::NAN; n], &vec![1.0; n]].map(|b| bench.tensor(n, b));
+                let [y, y_alone] = [(); 2].map(|()| bench.nan(r, n));
                 let dy = noise(r * n, 4);
-                let gradients = |accumulate: bool, start: f32| {
-                    let mut dx = vec![f32::NAN; r * c];
-                    let mut dw = vec![start; c * n];
-                    let mut db = vec![start; n];
-                    let mut memory = vec![f32::NAN; scratch_len(&size)];
-                    let gradients = Gradients { dx: &mut dx, dw: Some(&mut dw), db: Some(&mut db) };
-                    let inputs = Inputs { dy: &dy.narrow, x: &x.narrow, w: &w.narrow };
-                    backward(level, gradients, inputs, &size, accumulate, &mut memory);
-                    (dx, dw, db)
+                let dy_view = bench.tensor(n, &dy.narrow);
+                let op = Linear { y, x: x_view, w: w_view, bias: Some(bias), transposed };
+                let back = LinearBackward {
+                    dx,
+                    dw: Some(dw),
+                    dbias: Some(db),
+                    dy: dy_view,
+                    x: x_view,
+                    w: w_view,
+                    transposed,
+                    accumulate: false,
                 };
-                let (dx, dw, db) = gradients(false, f32::NAN);
-                let (_, dw_more, db_more) = gradients(true, 1.0);
+                let more = LinearBackward {
+                    dw: Some(dw_more),
+                    dbias: Some(db_more),
+                    accumulate: true,
+                    ..back
+                };
+                bench.run(level, |k, scratch| {
+                    k.linear(&op);
+                    k.linear(&Linear { y: y_alone, bias: None, ..op });
+                    k.linear_backward(&more, scratch);
+                    k.linear_backward(&back, scratch);
+                });
+                close(&bench.values(y), &plain(&x.wide, &w.wide, &b.wide, size), 1e-5);
+                let none = vec![0.0; n];
+                close(&bench.values(y_alone), &plain(&x.wide, &w.wide, &none, size), 1e-5);
+                let [dx, dw, db, dw_more, db_more] =
+                    [dx, dw, db, dw_more, db_more].map(|view| bench.values(view));
                 let more = |v: &[f32]| v.iter().map(|v| f64::from(*v) + 1.0).collect::<Vec<_>>();
                 close(&dw_more, &more(&dw), 1e-5);
                 close(&db_more, &more(&db), 1e-5);

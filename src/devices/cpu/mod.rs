@@ -43,10 +43,9 @@ use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Packing, View};
 
-/// A CPU device.
 pub(super) struct Cpu {
     memory: Arc<Arena>,
-    /// Where its own floats begin.
+    /// The first float of its own memory.
     first: usize,
     /// Memory for the elements of 16 bits of one operation, widened to floats.
     widened: View,

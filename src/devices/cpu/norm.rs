@@ -3,184 +3,112 @@
 
 use rayon::prelude::*;
 
-use super::linear::add_parts;
+use super::linear::{SUM_ROWS, add_parts};
 use super::math::{dot_with, sum, sum_of};
-use super::views::CpuKernels;
-use crate::kernels::{Norm, NormBackward, Runs, RunsIn};
+use super::views::{Call, Compute, ComputeIn};
+use crate::kernels::{Norm, NormBackward};
 use crate::simd::Level;
-use crate::tensor::Scratch;
 
-/// Rows that one partial sum of dγ and dβ takes: by shape, never by threads.
-const SUM_ROWS: usize = 64;
-
-impl Runs<Norm> for CpuKernels<'_> {
-    fn run(&self, op: &Norm) {
-        let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
-        let Some(call) = self.call(op) else { return };
-        let y = call.write(y);
-        let statistics = call.write(statistics);
-        let affine =
-            Affine { gamma: call.read(gamma), offset: gamma_offset, beta: call.read_if(beta) };
-        forward(self.level, y, statistics, call.read(x), affine, epsilon, rms);
+impl Compute for Norm {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let Norm { gamma_offset: offset, epsilon, rms, .. } = *self;
+        let c = self.x.columns;
+        let gamma = call.read(self.gamma);
+        let beta = call.read_if(self.beta);
+        let y = call.write(self.y).par_chunks_mut(c * SUM_ROWS);
+        let chunks = y.zip(call.write(self.statistics).par_chunks_mut(2 * SUM_ROWS));
+        let chunks = chunks.zip(call.read(self.x).par_chunks(c * SUM_ROWS));
+        chunks.for_each(|((y, statistics), x)| {
+            level.run(
+                #[inline(always)]
+                || {
+                    let rows = y.chunks_exact_mut(c).zip(statistics.chunks_exact_mut(2));
+                    for ((y, statistics), x) in rows.zip(x.chunks_exact(c)) {
+                        let mean = if rms { 0.0 } else { sum(x) / c as f32 };
+                        let variance = sum_of(x, |x| (x - mean) * (x - mean)) / c as f32;
+                        let rstd = 1.0 / (variance + epsilon).sqrt();
+                        let scaled = |x: f32, g: f32| (x - mean) * rstd * (offset + g);
+                        let all = y.iter_mut().zip(x).zip(gamma);
+                        match beta {
+                            None => all.for_each(|((y, &x), &g)| *y = scaled(x, g)),
+                            Some(beta) => {
+                                all.zip(beta).for_each(|(((y, &x), &g), b)| *y = scaled(x, g) + b);
+                            }
+                        }
+                        statistics.copy_from_slice(&[mean, rstd]);
+                    }
+                },
+            );
+        });
     }
 }
 
-impl RunsIn<NormBackward> for CpuKernels<'_> {
-    fn run_in(&self, op: &NormBackward, scratch: &Scratch<'_>) {
-        let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *op;
-        let scratch = scratch.nested();
-        let memory = scratch.take_floats(1, scratch_len(x.rows, x.columns));
-        let Some(call) = self.call_in(op, [memory]) else { return };
-        let inputs = Inputs {
-            residual: call.read_if(residual),
-            dy: call.read(dy),
-            x: call.read(x),
-            statistics: call.read(statistics),
-            gamma: call.read(gamma),
-            gamma_offset: op.gamma_offset,
-            rms: op.rms,
-        };
-        let dx = call.write(dx);
-        let dgamma = call.write(dgamma);
-        let dbeta = call.write_if(dbeta);
-        backward(self.level, dx, dgamma, dbeta, inputs, op.accumulate, call.write(memory));
+impl ComputeIn for NormBackward {
+    fn workspace(&self) -> usize {
+        self.x.rows.div_ceil(SUM_ROWS) * 2 * self.x.columns
     }
-}
 
-/// Scale and shift behind the norm: (offset + γ) and β.
-#[derive(Clone, Copy)]
-struct Affine<'a> {
-    gamma: &'a [f32],
-    offset: f32,
-    beta: Option<&'a [f32]>,
-}
-
-/// y = (offset + γ) (x − mean) rstd + β; `statistics` gets mean and rstd of each row.
-fn forward(
-    level: Level,
-    y: &mut [f32],
-    statistics: &mut [f32],
-    x: &[f32],
-    Affine { gamma, offset, beta }: Affine<'_>,
-    epsilon: f32,
-    rms: bool,
-) {
-    let c = gamma.len();
-    let chunks = y.par_chunks_mut(c * SUM_ROWS).zip(statistics.par_chunks_mut(2 * SUM_ROWS));
-    chunks.zip(x.par_chunks(c * SUM_ROWS)).for_each(|((y, statistics), x)| {
-        level.run(
-            #[inline(always)]
-            || {
-                let rows = y.chunks_exact_mut(c).zip(statistics.chunks_exact_mut(2));
-                for ((y, statistics), x) in rows.zip(x.chunks_exact(c)) {
-                    let mean = if rms { 0.0 } else { sum(x) / c as f32 };
-                    let variance = sum_of(x, |x| (x - mean) * (x - mean)) / c as f32;
-                    let rstd = 1.0 / (variance + epsilon).sqrt();
-                    let scaled = |x: f32, g: f32| (x - mean) * rstd * (offset + g);
-                    let all = y.iter_mut().zip(x).zip(gamma);
-                    match beta {
-                        None => all.for_each(|((y, &x), &g)| *y = scaled(x, g)),
-                        Some(beta) => {
-                            all.zip(beta).for_each(|(((y, &x), &g), b)| *y = scaled(x, g) + b);
+    /// Sums dγ and dβ over 64 rows at a time, then in order.
+    fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]) {
+        let NormBackward { gamma_offset: offset, rms, accumulate, .. } = *self;
+        let c = self.x.columns;
+        let [dy, x, statistics, gamma] =
+            [self.dy, self.x, self.statistics, self.gamma].map(|view| call.read(view));
+        let residual = call.read_if(self.residual);
+        let (gamma_parts, beta_parts) = workspace.split_at_mut(workspace.len() / 2);
+        let parts = gamma_parts.par_chunks_mut(c).zip(beta_parts.par_chunks_mut(c));
+        let chunks = call.write(self.dx).par_chunks_mut(c * SUM_ROWS).zip(parts).enumerate();
+        chunks.for_each(|(chunk, (dx, (dgamma, dbeta)))| {
+            level.run(
+                #[inline(always)]
+                || {
+                    dgamma.fill(0.0);
+                    dbeta.fill(0.0);
+                    for (row, dx) in (chunk * SUM_ROWS..).zip(dx.chunks_exact_mut(c)) {
+                        // With slices of one length the loops below have no bounds checks and
+                        // become vectors.
+                        let dgamma = &mut dgamma[..c];
+                        let dbeta = &mut dbeta[..c];
+                        let dx = &mut dx[..c];
+                        let dy = &dy[row * c..][..c];
+                        let x = &x[row * c..][..c];
+                        let gamma = &gamma[..c];
+                        let [mean, rstd] = [statistics[2 * row], statistics[2 * row + 1]];
+                        // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy (offset + γ); g first goes
+                        // to dx.
+                        for i in 0..c {
+                            dx[i] = dy[i] * (offset + gamma[i]);
+                            dgamma[i] += dy[i] * ((x[i] - mean) * rstd);
+                            dbeta[i] += dy[i];
+                        }
+                        let g_mean = if rms { 0.0 } else { sum(dx) / c as f32 };
+                        // Σ g x̂ = rstd (Σ g x − mean Σ g) would cancel digits, so x̂ is computed
+                        // again.
+                        let g_xhat = dot_with(dx, x, |x| (x - mean) * rstd) / c as f32;
+                        let of_x =
+                            |g: f32, x: f32| rstd * (g - g_mean - (x - mean) * rstd * g_xhat);
+                        let all = dx.iter_mut().zip(x);
+                        match residual {
+                            None => all.for_each(|(dx, &x)| *dx = of_x(*dx, x)),
+                            Some(residual) => {
+                                let all = all.zip(&residual[row * c..][..c]);
+                                all.for_each(|((dx, &x), r)| *dx = of_x(*dx, x) + r);
+                            }
                         }
                     }
-                    statistics.copy_from_slice(&[mean, rstd]);
-                }
-            },
-        );
-    });
-}
-
-/// Floats of scratch that [`backward`] needs.
-fn scratch_len(rows: usize, channels: usize) -> usize {
-    rows.div_ceil(SUM_ROWS) * 2 * channels
-}
-
-/// Inputs of the backward pass.
-#[derive(Clone, Copy)]
-struct Inputs<'a> {
-    residual: Option<&'a [f32]>,
-    dy: &'a [f32],
-    x: &'a [f32],
-    statistics: &'a [f32],
-    gamma: &'a [f32],
-    gamma_offset: f32,
-    rms: bool,
-}
-
-/// dx = residual + …; dγ and dβ (+)= …, summed over 64 rows at a time, then in order.
-fn backward(
-    level: Level,
-    dx: &mut [f32],
-    dgamma: &mut [f32],
-    dbeta: Option<&mut [f32]>,
-    inputs: Inputs<'_>,
-    accumulate: bool,
-    scratch: &mut [f32],
-) {
-    let c = inputs.gamma.len();
-    let (gamma_parts, beta_parts) = scratch.split_at_mut(scratch.len() / 2);
-    let parts = gamma_parts.par_chunks_mut(c).zip(beta_parts.par_chunks_mut(c));
-    let chunks = dx.par_chunks_mut(c * SUM_ROWS).zip(parts).enumerate();
-    chunks.for_each(|(chunk, (dx, (dgamma, dbeta)))| {
-        level.run(
-            #[inline(always)]
-            || {
-                dgamma.fill(0.0);
-                dbeta.fill(0.0);
-                for (index, dx) in dx.chunks_exact_mut(c).enumerate() {
-                    let row = chunk * SUM_ROWS + index;
-                    backward_row(dx, dgamma, dbeta, &inputs, row);
-                }
-            },
-        );
-    });
-    add_parts(level, dgamma, gamma_parts, accumulate);
-    if let Some(dbeta) = dbeta {
-        add_parts(level, dbeta, beta_parts, accumulate);
-    }
-}
-
-#[inline(always)]
-fn backward_row(
-    dx: &mut [f32],
-    dgamma: &mut [f32],
-    dbeta: &mut [f32],
-    inputs: &Inputs<'_>,
-    row: usize,
-) {
-    // With slices of one length the loops below have no bounds checks and become vectors.
-    let c = dx.len();
-    let dgamma = &mut dgamma[..c];
-    let dbeta = &mut dbeta[..c];
-    let dy = &inputs.dy[row * c..][..c];
-    let x = &inputs.x[row * c..][..c];
-    let gamma = &inputs.gamma[..c];
-    let offset = inputs.gamma_offset;
-    let [mean, rstd] = [inputs.statistics[2 * row], inputs.statistics[2 * row + 1]];
-    // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy (offset + γ); g first goes to dx.
-    for i in 0..c {
-        dx[i] = dy[i] * (offset + gamma[i]);
-        dgamma[i] += dy[i] * ((x[i] - mean) * rstd);
-        dbeta[i] += dy[i];
-    }
-    let g_mean = if inputs.rms { 0.0 } else { sum(dx) / c as f32 };
-    // Σ g x̂ = rstd (Σ g x − mean Σ g) would cancel digits, so x̂ is computed again.
-    let g_xhat = dot_with(dx, x, |x| (x - mean) * rstd) / c as f32;
-    let of_x = |g: f32, x: f32| rstd * (g - g_mean - (x - mean) * rstd * g_xhat);
-    let all = dx.iter_mut().zip(x);
-    match inputs.residual {
-        None => all.for_each(|(dx, &x)| *dx = of_x(*dx, x)),
-        Some(residual) => {
-            let all = all.zip(&residual[row * c..][..c]);
-            all.for_each(|((dx, &x), r)| *dx = of_x(*dx, x) + r);
+                },
+            );
+        });
+        add_parts(level, call.write(self.dgamma), gamma_parts, accumulate);
+        if let Some(dbeta) = call.write_if(self.dbeta) {
+            add_parts(level, dbeta, beta_parts, accumulate);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::oracle::{close, differences, noise};
+    use super::super::oracle::{Bench, close, differences, noise};
     use super::*;
 
     const EPSILON: f32 = 1e-5;
@@ -213,28 +141,41 @@ mod tests {
             let dy = noise(rows * c, 4);
             let residual = noise(rows * c, 5);
             for level in Level::all() {
-                let mut y = vec![f32::NAN; rows * c];
-                let mut statistics = vec![f32::NAN; 2 * rows];
-                let affine =
-                    Affine { gamma: &gamma.narrow, offset: offset(rms), beta: Some(&beta.narrow) };
-                forward(level, &mut y, &mut statistics, &x.narrow, affine, EPSILON, rms);
-                close(&y, &plain(&x.wide, &gamma.wide, &beta.wide, rms), 1e-5);
-
-                let mut dx = vec![f32::NAN; rows * c];
-                let mut dgamma = vec![f32::NAN; c];
-                let mut dbeta = vec![f32::NAN; c];
-                let inputs = Inputs {
-                    residual: Some(&residual.narrow),
-                    dy: &dy.narrow,
-                    x: &x.narrow,
-                    statistics: &statistics,
-                    gamma: &gamma.narrow,
+                let mut bench = Bench::new();
+                let [y, dx] = [(); 2].map(|()| bench.nan(rows, c));
+                let [dgamma, dbeta] = [(); 2].map(|()| bench.nan(1, c));
+                let statistics = bench.nan(rows, 2);
+                let [x_view, dy_view, residual_view, gamma_view, beta_view] =
+                    [&x, &dy, &residual, &gamma, &beta].map(|of| bench.tensor(c, &of.narrow));
+                let norm = Norm {
+                    y,
+                    statistics,
+                    x: x_view,
+                    gamma: gamma_view,
                     gamma_offset: offset(rms),
+                    beta: Some(beta_view),
+                    epsilon: EPSILON,
                     rms,
                 };
-                let mut memory = vec![f32::NAN; scratch_len(rows, c)];
-                let dbeta_slice = Some(&mut dbeta[..]);
-                backward(level, &mut dx, &mut dgamma, dbeta_slice, inputs, false, &mut memory);
+                let backward = NormBackward {
+                    dx,
+                    dgamma,
+                    dbeta: Some(dbeta),
+                    residual: Some(residual_view),
+                    dy: dy_view,
+                    x: x_view,
+                    statistics,
+                    gamma: gamma_view,
+                    gamma_offset: offset(rms),
+                    rms,
+                    accumulate: false,
+                };
+                bench.run(level, |k, scratch| {
+                    k.norm(&norm);
+                    k.norm_backward(&backward, scratch);
+                });
+                close(&bench.values(y), &plain(&x.wide, &gamma.wide, &beta.wide, rms), 1e-5);
+                let [dx, dgamma, dbeta] = [dx, dgamma, dbeta].map(|view| bench.values(view));
                 let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| {
                     let y = plain(x, gamma, beta, rms);
                     y.iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()

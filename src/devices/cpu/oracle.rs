@@ -1,4 +1,50 @@
-//! Helpers of kernel tests: noise, comparison, and gradients by central differences in f64.
+//! Helpers of kernel tests: memory with tensors, noise, comparison, and gradients by central
+//! differences in f64.
+
+use super::views::CpuKernels;
+use crate::kernels::Kernels;
+use crate::simd::Level;
+use crate::tensor::{Arena, Dtype, Scratch, View};
+
+/// Memory with the tensors of a test, all of floats.
+pub(super) struct Bench {
+    memory: Arena,
+    end: usize,
+}
+
+impl Bench {
+    const TENSORS: usize = 1 << 20;
+    const WORKSPACE: usize = 1 << 17;
+
+    pub(super) fn new() -> Bench {
+        let memory = Arena::new(Bench::TENSORS + Bench::WORKSPACE).expect("little memory");
+        Bench { memory, end: 0 }
+    }
+
+    pub(super) fn tensor(&mut self, columns: usize, values: &[f32]) -> View {
+        let view = View::floats(self.end, values.len()).with_columns(columns);
+        self.end += values.len().next_multiple_of(16);
+        assert!(self.end <= Bench::TENSORS);
+        self.memory.fill(view, values);
+        view
+    }
+
+    pub(super) fn nan(&mut self, rows: usize, columns: usize) -> View {
+        self.tensor(columns, &vec![f32::NAN; rows * columns])
+    }
+
+    /// Runs kernels, whose workspace is NaN at first.
+    pub(super) fn run(&mut self, level: Level, of: impl FnOnce(&dyn Kernels, &Scratch<'_>)) {
+        let workspace = View::floats(Bench::TENSORS, Bench::WORKSPACE);
+        self.memory.values_mut(workspace).fill(f32::NAN);
+        let kernels = CpuKernels::new(Some(&self.memory), level);
+        of(&kernels, &Scratch::new(workspace, Dtype::F32));
+    }
+
+    pub(super) fn values(&mut self, view: View) -> Vec<f32> {
+        self.memory.values(view).to_vec()
+    }
+}
 
 /// Random numbers in f32, and in f64 without rounding.
 pub(super) struct Noise {

@@ -3,32 +3,27 @@
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::views::CpuKernels;
-use crate::kernels::{PackPositive, Runs, UnpackPositive};
+use super::views::{Call, Compute, CpuKernels};
+use crate::kernels::{PackPositive, UnpackPositive};
+use crate::simd::Level;
 use crate::tensor::{Dtype, Element};
 
 /// Rows of one parallel task.
 const ROWS: usize = 16;
 
-impl Runs<PackPositive> for CpuKernels<'_> {
-    fn run(&self, op: &PackPositive) {
-        let PackPositive { packed, x, room } = *op;
-        let Some(call) = self.call(op) else { return };
-        let to = call.write(packed);
-        let from = call.read(x);
+impl Compute for PackPositive {
+    fn compute(&self, _: Level, call: &Call<'_>) {
+        let PackPositive { packed, x, room } = *self;
         let pack_row = match x.dtype {
             Dtype::F32 => pack_row::<f32>,
             Dtype::Bf16 => pack_row::<bf16>,
             Dtype::F16 => pack_row::<f16>,
         };
-        let packed = packed.columns;
-        let numbers = x.columns;
-        to.par_chunks_mut(ROWS * packed).zip(from.par_chunks(ROWS * numbers)).for_each(
-            |(to, from)| {
-                let rows = to.chunks_exact_mut(packed).zip(from.chunks_exact(numbers));
-                rows.for_each(|(row, x)| pack_row(row, x, room));
-            },
-        );
+        let tasks = call.write(packed).par_chunks_mut(ROWS * packed.columns);
+        tasks.zip(call.read(x).par_chunks(ROWS * x.columns)).for_each(|(to, from)| {
+            let rows = to.chunks_exact_mut(packed.columns).zip(from.chunks_exact(x.columns));
+            rows.for_each(|(row, x)| pack_row(row, x, room));
+        });
     }
 }
 
@@ -37,12 +32,9 @@ impl CpuKernels<'_> {
     pub(super) fn unpack(&self, op: &UnpackPositive) -> bool {
         let UnpackPositive { y, packed, room } = *op;
         let Some(call) = self.call(op) else { return false };
-        let to = call.write(y);
         let from = call.read(packed);
-        let row_floats = packed.columns;
-        let numbers = y.columns;
         let is_whole = |row: &[f32]| room == 0 || row[0].to_bits() as usize <= room;
-        if !from.par_chunks_exact(row_floats).all(is_whole) {
+        if !from.par_chunks_exact(packed.columns).all(is_whole) {
             return false;
         }
         let unpack_row = match y.dtype {
@@ -50,9 +42,9 @@ impl CpuKernels<'_> {
             Dtype::Bf16 => unpack_row::<bf16>,
             Dtype::F16 => unpack_row::<f16>,
         };
-        let tasks = to.par_chunks_mut(ROWS * numbers).zip(from.par_chunks(ROWS * row_floats));
-        tasks.for_each(|(to, from)| {
-            let rows = to.chunks_exact_mut(numbers).zip(from.chunks_exact(row_floats));
+        let tasks = call.write(y).par_chunks_mut(ROWS * y.columns);
+        tasks.zip(from.par_chunks(ROWS * packed.columns)).for_each(|(to, from)| {
+            let rows = to.chunks_exact_mut(y.columns).zip(from.chunks_exact(packed.columns));
             rows.for_each(|(y, row)| unpack_row(y, row, room));
         });
         true
@@ -98,8 +90,7 @@ fn unpack_row<D: Element>(y: &mut [f32], row: &[f32], room: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::packed_row;
-    use crate::simd::Level;
+    use crate::kernels::{Runs, packed_row};
     use crate::tensor::{Arena, View, narrow};
 
     #[test]

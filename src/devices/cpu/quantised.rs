@@ -1,12 +1,12 @@
 //! Frozen weights that are stored in fewer bits.
 
-use super::views::CpuKernels;
-use crate::kernels::{Dequantise, Runs};
+use super::views::{Call, Compute};
+use crate::kernels::Dequantise;
+use crate::simd::Level;
 
-impl Runs<Dequantise> for CpuKernels<'_> {
-    fn run(&self, op: &Dequantise) {
-        let Dequantise { y, x, quantisation } = *op;
-        let Some(call) = self.call(op) else { return };
-        quantisation.decode_at(self.level, call.read(x), y.shape(), call.write(y));
+impl Compute for Dequantise {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let Dequantise { y, x, quantisation } = *self;
+        quantisation.decode_at(level, call.read(x), y.shape(), call.write(y));
     }
 }

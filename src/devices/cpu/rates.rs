@@ -15,14 +15,14 @@ use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Scratch, View};
 
 /// Runs of a kernel; the fastest one counts.
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 8;
 
 /// The speed of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KernelRate {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// Its speed.
+    /// The speed of the kernel.
     pub rate: Rate,
 }
 
@@ -40,7 +40,7 @@ fn pool(threads: usize) -> Result<ThreadPool, Error> {
 }
 
 /// The seconds of the fastest of [`ROUNDS`] runs.
-fn best(run: impl Fn()) -> f64 {
+fn best(mut run: impl FnMut()) -> f64 {
     let seconds = (0..ROUNDS).map(|_| {
         let begin = Instant::now();
         run();
@@ -55,7 +55,6 @@ fn best(run: impl Fn()) -> f64 {
 /// The system gives no threads.
 pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
     const SIZE: usize = 1024;
-    const ROUNDS: usize = 8;
     let pool = pool(threads)?;
     let a = vec![0.5_f32; SIZE * SIZE];
     let b = vec![0.25_f32; SIZE * SIZE];
@@ -64,14 +63,8 @@ pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
     let b = Matrix::rows(&b, SIZE);
     let start = Start::Zero;
     let product = Product { a, b, rows: SIZE, depth: SIZE, columns: SIZE, start };
-    let level = Level::best();
-    let mut best = f64::INFINITY;
-    for _ in 0..ROUNDS {
-        let begin = Instant::now();
-        pool.install(|| product.run(level, &mut c));
-        best = best.min(begin.elapsed().as_secs_f64());
-    }
-    Ok(2.0 * (SIZE as f64).powi(3) / best)
+    let seconds = best(|| pool.install(|| product.run(Level::best(), &mut c)));
+    Ok(2.0 * (SIZE as f64).powi(3) / seconds)
 }
 
 /// Speeds of the other kernels in f32 on this number of threads: norms, activation functions
@@ -113,10 +106,6 @@ impl Layout {
     }
 }
 
-fn one_sequence(starts: &[usize; 2]) -> BatchMetadata<'_> {
-    BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key: None }
-}
-
 fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     const ROWS: usize = 16384;
     const CHANNELS: usize = 1024;
@@ -132,7 +121,7 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     let rms = false;
     let accumulate = false;
     let key = DropoutKey { seed: 1, step: 0, first_sequence: 0 };
-    let metadata = BatchMetadata { dropout_key: Some(key), ..one_sequence(&[0, ROWS]) };
+    let metadata = BatchMetadata { dropout_key: Some(key), ..BatchMetadata::plain(&[0, ROWS]) };
     let dropout = metadata.view().dropout(0.1, 0, 0);
     let beta = Some(beta);
     let norm = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
@@ -171,15 +160,8 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
 
 fn attention_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     const POSITIONS: usize = 2048;
-    let shape = AttentionShape {
-        batch: one_sequence(&[0, POSITIONS]).view(),
-        heads: 16,
-        kv_heads: 16,
-        head_size: 64,
-        causal: true,
-        window: None,
-        dropout: None,
-    };
+    let batch = BatchMetadata::plain(&[0, POSITIONS]).view();
+    let shape = AttentionShape::causal(batch, [16, 16, 64]);
     let mut layout = Layout::default();
     let [y, dy] = [(); 2].map(|()| layout.place(POSITIONS, shape.width()));
     let [qkv, dqkv] = [(); 2].map(|()| layout.place(POSITIONS, shape.qkv_width()));

@@ -3,93 +3,65 @@
 
 use rayon::prelude::*;
 
-use super::views::CpuKernels;
-use crate::kernels::{AttentionShape, Rotary, Rotate, Runs};
+use super::views::{Call, Compute};
+use crate::kernels::Rotate;
 use crate::simd::Level;
 
 /// Channels of the largest head, halved.
 const PAIRS: usize = crate::kernels::HEAD_LIMIT / 2;
 
-impl Runs<Rotate<'_>> for CpuKernels<'_> {
-    fn run(&self, op: &Rotate<'_>) {
-        let Rotate { qkv, rotary, ref shape, inverse } = *op;
-        let Some(call) = self.call(op) else { return };
-        rotate_all(self.level, call.write(qkv), rotary, shape, inverse);
-    }
-}
-
-/// Rotates queries and keys in place, forward or back. qkv: (R, (H + 2K) D).
-fn rotate_all(
-    level: Level,
-    qkv: &mut [f32],
-    rotary: &Rotary,
-    shape: &AttentionShape<'_>,
-    back: bool,
-) {
-    let d = shape.head_size;
-    let pairs = d / 2;
-    let mut frequencies = [0.0; PAIRS];
-    for (to, frequency) in frequencies.iter_mut().zip(rotary.frequencies(d)) {
-        *to = frequency;
-    }
-    let rotated = (shape.heads + shape.kv_heads) * d;
-    qkv.par_chunks_mut(shape.qkv_width()).enumerate().for_each(|(row, qkv)| {
-        let position = shape.batch.position_in_document(row) as f32;
-        let mut cos = [0.0; PAIRS];
-        let mut sin = [0.0; PAIRS];
-        for pair in 0..pairs {
-            // The angle in f32, as transformers has it; its sine and cosine exactly.
-            let (s, c) = f64::from(position * frequencies[pair]).sin_cos();
-            (cos[pair], sin[pair]) = (c as f32, if back { -s as f32 } else { s as f32 });
+impl Compute for Rotate<'_> {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let Rotate { rotary, shape, inverse, .. } = *self;
+        let d = shape.head_size;
+        let pairs = d / 2;
+        let mut frequencies = [0.0; PAIRS];
+        for (to, frequency) in frequencies.iter_mut().zip(rotary.frequencies(d)) {
+            *to = frequency;
         }
-        level.run(
-            #[inline(always)]
-            || {
-                for head in qkv[..rotated].chunks_exact_mut(d) {
-                    let (first, second) = head.split_at_mut(pairs);
-                    let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
-                    for ((a, b), (cos, sin)) in pairs {
-                        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+        let rotated = (shape.heads + shape.kv_heads) * d;
+        let rows = call.write(self.qkv).par_chunks_mut(shape.qkv_width()).enumerate();
+        rows.for_each(|(row, qkv)| {
+            let position = shape.batch.position_in_document(row) as f32;
+            let mut cos = [0.0; PAIRS];
+            let mut sin = [0.0; PAIRS];
+            for pair in 0..pairs {
+                // The angle in f32, as transformers has it; its sine and cosine exactly.
+                let (s, c) = f64::from(position * frequencies[pair]).sin_cos();
+                (cos[pair], sin[pair]) = (c as f32, if inverse { -s as f32 } else { s as f32 });
+            }
+            level.run(
+                #[inline(always)]
+                || {
+                    for head in qkv[..rotated].chunks_exact_mut(d) {
+                        let (first, second) = head.split_at_mut(pairs);
+                        let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
+                        for ((a, b), (cos, sin)) in pairs {
+                            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                        }
                     }
-                }
-            },
-        );
-    });
+                },
+            );
+        });
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::oracle::{close, noise};
+    use super::super::oracle::{Bench, close, noise};
     use super::*;
-    use crate::kernels::{BatchMetadata, RotaryScaling};
-
-    fn shape(
-        heads: usize,
-        kv_heads: usize,
-        head_size: usize,
-        starts: &[usize],
-    ) -> AttentionShape<'_> {
-        let batch =
-            BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key: None };
-        AttentionShape {
-            batch: batch.view(),
-            heads,
-            kv_heads,
-            head_size,
-            causal: true,
-            window: None,
-            dropout: None,
-        }
-    }
+    use crate::kernels::{AttentionShape, BatchMetadata, Rotary, RotaryScaling};
 
     #[test]
     fn it_rotates_queries_and_keys_and_back() {
         let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::None };
-        let shape = shape(3, 1, 4, &[0, 5, 9]);
+        let shape = AttentionShape::causal(BatchMetadata::plain(&[0, 5, 9]).view(), [3, 1, 4]);
         let x = noise(shape.rows() * shape.qkv_width(), 1);
         for level in Level::all() {
-            let mut y = x.narrow.clone();
-            rotate_all(level, &mut y, &rotary, &shape, false);
+            let mut bench = Bench::new();
+            let qkv = bench.tensor(shape.qkv_width(), &x.narrow);
+            let op = Rotate { qkv, rotary: &rotary, shape, inverse: false };
+            bench.run(level, |k, _| k.rotate(&op));
             let expected: Vec<f64> = (0..x.wide.len())
                 .map(|at| {
                     let row = at / shape.qkv_width();
@@ -104,13 +76,14 @@ mod tests {
                     x.wide[at] * angle.cos() + other * angle.sin()
                 })
                 .collect();
-            close(&y, &expected, 1e-6);
-            rotate_all(level, &mut y, &rotary, &shape, true);
-            close(&y, &x.wide, 1e-6);
+            close(&bench.values(qkv), &expected, 1e-6);
+            bench.run(level, |k, _| k.rotate(&Rotate { inverse: true, ..op }));
+            close(&bench.values(qkv), &x.wide, 1e-6);
         }
     }
 
-    /// Of transformers' llama3 scaling: theta 500000, factor 8, low 1, high 4, 8192 positions.
+    /// The expected numbers are those of transformers' llama3 scaling: theta 500000, factor 8, low
+    /// 1, high 4, 8192 positions.
     #[test]
     fn stretched_frequencies_are_transformers() {
         let scaling = RotaryScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, positions: 8192 };

@@ -16,7 +16,7 @@ unsafe impl Send for Scattered<'_> {}
 unsafe impl Sync for Scattered<'_> {}
 
 impl<'a> Scattered<'a> {
-    /// The pieces of a slice.
+    /// Makes the pieces of a slice.
     pub(super) fn new(slice: &'a mut [f32]) -> Scattered<'a> {
         Scattered { base: slice.as_mut_ptr(), len: slice.len(), _slice: PhantomData }
     }

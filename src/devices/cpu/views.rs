@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use rayon::prelude::*;
 
 use crate::kernels::{
-    Access, DeviceKernels, KernelOperation, Score, ScoreBackward, UnpackPositive, each_view,
+    Access, DeviceKernels, KernelOperation, Runs, RunsIn, Score, ScoreBackward, UnpackPositive,
+    each_view,
 };
 use crate::simd::Level;
 use crate::tensor::{Arena, ArenaPlan, Dtype, Scratch, Slots, View, narrow, widen};
@@ -27,6 +28,18 @@ pub(crate) struct CpuKernels<'a> {
     widened: View,
     /// The most floats of `widened` that an operation took.
     most_widened: AtomicUsize,
+}
+
+/// An operation that is computed on the slices of its views.
+pub(super) trait Compute: KernelOperation {
+    fn compute(&self, level: Level, call: &Call<'_>);
+}
+
+/// An operation that is computed on the slices of its views and of its workspace.
+pub(super) trait ComputeIn: KernelOperation {
+    fn workspace(&self) -> usize;
+
+    fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]);
 }
 
 /// The views of one operation, as slices of floats.
@@ -70,7 +83,6 @@ impl<'a> CpuKernels<'a> {
         CpuKernels { memory, level, widened, most_widened: AtomicUsize::new(0) }
     }
 
-    /// The most floats that the elements of one operation were widened to.
     pub(crate) fn most_widened(&self) -> usize {
         self.most_widened.load(Relaxed)
     }
@@ -119,6 +131,22 @@ impl<'a> CpuKernels<'a> {
         call.widened.iter().for_each(|&(view, floats)| call.widen(view, floats));
         call.copies = cfg!(l2l_asan).then(|| call.copy());
         Some(call)
+    }
+}
+
+impl<O: Compute> Runs<O> for CpuKernels<'_> {
+    fn run(&self, op: &O) {
+        let Some(call) = self.call(op) else { return };
+        op.compute(self.level, &call);
+    }
+}
+
+impl<O: ComputeIn> RunsIn<O> for CpuKernels<'_> {
+    fn run_in(&self, op: &O, scratch: &Scratch<'_>) {
+        let scratch = scratch.nested();
+        let workspace = scratch.take_floats(1, op.workspace());
+        let Some(call) = self.call_in(op, [workspace]) else { return };
+        op.compute(self.level, &call, call.write(workspace));
     }
 }
 

@@ -28,7 +28,7 @@ const FASTER: f64 = 0.98;
 #[derive(Default)]
 pub(super) struct Chosen {
     library: ProductLibrary,
-    /// The file; none: there is no folder for it.
+    /// The path of the file; `None`: there is no folder for it.
     path: Option<PathBuf>,
     state: Mutex<State>,
 }
@@ -37,17 +37,17 @@ pub(super) struct Chosen {
 struct State {
     algorithms: HashMap<AlgorithmKey, Algorithm>,
     warnings: Vec<String>,
-    /// None: products are not timed.
+    /// `None`: products are not timed.
     timed: Option<HashMap<AlgorithmKey, Vec<Candidate>>>,
 }
 
-/// An algorithm of a product, and the events before and behind each launch of it.
+/// An algorithm of a product, and the events before and behind each of its launches.
 struct Candidate {
     algorithm: Algorithm,
     launches: Vec<[Arc<Event>; 2]>,
 }
 
-/// The file.
+/// The content of the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Table {
@@ -109,7 +109,7 @@ fn write(path: &Path, library: &ProductLibrary, rows: &[Row]) -> Result<(), Boxe
 }
 
 impl Chosen {
-    /// The choice that a folder has for a GPU and its library.
+    /// Reads the algorithms that a folder has for a GPU and its library.
     pub(super) fn read(folder: Option<&Path>, library: ProductLibrary) -> Chosen {
         // Algorithms are for a workspace of this size.
         let ProductLibrary { gpu, architecture, cublaslt } = &library;
@@ -136,13 +136,13 @@ impl Chosen {
         self.state.lock().expect("nothing panics inside")
     }
 
-    /// Warnings of what was ignored, each once.
+    /// Warnings about files that were ignored, each once.
     pub(super) fn take_warnings(&self) -> Vec<String> {
         std::mem::take(&mut self.state().warnings)
     }
 
     /// Computes a product by the algorithm that the file has for it, or by the library's first.
-    /// False: the library cannot, and nothing was done.
+    /// Returns false if the library cannot; then nothing was done.
     pub(super) fn run(
         &self,
         driver: &dyn Driver,
@@ -177,9 +177,10 @@ impl Chosen {
         state.timed.get_or_insert_default();
     }
 
-    /// Runs the algorithms of a product in turn, if products are timed and this one comes for the
-    /// first time. They write to the product's own place, so the product is computed behind this,
-    /// and one that adds to its place is not timed: the same product without it chooses for both.
+    /// Times the algorithms of a product, if products are timed and this one comes for the first
+    /// time. They write to the product's own place, and the product is computed behind them. A
+    /// product that adds to its place is not timed: the choice for the same product without the sum
+    /// is for both.
     pub(super) fn time(
         &self,
         driver: &Arc<dyn Driver>,
@@ -216,8 +217,8 @@ impl Chosen {
         Ok(())
     }
 
-    /// Chooses for the products that were timed, and writes the choice to the file; rows of other
-    /// products stay there. Waits for the device. None: products were not timed.
+    /// Chooses for the products that were timed, and writes the choice to the file. Rows of other
+    /// products stay there. Waits for the device. Returns `None` if products were not timed.
     pub(super) fn store(&self, driver: &dyn Driver) -> Result<Option<ProductTable>, BoxedError> {
         let Some(timed) = self.state().timed.take() else { return Ok(None) };
         let path = self.path.clone().ok_or("device.kernel_cache names no folder")?;
@@ -248,7 +249,7 @@ impl Chosen {
     }
 }
 
-/// The fastest algorithm, and the seconds of the first and of it: the medians of their launches.
+/// The fastest algorithm, with its seconds and those of the first: the medians of their launches.
 fn choose(
     driver: &dyn Driver,
     candidates: &[Candidate],
@@ -273,7 +274,7 @@ fn choose(
     Ok(chosen)
 }
 
-/// A product in words.
+/// The sizes and dtypes of a product, in words.
 fn words(key: &ProductKey) -> String {
     let transposed = match key.transposed {
         [false, false] => "",

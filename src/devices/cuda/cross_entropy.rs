@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use super::driver::{Address, Argument};
-use super::kernels::On;
-use super::launches::{int, parts_of};
+use super::driver::Address;
+use super::kernels::{On, arguments};
+use super::launches::parts_of;
 use super::linear::Table;
 use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize, Smoothing};
 use crate::tensor::{Scratch, View};
@@ -16,13 +16,14 @@ fn chunk_of(rows: usize) -> usize {
     rows.min(2048)
 }
 
-/// Elements from a row of a tile's logits to the next: a multiple of 8, so that products read
-/// aligned rows whatever the tile is.
+/// Elements from a row of a tile's logits to the next. A multiple of 8, so that products read
+/// aligned rows for every size of a tile.
 fn stride_of(size: &ScoreSize) -> usize {
     size.tile.next_multiple_of(8)
 }
 
 /// Workspace of a tile.
+#[derive(Clone, Copy)]
 pub(super) struct Labelled {
     /// The rows that have a label.
     places: View,
@@ -32,18 +33,26 @@ pub(super) struct Labelled {
     logits: View,
 }
 
-impl Labelled {
-    pub(super) fn take(size: &ScoreSize, scratch: &Scratch<'_>) -> Labelled {
-        let chunk = chunk_of(size.rows);
-        Labelled {
-            places: scratch.take_floats(1, chunk),
-            h: scratch.take(chunk, size.channels),
-            logits: scratch.take_floats(chunk, stride_of(size)),
-        }
+fn labelled_scratch(size: &ScoreSize, scratch: &Scratch<'_>) -> Labelled {
+    let chunk = chunk_of(size.rows);
+    Labelled {
+        places: scratch.take_floats(1, chunk),
+        h: scratch.take(chunk, size.channels),
+        logits: scratch.take_floats(chunk, stride_of(size)),
     }
 }
 
+pub(super) fn score_scratch(op: &Score, scratch: &Scratch<'_>) -> Labelled {
+    labelled_scratch(&op.size(), scratch)
+}
+
+/// The rows that have a label, and these rows side by side.
+pub(super) fn logits_scratch(op: &Logits, scratch: &Scratch<'_>) -> [View; 2] {
+    [scratch.take_floats(1, op.y.rows), scratch.take(op.y.rows, op.h.columns)]
+}
+
 /// Workspace of a tile's backward.
+#[derive(Clone, Copy)]
 pub(super) struct BackwardScratch {
     labelled: Labelled,
     /// Gradients of the logits. (chunk, V), a stride apart.
@@ -54,17 +63,15 @@ pub(super) struct BackwardScratch {
     parts: View,
 }
 
-impl BackwardScratch {
-    pub(super) fn take(op: &ScoreBackward<'_>, scratch: &Scratch<'_>) -> BackwardScratch {
-        let size = op.size();
-        let chunk = chunk_of(size.rows);
-        let sums = op.dbias.map_or(0, |_| parts_of(chunk));
-        BackwardScratch {
-            labelled: Labelled::take(&size, scratch),
-            dlogits: scratch.take(chunk, stride_of(&size)),
-            dh: scratch.take_floats(chunk, size.channels),
-            parts: scratch.take_floats(sums, size.tile),
-        }
+pub(super) fn backward_scratch(op: &ScoreBackward<'_>, scratch: &Scratch<'_>) -> BackwardScratch {
+    let size = op.size();
+    let chunk = chunk_of(size.rows);
+    let sums = op.dbias.map_or(0, |_| parts_of(chunk));
+    BackwardScratch {
+        labelled: labelled_scratch(&size, scratch),
+        dlogits: scratch.take(chunk, stride_of(&size)),
+        dh: scratch.take_floats(chunk, size.channels),
+        parts: scratch.take_floats(sums, size.tile),
     }
 }
 
@@ -79,25 +86,24 @@ impl On<'_> {
     /// Finds the labelled rows of this range, among all labelled rows.
     fn find(&self, places: View, statistics: View, rows: usize, of: &Range<usize>) -> Address {
         let to = self.at(places).at;
-        let [rows, first, count] = [rows, of.start, of.len()].map(int);
-        let arguments: [&dyn Argument; 5] = [&to, &self.at(statistics), &rows, &first, &count];
-        self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, &arguments);
+        let arguments = arguments!(self; to, statistics, rows, of.start, of.len());
+        self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, arguments);
         to
     }
 
     /// Copies the rows that were found side by side.
     fn gather(&self, to: View, x: View, places: Address, [count, channels]: [usize; 2]) {
-        let arguments: [&dyn Argument; 5] =
-            [&self.at(to), &self.at(x), &places, &int(count), &int(channels)];
-        self.queue.columns("gather_rows", [count, 1], channels, &arguments);
+        let arguments = arguments!(self; to, x, places, count, channels);
+        self.queue.columns("gather_rows", [count, 1], channels, arguments);
     }
 
-    /// Copies some labelled rows side by side and computes their logits; returns which rows.
+    /// Copies some labelled rows side by side and computes their logits. Returns the numbers of
+    /// these rows.
     fn logits_of(
         &self,
         [statistics, h, w]: [View; 3],
         rows: &Range<usize>,
-        to: &Labelled,
+        to: Labelled,
     ) -> Address {
         let places = self.find(to.places, statistics, h.rows, rows);
         self.gather(to.h, h, places, [rows.len(), h.columns]);
@@ -108,25 +114,25 @@ impl On<'_> {
         places
     }
 
-    /// Takes a tile into the statistics of each labelled position.
-    pub(super) fn score(&self, op: &Score, scratch: &Labelled) {
+    /// Adds a tile to the statistics of each labelled position.
+    pub(super) fn score(&self, op: &Score, scratch: Labelled) {
         let Score { out, statistics, h, w, bias, smoothing: Smoothing { own, each }, .. } = *op;
         let size = &op.size();
         self.copy(out, statistics);
         for rows in chunks(size) {
             let places = self.logits_of([statistics, h, w], &rows, scratch);
-            let logits = self.at(scratch.logits);
-            let bias = self.at_if(bias);
-            let [r, tile, stride, first] =
-                [rows.len(), size.tile, stride_of(size), size.first].map(int);
-            let arguments: [&dyn Argument; 10] =
-                [&self.at(out), &logits, &bias, &places, &r, &tile, &stride, &first, &own, &each];
-            self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
+            let count = rows.len();
+            let stride = stride_of(size);
+            let arguments = arguments!(
+                self; out, scratch.logits, bias, places, count, size.tile, stride, size.first, own,
+                each
+            );
+            self.queue.launch("score_rows", [count, 1, 1], [256, 1, 1], 0, arguments);
         }
     }
 
-    /// Logits of the labelled positions, in order. `places` and `gathered` are scratch.
-    pub(super) fn logits(&self, op: &Logits, places: View, gathered: View) {
+    /// Logits of the labelled positions, in order.
+    pub(super) fn logits(&self, op: &Logits, [places, gathered]: [View; 2]) {
         let Logits { y, statistics, h, w, bias } = *op;
         let count = y.rows;
         let c = h.columns;
@@ -136,14 +142,13 @@ impl On<'_> {
         let factors = [Table::of(gathered), Table::of(w).transposed()];
         self.product(Table::of(y), factors, [count, c, v], None, false);
         if let Some(bias) = bias {
-            let arguments: [&dyn Argument; 5] =
-                [&self.at(y), &self.at(bias), &int(count), &int(v), &int(v)];
-            self.queue.columns("add_bias_to_floats", [count, 1], v, &arguments);
+            let arguments = arguments!(self; y, bias, count, v, v);
+            self.queue.columns("add_bias_to_floats", [count, 1], v, arguments);
         }
     }
 
     /// dh = `dh_before` (or 0) + scale d w, dw (+)= scale dᵀ h, with d of the cross entropy.
-    pub(super) fn score_backward(&self, op: &ScoreBackward<'_>, scratch: &BackwardScratch) {
+    pub(super) fn score_backward(&self, op: &ScoreBackward<'_>, scratch: BackwardScratch) {
         let ScoreBackward { dh, dw, dbias, dh_before, mut accumulate, .. } = *op;
         match dh_before {
             Some(before) => self.copy(dh, before),
@@ -163,28 +168,25 @@ impl On<'_> {
         &self,
         op: &ScoreBackward<'_>,
         rows: &Range<usize>,
-        scratch: &BackwardScratch,
+        scratch: BackwardScratch,
         accumulate: bool,
     ) {
         let ScoreBackward { dh, dw, dbias, statistics, h, w, bias, scale, first, .. } = *op;
         let r = rows.len();
         let c = h.columns;
         let v = w.rows;
-        let places = self.logits_of([statistics, h, w], rows, &scratch.labelled);
-        let to = self.at(scratch.dlogits);
-        let from = self.at(scratch.labelled.logits);
-        let s = self.at(statistics);
-        let bias = self.at_if(bias);
-        let [count, tile, stride, first] = [r, v, scratch.dlogits.columns, first].map(int);
+        let places = self.logits_of([statistics, h, w], rows, scratch.labelled);
+        let BackwardScratch { labelled: Labelled { logits, .. }, dlogits, .. } = scratch;
         let Smoothing { own, each } = op.smoothing;
-        let arguments: [&dyn Argument; 12] =
-            [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale, &own, &each];
-        self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
-        let dlogits = Table::of(scratch.dlogits);
+        let arguments = arguments!(
+            self; dlogits, statistics, logits, bias, places, r, v, dlogits.columns, first, scale,
+            own, each
+        );
+        self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, arguments);
+        let dlogits = Table::of(dlogits);
         self.product(Table::of(scratch.dh), [dlogits, Table::of(w)], [r, v, c], None, false);
-        let arguments: [&dyn Argument; 5] =
-            [&self.at(dh), &self.at(scratch.dh), &places, &count, &int(c)];
-        self.queue.columns("add_rows", [r, 1], c, &arguments);
+        let arguments = arguments!(self; dh, scratch.dh, places, r, c);
+        self.queue.columns("add_rows", [r, 1], c, arguments);
         if let Some(dw) = dw {
             let factors = [dlogits.transposed(), Table::of(scratch.labelled.h)];
             self.product(Table::of(dw), factors, [v, r, c], None, accumulate);

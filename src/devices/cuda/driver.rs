@@ -26,7 +26,6 @@ pub(super) enum Stream {
     Download,
 }
 
-/// The number of streams.
 pub(super) const STREAMS: usize = 4;
 
 impl Stream {
@@ -64,10 +63,8 @@ pub(super) enum Kind {
 
 /// One argument of a kernel.
 pub(super) trait Argument {
-    /// Its type.
     fn kind(&self) -> Kind;
 
-    /// Its bytes.
     fn bytes(&self) -> &[u8];
 }
 
@@ -113,7 +110,6 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The null address.
     pub(super) const NULL: Place = Place { at: 0, dtype: Dtype::F32 };
 
     /// The tensor that begins `elements` elements later.
@@ -243,7 +239,7 @@ pub(super) struct ProductLibrary {
 }
 
 /// A driver and one of its devices. A caller that passes host memory keeps it until the work is
-/// done. Until then no thread writes memory that is read, or touches memory that is written.
+/// done. Until then, no thread writes memory that is read, or touches memory that is written.
 pub(super) trait Driver: Send + Sync + 'static {
     /// The target that its kernels are compiled for.
     fn target(&self) -> Target;
@@ -293,12 +289,11 @@ pub(super) trait Driver: Send + Sync + 'static {
     /// Copies on the device.
     fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), BoxedError>;
 
-    /// Runs a kernel.
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), BoxedError>;
 
-    /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it, by this algorithm; none:
-    /// by the library's first. False: the library has no algorithm for that, or refuses this one,
-    /// and nothing was done.
+    /// Multiplies by this algorithm, or without one by the library's first, with [`WORKSPACE`]
+    /// bytes of the device's memory. Returns false if the library has no algorithm, or refuses this
+    /// one; then nothing was done.
     fn product(
         &self,
         on: Stream,
@@ -308,7 +303,8 @@ pub(super) trait Driver: Send + Sync + 'static {
         workspace: Address,
     ) -> Result<bool, BoxedError>;
 
-    /// Some algorithms for a product, the library's first at the front; none: it has none.
+    /// Some algorithms for a product, the library's first at the front. Empty if the library has
+    /// none.
     fn algorithms(
         &self,
         product: &Product,

@@ -1,8 +1,8 @@
-//! What layers ask for, as launches: views become addresses, workspace is taken.
+//! The operations of layers as launches: views become addresses, and workspace is taken.
 
 use super::batch_metadata::DeviceMetadata;
-use super::driver::{Address, Place};
-use super::launches::Queue;
+use super::driver::{Address, Argument, Place};
+use super::launches::{Queue, Words, int};
 use super::{attention, cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
@@ -40,8 +40,66 @@ impl On<'_> {
     }
 }
 
+/// A value that is passed to a kernel: a view as its address, a size as an `int` of the text.
+pub(super) trait ToArgument {
+    fn argument(self, on: &On<'_>) -> impl Argument;
+}
+
+impl ToArgument for View {
+    fn argument(self, on: &On<'_>) -> impl Argument {
+        on.at(self)
+    }
+}
+
+impl ToArgument for Option<View> {
+    fn argument(self, on: &On<'_>) -> impl Argument {
+        on.at_if(self)
+    }
+}
+
+impl ToArgument for usize {
+    fn argument(self, _: &On<'_>) -> impl Argument {
+        int(self)
+    }
+}
+
+impl ToArgument for bool {
+    fn argument(self, _: &On<'_>) -> impl Argument {
+        i32::from(self)
+    }
+}
+
+impl<const N: usize> ToArgument for Words<N> {
+    fn argument(self, _: &On<'_>) -> impl Argument {
+        self
+    }
+}
+
+/// Values that are arguments already.
+macro_rules! passed_unchanged {
+    ($($value:ty),*) => {$(
+        impl ToArgument for $value {
+            fn argument(self, _: &On<'_>) -> impl Argument {
+                self
+            }
+        }
+    )*};
+}
+
+passed_unchanged!(i32, i64, f32, Address, Place);
+
+/// The arguments of a launch, in the order of the kernel's parameters.
+macro_rules! arguments {
+    ($on:ident; $($value:expr),*) => {
+        &[$(&$crate::devices::cuda::kernels::ToArgument::argument($value, $on)
+            as &dyn $crate::devices::cuda::driver::Argument),*]
+    };
+}
+
+pub(super) use arguments;
+
 impl<'a> CudaKernels<'a> {
-    /// On a driver's device.
+    /// Kernels on a driver's device.
     pub(super) fn on(
         memory: Address,
         metadata: DeviceMetadata,
@@ -50,7 +108,7 @@ impl<'a> CudaKernels<'a> {
         CudaKernels { on: Some(On { queue, memory, metadata }) }
     }
 
-    /// Without a device, to plan.
+    /// Kernels without a device, to plan.
     pub(crate) fn to_plan() -> CudaKernels<'static> {
         CudaKernels { on: None }
     }
@@ -119,62 +177,27 @@ impl Runs<PackPositive> for CudaKernels<'_> {
     }
 }
 
-impl RunsIn<LinearBackward> for CudaKernels<'_> {
-    fn run_in(&self, op: &LinearBackward, scratch: &Scratch<'_>) {
-        let parts = linear::backward_scratch(op, &scratch.nested());
-        self.on_device(|on| on.linear_backward(op, parts));
-    }
+/// Operations with workspace: each is a method of [`On`] that also gets the workspace.
+macro_rules! launched_in {
+    ($($name:ident($op:ty) $take:path;)*) => {$(
+        impl RunsIn<$op> for CudaKernels<'_> {
+            fn run_in(&self, op: &$op, scratch: &Scratch<'_>) {
+                let workspace = $take(op, &scratch.nested());
+                self.on_device(|on| on.$name(op, workspace));
+            }
+        }
+    )*};
 }
 
-impl RunsIn<NormBackward> for CudaKernels<'_> {
-    fn run_in(&self, op: &NormBackward, scratch: &Scratch<'_>) {
-        let parts = norm::backward_scratch(op, &scratch.nested());
-        self.on_device(|on| on.norm_backward(op, parts));
-    }
-}
-
-impl RunsIn<HeadNormBackward<'_>> for CudaKernels<'_> {
-    fn run_in(&self, op: &HeadNormBackward<'_>, scratch: &Scratch<'_>) {
-        let parts = head_norm::backward_scratch(op, &scratch.nested());
-        self.on_device(|on| on.head_norm_backward(op, parts));
-    }
-}
-
-impl RunsIn<AttentionBackward<'_>> for CudaKernels<'_> {
-    fn run_in(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
-        let workspace = attention::backward_scratch(&op.shape, &scratch.nested());
-        self.on_device(|on| on.attention_backward(op, workspace));
-    }
-}
-
-impl RunsIn<AddTokenTypesBackward<'_>> for CudaKernels<'_> {
-    fn run_in(&self, op: &AddTokenTypesBackward<'_>, scratch: &Scratch<'_>) {
-        let parts = embedding::backward_scratch(op, &scratch.nested());
-        self.on_device(|on| on.add_token_types_backward(op, parts));
-    }
-}
-
-impl RunsIn<Score> for CudaKernels<'_> {
-    fn run_in(&self, op: &Score, scratch: &Scratch<'_>) {
-        let labelled = cross_entropy::Labelled::take(&op.size(), &scratch.nested());
-        self.on_device(|on| on.score(op, &labelled));
-    }
-}
-
-impl RunsIn<Logits> for CudaKernels<'_> {
-    fn run_in(&self, op: &Logits, scratch: &Scratch<'_>) {
-        let scratch = scratch.nested();
-        let places = scratch.take_floats(1, op.y.rows);
-        let gathered = scratch.take(op.y.rows, op.h.columns);
-        self.on_device(|on| on.logits(op, places, gathered));
-    }
-}
-
-impl RunsIn<ScoreBackward<'_>> for CudaKernels<'_> {
-    fn run_in(&self, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
-        let memory = cross_entropy::BackwardScratch::take(op, &scratch.nested());
-        self.on_device(|on| on.score_backward(op, &memory));
-    }
+launched_in! {
+    linear_backward(LinearBackward) linear::backward_scratch;
+    norm_backward(NormBackward) norm::backward_scratch;
+    head_norm_backward(HeadNormBackward<'_>) head_norm::backward_scratch;
+    attention_backward(AttentionBackward<'_>) attention::backward_scratch;
+    add_token_types_backward(AddTokenTypesBackward<'_>) embedding::backward_scratch;
+    score(Score) cross_entropy::score_scratch;
+    logits(Logits) cross_entropy::logits_scratch;
+    score_backward(ScoreBackward<'_>) cross_entropy::backward_scratch;
 }
 
 impl DeviceKernels for CudaKernels<'_> {

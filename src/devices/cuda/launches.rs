@@ -69,6 +69,7 @@ impl Argument for f32 {
 }
 
 /// A struct of the text, in words of four bytes.
+#[derive(Clone, Copy)]
 pub(super) struct Words<const N: usize> {
     name: &'static str,
     words: [u32; N],
@@ -169,15 +170,12 @@ fn threads(channels: usize, neighbours: usize) -> u32 {
 /// Rows of one partial sum. It is a constant, so that sums have the same order on all devices.
 pub(super) const PART: usize = 64;
 
-/// The number of partial sums over `rows` rows.
 pub(super) fn parts_of(rows: usize) -> usize {
     rows.div_ceil(PART)
 }
 
-/// Bytes of a float.
 pub(super) const FLOAT: usize = size_of::<f32>();
 
-/// The null address.
 pub(super) const NULL: Address = 0;
 
 /// Rows and columns of a tile of our own product, as the text expects.
@@ -206,12 +204,10 @@ impl<'a> Queue<'a> {
         Queue { driver, workspace, ways, chosen, times, failed: RefCell::default() }
     }
 
-    /// The target that kernels are compiled for.
     pub(super) fn target(&self) -> Target {
         self.driver.target()
     }
 
-    /// The first error.
     pub(super) fn end(self) -> Result<(), BoxedError> {
         self.failed.into_inner().map_or(Ok(()), Err)
     }
@@ -310,7 +306,7 @@ impl<'a> Queue<'a> {
         self.go(compute, "product");
     }
 
-    /// Computes a product in a way. False: the library cannot, and nothing was done.
+    /// Computes a product in a way. Returns false if the library cannot; then nothing was done.
     fn product_in(&self, way: Way, product: &Product) -> Result<bool, BoxedError> {
         let plain = Product { bias: None, ..*product };
         let (of_library, relies_on) = match way {

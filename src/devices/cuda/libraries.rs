@@ -47,8 +47,8 @@ pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
     })
 }
 
-/// Loads the first of a name, in any version, that can be loaded in a folder or not too deep below
-/// it; then the loader knows it by its name alone.
+/// Loads the first library of a name, in any version, from a folder or not too deep below it. Then
+/// the loader knows it by its name alone.
 fn load(folder: &Path, name: &str, depth: usize) -> bool {
     let mut files = Vec::new();
     let mut folders = Vec::new();
@@ -72,7 +72,7 @@ fn load(folder: &Path, name: &str, depth: usize) -> bool {
     files.iter().any(loads) || depth > 0 && folders.iter().any(|one| load(one, name, depth - 1))
 }
 
-/// What this process has loaded of a name.
+/// The path of a library that this process has loaded.
 fn loaded(name: &str) -> Option<PathBuf> {
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
     let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
@@ -81,7 +81,7 @@ fn loaded(name: &str) -> Option<PathBuf> {
     of_name.next().map(PathBuf::from)
 }
 
-/// Of the first, second or third, which is there.
+/// The version of the driver (0), NVRTC (1) or cuBLASLt (2), if it can be loaded.
 fn version(index: usize) -> Option<(u32, u32)> {
     let mut major = 0;
     let mut minor = 0;
@@ -102,10 +102,10 @@ fn version(index: usize) -> Option<(u32, u32)> {
     Some((major as u32, minor as u32))
 }
 
-/// All three, of versions that go together.
+/// Loads all three libraries, of versions that go together.
 ///
 /// # Errors
-/// The error that names a library that is missing or too old, and says what to do.
+/// A library is missing or too old. The error names it, and says what to do.
 pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
     if let Some(folder) = folder {
         let unreadable = |error| format!("device.cuda_libraries {}: {error}", folder.display());

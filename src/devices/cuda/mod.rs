@@ -75,20 +75,19 @@ const ALIGNED: usize = 256;
 /// Floats of that workspace.
 const PRODUCT_WORKSPACE: usize = (ALIGNED + WORKSPACE) / FLOAT;
 
-/// Floats of a mark, with what keeps the rest aligned.
+/// Floats of a mark, padded so that the views behind it stay aligned.
 const MARK: usize = 16;
 
 /// A GPU with its memory, kernels and copies.
 pub(super) struct Cuda {
     driver: Arc<dyn Driver>,
     memory: Address,
-    /// Where it writes a mark. See [`Device::is_finite`].
+    /// The place of the mark that [`Device::is_finite`] writes.
     marked: View,
-    /// Where the metadata of a micro-batch is in the device's memory.
+    /// The place of a micro-batch's metadata in the device's memory.
     metadata: View,
     /// The workspace of matrix products.
     workspace: Address,
-    /// How products are computed.
     ways: Ways,
     /// The algorithms that products take.
     chosen: Chosen,

@@ -11,8 +11,8 @@ use super::driver::Driver;
 use crate::config::ByteSize;
 use crate::machine;
 
-/// Memory is pinned in parts that end at addresses which are multiples of this: what the system
-/// refuses is one part. The driver copies from one part at a time.
+/// Memory is pinned in parts that end at multiples of this. The system refuses memory part by part,
+/// and the driver copies from one part at a time.
 const PART: usize = if cfg!(test) { 1 << 14 } else { 1 << 30 };
 
 /// Words of a page.
@@ -34,7 +34,7 @@ pub(super) struct Pinned(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// Where each pinned part begins.
+    /// The address of each pinned part.
     parts: Vec<usize>,
     bytes: u64,
     refused: u64,
@@ -69,7 +69,7 @@ impl Pinned {
         self.0.lock().expect("nothing panics inside").bytes
     }
 
-    /// Words for what could not be pinned, once.
+    /// A warning about memory that could not be pinned, once.
     pub(super) fn take_warning(&self) -> Option<String> {
         let mut state = self.0.lock().expect("nothing panics inside");
         let error = state.error.take()?;
@@ -82,7 +82,7 @@ impl Pinned {
         ))
     }
 
-    /// Undoes all.
+    /// Unpins all parts.
     pub(super) fn unpin(&mut self, driver: &dyn Driver) {
         for at in self.0.get_mut().expect("nothing panics inside").parts.drain(..) {
             driver.unpin(std::ptr::with_exposed_provenance_mut(at));
@@ -90,7 +90,7 @@ impl Pinned {
     }
 }
 
-/// Makes the system give all pages, by all threads: while it pins them, it would use one.
+/// Makes the system give all pages, by all threads. While it pins pages, it would give them by one.
 fn touch(words: &mut [u32]) {
     let share = words.len().div_ceil(machine::cores()).next_multiple_of(PAGE).max(PAGE);
     thread::scope(|scope| {

@@ -1,5 +1,5 @@
-//! Products by cuBLASLt. Which algorithm a size takes follows from the library's own rule for it,
-//! unless the caller names one; never from timing.
+//! Products by cuBLASLt. The algorithm of a size follows from the library's own rule for it, unless
+//! the caller names one; never from timing.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -20,7 +20,7 @@ const ALGORITHMS: usize = 8;
 /// The library, and the algorithms that it has chosen.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
-    /// The library's first algorithm; none: it has no algorithm.
+    /// The library's first algorithm for each product; `None`: it has none.
     chosen: Mutex<HashMap<AlgorithmKey, Option<sys::cublasLtMatmulAlgo_t>>>,
 }
 
@@ -71,7 +71,7 @@ impl Drop for Preference {
 }
 
 impl Products {
-    /// On the device that is current.
+    /// The library, on the current device.
     pub(super) fn new() -> Result<Products, BoxedError> {
         Ok(Products { handle: result::create_handle()?, chosen: Mutex::default() })
     }
@@ -82,8 +82,8 @@ impl Products {
         unsafe { sys::cublasLtGetVersion() as u64 }
     }
 
-    /// Multiplies, by this algorithm or by the library's first; false: there is no algorithm, or it
-    /// is refused. The library stores matrices by columns, so it is asked for bᵀ aᵀ.
+    /// Multiplies by this algorithm, or by the library's first. Returns false if there is none, or
+    /// if it is refused. The library stores matrices by columns, so it is asked for bᵀ aᵀ.
     pub(super) fn run(
         &self,
         product: &Product,
@@ -153,8 +153,8 @@ impl Products {
         Ok([first.data].into_iter().chain(others).take(ALGORITHMS).collect())
     }
 
-    /// The first algorithm of a size, if there is one: chosen once, and then known. It is the same
-    /// for the same library and device.
+    /// The library's first algorithm for a product, if there is one. It is chosen once, and is the
+    /// same for the same library and device.
     fn first(
         &self,
         key: AlgorithmKey,
@@ -249,7 +249,7 @@ impl Described {
     }
 }
 
-/// None if the library refuses the request, and nothing is broken.
+/// `None` if the library refuses the request although nothing is broken.
 fn unless_refused<R>(result: Result<R, result::CublasError>) -> Result<Option<R>, BoxedError> {
     use sys::cublasStatus_t as Status;
     match result {

@@ -1,8 +1,7 @@
 //! Frozen weights that are stored in fewer bits.
 
-use super::driver::Argument;
-use super::kernels::On;
-use super::launches::{int, long, wide};
+use super::kernels::{On, arguments};
+use super::launches::{long, wide};
 use crate::kernels::Dequantise;
 use crate::tensor::Quantisation;
 
@@ -13,29 +12,21 @@ impl On<'_> {
     pub(super) fn dequantise(&self, &Dequantise { y, x, quantisation }: &Dequantise) {
         let parts = quantisation.parts(y.rows, y.columns);
         let [codes, scales, groups, offset, _] = parts.map(|part| self.at(x).behind(part));
-        let to = self.at(y);
         let codes = codes.at;
         let n = long(y.len());
+        let [rows, columns] = y.shape();
+        let wide = wide(y.dtype);
         match quantisation {
             Quantisation::Nf4 => {
-                let scales = scales.at;
-                let arguments: [&dyn Argument; 6] = [&to, &codes, &scales, &groups, &offset, &n];
-                self.queue.each("dequantise_nf4", y.len(), OF_THREAD, &arguments);
+                let arguments = arguments!(self; y, codes, scales.at, groups, offset, n);
+                self.queue.each("dequantise_nf4", y.len(), OF_THREAD, arguments);
             }
             Quantisation::Int8 => {
-                let [rows, columns] = [y.rows, y.columns].map(int);
-                let arguments: [&dyn Argument; 5] = [&to, &codes, &scales, &rows, &columns];
-                let wide = wide(y.dtype);
-                self.queue.wide_columns(
-                    "dequantise_int8",
-                    [y.rows, 1],
-                    y.columns,
-                    wide,
-                    &arguments,
-                );
+                let arguments = arguments!(self; y, codes, scales, rows, columns);
+                self.queue.wide_columns("dequantise_int8", [rows, 1], columns, wide, arguments);
             }
             Quantisation::Bf16 => {
-                self.queue.each("dequantise_bf16", y.len(), wide(y.dtype), &[&to, &codes, &n]);
+                self.queue.each("dequantise_bf16", y.len(), wide, arguments!(self; y, codes, n));
             }
         }
     }
@@ -51,8 +42,8 @@ mod tests {
     use crate::kernels::{BatchMetadata, Kernels, Rows};
     use crate::tensor::{Dtype, View};
 
-    /// Storage with every code of a scale, and of an element; floats that are no round numbers, and
-    /// none that is NaN.
+    /// Storage with every code of a scale and of an element. Its floats are no round numbers, and
+    /// none is NaN.
     fn storage(quantisation: Quantisation, [rows, columns]: [usize; 2]) -> Vec<f32> {
         let parts = quantisation.parts(rows, columns);
         let mut storage = vec![0.0; parts[4]];
@@ -77,13 +68,7 @@ mod tests {
         if !emulated::instead() {
             return;
         }
-        let metadata = BatchMetadata {
-            starts: &[0, 1],
-            kinds: &[0],
-            documents: &[],
-            cached: &[],
-            dropout_key: None,
-        };
+        let metadata = BatchMetadata { kinds: &[0], ..BatchMetadata::plain(&[0, 1]) };
         for dtype in [Dtype::F32, Dtype::Bf16] {
             for quantisation in Quantisation::ALL {
                 for [rows, columns] in [[1, 1], [3, 21], [2, 1032], [130, 257]] {

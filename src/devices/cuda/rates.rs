@@ -1,4 +1,4 @@
-//! How fast a device's link and its products are.
+//! The measured speed of a device's link and of its products.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -25,7 +25,7 @@ const SHARED: u32 = 48 << 10;
 /// The milliseconds from one event to another.
 type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
 
-/// A device of the driver's, in the process's own context of it.
+/// A device of the driver, in the process's own context.
 pub(super) struct Real {
     device: sys::CUdevice,
     name: String,
@@ -86,7 +86,7 @@ impl Real {
     /// Loads the libraries, and makes streams and kernels.
     ///
     /// # Errors
-    /// Names what is missing, and says what to do.
+    /// A library or a device is missing. The error names it, and says what to do.
     pub(super) fn open(
         config: &DeviceConfig,
         ordinal: usize,
@@ -185,7 +185,7 @@ fn event_of(id: u64) -> sys::CUevent {
 }
 
 // SAFETY of all calls to the driver: its handles are there for as long as `self` is, and addresses
-// are what `allocate` gave, or the host's, which whoever copies keeps until the copy is done.
+// come from `allocate`, or are the host's, which the caller of a copy keeps until it is done.
 impl Driver for Real {
     fn target(&self) -> Target {
         self.target
@@ -398,7 +398,7 @@ impl Drop for Real {
             return;
         }
         self.products = None;
-        // SAFETY: each was made, goes once, and nobody uses it: the device was waited for before.
+        // SAFETY: each was made, is destroyed once, and is not in use: all streams were waited for.
         unsafe {
             for event in self.events.get_mut().expect("nothing panics inside").drain(..) {
                 _ = result::event::destroy(event_of(event));

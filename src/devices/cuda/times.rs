@@ -1,4 +1,4 @@
-//! How long each kernel takes, where that is asked for: an event before and behind each launch.
+//! The times of kernels, if a command asks for them: an event before and behind each launch.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,11 +10,10 @@ use crate::devices::KernelTime;
 /// The times of a device's kernels.
 #[derive(Default)]
 pub(super) struct Times {
-    /// None: times are not measured.
+    /// `None`: times are not measured.
     launches: Mutex<Option<Vec<Launched>>>,
 }
 
-/// A launch that was timed.
 struct Launched {
     kernel: &'static str,
     begin: Arc<Event>,

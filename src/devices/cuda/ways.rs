@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use super::driver::ProductKey;
 
-/// How a product is computed.
+/// The way in which a product is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
     /// By the library, with its bias.
@@ -14,14 +14,14 @@ pub(super) enum Way {
     /// By the library; the bias is added behind it.
     ThenBias,
     /// By the library, with an algorithm that does not rely on the alignment of rows, because the
-    /// library has refused the one that it had chosen. The bias is added behind it.
+    /// library has refused its first choice. The bias is added behind it.
     Unaligned,
     /// By a kernel of our own.
     Own,
 }
 
 impl Way {
-    /// From the fastest on.
+    /// All ways, the fastest first.
     pub(super) const ALL: [Way; 4] = [Way::Library, Way::ThenBias, Way::Unaligned, Way::Own];
 
     fn words(self) -> &'static str {
@@ -41,19 +41,19 @@ impl Way {
 #[derive(Default)]
 pub(super) struct Ways {
     all: Mutex<HashMap<ProductKey, Known>>,
-    /// A check's: all products are computed in this one.
+    /// The way of all products during a check.
     only: Mutex<Option<Way>>,
 }
 
 #[derive(Clone, Copy)]
 struct Known {
     way: Way,
-    /// Whether the user was warned, or need not be.
+    /// True if the user was warned, or need not be.
     is_reported: bool,
 }
 
 impl Ways {
-    /// Has all products computed in a way, to check it; none: in the fastest.
+    /// Sets the way of all products, for a check; `None`: the fastest.
     pub(super) fn set_only(&self, way: Option<Way>) {
         *self.only.lock().expect("nothing panics inside") = way;
     }
@@ -69,7 +69,7 @@ impl Ways {
         self.all.lock().expect("nothing panics inside").entry(key).or_insert(known);
     }
 
-    /// Words for each product whose way is not the fastest, once.
+    /// A warning for each product whose way is not the fastest, once.
     pub(super) fn take_warnings(&self) -> Vec<String> {
         let mut all = self.all.lock().expect("nothing panics inside");
         let mut warnings = Vec::new();

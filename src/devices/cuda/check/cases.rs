@@ -1,5 +1,21 @@
 //! The cases: every kernel, at odd sizes.
 
+/// A case of one kernel, on an operation whose views are placed in the order of its fields here.
+macro_rules! case {
+    ($cases:ident.$kernel:ident, |$places:ident| $op:expr) => {
+        $cases.case(stringify!($kernel), |$places| {
+            let op = $op;
+            move |k, _| k.$kernel(&op)
+        })
+    };
+    ($cases:ident.$kernel:ident, |$places:ident, $scratch:ident| $op:expr) => {
+        $cases.case(stringify!($kernel), |$places| {
+            let op = $op;
+            move |k, $scratch| k.$kernel(&op, $scratch)
+        })
+    };
+}
+
 mod attention;
 mod products;
 mod quantised;
@@ -17,7 +33,7 @@ use crate::tensor::{Dtype, Scratch, View};
 /// Floats between views. No kernel may write them.
 const GUARD: usize = 16;
 
-/// Hands out views of a memory.
+/// Places views in a memory, one behind the other.
 struct Layout {
     /// The dtype of weights and activations.
     dtype: Dtype,
@@ -50,7 +66,7 @@ impl Layout {
         self.about(shape, f32::NAN)
     }
 
-    /// Floats, whatever the others are: statistics, sums, gradients of weights.
+    /// Floats, in every dtype: statistics, sums, gradients of weights.
     fn floats(&mut self, shape: [usize; 2], center: f32) -> View {
         self.place(shape, Dtype::F32, center)
     }
@@ -59,7 +75,7 @@ impl Layout {
         self.floats(shape, f32::NAN)
     }
 
-    /// A gradient that is added to, or replaced.
+    /// A gradient; if it is not added to, it is NaN before.
     fn gradient(&mut self, shape: [usize; 2], accumulate: bool) -> View {
         self.floats(shape, if accumulate { 0.0 } else { f32::NAN })
     }
@@ -70,7 +86,7 @@ type Call<'c> = Box<dyn Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c>;
 
 /// A case's views in one memory, and the function that runs its kernels there.
 pub(super) struct Side<'c> {
-    /// Behind the last view.
+    /// The float behind the last view.
     pub(super) end: usize,
     pub(super) begins: Vec<(View, f32)>,
     pub(super) call: Call<'c>,
@@ -81,11 +97,11 @@ pub(super) struct Case<'c> {
     pub(super) name: &'static str,
     pub(super) batch: BatchView<'c>,
     pub(super) sides: [Side<'c>; 2],
-    /// The view that holds statistics, and their labels, where a case reads them.
+    /// The index of the view that holds statistics, and their labels, if a case reads them.
     pub(super) statistics: Option<(usize, Vec<i32>)>,
 }
 
-/// Cases, and the micro-batch of the next.
+/// Cases, and the micro-batch of the next case.
 pub(super) struct Cases<'c> {
     /// The dtype of the device's weights and activations.
     pub(super) dtype: Dtype,
@@ -94,7 +110,7 @@ pub(super) struct Cases<'c> {
 }
 
 impl<'c> Cases<'c> {
-    /// The next cases are of this micro-batch.
+    /// Sets the micro-batch of the next cases.
     pub(super) fn on(&mut self, batch: BatchView<'c>) -> &mut Cases<'c> {
         self.batch = batch;
         self
@@ -118,24 +134,17 @@ impl<'c> Cases<'c> {
         self.all.last_mut().expect("a case was made").statistics = Some((index, labels));
     }
 
-    /// Attention of heads like these.
-    fn attention(&self, [heads, kv_heads, head_size]: [usize; 3]) -> AttentionShape<'c> {
-        AttentionShape {
-            batch: self.batch,
-            heads,
-            kv_heads,
-            head_size,
-            causal: true,
-            window: None,
-            dropout: self.batch.dropout(0.2, 3, 0),
-        }
+    /// The shape of attention with `[H, K, D]`.
+    fn attention(&self, heads: [usize; 3]) -> AttentionShape<'c> {
+        let dropout = self.batch.dropout(0.2, 3, 0);
+        AttentionShape { dropout, ..AttentionShape::causal(self.batch, heads) }
     }
 
     fn has_cached(&self) -> bool {
         !self.batch.metadata().cached.is_empty()
     }
 
-    /// All that treat rows alike.
+    /// Cases of kernels that treat all rows alike.
     pub(super) fn of_rows(&mut self) {
         self.of_columns();
         self.of_norms();
@@ -160,17 +169,17 @@ impl<'c> Cases<'c> {
         let r = self.batch.rows();
         for (c, rms, accumulate) in [(5, false, false), (1030, true, true), (132, false, true)] {
             let dropout = accumulate.then(|| self.batch.dropout(0.3, 2, 1)).flatten();
-            self.case("norm", |p| {
-                let y = p.output([r, c]);
-                let statistics = p.floats_output([r, 2]);
-                let x = p.input([r, c]);
-                let gamma = p.about([1, c], 1.0);
-                let beta = p.input([1, c]);
-                let beta = (!rms).then_some(beta);
-                let gamma_offset = if rms { 1.0 } else { 0.0 };
-                let epsilon = 1e-5;
-                let op = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
-                move |k, _| k.norm(&op)
+            let gamma_offset = if rms { 1.0 } else { 0.0 };
+            let epsilon = 1e-5;
+            case!(self.norm, |p| Norm {
+                y: p.output([r, c]),
+                statistics: p.floats_output([r, 2]),
+                x: p.input([r, c]),
+                gamma: p.about([1, c], 1.0),
+                gamma_offset,
+                beta: (!rms).then_some(p.input([1, c])),
+                epsilon,
+                rms,
             });
             self.case("residual_norm", |p| {
                 // The sum is rounded before its norm: few channels that are nearly equal are steep.
@@ -180,31 +189,22 @@ impl<'c> Cases<'c> {
                 let statistics = p.floats_output([r, 2]);
                 let gamma = p.about([1, c], 1.0);
                 let beta = (!rms).then_some(beta);
-                let gamma_offset = if rms { 1.0 } else { 0.0 };
-                let norm =
-                    Norm { y, statistics, x: sum, gamma, gamma_offset, beta, epsilon: 1e-5, rms };
+                let norm = Norm { y, statistics, x: sum, gamma, gamma_offset, beta, epsilon, rms };
                 let sum = Residual { y: sum, a, x, dropout };
                 move |k, _| k.residual_norm(&sum, &norm)
             });
-            self.case("norm_backward", |p| {
-                let dx = p.output([r, c]);
-                let dgamma = p.gradient([1, c], accumulate);
-                let dbeta = p.gradient([1, c], accumulate);
-                let [residual, dy, x] = [(); 3].map(|()| p.input([r, c]));
-                let op = NormBackward {
-                    dx,
-                    dgamma,
-                    dbeta: (!rms).then_some(dbeta),
-                    residual: accumulate.then_some(residual),
-                    dy,
-                    x,
-                    statistics: p.floats([r, 2], 1.5),
-                    gamma: p.about([1, c], 1.0),
-                    gamma_offset: if rms { 1.0 } else { 0.0 },
-                    rms,
-                    accumulate,
-                };
-                move |k, scratch| k.norm_backward(&op, scratch)
+            case!(self.norm_backward, |p, scratch| NormBackward {
+                dx: p.output([r, c]),
+                dgamma: p.gradient([1, c], accumulate),
+                dbeta: (!rms).then_some(p.gradient([1, c], accumulate)),
+                residual: accumulate.then_some(p.input([r, c])),
+                dy: p.input([r, c]),
+                x: p.input([r, c]),
+                statistics: p.floats([r, 2], 1.5),
+                gamma: p.about([1, c], 1.0),
+                gamma_offset,
+                rms,
+                accumulate,
             });
         }
     }
@@ -213,26 +213,22 @@ impl<'c> Cases<'c> {
         let r = self.batch.rows();
         let c = 13;
         for (_, activation) in Activation::ALL {
-            self.case("activate", |p| {
-                let y = p.output([r, c]);
-                let x = p.input([r, c]);
-                move |k, _| k.activate(&Activate { y, x, activation })
+            case!(self.activate, |p| Activate {
+                y: p.output([r, c]),
+                x: p.input([r, c]),
+                activation,
             });
-            self.case("activate_backward", |p| {
-                let dx = p.input([r, c]);
-                let x = p.input([r, c]);
-                move |k, _| k.activate_backward(&ActivateBackward { dx, x, activation })
+            case!(self.activate_backward, |p| ActivateBackward {
+                dx: p.input([r, c]),
+                x: p.input([r, c]),
+                activation,
             });
-            self.case("gate", |p| {
-                let y = p.output([r, c]);
-                let x = p.input([r, 2 * c]);
-                move |k, _| k.gate(&Gate { y, x, activation })
-            });
-            self.case("gate_backward", |p| {
-                let dx = p.output([r, 2 * c]);
-                let dy = p.input([r, c]);
-                let x = p.input([r, 2 * c]);
-                move |k, _| k.gate_backward(&GateBackward { dx, dy, x, activation })
+            case!(self.gate, |p| Gate { y: p.output([r, c]), x: p.input([r, 2 * c]), activation });
+            case!(self.gate_backward, |p| GateBackward {
+                dx: p.output([r, 2 * c]),
+                dy: p.input([r, c]),
+                x: p.input([r, 2 * c]),
+                activation,
             });
         }
     }
@@ -242,16 +238,16 @@ impl<'c> Cases<'c> {
         let c = 13;
         for probability in [0.0, 0.3] {
             let dropout = self.batch.dropout(probability, 2, 1);
-            self.case("residual", |p| {
-                let y = p.output([r, c]);
-                let a = p.input([r, c]);
-                let x = p.input([r, c]);
-                move |k, _| k.residual(&Residual { y, a, x, dropout })
+            case!(self.residual, |p| Residual {
+                y: p.output([r, c]),
+                a: p.input([r, c]),
+                x: p.input([r, c]),
+                dropout,
             });
-            self.case("dropout", |p| {
-                let y = p.output([r, c]);
-                let x = p.input([r, c]);
-                move |k, _| k.dropout(&ApplyDropout { y, x, dropout })
+            case!(self.dropout, |p| ApplyDropout {
+                y: p.output([r, c]),
+                x: p.input([r, c]),
+                dropout,
             });
         }
     }
@@ -280,12 +276,11 @@ impl<'c> Cases<'c> {
                 k.pooled_rows(&PooledRows { y: z, x, pool: Pooling::Last, batch });
             }
         });
-        self.case("pooled_rows_backward", |p| {
-            let dx = p.output([r, c]);
-            let dy = p.input([b, c]);
-            move |k, _| {
-                k.pooled_rows_backward(&PooledRowsBackward { dx, dy, pool: Pooling::Last, batch })
-            }
+        case!(self.pooled_rows_backward, |p| PooledRowsBackward {
+            dx: p.output([r, c]),
+            dy: p.input([b, c]),
+            pool: Pooling::Last,
+            batch,
         });
     }
 
@@ -294,40 +289,39 @@ impl<'c> Cases<'c> {
         let c = 13;
         let r = batch.rows();
         let positions = batch.longest() + 3;
-        self.case("add_token_types", |p| {
-            let y = p.input([r, c]);
-            let table = p.input([2, c]);
-            move |k, _| k.add_token_types(&AddTokenTypes { y, table, batch })
+        case!(self.add_token_types, |p| AddTokenTypes {
+            y: p.input([r, c]),
+            table: p.input([2, c]),
+            batch,
         });
-        self.case("add_positions", |p| {
-            let y = p.output([r, c]);
-            let x = p.input([r, c]);
-            let table = p.input([positions, c]);
-            move |k, _| k.add_positions(&AddPositions { y, x, table, batch })
+        case!(self.add_positions, |p| AddPositions {
+            y: p.output([r, c]),
+            x: p.input([r, c]),
+            table: p.input([positions, c]),
+            batch,
         });
         for accumulate in [false, true] {
-            self.case("add_token_types_backward", |p| {
-                let dtable = p.gradient([2, c], accumulate);
-                let dy = p.input([r, c]);
-                let op = AddTokenTypesBackward { dtable, dy, batch, accumulate };
-                move |k, scratch| k.add_token_types_backward(&op, scratch)
+            case!(self.add_token_types_backward, |p, scratch| AddTokenTypesBackward {
+                dtable: p.gradient([2, c], accumulate),
+                dy: p.input([r, c]),
+                batch,
+                accumulate,
             });
-            self.case("add_positions_backward", |p| {
-                let dtable = p.gradient([positions, c], accumulate);
-                let dy = p.input([r, c]);
-                let op = AddPositionsBackward { dtable, dy, batch, accumulate };
-                move |k, _| k.add_positions_backward(&op)
+            case!(self.add_positions_backward, |p| AddPositionsBackward {
+                dtable: p.gradient([positions, c], accumulate),
+                dy: p.input([r, c]),
+                batch,
+                accumulate,
             });
         }
     }
 
-    /// Losses of tokens, and losses of classes.
     pub(super) fn of_losses(&mut self) {
         self.of_tiles();
         self.of_classes();
     }
 
-    /// Tiles of a vocabulary.
+    /// Cases of tiles of a vocabulary.
     pub(super) fn of_tiles(&mut self) {
         let r = self.batch.rows();
         let labels: Vec<i32> =
@@ -335,54 +329,48 @@ impl<'c> Cases<'c> {
         let labelled = labels.iter().filter(|label| **label >= 0).count();
         let ways = [(5, 21, 0, Smoothing::NONE), (12, 9, 21, Smoothing::of(0.1, 30))];
         for (c, tile, first, smoothing) in ways {
-            self.case("score", |p| {
-                let statistics = p.floats([r, STATISTICS], 1.5);
-                let out = p.floats_output([r, STATISTICS]);
-                let h = p.input([r, c]);
-                let w = p.input([tile, c]);
-                let bias = Some(p.input([1, tile]));
-                let op = Score { out, statistics, h, w, bias, first, labelled, smoothing };
-                move |k, scratch| k.score(&op, scratch)
+            case!(self.score, |p, scratch| Score {
+                statistics: p.floats([r, STATISTICS], 1.5),
+                out: p.floats_output([r, STATISTICS]),
+                h: p.input([r, c]),
+                w: p.input([tile, c]),
+                bias: Some(p.input([1, tile])),
+                first,
+                labelled,
+                smoothing,
             });
             self.labelled(0, labels.clone());
-            self.case("logits", |p| {
-                let statistics = p.floats([r, STATISTICS], 1.5);
-                let y = p.floats_output([labelled, tile]);
-                let h = p.input([r, c]);
-                let w = p.input([tile, c]);
-                let bias = Some(p.input([1, tile]));
-                move |k, scratch| k.logits(&Logits { y, statistics, h, w, bias }, scratch)
+            case!(self.logits, |p, scratch| Logits {
+                statistics: p.floats([r, STATISTICS], 1.5),
+                y: p.floats_output([labelled, tile]),
+                h: p.input([r, c]),
+                w: p.input([tile, c]),
+                bias: Some(p.input([1, tile])),
             });
             self.labelled(0, labels.clone());
             for accumulate in [false, true] {
-                self.case("score_backward", |p| {
-                    let statistics = p.floats([r, STATISTICS], 3.5);
-                    let dh = p.floats_output([r, c]);
-                    let before = p.floats([r, c], 0.0);
-                    let op = ScoreBackward {
-                        dh,
-                        dw: Some(p.gradient([tile, c], accumulate)),
-                        dbias: Some(p.gradient([1, tile], accumulate)),
-                        dh_before: accumulate.then_some(before),
-                        statistics,
-                        h: p.input([r, c]),
-                        w: p.input([tile, c]),
-                        bias: Some(p.input([1, tile])),
-                        loss: &CrossEntropy,
-                        smoothing,
-                        scale: 0.1,
-                        first,
-                        labelled,
-                        accumulate,
-                    };
-                    move |k, scratch| k.score_backward(&op, scratch)
+                case!(self.score_backward, |p, scratch| ScoreBackward {
+                    statistics: p.floats([r, STATISTICS], 3.5),
+                    dh: p.floats_output([r, c]),
+                    dh_before: accumulate.then_some(p.floats([r, c], 0.0)),
+                    dw: Some(p.gradient([tile, c], accumulate)),
+                    dbias: Some(p.gradient([1, tile], accumulate)),
+                    h: p.input([r, c]),
+                    w: p.input([tile, c]),
+                    bias: Some(p.input([1, tile])),
+                    loss: &CrossEntropy,
+                    smoothing,
+                    scale: 0.1,
+                    first,
+                    labelled,
+                    accumulate,
                 });
                 self.labelled(0, labels.clone());
             }
         }
     }
 
-    /// Losses of whole sequences and of tokens.
+    /// Cases of losses of whole sequences and of tokens.
     fn of_classes(&mut self) {
         let batch = self.batch;
         let r = self.batch.rows();
@@ -397,30 +385,25 @@ impl<'c> Cases<'c> {
         for (samples, labels, is_value, smoothing) in ways {
             let n = samples.of(&batch);
             let of_rows = (0..r as i32).map(|row| row % labels.max(3) as i32).collect::<Vec<_>>();
-            self.case("class_loss", |p| {
-                let statistics = p.floats([r, STATISTICS], 1.5);
-                let out = p.floats_output([r, STATISTICS]);
-                let scores = p.input([n, labels]);
-                let op = ClassLoss { out, statistics, scores, samples, is_value, smoothing, batch };
-                move |k, _| k.class_loss(&op)
+            case!(self.class_loss, |p| ClassLoss {
+                statistics: p.floats([r, STATISTICS], 1.5),
+                out: p.floats_output([r, STATISTICS]),
+                scores: p.input([n, labels]),
+                samples,
+                is_value,
+                smoothing,
+                batch,
             });
             self.labelled(0, of_rows.clone());
-            self.case("class_loss_backward", |p| {
-                let statistics = p.floats([r, STATISTICS], 1.5);
-                let dscores = p.output([n, labels]);
-                let scores = p.input([n, labels]);
-                let scale = 0.3;
-                let op = ClassLossBackward {
-                    dscores,
-                    scores,
-                    statistics,
-                    scale,
-                    samples,
-                    is_value,
-                    smoothing,
-                    batch,
-                };
-                move |k, _| k.class_loss_backward(&op)
+            case!(self.class_loss_backward, |p| ClassLossBackward {
+                statistics: p.floats([r, STATISTICS], 1.5),
+                dscores: p.output([n, labels]),
+                scores: p.input([n, labels]),
+                scale: 0.3,
+                samples,
+                is_value,
+                smoothing,
+                batch,
             });
             self.labelled(0, of_rows);
         }

@@ -53,7 +53,7 @@ fn put(memory: &mut Arena, view: View, values: &[f32]) {
     }
 }
 
-/// What memory holds before values are written.
+/// The value of all memory before a case writes its numbers.
 const UNTOUCHED: f32 = -777.0;
 
 /// A case's memory: the same numbers for both sides, which all dtypes can hold.
@@ -195,11 +195,11 @@ fn ways_of(kernel: &'static str) -> Vec<(Option<Way>, &'static str)> {
     }
 }
 
-/// Whether the device finds a number that is not finite, and keeps the first mark of it.
+/// Checks that the device finds a number that is not finite, and keeps the first mark.
 fn of_marks(device: &Cuda, dtype: Dtype, most: f64) -> Check {
     let floats = View::floats(0, 1030);
     let view = floats.hold(1, floats.len(), dtype);
-    // Of the same step the first stays.
+    // Of several marks of one step, the first stays.
     let [first, second, next] = [1 << 32 | 4, 1 << 32 | 5, 2 << 32 | 3];
     let finds = || -> Result<bool, BoxedError> {
         let mut memory = Arena::new(floats.len())?;
@@ -237,7 +237,7 @@ fn report(device: &Cuda, check: Check, each: &mut dyn FnMut(&Check)) -> Result<(
     Ok(())
 }
 
-/// The micro-batches that kernels are checked on: each like none of the others.
+/// The micro-batches that kernels are checked on. Each differs from all others.
 struct Batches {
     documents: Vec<Document>,
     kinds: Vec<u8>,
@@ -273,7 +273,10 @@ impl Batches {
             self.of(&[0, 3, 133, 200, 201], &[], &[]),
             self.of(&[0, 2, 5], &[], &[70, 3]),
         ];
-        let wide = self.of(&[0, 390, 401], &[], &[]).view();
+        // An emulated device takes seconds for what a GPU does at once: there, two tiles of queries
+        // and five of keys are enough.
+        let starts = if cfg!(test) { &[0, 150, 161] } else { &[0, 390, 401] };
+        let wide = self.of(starts, &[], &[]).view();
         let long = self.of(&[0, LONG], &[], &[]).view();
         let chunk = SequenceChunk { sequence: 1, from: 64, to: 134 };
         let chunk = self.of(&[0, 5, 139], &[], &[]).view().chunk_of(chunk);

@@ -1,4 +1,4 @@
-//! Attention, and what else knows heads.
+//! Cases of attention and of other kernels over heads.
 
 use super::Cases;
 use crate::kernels::{
@@ -24,9 +24,9 @@ impl<'c> Cases<'c> {
         }
     }
 
-    /// Heads of the usual sizes, over several tiles of positions.
+    /// Cases of heads of the usual sizes, over several tiles of positions.
     pub(in super::super) fn of_wide_heads(&mut self) {
-        for heads in [[2, 1, 64], [8, 2, 128]] {
+        for heads in [[2, 1, 64], [if cfg!(test) { 4 } else { 8 }, 2, 128]] {
             let shape = self.attention(heads);
             for (causal, window) in [(true, None), (false, None), (true, Some(100))] {
                 self.of_attention(AttentionShape { causal, window, ..shape });
@@ -35,13 +35,10 @@ impl<'c> Cases<'c> {
     }
 
     fn of_rotations(&mut self, shape: AttentionShape<'c>) {
+        const ROTARY: Rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
         let all = [shape.rows(), shape.qkv_width()];
-        let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
         for inverse in [false, true] {
-            self.case("rotate", |p| {
-                let qkv = p.input(all);
-                move |k, _| k.rotate(&Rotate { qkv, rotary: &rotary, shape, inverse })
-            });
+            case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary: &ROTARY, shape, inverse });
         }
     }
 
@@ -49,42 +46,38 @@ impl<'c> Cases<'c> {
         let all = [shape.rows(), shape.qkv_width()];
         let d = shape.head_size;
         let heads = [shape.rows(), shape.heads + shape.kv_heads];
-        self.case("head_norm", |p| {
-            let y = p.output(all);
-            let statistics = p.floats_output(heads);
-            let x = p.input(all);
-            let gamma = QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) };
-            let gamma_offset = 1.0;
-            let epsilon = 1e-5;
-            let op = HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape };
-            move |k, _| k.head_norm(&op)
+        case!(self.head_norm, |p| HeadNorm {
+            y: p.output(all),
+            statistics: p.floats_output(heads),
+            x: p.input(all),
+            gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
+            gamma_offset: 1.0,
+            epsilon: 1e-5,
+            shape,
         });
-        self.case("head_norm_backward", |p| {
-            let op = HeadNormBackward {
-                dx: p.input(all),
-                dgamma: QueryKey { query: p.floats_output([1, d]), key: p.floats_output([1, d]) },
-                x: p.input(all),
-                statistics: p.floats(heads, 1.5),
-                gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
-                gamma_offset: 1.0,
-                shape,
-                accumulate: false,
-            };
-            move |k, scratch| k.head_norm_backward(&op, scratch)
+        case!(self.head_norm_backward, |p, scratch| HeadNormBackward {
+            dx: p.input(all),
+            dgamma: QueryKey { query: p.floats_output([1, d]), key: p.floats_output([1, d]) },
+            x: p.input(all),
+            statistics: p.floats(heads, 1.5),
+            gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
+            gamma_offset: 1.0,
+            shape,
+            accumulate: false,
         });
     }
 
     fn of_kv_copies(&mut self, shape: AttentionShape<'c>) {
         let r = shape.rows();
-        self.case("write_kv", |p| {
-            let kv = p.output([r, shape.kv_width()]);
-            let qkv = p.input([r, shape.qkv_width()]);
-            move |k, _| k.write_kv(&WriteKv { kv, qkv, shape })
+        case!(self.write_kv, |p| WriteKv {
+            kv: p.output([r, shape.kv_width()]),
+            qkv: p.input([r, shape.qkv_width()]),
+            shape,
         });
-        self.case("read_kv", |p| {
-            let qkv = p.input([r, shape.qkv_width()]);
-            let kv = p.floats([r, shape.kv_width()], 0.0);
-            move |k, _| k.read_kv(&ReadKv { qkv, kv, shape })
+        case!(self.read_kv, |p| ReadKv {
+            qkv: p.input([r, shape.qkv_width()]),
+            kv: p.floats([r, shape.kv_width()], 0.0),
+            shape,
         });
     }
 
@@ -93,11 +86,11 @@ impl<'c> Cases<'c> {
         let sequences = self.batch.sequences();
         let cached = self.batch.metadata().cached;
         let room = cached.iter().max().copied().unwrap_or(0) + 1;
-        self.case("cached_attention", |p| {
-            let y = p.output([rows, shape.width()]);
-            let qkv = p.input([rows, shape.qkv_width()]);
-            let cache = p.input([sequences * room, shape.kv_width()]);
-            move |k, _| k.cached_attention(&CachedAttention { y, qkv, cache, shape })
+        case!(self.cached_attention, |p| CachedAttention {
+            y: p.output([rows, shape.width()]),
+            qkv: p.input([rows, shape.qkv_width()]),
+            cache: p.input([sequences * room, shape.kv_width()]),
+            shape,
         });
     }
 
@@ -105,11 +98,12 @@ impl<'c> Cases<'c> {
         let r = shape.rows();
         let outputs = [r, shape.width()];
         let inputs = [r, shape.qkv_width()];
-        self.case("attention", |p| {
-            let y = p.output(outputs);
-            let lse = p.floats_output([r, shape.heads]);
-            let qkv = p.input(inputs);
-            move |k, _| k.attention(&Attention { y, lse, qkv, kv: None, shape })
+        case!(self.attention, |p| Attention {
+            y: p.output(outputs),
+            lse: p.floats_output([r, shape.heads]),
+            qkv: p.input(inputs),
+            kv: None,
+            shape,
         });
         self.case("attention_backward", |p| {
             let y = p.output(outputs);
@@ -125,7 +119,7 @@ impl<'c> Cases<'c> {
         });
     }
 
-    /// A chunk behind other positions of its sequence.
+    /// Cases of a chunk behind other positions of its sequence.
     pub(in super::super) fn of_chunks(&mut self) {
         for heads in [[4, 2, 6], [2, 1, 64], [2, 1, 128]] {
             let shape = self.attention(heads);

@@ -1,4 +1,4 @@
-//! Products, with weights that are trained or frozen, and columns of their outputs.
+//! Cases of products, with weights that are trained or frozen, and of columns of their outputs.
 
 use super::Cases;
 use crate::kernels::{
@@ -13,8 +13,8 @@ impl Cases<'_> {
         [None, Some(false), Some(true)].into_iter().for_each(|bias| self.of_activated(bias));
     }
 
-    /// A product and the activation function behind it. `bias`: whether its gradient is added to;
-    /// `None`: there is none.
+    /// Cases of a product and the activation function behind it. `bias`: whether its gradient is
+    /// added to; `None`: there is none.
     fn of_activated(&mut self, bias: Option<bool>) {
         let r = self.batch.rows();
         let activation = Activation::GeluTanh;
@@ -36,53 +36,49 @@ impl Cases<'_> {
         });
     }
 
-    /// Products of many tiles.
+    /// Cases of products of many tiles.
     pub(in super::super) fn of_large_products(&mut self) {
-        [false, true].into_iter().for_each(|transposed| self.of_product([512, 384], transposed));
+        // An emulated device takes seconds for the products of a GPU.
+        let sizes = if cfg!(test) { [144, 80] } else { [512, 384] };
+        [false, true].into_iter().for_each(|transposed| self.of_product(sizes, transposed));
     }
 
     fn of_product(&mut self, [inputs, outputs]: [usize; 2], transposed: bool) {
         let r = self.batch.rows();
         let weights = if transposed { [outputs, inputs] } else { [inputs, outputs] };
-        self.case("linear", |p| {
-            let y = p.output([r, outputs]);
-            let x = p.input([r, inputs]);
-            let w = p.input(weights);
-            let bias = Some(p.input([1, outputs]));
-            move |k, _| k.linear(&Linear { y, x, w, bias, transposed })
+        case!(self.linear, |p| Linear {
+            y: p.output([r, outputs]),
+            x: p.input([r, inputs]),
+            w: p.input(weights),
+            bias: Some(p.input([1, outputs])),
+            transposed,
         });
         for accumulate in [false, true] {
-            self.case("linear_backward", |p| {
-                let op = LinearBackward {
-                    dx: p.output([r, inputs]),
-                    dw: Some(p.gradient(weights, accumulate)),
-                    dbias: Some(p.gradient([1, outputs], accumulate)),
-                    dy: p.input([r, outputs]),
-                    x: p.input([r, inputs]),
-                    w: p.input(weights),
-                    transposed,
-                    accumulate,
-                };
-                move |k, scratch| k.linear_backward(&op, scratch)
+            case!(self.linear_backward, |p, scratch| LinearBackward {
+                dx: p.output([r, inputs]),
+                dw: Some(p.gradient(weights, accumulate)),
+                dbias: Some(p.gradient([1, outputs], accumulate)),
+                dy: p.input([r, outputs]),
+                x: p.input([r, inputs]),
+                w: p.input(weights),
+                transposed,
+                accumulate,
             });
         }
     }
 
-    /// Those of weights that are frozen.
+    /// Cases of products with frozen weights.
     fn of_frozen_products(&mut self) {
         let r = self.batch.rows();
-        self.case("linear_backward", |p| {
-            let op = LinearBackward {
-                dx: p.output([r, 12]),
-                dw: None,
-                dbias: None,
-                dy: p.input([r, 9]),
-                x: p.input([r, 12]),
-                w: p.input([9, 12]),
-                transposed: true,
-                accumulate: false,
-            };
-            move |k, scratch| k.linear_backward(&op, scratch)
+        case!(self.linear_backward, |p, scratch| LinearBackward {
+            dx: p.output([r, 12]),
+            dw: None,
+            dbias: None,
+            dy: p.input([r, 9]),
+            x: p.input([r, 12]),
+            w: p.input([9, 12]),
+            transposed: true,
+            accumulate: false,
         });
     }
 
@@ -91,15 +87,17 @@ impl Cases<'_> {
         let first = 3;
         let scale = 0.75;
         for (all, some) in [(9, 5), (1100, 1030)] {
-            self.case("add_columns", |p| {
-                let y = p.input([r, all]);
-                let x = p.input([r, some]);
-                move |k, _| k.add_columns(&AddColumns { y, x, first, scale })
+            case!(self.add_columns, |p| AddColumns {
+                y: p.input([r, all]),
+                x: p.input([r, some]),
+                first,
+                scale,
             });
-            self.case("take_columns", |p| {
-                let y = p.output([r, some]);
-                let x = p.input([r, all]);
-                move |k, _| k.take_columns(&TakeColumns { y, x, first, scale })
+            case!(self.take_columns, |p| TakeColumns {
+                y: p.output([r, some]),
+                x: p.input([r, all]),
+                first,
+                scale,
             });
         }
     }

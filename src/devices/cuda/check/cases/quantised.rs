@@ -1,18 +1,18 @@
-//! Frozen weights that are stored in fewer bits.
+//! Cases of frozen weights that are stored in fewer bits.
 
 use super::Cases;
 use crate::kernels::Dequantise;
 use crate::tensor::Quantisation;
 
 impl Cases<'_> {
-    /// The storage holds random floats, whose bytes are codes.
+    /// Cases of stored weights. The storage holds random floats, whose bytes are codes.
     pub(super) fn of_quantised(&mut self) {
         for quantisation in [Quantisation::Nf4, Quantisation::Int8, Quantisation::Bf16] {
             for [rows, columns] in [[1, 3], [7, 37], [40, 420]] {
-                self.case("dequantise", |p| {
-                    let y = p.output([rows, columns]);
-                    let x = p.floats([1, quantisation.floats(rows, columns)], 0.0);
-                    move |k, _| k.dequantise(&Dequantise { y, x, quantisation })
+                case!(self.dequantise, |p| Dequantise {
+                    y: p.output([rows, columns]),
+                    x: p.floats([1, quantisation.floats(rows, columns)], 0.0),
+                    quantisation,
                 });
             }
         }
