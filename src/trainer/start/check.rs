@@ -7,11 +7,12 @@ use serde_json::Value;
 use crate::checkpoint::Identity;
 use crate::config::{Config, Labels};
 use crate::error::Error;
-use crate::resolve::{self, largest_shape_of};
+use crate::hf;
 use crate::inference::Evaluation;
 use crate::models::{Head, Model};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Plan, RankShare, Room};
+use crate::resolve::{self, largest_shape_of};
 use crate::trainer::Builder;
 use crate::trainer::builder::StartOptions;
 
