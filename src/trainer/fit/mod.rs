@@ -22,7 +22,7 @@ use crate::devices;
 use crate::engine::Summary;
 use crate::eps::{agreed_step, lost};
 use crate::error::Error;
-use crate::resolve::{largest_shape_of, model_of, shape_of};
+use crate::resolve::{largest_shape_of, model_of};
 use crate::telemetry::{EventLog, Exporter, Observe, Trace, made_up_name};
 
 /// A run of [`Trainer::fit`] before it is prepared.

@@ -7,6 +7,7 @@ use serde_json::Value;
 use crate::checkpoint::Identity;
 use crate::config::{Config, Labels};
 use crate::error::Error;
+use crate::hf;
 use crate::inference::Evaluation;
 use crate::models::{Head, Model};
 use crate::optimizers::{LearningRate, UpdateRule};

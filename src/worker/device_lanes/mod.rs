@@ -77,7 +77,7 @@ impl DeviceLanes {
         by: impl FnOnce(Box<dyn Device>) -> Box<dyn Device>,
     ) {
         let side = self.sides.remove(index);
-        self.sides.insert(index, DeviceSide { device: by(side.device), ..side });
+        self.sides.insert(index, side.with(by));
     }
 
     /// Takes the hidden states that the head read, in the order of the micro-batches.
