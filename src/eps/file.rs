@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard};
 use l2l_actors::schedule::{BlockId, Version};
 use serde_json::Value;
 
-use super::BlockPart;
+use super::BlockRun;
 use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
 use super::places::{BlockPlace, FileRange, Places};
@@ -288,7 +288,7 @@ impl FileTier {
         to: &mut [f32],
         progress: Progress<'_>,
     ) -> io::Result<()> {
-        let run = BlockPart::Parameters.index();
+        let run = BlockRun::Parameters.index();
         self.read_run(id, &self.entry(id, version), run, to, progress)
     }
 
@@ -419,30 +419,30 @@ impl FileTier {
     pub(super) fn read_with<R>(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         read: impl FnOnce(&[f32]) -> R,
     ) -> io::Result<R> {
-        let Some(&floats) = self.places.runs(id).get(part.index()) else { return Ok(read(&[])) };
+        let Some(&floats) = self.places.runs(id).get(run.index()) else { return Ok(read(&[])) };
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.current().index.blocks[id.0 as usize].clone();
         let to = buffer.values_mut(View::floats(0, floats));
-        self.read_run(id, &entry, part.index(), to, NO_PROGRESS)?;
+        self.read_run(id, &entry, run.index(), to, NO_PROGRESS)?;
         Ok(read(to))
     }
 
     pub(super) fn write_with(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         write: impl FnOnce(&mut [f32]),
     ) -> io::Result<()> {
-        if part.index() >= self.places.runs(id).len() {
+        if run.index() >= self.places.runs(id).len() {
             write(&mut []);
             return Ok(());
         }
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.current().index.blocks[id.0 as usize].clone();
-        let run = part.index();
+        let run = run.index();
         let range = self.places.of(id, entry.copy, run);
         let values = buffer.values_mut(View::floats(0, range.floats));
         self.read_run(id, &entry, run, values, NO_PROGRESS)?;

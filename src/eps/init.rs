@@ -2,7 +2,7 @@
 
 use l2l_actors::schedule::BlockId;
 
-use super::{BlockPart, Eps};
+use super::{BlockRun, Eps};
 use crate::error::Error;
 use crate::models::{Init, Model};
 use crate::random;
@@ -37,7 +37,7 @@ impl Eps {
     pub(crate) fn randomise(&self, model: &Model, seed: u64) -> Result<(), Error> {
         let blocks = (0..).map(BlockId).zip(&model.blocks);
         for (nth, (id, tensors)) in blocks.filter(|(_, all)| !all.is_empty()).enumerate() {
-            self.write_with(id, BlockPart::Parameters, |parameters| {
+            self.write_with(id, BlockRun::Parameters, |parameters| {
                 for (number, (tensor, range)) in tensors.ranges().enumerate() {
                     let stream = (nth as u64) << 32 | number as u64;
                     initialise(&mut parameters[range], tensor.init, seed, stream);

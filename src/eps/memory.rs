@@ -9,7 +9,7 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use l2l_actors::schedule::{BlockId, Version};
 
-use super::BlockPart;
+use super::BlockRun;
 use crate::models::BlockTensors;
 use crate::optimizers::StateLayout;
 use crate::tensor::Pages;
@@ -70,23 +70,23 @@ impl MemoryTier {
     pub(super) fn read_with<R>(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         read: impl FnOnce(&[f32]) -> R,
     ) -> R {
         let block = self.blocks[id.0 as usize].read().expect("nobody panicked inside");
-        read(match part {
-            BlockPart::Parameters => &block.parameters,
-            BlockPart::State(index) => block.states.get(index).map_or(&[], Vec::as_slice),
-            BlockPart::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
+        read(match run {
+            BlockRun::Parameters => &block.parameters,
+            BlockRun::State(index) => block.states.get(index).map_or(&[], Vec::as_slice),
+            BlockRun::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
         })
     }
 
-    pub(super) fn write_with(&self, id: BlockId, part: BlockPart, write: impl FnOnce(&mut [f32])) {
+    pub(super) fn write_with(&self, id: BlockId, run: BlockRun, write: impl FnOnce(&mut [f32])) {
         let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
-        write(match part {
-            BlockPart::Parameters => &mut block.parameters,
-            BlockPart::State(index) => block.states.get_mut(index).map_or(&mut [], Vec::as_mut),
-            BlockPart::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
+        write(match run {
+            BlockRun::Parameters => &mut block.parameters,
+            BlockRun::State(index) => block.states.get_mut(index).map_or(&mut [], Vec::as_mut),
+            BlockRun::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
         });
     }
 

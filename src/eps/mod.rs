@@ -41,7 +41,7 @@ use crate::optimizers::{BlockStates, RuleState, StateLayout};
 
 /// A run of a block: one range of numbers that is read, written and cut by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum BlockPart {
+pub(crate) enum BlockRun {
     /// The masters.
     Parameters,
     /// One of the optimizer's states, by its index.
@@ -53,25 +53,25 @@ pub(crate) enum BlockPart {
 /// The number of the first run of error feedback: optimizers have far fewer states.
 const FEEDBACK: usize = 1 << 16;
 
-impl BlockPart {
+impl BlockRun {
     /// The first run of a block, and a bound above all its runs.
-    pub(crate) const FIRST: BlockPart = BlockPart::Parameters;
-    pub(crate) const LAST: BlockPart = BlockPart::Feedback(usize::MAX);
+    pub(crate) const FIRST: BlockRun = BlockRun::Parameters;
+    pub(crate) const LAST: BlockRun = BlockRun::Feedback(usize::MAX);
 
     /// The number among the runs of a block: masters, then states, then error feedback.
     fn index(self) -> usize {
         match self {
-            BlockPart::Parameters => 0,
-            BlockPart::State(index) => 1 + index,
-            BlockPart::Feedback(run) => FEEDBACK + run,
+            BlockRun::Parameters => 0,
+            BlockRun::State(index) => 1 + index,
+            BlockRun::Feedback(index) => FEEDBACK + index,
         }
     }
 
-    fn of_index(index: usize) -> BlockPart {
+    fn of_index(index: usize) -> BlockRun {
         match index {
-            0 => BlockPart::Parameters,
-            1..FEEDBACK => BlockPart::State(index - 1),
-            _ => BlockPart::Feedback(index - FEEDBACK),
+            0 => BlockRun::Parameters,
+            1..FEEDBACK => BlockRun::State(index - 1),
+            _ => BlockRun::Feedback(index - FEEDBACK),
         }
     }
 }
@@ -177,10 +177,10 @@ impl Eps {
     }
 
     /// All runs of blocks except the masters.
-    pub(crate) fn state_parts(&self) -> impl Iterator<Item = BlockPart> + use<> {
+    pub(crate) fn state_runs(&self) -> impl Iterator<Item = BlockRun> + use<> {
         let states = self.parts.as_ref().map_or(&self.states, RankParts::layout).count();
         let feedback = self.feedback.as_ref().map_or(0, ErrorFeedback::count);
-        (0..states).map(BlockPart::State).chain((0..feedback).map(BlockPart::Feedback))
+        (0..states).map(BlockRun::State).chain((0..feedback).map(BlockRun::Feedback))
     }
 
     /// The tensors that a run of a block has, in the order of their layer: for each its state, in a
@@ -188,22 +188,22 @@ impl Eps {
     pub(crate) fn pieces<'t>(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         tensors: &'t BlockTensors,
     ) -> Vec<(&'t Tensor, Option<RuleState>, Range<usize>)> {
         const FLOAT: usize = size_of::<f32>();
         let of_tensor = |(at, tensor): (usize, &'t Tensor)| {
-            let (state, range) = match part {
-                BlockPart::Parameters => return None,
-                BlockPart::State(index) => self.states(id).of_tensor(at).get(index)?,
-                BlockPart::Feedback(run) => {
-                    self.feedback.as_ref()?.layout(id, run).tensors.get(at)?.as_ref()?
+            let (state, range) = match run {
+                BlockRun::Parameters => return None,
+                BlockRun::State(index) => self.states(id).of_tensor(at).get(index)?,
+                BlockRun::Feedback(index) => {
+                    self.feedback.as_ref()?.layout(id, index).tensors.get(at)?.as_ref()?
                 }
             };
             let begin = FLOAT * range.start;
             Some((tensor, Some(state.clone()), begin..begin + state.bytes()))
         };
-        if part == BlockPart::Parameters {
+        if run == BlockRun::Parameters {
             let in_bytes = |range: Range<usize>| FLOAT * range.start..FLOAT * range.end;
             let each = tensors.ranges().map(|(tensor, range)| (tensor, None, in_bytes(range)));
             return each.collect();
@@ -247,23 +247,23 @@ impl Eps {
     pub(crate) fn read_with<R>(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
-        let Some(parts) = &self.parts else { return self.read_own(id, part, read) };
-        let cut = self.cut_of(parts, id, part);
+        let Some(parts) = &self.parts else { return self.read_own(id, run, read) };
+        let cut = self.cut_of(parts, id, run);
         let len = cut.of(parts.exchanges.rank()).len();
-        let own = self.read_own(id, part, |own| own[..len].to_vec())?;
-        Ok(read(&parts.all_gather(id, part, &cut, &own)?))
+        let own = self.read_own(id, run, |own| own[..len].to_vec())?;
+        Ok(read(&parts.all_gather(id, run, &cut, &own)?))
     }
 
     /// How a run of a block is cut. The rank that computes a group has the group's error feedback.
-    fn cut_of(&self, parts: &RankParts, id: BlockId, part: BlockPart) -> Parts {
-        let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) else {
-            return parts.of_part(id, part);
+    fn cut_of(&self, parts: &RankParts, id: BlockId, run: BlockRun) -> Parts {
+        let (BlockRun::Feedback(index), Some(feedback)) = (run, &self.feedback) else {
+            return parts.of_run(id, run);
         };
-        let owner = feedback.group_of(run);
-        let len = feedback.layout(id, run).len;
+        let owner = feedback.group_of(index);
+        let len = feedback.layout(id, index).len;
         let end = |rank: u32| if rank < owner { 0 } else { len };
         Parts::new((0..parts.exchanges.ranks()).map(end).collect())
     }
@@ -272,16 +272,16 @@ impl Eps {
     fn read_stored<R>(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
-        if let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) {
-            return Ok(feedback.read_with(id, run, read));
+        if let (BlockRun::Feedback(index), Some(feedback)) = (run, &self.feedback) {
+            return Ok(feedback.read_with(id, index, read));
         }
         match &self.tier {
-            Tier::Memory(memory) => Ok(memory.read_with(id, part, read)),
+            Tier::Memory(memory) => Ok(memory.read_with(id, run, read)),
             Tier::File(file) => {
-                file.read_with(id, part, read).map_err(|error| Error::storage("eps.path", error))
+                file.read_with(id, run, read).map_err(|error| Error::storage("eps.path", error))
             }
         }
     }
@@ -294,14 +294,14 @@ impl Eps {
     pub(crate) fn write_with(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
-        let Some(parts) = &self.parts else { return self.write_own(id, part, write) };
-        let cut = self.cut_of(parts, id, part);
+        let Some(parts) = &self.parts else { return self.write_own(id, run, write) };
+        let cut = self.cut_of(parts, id, run);
         let own = cut.of(parts.exchanges.rank());
         let mut whole = vec![0.0; cut.len()];
-        self.write_own(id, part, |stored| {
+        self.write_own(id, run, |stored| {
             let stored = &mut stored[..own.len()];
             whole[own.clone()].copy_from_slice(stored);
             write(&mut whole);
@@ -313,20 +313,20 @@ impl Eps {
     fn write_stored(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
-        if let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) {
-            feedback.write_with(id, run, write);
+        if let (BlockRun::Feedback(index), Some(feedback)) = (run, &self.feedback) {
+            feedback.write_with(id, index, write);
             return Ok(());
         }
         match &self.tier {
             Tier::Memory(memory) => {
-                memory.write_with(id, part, write);
+                memory.write_with(id, run, write);
                 Ok(())
             }
             Tier::File(file) => {
-                file.write_with(id, part, write).map_err(|error| Error::storage("eps.path", error))
+                file.write_with(id, run, write).map_err(|error| Error::storage("eps.path", error))
             }
         }
     }
@@ -344,17 +344,17 @@ impl Eps {
     /// # Errors
     /// As [`read_with`](Eps::read_with).
     pub(crate) fn full_digest(&self, model: &Model) -> Result<String, Error> {
-        self.digest_of(model, &self.state_parts().collect::<Vec<_>>())
+        self.digest_of(model, &self.state_runs().collect::<Vec<_>>())
     }
 
-    fn digest_of(&self, model: &Model, states: &[BlockPart]) -> Result<String, Error> {
+    fn digest_of(&self, model: &Model, states: &[BlockRun]) -> Result<String, Error> {
         let mut hasher = Sha256::new();
         let blocks = model.blocks.iter().enumerate();
         for (index, tensors) in blocks.filter(|(_, tensors)| !tensors.is_empty()) {
-            for part in [BlockPart::Parameters].into_iter().chain(states.iter().copied()) {
+            for run in [BlockRun::Parameters].into_iter().chain(states.iter().copied()) {
                 let id = BlockId(index as u32);
-                let pieces = self.pieces(id, part, tensors);
-                self.read_with(id, part, |values| {
+                let pieces = self.pieces(id, run, tensors);
+                self.read_with(id, run, |values| {
                     let bytes: &[u8] = bytemuck::cast_slice(values);
                     pieces.into_iter().for_each(|(_, _, range)| hasher.update(&bytes[range]));
                 })?;

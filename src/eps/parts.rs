@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use l2l_actors::schedule::BlockId;
 
-use super::{BlockPart, Eps};
+use super::{BlockRun, Eps};
 use crate::error::Error;
 use crate::fabric::parts::Parts;
 use crate::fabric::{Channel, Exchanges, Lost};
@@ -98,15 +98,15 @@ impl RankParts {
     }
 
     /// How a run of a block is cut.
-    pub(super) fn of_part(&self, id: BlockId, part: BlockPart) -> Parts {
-        match part {
-            BlockPart::Parameters => self.of(id).clone(),
-            BlockPart::State(state) => {
+    pub(super) fn of_run(&self, id: BlockId, run: BlockRun) -> Parts {
+        match run {
+            BlockRun::Parameters => self.of(id).clone(),
+            BlockRun::State(state) => {
                 let cuts = &self.state_cuts[id.0 as usize];
                 let none = || Parts::new(vec![0; self.exchanges.ranks() as usize]);
                 cuts.get(state).cloned().unwrap_or_else(none)
             }
-            BlockPart::Feedback(_) => unreachable!("the EPS knows who keeps it"),
+            BlockRun::Feedback(_) => unreachable!("the EPS cuts error feedback by group"),
         }
     }
 
@@ -125,18 +125,18 @@ impl RankParts {
     pub(super) fn all_gather(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         parts: &Parts,
         own: &[f32],
     ) -> Result<Vec<f32>, Error> {
         if self.asks.load(Relaxed) && self.exchanges.rank() == 0 {
-            self.say(Said::Asks(id, part))?;
+            self.say(Said::Asks(id, run))?;
         }
         let mut whole = vec![0.0_f32; parts.len()];
         whole[parts.of(self.exchanges.rank())].copy_from_slice(own);
         let bytes = bytemuck::cast_slice_mut(&mut whole);
         let parts = parts.in_bytes(size_of::<f32>());
-        let subject = u64::from(id.0) << 32 | part.index() as u64;
+        let subject = u64::from(id.0) << 32 | run.index() as u64;
         let done = self.exchanges.all_gather(Channel::Control, subject, &parts, bytes, &|| ());
         done.map_err(lost)?;
         Ok(whole)
@@ -162,7 +162,7 @@ impl RankParts {
         }
         loop {
             match self.hear()? {
-                Said::Asks(id, part) => eps.read_with(id, part, |_| ())?,
+                Said::Asks(id, run) => eps.read_with(id, run, |_| ())?,
                 Said::Ends(None) => return Ok(()),
                 Said::Ends(Some(problem)) => {
                     return Err(Error::System(format!("rank 0: {problem}")));
@@ -185,7 +185,7 @@ impl RankParts {
 /// A message of the first rank to the others.
 enum Said {
     /// The work reads this run of a block.
-    Asks(BlockId, BlockPart),
+    Asks(BlockId, BlockRun),
     /// The work has ended, with a problem if it failed.
     Ends(Option<String>),
 }
@@ -193,8 +193,8 @@ enum Said {
 impl Said {
     fn written(&self) -> Vec<u8> {
         match self {
-            Said::Asks(id, part) => {
-                let words = [0, id.0, part.index() as u32];
+            Said::Asks(id, run) => {
+                let words = [0, id.0, run.index() as u32];
                 words.iter().flat_map(|word| word.to_le_bytes()).collect()
             }
             Said::Ends(None) => vec![1],
@@ -211,7 +211,7 @@ impl Said {
                     let bytes = words[4 * nth..][..4].try_into().expect("four bytes");
                     u32::from_le_bytes(bytes)
                 };
-                Said::Asks(BlockId(word(1)), BlockPart::of_index(word(2) as usize))
+                Said::Asks(BlockId(word(1)), BlockRun::of_index(word(2) as usize))
             }
         }
     }

@@ -6,7 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use l2l_actors::schedule::BlockId;
 
-use super::{BlockPart, Eps};
+use super::{BlockRun, Eps};
 use crate::error::Error;
 use crate::models::{BlockTensors, MasterFormat, WeightFormat, WeightPiece};
 use crate::optimizers::{BlockMasters, SplitMasters};
@@ -38,7 +38,7 @@ impl Eps {
 
     /// The masters of a stored block, to be updated.
     pub(crate) fn masters<'m>(&self, id: BlockId, stored: &'m mut [f32]) -> BlockMasters<'m> {
-        let (masters, _) = parts(self.tensors(id), stored);
+        let (masters, _) = split_stored(self.tensors(id), stored);
         masters
     }
 
@@ -81,14 +81,14 @@ impl Eps {
     pub(super) fn read_own<R>(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
-        if part != BlockPart::Parameters || self.is_plain(id) {
-            return self.read_stored(id, part, read);
+        if run != BlockRun::Parameters || self.is_plain(id) {
+            return self.read_stored(id, run, read);
         }
         let tensors = self.tensors(id);
-        let mut stored = self.read_stored(id, part, |all| all[..tensors.host_len()].to_vec())?;
+        let mut stored = self.read_stored(id, run, |all| all[..tensors.host_len()].to_vec())?;
         Ok(read(&decode(tensors, &mut stored)))
     }
 
@@ -97,15 +97,15 @@ impl Eps {
     pub(super) fn write_own(
         &self,
         id: BlockId,
-        part: BlockPart,
+        run: BlockRun,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
-        if part != BlockPart::Parameters || self.is_plain(id) {
-            return self.write_stored(id, part, write);
+        if run != BlockRun::Parameters || self.is_plain(id) {
+            return self.write_stored(id, run, write);
         }
         let tensors = self.tensors(id);
         let mut done = Ok(());
-        self.write_stored(id, part, |stored| {
+        self.write_stored(id, run, |stored| {
             let stored = &mut stored[..tensors.host_len()];
             let mut values = decode(tensors, stored);
             write(&mut values);
@@ -116,7 +116,10 @@ impl Eps {
 }
 
 /// The masters of a stored block, and its frozen tensors in other formats.
-fn parts<'m>(tensors: &BlockTensors, stored: &'m mut [f32]) -> (BlockMasters<'m>, &'m mut [f32]) {
+fn split_stored<'m>(
+    tensors: &BlockTensors,
+    stored: &'m mut [f32],
+) -> (BlockMasters<'m>, &'m mut [f32]) {
     let stored = &mut stored[..tensors.host_len()];
     let len = tensors.masters_len();
     let format = tensors.masters();
@@ -137,7 +140,7 @@ fn parts<'m>(tensors: &BlockTensors, stored: &'m mut [f32]) -> (BlockMasters<'m>
 }
 
 fn decode(tensors: &BlockTensors, stored: &mut [f32]) -> Vec<f32> {
-    let (masters, frozen) = parts(tensors, stored);
+    let (masters, frozen) = split_stored(tensors, stored);
     let mut values = vec![0.0; tensors.len()];
     let to = &mut values[..tensors.masters_len()];
     match masters {
@@ -168,7 +171,7 @@ fn decode_piece(piece: &WeightPiece, frozen: &[f32], to: &mut [f32]) {
 }
 
 fn encode(tensors: &BlockTensors, values: &[f32], stored: &mut [f32]) -> Result<(), Error> {
-    let (masters, frozen) = parts(tensors, stored);
+    let (masters, frozen) = split_stored(tensors, stored);
     let from = &values[..tensors.masters_len()];
     match masters {
         BlockMasters::Plain(masters) => masters.copy_from_slice(from),

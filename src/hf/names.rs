@@ -7,7 +7,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::weights::FileTensor;
-use crate::eps::BlockPart;
+use crate::eps::BlockRun;
 use crate::models::families::Names;
 use crate::models::{Head, Model};
 
@@ -97,7 +97,7 @@ pub(super) fn check<'t>(
                 let found = view.shape();
                 problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
             }
-            Some(view) if tensor.part != BlockPart::Parameters => {
+            Some(view) if tensor.part != BlockRun::Parameters => {
                 if view.dtype() != tensor.dtype {
                     let expected = tensor.dtype;
                     let found = view.dtype();

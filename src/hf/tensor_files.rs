@@ -25,7 +25,7 @@ use super::sealed::file_digest;
 use super::weights::{
     FileTensor, FileTensors, INDEX, adapter_tensors, file_tensors, state_tensors, trained_names,
 };
-use crate::eps::{BlockPart, Eps, reserve};
+use crate::eps::{BlockRun, Eps, reserve};
 use crate::error::Error;
 use crate::models::Model;
 
@@ -37,7 +37,7 @@ pub(super) const SHARD_BYTES: usize = 5_000_000_000;
 pub(crate) struct TensorFiles {
     files: Vec<OpenFile>,
     /// For each part of a block, the places of its bytes in the files.
-    pieces: BTreeMap<(BlockId, BlockPart), Vec<Piece>>,
+    pieces: BTreeMap<(BlockId, BlockRun), Vec<Piece>>,
     linked: Vec<LinkedFile>,
 }
 
@@ -78,7 +78,7 @@ impl TensorFiles {
         model: &Model,
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
-        let all = file_tensors(model, eps, BlockPart::Parameters);
+        let all = file_tensors(model, eps, BlockRun::Parameters);
         TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), |_| None)
     }
 
@@ -96,7 +96,7 @@ impl TensorFiles {
     ) -> Result<TensorFiles, Error> {
         let most = most.map_or(SHARD_BYTES, |bytes| bytes.try_into().unwrap_or(usize::MAX));
         let names = trained_names(model);
-        let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
+        let all = file_tensors(model, eps, BlockRun::Parameters).into_iter();
         let (trained, frozen) = all.partition(|(name, _)| names.contains(&name[..]));
         let mut all = shards(frozen, most);
         all.extend(shards(trained, most));
@@ -225,8 +225,7 @@ impl TensorFiles {
     /// The block cannot be read, or a file cannot be written.
     pub(crate) fn write_block(&self, id: BlockId, eps: &Eps) -> Result<u64, Error> {
         let mut sum = 0;
-        for ((_, part), pieces) in self.pieces.range((id, BlockPart::FIRST)..=(id, BlockPart::LAST))
-        {
+        for ((_, part), pieces) in self.pieces.range((id, BlockRun::FIRST)..=(id, BlockRun::LAST)) {
             eps.read_with(id, *part, |values| {
                 let all: &[u8] = bytemuck::cast_slice(values);
                 pieces.iter().try_for_each(|Piece { bytes, file, at }| {
@@ -403,7 +402,7 @@ mod tests {
         let to = make();
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
-        let all = file_tensors(&model, &from, BlockPart::Parameters);
+        let all = file_tensors(&model, &from, BlockRun::Parameters);
         let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), |_| None);
         write_all(files.expect("a directory of ours"), &model, &from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();

@@ -20,7 +20,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
 use super::json;
 use super::names::{check, find, is_of_new_head, prefix};
-use crate::eps::{BlockPart, Eps};
+use crate::eps::{BlockRun, Eps};
 use crate::error::Error;
 use crate::models::adapters::is_of_adapter;
 use crate::models::{BlockTensors, Model};
@@ -28,7 +28,7 @@ use crate::optimizers::{RuleState, StateDtype};
 
 /// A tensor of a file, and the place of its elements in the EPS.
 pub(super) struct FileTensor {
-    pub(super) part: BlockPart,
+    pub(super) part: BlockRun,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     /// The tensor's rows, in order: a block, and a range of bytes in the block's part. A tensor that
@@ -57,7 +57,7 @@ pub(super) type FileTensors = BTreeMap<String, FileTensor>;
 
 /// The parameters of a model without adapters.
 fn base_tensors(model: &Model, eps: &Eps) -> FileTensors {
-    let mut all = file_tensors(model, eps, BlockPart::Parameters);
+    let mut all = file_tensors(model, eps, BlockRun::Parameters);
     all.retain(|name, _| !is_of_adapter(name));
     all
 }
@@ -72,13 +72,13 @@ pub(super) fn trained_names(model: &Model) -> BTreeSet<&str> {
 /// their names in PEFT.
 pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let trained = trained_names(model);
-    let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
+    let all = file_tensors(model, eps, BlockRun::Parameters).into_iter();
     let all = all.filter(|(name, _)| trained.contains(&name[..]));
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
 }
 
 /// The tensors of a model's parameters, or of one of the optimizer's states.
-pub(super) fn file_tensors(model: &Model, eps: &Eps, part: BlockPart) -> FileTensors {
+pub(super) fn file_tensors(model: &Model, eps: &Eps, part: BlockRun) -> FileTensors {
     let mut all = FileTensors::new();
     for (id, tensors) in (0..).map(BlockId).zip(&model.blocks).filter(|(_, all)| !all.is_empty()) {
         for (tensor, state, range) in eps.pieces(id, part, tensors) {
@@ -110,7 +110,7 @@ fn dtype_of(dtype: StateDtype) -> Dtype {
 
 /// The tensors of the optimizer's states.
 pub(super) fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
-    eps.state_parts().flat_map(|part| file_tensors(model, eps, part)).collect()
+    eps.state_runs().flat_map(|part| file_tensors(model, eps, part)).collect()
 }
 
 /// Reads a directory's weights into the EPS. With [`Load::to_train`] the files may lack the tensors
@@ -361,7 +361,7 @@ fn read(
         eps.write_with(block, part, |values| {
             for (name, range, from) in pieces {
                 let view = find(name).expect("check() found it");
-                if part == BlockPart::Parameters {
+                if part == BlockRun::Parameters {
                     decode(&mut values[floats(&range)], &view, from / FLOAT);
                 } else {
                     let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
@@ -411,7 +411,7 @@ pub(crate) fn tensor(
     model: &Model,
     eps: &Eps,
 ) -> Result<(Vec<usize>, Vec<f32>), Error> {
-    let tensor = file_tensors(model, eps, BlockPart::Parameters).remove(name);
+    let tensor = file_tensors(model, eps, BlockRun::Parameters).remove(name);
     let tensor =
         tensor.ok_or_else(|| Error::argument(format_args!("the model has no tensor {name:?}")))?;
     let mut all = Vec::new();

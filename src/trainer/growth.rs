@@ -7,7 +7,7 @@ use l2l_actors::schedule::BlockId;
 use super::Trainer;
 use crate::checkpoint::{self, LayerCount};
 use crate::config::{Config, NewLayers};
-use crate::eps::{BlockPart, Eps};
+use crate::eps::{BlockRun, Eps};
 use crate::error::Error;
 use crate::models::{Base, Model, Shape};
 use crate::resolve::{shape_of, training_of};
@@ -152,7 +152,7 @@ fn copy_block(
 ) -> Result<(), Error> {
     let tensors = &model.blocks[to.0 as usize];
     let len = tensors.len();
-    let mut masters = eps.read_with(from, BlockPart::Parameters, |all| all[..len].to_vec())?;
+    let mut masters = eps.read_with(from, BlockRun::Parameters, |all| all[..len].to_vec())?;
     let ends_branch = model.shape.residual_outputs(layer);
     for (tensor, range) in tensors.ranges() {
         let name = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);
@@ -160,5 +160,5 @@ fn copy_block(
             masters[range].fill(0.0);
         }
     }
-    eps.write_with(to, BlockPart::Parameters, |all| all[..len].copy_from_slice(&masters))
+    eps.write_with(to, BlockRun::Parameters, |all| all[..len].copy_from_slice(&masters))
 }

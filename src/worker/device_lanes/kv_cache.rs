@@ -42,7 +42,7 @@ impl DeviceLanes {
         let lengths = filled.state.lengths(filled.micro_batch);
         let mut from = 0;
         for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
-            let floats = shared.plan.dtype().floats(rows * filled.what().width());
+            let floats = shared.plan.dtype().floats(rows * filled.declared().width());
             let to = host.cached_mut(shared.plan.cached_at(filled.layer, cache, cached), floats);
             side.download(to, slot.part(from..from + floats))?;
             from += floats;
