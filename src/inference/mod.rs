@@ -86,7 +86,7 @@ impl Loaded {
             }
             None => Eps::in_memory(model.blocks.clone(), none, |_| false),
         };
-        let ledger = Arc::new(Ledger::new(model.layers.len(), plan.devices, Vec::new()));
+        let ledger = Arc::new(Ledger::new(model.layers.len(), plan.devices(), Vec::new()));
         let parts = WorkerParts {
             model: model.clone(),
             plan,

@@ -13,7 +13,7 @@ use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model};
-use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::plan::{Holder, Plan, Purpose, Side, StepShape, StepSpec, schedule_of};
 use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
@@ -131,7 +131,8 @@ impl Rates {
             rates.boundaries = rates.link;
         }
         rates.measure_sequences(slices, plan);
-        let block = plan.largest_gradient as f64 * size_of::<f32>() as f64;
+        let gradients = plan.regions.slots(Holder::Gradients, Side::Device);
+        let block = gradients.slot_floats as f64 * size_of::<f32>() as f64;
         let reduces = &[WorkKind::Reduce, WorkKind::Scatter][..];
         let updates = &[WorkKind::Update][..];
         for (rate, kinds) in [(&mut rates.reduce, reduces), (&mut rates.update, updates)] {
@@ -147,7 +148,7 @@ impl Rates {
     fn measure_sequences(&mut self, slices: &[Slice], plan: &Plan) {
         let sequences = |slice: &Slice| {
             let micro_batch = slice.micro_batch.map_or(0, |m| m as usize);
-            plan.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
+            plan.batch.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
         };
         let mut layers: HashMap<(u32, Phase), PerSequence> = HashMap::new();
         let mut host = PerSequence::default();
@@ -293,7 +294,7 @@ impl Forecast {
     ) -> Result<Forecast, Error> {
         let step = StepShape {
             sequences: config.step.batch,
-            positions: plan.positions,
+            positions: plan.batch.positions,
             purpose: Purpose::Train,
         };
         let begins_with = match config.model.max_layers {
@@ -303,7 +304,7 @@ impl Forecast {
         let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
         let schedule = schedule_of(config, model, step)?;
         let rates = rates.clone();
-        let on_device = plan.stash_on_device;
+        let on_device = plan.stash_on_device();
         let run = virtual_time::run(
             ring_config(model, plan, None),
             move |operation| rates.time(operation, on_device),

@@ -63,7 +63,7 @@ impl Trainer {
         let mut dice = Dice::new(how, 0);
         dice.see(prompt);
         for _ in 0..count {
-            let length = tokens.len().min(self.plan.positions);
+            let length = tokens.len().min(self.plan.batch.positions);
             let batch = Batch::for_generation(&[&tokens[tokens.len() - length..]]);
             let logits = self.run(batch, Purpose::Score).await?.logits;
             tokens.push(dice.draw(&logits));

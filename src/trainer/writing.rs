@@ -50,7 +50,7 @@ impl Trainer {
             makes_folder: !folder::parent(directory).is_dir(),
             run: self.run.clone(),
             progress: self.progress.clone(),
-            is_backward: !self.plan.deferred,
+            is_backward: !self.plan.deferred(),
             begun: self.engine.begun(),
             begin: self.engine.now(),
             watch: self.watch.clone(),

@@ -117,7 +117,7 @@ impl Small {
                 Eps::on_file(model.blocks.clone(), states, file.expect("a place for files"))
             }
         };
-        let records = Arc::new(Ledger::new(model.layers.len(), plan.devices, Vec::new()));
+        let records = Arc::new(Ledger::new(model.layers.len(), plan.devices(), Vec::new()));
         let plan = Arc::new(plan);
         let learning_rate = config.learning_rate(100);
         let parts = WorkerParts { model, plan, rule, learning_rate, eps, records };
@@ -284,8 +284,8 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
         pools: plan.pools,
         blocks: model.blocks.len() as u32,
         max_layers: model.layers.len() as u32,
-        max_micro_batches: plan.micro_batches.len() as u32,
-        deferred: plan.deferred,
+        max_micro_batches: plan.batch.micro_batches.len() as u32,
+        deferred: plan.deferred(),
         watchdog: patience,
         inject: None,
     };

@@ -165,7 +165,8 @@ fn a_base_takes_its_bytes() {
         let expected = matrices as f64 * (4.0 - bytes);
         assert!((saved / expected - 1.0).abs() < 1e-3, "{base:?}: {saved} of {expected}");
         assert!(
-            plan.upload_bytes < as_is.upload_bytes && plan.device_bytes() < as_is.device_bytes()
+            plan.traffic.upload_bytes < as_is.traffic.upload_bytes
+                && plan.device_bytes() < as_is.device_bytes()
         );
     }
     let (half, _) = plan(Base::Bf16);

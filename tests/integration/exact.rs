@@ -329,7 +329,7 @@ pub(crate) fn planned(config: &Config, steps: u64) -> Vec<LinkBytes> {
         download: steps * link.download,
         peers: steps * link.peers,
     };
-    plan.link_bytes.into_iter().map(all).collect()
+    plan.traffic.link_bytes.into_iter().map(all).collect()
 }
 
 proptest! {

@@ -364,7 +364,7 @@ fn bytes_are_the_plans() {
             let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
             let plan = plan.expect("a plan of ours");
             let rows = 8 / ranks * 7 * 24 * 4 * (ranks - 1);
-            let FabricBytes { blocks, gradients } = plan.fabric_bytes;
+            let FabricBytes { blocks, gradients } = plan.traffic.fabric_bytes;
             assert_eq!(found, [STEPS * blocks, STEPS * (gradients + u64::from(rows))]);
             received += gradients;
         }

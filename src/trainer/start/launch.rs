@@ -26,7 +26,7 @@ impl OpenRun {
     pub(super) fn launch(self) -> Result<Trainer, Error> {
         let OpenRun { checked, eps, origin, layers, changes } = self;
         let CheckedRun { run, largest, plan, rule, learning_rate, options } = checked;
-        let ledger = Arc::new(Ledger::new(largest.layers.len(), plan.devices, options.observers));
+        let ledger = Arc::new(Ledger::new(largest.layers.len(), plan.devices(), options.observers));
         let parts = WorkerParts {
             model: largest,
             plan: plan.clone(),
@@ -130,7 +130,7 @@ fn layers(model: &Model) -> Vec<(bool, bool)> {
     let parts = model.layers.iter().zip(&model.layer_blocks);
     let of = |(part, blocks): (&ModelLayer, &Vec<_>)| {
         let new = blocks.iter().filter(|&&block| met.insert(block)).count();
-        (!matches!(part, ModelLayer::Embedding), new > 0)
+        (part.is_on_device(), new > 0)
     };
     parts.map(of).collect()
 }
