@@ -42,6 +42,8 @@ pub mod eps;
 
 pub mod hf;
 
+mod resolve;
+
 pub mod data;
 
 pub mod machine;
@@ -69,8 +71,8 @@ pub mod testing;
 pub use config::Config;
 pub use engine::{Bottleneck, StepReport, Summary};
 pub use error::{Error, ErrorKind, Misfit, Resource};
-pub use hf::{largest_shape_of, shape_of};
 pub use plan::Plan;
+pub use resolve::{largest_shape_of, model_of, shape_of, training_of};
 pub use trainer::{
     Builder, Callbacks, End, Fit, Fitted, NewLayer, Prepared, RunMessage, StopRequest, Trainer,
     state_on_file,

@@ -37,10 +37,10 @@ use crate::work::Queue;
 
 /// An implementation under test.
 pub trait Subject {
-    /// What is tested.
+    /// The implementation.
     type Ports: Ports;
 
-    /// What its steps run: small, with everything that the implementation supports.
+    /// The schedule of its steps: small, with everything that the implementation supports.
     fn schedule(&self) -> Schedule;
 
     /// A new one, in the same state each time, with memory for these pools.
@@ -132,7 +132,7 @@ pub fn check<S: Subject>(subject: &S) -> ConformanceReport {
     report
 }
 
-/// How a run ends, if nothing fails.
+/// The end of a run in which nothing fails.
 #[derive(Clone, Copy, Debug)]
 enum End {
     /// After its steps.

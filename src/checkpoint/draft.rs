@@ -14,6 +14,7 @@ use crate::eps::Eps;
 use crate::error::Error;
 use crate::folder::sync;
 use crate::hf::{self, Before, RECORD, TensorFiles};
+use crate::resolve;
 
 /// A checkpoint that is being written. Its directory has another name until it is complete.
 pub(crate) struct Draft {
@@ -75,8 +76,9 @@ impl Draft {
         if let Some(path) = &run.config.model.path {
             hf::copy_companions(path, &partial).map_err(failed)?;
         }
-        if run.config.train.lora.is_some() {
-            hf::write_adapter_config(&partial, &run.model, &run.config)?;
+        if let Some(lora) = resolve::training_of(&run.config)?.lora {
+            let base = run.config.model.path.as_deref();
+            hf::write_adapter_config(&partial, &run.model, &lora, base)?;
         }
         record.files = hf::file_digests(&partial).map_err(failed)?;
         for file in linked {

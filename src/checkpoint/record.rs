@@ -11,11 +11,12 @@ use sha2::{Digest, Sha256};
 use super::directory::recover;
 use super::identity::{self, as_value};
 use super::{Identity, LayerCount, Progress};
-use crate::config::{ModelConfig, TrainConfig};
+use crate::config::TrainConfig;
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf::{self, Load, RECORD, Sealed};
 use crate::models::{Base, Model, families};
+use crate::resolve;
 
 /// The record of a run in a checkpoint: `l2l.json`.
 #[derive(Serialize, Deserialize)]
@@ -158,12 +159,8 @@ impl Checkpoint {
         if lora.is_some() || *base != Base::AsIs {
             // A checkpoint does not have the frozen weights: they are those that the run began
             // with.
-            hf::check_seals(&run.config)?;
-            eps.randomise(model, run.config.step.seed)?;
-            let ModelConfig { path, random_weights, unsealed, .. } = &run.config.model;
-            if let Some(path) = path.as_ref().filter(|_| !random_weights) {
-                hf::load(path, model, eps, Load::to_train(!unsealed))?;
-            }
+            let how = Load::to_train(!run.config.model.unsealed);
+            resolve::load_base(&run.config, model, eps, how)?;
         }
         match (lora, base) {
             (Some(_), _) => hf::load_adapters(&directory, model, eps, Load::AS_WRITTEN)?,

@@ -31,15 +31,15 @@ use crate::models::{LayerSelection, Model};
 use crate::optimizers::{LossScale, ScaleState};
 use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::stash;
-use crate::worker::{CacheSlot, Dealt, StepInput, Worker};
+use crate::worker::{CacheSlot, Dealt, Emulated, StepInput, Worker};
 
 /// See the [module](self).
 pub(crate) struct Engine {
     config: Config,
     pub(crate) model: Arc<Model>,
     pub(crate) plan: Arc<Plan>,
-    relay: Relay<ThreadLanes<Worker>>,
-    lanes: Arc<ThreadLanes<Worker>>,
+    relay: Relay<ThreadLanes<Emulated>>,
+    lanes: Arc<ThreadLanes<Emulated>>,
     /// The plans of the last steps.
     plans: StepPlans,
     /// The number of steps of the ring that began and are counted.
@@ -87,12 +87,12 @@ impl Engine {
     ///
     /// # Errors
     /// The system gives no threads.
-    pub(crate) fn start(config: Config, worker: Worker, trained: u64) -> Result<Engine, Error> {
+    pub(crate) fn start(config: Config, work: Emulated, trained: u64) -> Result<Engine, Error> {
+        let worker = work.worker();
         let model = worker.model().clone();
         let plan = worker.plan().clone();
         let records = worker.records().clone();
-        let lanes =
-            ThreadLanes::start(worker, &plan.pools, Some(records)).map_err(Error::system)?;
+        let lanes = ThreadLanes::start(work, &plan.pools, Some(records)).map_err(Error::system)?;
         let lanes = Arc::new(lanes);
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));
@@ -330,7 +330,7 @@ impl Engine {
 
     /// The work behind the lanes.
     pub(crate) fn worker(&self) -> &Worker {
-        self.lanes.work()
+        self.lanes.work().worker()
     }
 
     /// Observes the ring from outside, also after its end.
@@ -358,7 +358,7 @@ impl Engine {
         let lanes = self.lanes.clone();
         unblock(move || {
             let _reading = reading;
-            read(lanes.work())
+            read(lanes.work().worker())
         })
         .await
     }
@@ -380,7 +380,7 @@ impl Engine {
             if !settled.await {
                 return Err(Error::System("the run failed before it could be saved".into()));
             }
-            unblock(move || save(lanes.work(), &saving)).await
+            unblock(move || save(lanes.work().worker(), &saving)).await
         }))
     }
 
@@ -389,7 +389,7 @@ impl Engine {
     ///
     /// # Errors
     /// The ring failed.
-    pub(crate) async fn stop(self) -> Result<Arc<ThreadLanes<Worker>>, Error> {
+    pub(crate) async fn stop(self) -> Result<Arc<ThreadLanes<Emulated>>, Error> {
         drop(self.reading.lock().await);
         self.relay.stop().await?;
         Ok(self.lanes)

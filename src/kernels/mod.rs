@@ -7,7 +7,7 @@
 //! `accumulate` is true, and replaces otherwise: the first call of a step replaces.
 //!
 //! A new operation is a struct with an implementation of [`KernelOperation`], a row of the table
-//! below, and an implementation of `Runs` or `RunsIn` on each device.
+//! below, an implementation of `Compute` or `ComputeIn` on the CPU, and a launch on the GPU.
 //!
 //! Weights and activations are of the device's [`Dtype`](crate::tensor::Dtype). Gradients of
 //! weights, statistics, log-sum-exps, gradients of chunks' keys and values, and a head's `dh` and

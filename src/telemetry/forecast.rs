@@ -12,32 +12,34 @@ use super::{Ledger, Slice, SliceKind, Tally};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
-use crate::hf::shape_of;
 use crate::models::{LayerSelection, Model};
 use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
     /// Seconds of one sequence in a layer and a phase.
     compute: HashMap<(u32, Phase), f64>,
-    /// Of blocks to the device, and of gradients from it.
+    /// The rate of blocks to the device, and of gradients from it.
     pub(super) link: [f64; 2],
-    /// Of copies between devices.
+    /// The rate of copies between devices.
     pub(super) peers: f64,
-    /// Of boundaries to the device, and from it, when the stash is on the host.
+    /// The rates of boundaries to the device, and from it, if the stash is on the host.
     pub(super) boundaries: [f64; 2],
-    /// Of boundaries from the stash to the slots, and back, when the stash is on the device.
+    /// The rates of boundaries from the stash to the slots, and back, if the stash is on the
+    /// device.
     pub(super) on_device: [f64; 2],
     /// Seconds of one sequence on the host lane: gathers and losses.
     host: f64,
-    /// Of sums of gradients, and of scatters.
+    /// The rate of sums of gradients, and of scatters.
     pub(super) reduce: f64,
-    /// Of updates.
+    /// The rate of updates.
     pub(super) update: f64,
-    /// Of the EPS's file.
+    /// The rate of the EPS's file.
     pub(super) file: f64,
-    /// From the other processes of a run, on each of the two lanes of exchanges.
+    /// The rate at which data come from the other processes of a run, on each of the two lanes of
+    /// exchanges.
     pub(super) fabric: f64,
 }
 
@@ -249,7 +251,7 @@ const ENDLESS: Duration = Duration::from_secs(1 << 32);
 /// A step in virtual time.
 #[derive(Clone, Debug)]
 pub struct Forecast {
-    /// From the end of one step to the end of the next, once the ring is warm.
+    /// Seconds from the end of one step to the end of the next, once the ring is warm.
     pub seconds: f64,
     /// The operations of that step.
     pub slices: Vec<Slice>,

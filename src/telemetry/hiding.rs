@@ -92,7 +92,7 @@ impl Hiding {
     }
 }
 
-/// When blocks are updated, and where their masters lie.
+/// The time of updates in a step, and the place of masters.
 #[derive(Clone, Copy)]
 struct Updates {
     deferred: bool,

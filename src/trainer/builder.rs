@@ -12,10 +12,10 @@ use crate::data::{Batches, Dataset};
 use crate::eps;
 use crate::error::Error;
 use crate::fabric::{Exchanges, Fabric};
-use crate::hf::shape_of;
 use crate::models::{Model, Shape};
 use crate::optimizers::UpdateRule;
 use crate::plan::Room;
+use crate::resolve::shape_of;
 use crate::telemetry::{Observe, Trace};
 
 /// The parts of a trainer. The config decides the parts that a program does not give.

@@ -9,8 +9,8 @@ use crate::checkpoint::{self, LayerCount};
 use crate::config::{Config, NewLayers};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
-use crate::hf::{self, shape_of};
 use crate::models::{Base, Model, Shape};
+use crate::resolve::{shape_of, training_of};
 use crate::worker::Worker;
 
 /// A layer to add on top of the others.
@@ -44,7 +44,7 @@ pub(super) fn model_of(
         return Err(Error::config("model.max_layers", problem));
     }
     let shape = Shape { layers: now, ..shape_of(config)? };
-    Ok(Arc::new(Model::with_room(shape, most, &hf::training_of(config)?)?))
+    Ok(Arc::new(Model::with_room(shape, most, &training_of(config)?)?))
 }
 
 impl Trainer {

@@ -416,7 +416,7 @@ impl Trainer {
         let lanes = engine.stop().await?;
         watch.set_ended();
         let end = move || {
-            let worker = lanes.work();
+            let worker = lanes.work().worker();
             let used = worker.used();
             let moved = used.all_links();
             if let Some(parts) = worker.eps().parts() {

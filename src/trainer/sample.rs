@@ -35,7 +35,7 @@ impl Trainer {
             let what = "the run has no room to generate: tell its builder (Builder::generates)";
             return Err(Error::argument(what));
         };
-        let done = generate(&mut self.engine, room, prompts, most, (how, ends), each).await;
+        let done = generate(&mut self.engine, room, prompts, most, how, ends, each).await;
         self.count(done)
     }
 

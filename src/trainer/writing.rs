@@ -174,7 +174,7 @@ impl Writing {
         let mut bytes = 0;
         for id in blocks {
             bytes += draft.write_block(id, eps)?;
-            throttle(began, bytes, disk_rate);
+            throttle(began, || bytes, disk_rate);
             if let Some(saving) = saving {
                 saving.saved(id);
             }

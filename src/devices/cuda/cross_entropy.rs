@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use super::driver::{Address, Argument};
-use super::kernels::On;
-use super::launches::{int, parts_of};
+use super::driver::Address;
+use super::kernels::{On, arguments};
+use super::launches::parts_of;
 use super::linear::Table;
 use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize, Smoothing};
 use crate::tensor::{Scratch, View};
@@ -86,17 +86,15 @@ impl On<'_> {
     /// Finds the labelled rows of this range, among all labelled rows.
     fn find(&self, places: View, statistics: View, rows: usize, of: &Range<usize>) -> Address {
         let to = self.at(places).at;
-        let [rows, first, count] = [rows, of.start, of.len()].map(int);
-        let arguments: [&dyn Argument; 5] = [&to, &self.at(statistics), &rows, &first, &count];
-        self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, &arguments);
+        let arguments = arguments!(self; to, statistics, rows, of.start, of.len());
+        self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, arguments);
         to
     }
 
     /// Copies the rows that were found side by side.
     fn gather(&self, to: View, x: View, places: Address, [count, channels]: [usize; 2]) {
-        let arguments: [&dyn Argument; 5] =
-            [&self.at(to), &self.at(x), &places, &int(count), &int(channels)];
-        self.queue.columns("gather_rows", [count, 1], channels, &arguments);
+        let arguments = arguments!(self; to, x, places, count, channels);
+        self.queue.columns("gather_rows", [count, 1], channels, arguments);
     }
 
     /// Copies some labelled rows side by side and computes their logits. Returns the numbers of
@@ -105,7 +103,7 @@ impl On<'_> {
         &self,
         [statistics, h, w]: [View; 3],
         rows: &Range<usize>,
-        to: &Labelled,
+        to: Labelled,
     ) -> Address {
         let places = self.find(to.places, statistics, h.rows, rows);
         self.gather(to.h, h, places, [rows.len(), h.columns]);
@@ -122,14 +120,14 @@ impl On<'_> {
         let size = &op.size();
         self.copy(out, statistics);
         for rows in chunks(size) {
-            let places = self.logits_of([statistics, h, w], &rows, &scratch);
-            let logits = self.at(scratch.logits);
-            let bias = self.at_if(bias);
-            let [r, tile, stride, first] =
-                [rows.len(), size.tile, stride_of(size), size.first].map(int);
-            let arguments: [&dyn Argument; 10] =
-                [&self.at(out), &logits, &bias, &places, &r, &tile, &stride, &first, &own, &each];
-            self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
+            let places = self.logits_of([statistics, h, w], &rows, scratch);
+            let count = rows.len();
+            let stride = stride_of(size);
+            let arguments = arguments!(
+                self; out, scratch.logits, bias, places, count, size.tile, stride, size.first, own,
+                each
+            );
+            self.queue.launch("score_rows", [count, 1, 1], [256, 1, 1], 0, arguments);
         }
     }
 
@@ -144,9 +142,8 @@ impl On<'_> {
         let factors = [Table::of(gathered), Table::of(w).transposed()];
         self.product(Table::of(y), factors, [count, c, v], None, false);
         if let Some(bias) = bias {
-            let arguments: [&dyn Argument; 5] =
-                [&self.at(y), &self.at(bias), &int(count), &int(v), &int(v)];
-            self.queue.columns("add_bias_to_floats", [count, 1], v, &arguments);
+            let arguments = arguments!(self; y, bias, count, v, v);
+            self.queue.columns("add_bias_to_floats", [count, 1], v, arguments);
         }
     }
 
@@ -178,21 +175,18 @@ impl On<'_> {
         let r = rows.len();
         let c = h.columns;
         let v = w.rows;
-        let places = self.logits_of([statistics, h, w], rows, &scratch.labelled);
-        let to = self.at(scratch.dlogits);
-        let from = self.at(scratch.labelled.logits);
-        let s = self.at(statistics);
-        let bias = self.at_if(bias);
-        let [count, tile, stride, first] = [r, v, scratch.dlogits.columns, first].map(int);
+        let places = self.logits_of([statistics, h, w], rows, scratch.labelled);
+        let BackwardScratch { labelled: Labelled { logits, .. }, dlogits, .. } = scratch;
         let Smoothing { own, each } = op.smoothing;
-        let arguments: [&dyn Argument; 12] =
-            [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale, &own, &each];
-        self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
-        let dlogits = Table::of(scratch.dlogits);
+        let arguments = arguments!(
+            self; dlogits, statistics, logits, bias, places, r, v, dlogits.columns, first, scale,
+            own, each
+        );
+        self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, arguments);
+        let dlogits = Table::of(dlogits);
         self.product(Table::of(scratch.dh), [dlogits, Table::of(w)], [r, v, c], None, false);
-        let arguments: [&dyn Argument; 5] =
-            [&self.at(dh), &self.at(scratch.dh), &places, &count, &int(c)];
-        self.queue.columns("add_rows", [r, 1], c, &arguments);
+        let arguments = arguments!(self; dh, scratch.dh, places, r, c);
+        self.queue.columns("add_rows", [r, 1], c, arguments);
         if let Some(dw) = dw {
             let factors = [dlogits.transposed(), Table::of(scratch.labelled.h)];
             self.product(Table::of(dw), factors, [v, r, c], None, accumulate);

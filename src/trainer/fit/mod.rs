@@ -22,7 +22,7 @@ use crate::devices;
 use crate::engine::Summary;
 use crate::eps::{agreed_step, lost};
 use crate::error::Error;
-use crate::hf;
+use crate::resolve::{largest_shape_of, model_of};
 use crate::telemetry::{EventLog, Exporter, Observe, Trace, made_up_name};
 
 /// A run of [`Trainer::fit`] before it is prepared.
@@ -179,7 +179,7 @@ impl Fit {
         }
         let keeper = keeper?;
         if let (Some(directory), true, None) = (directory, is_first, &self.builder.model) {
-            let model = hf::model_of(config, hf::largest_shape_of(config)?)?;
+            let model = model_of(config, largest_shape_of(config)?)?;
             let space = Space::of(config, &model, &config.update_rule());
             if let Some(misfit) = space.and_then(|space| space.misfit(directory)) {
                 return Err(Error::DoesNotFit(misfit));

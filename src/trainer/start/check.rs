@@ -7,11 +7,12 @@ use serde_json::Value;
 use crate::checkpoint::Identity;
 use crate::config::{Config, Labels};
 use crate::error::Error;
-use crate::hf::{self, largest_shape_of};
+use crate::hf;
 use crate::inference::Evaluation;
 use crate::models::{Head, Model};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Plan, RankShare, Room};
+use crate::resolve::{self, largest_shape_of};
 use crate::trainer::Builder;
 use crate::trainer::builder::StartOptions;
 
@@ -78,16 +79,11 @@ fn model_of_run(config: &Config, own: Option<Model>) -> Result<Model, Error> {
                            its layers, and choose among them (Trainer::step_with)";
             return Err(Error::config("model.max_layers", problem));
         }
-        Some(_) if config.train.lora.is_some() => {
-            let problem = "is for a model that the config names: give a model of your own its \
-                           adapters as tensors of its layers";
-            return Err(Error::config("train.lora", problem));
-        }
         Some(mut model) => {
-            model.freeze(&hf::training_of(config)?)?;
+            resolve::freeze_own(config, &mut model)?;
             model
         }
-        None => hf::model_of(config, largest_shape_of(config)?)?,
+        None => resolve::model_of(config, largest_shape_of(config)?)?,
     };
     model.label_smoothing = model.label_smoothing.max(config.train.label_smoothing);
     let predicts_value = matches!(model.shape.head, Head::Classes { is_value: true, .. });

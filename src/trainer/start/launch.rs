@@ -10,12 +10,13 @@ use crate::checkpoint::{self, Identity, LayerCount, Progress};
 use crate::engine::Engine;
 use crate::eps::{Eps, lost};
 use crate::error::Error;
-use crate::hf::{self, Load};
+use crate::hf::Load;
 use crate::machine;
 use crate::models::{Model, ModelLayer};
+use crate::resolve;
 use crate::telemetry::{Ledger, RunStatus, StepReports, Watch, Watched, made_up_name, seconds_of};
 use crate::trainer::Trainer;
-use crate::worker::{Worker, WorkerParts};
+use crate::worker::{Emulated, Worker, WorkerParts};
 
 impl OpenRun {
     /// Makes memory, fills it, and starts lanes and actors on the caller's tokio runtime.
@@ -33,11 +34,11 @@ impl OpenRun {
             learning_rate,
             eps,
             records: ledger.clone(),
-            copies: !options.without_copies,
         };
         let worker = Worker::new(&run.config, parts)?;
         let (progress, new_tensors) = fill(worker.eps(), origin, &run, layers)?;
-        let mut engine = Engine::start(run.config.clone(), worker, progress.step)?;
+        let work = Emulated::new(&run.config, worker, options.without_copies)?;
+        let mut engine = Engine::start(run.config.clone(), work, progress.step)?;
         engine.resume(progress.skipped, progress.loss_scale);
         if run.config.model.max_layers.is_some() {
             engine.use_layers(run.model.shape.layers);
@@ -87,15 +88,9 @@ fn fill(
         Origin::File(progress) => progress,
         Origin::Checkpoint(checkpoint) => checkpoint.read(run, eps)?,
         Origin::New => {
-            let model = &run.config.model;
-            hf::check_seals(&run.config)?;
-            eps.randomise(&run.model, run.config.step.seed)?; // Also tensors that no file has.
-            if let Some(path) = model.path.as_ref().filter(|_| !model.random_weights) {
-                new_tensors = hf::load(path, &run.model, eps, Load::to_train(!model.unsealed))?;
-            }
-            if let Some(path) = run.config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
-                hf::load_adapters(path, &run.model, eps, Load::to_use(!model.unsealed))?;
-            }
+            let how = Load::to_train(!run.config.model.unsealed);
+            new_tensors = resolve::load_base(&run.config, &run.model, eps, how)?;
+            resolve::load_adapters(&run.config, &run.model, eps)?;
             Progress { layers, ..Progress::default() }
         }
     };
