@@ -292,7 +292,10 @@ fn flags_and_environment() {
         ),
         (vec!["train", "--set", "step.batch=0"], "--set step.batch=0: step.batch must be at least"),
         (vec!["plan", "--set", "model.heads=7"], "model.hidden is 256, model.heads 7"),
-        (vec!["train", "--resume"], "--resume: from where? Set checkpoint.directory"),
+        (
+            vec!["train", "--resume"],
+            "--resume: the config names no place to resume from: set checkpoint.directory",
+        ),
         (vec!["train", "--set", "checkpoint.directory=/dev/null/x"], "cannot be written to"),
         (vec!["train", "--format", "xml"], "invalid value 'xml'"),
         (vec!["train", "--metrics", "here"], "--metrics: metrics.listen is \"here\""),
