@@ -7,13 +7,13 @@ use crate::tensor::View;
 
 impl On<'_> {
     pub(super) fn activate(&self, &Activate { y, x, activation }: &Activate) {
-        let arguments = arguments!(self, y, x, long(x.len()), activation_number(activation));
+        let arguments = arguments!(self; y, x, long(x.len()), activation_number(activation));
         self.queue.each("activate", x.len(), wide(x.dtype), arguments);
     }
 
     pub(super) fn activate_backward(&self, op: &ActivateBackward) {
         let ActivateBackward { dx, x, activation } = *op;
-        let arguments = arguments!(self, dx, x, long(x.len()), activation_number(activation));
+        let arguments = arguments!(self; dx, x, long(x.len()), activation_number(activation));
         self.queue.each("activate_backward", x.len(), wide(x.dtype), arguments);
     }
 
