@@ -8,7 +8,9 @@ use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
 use l2l::models::{BlockTensors, Model, ModelLayer};
 use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
-use l2l::{Config, Error, Misfit, Plan, devices, eps, hf, largest_shape_of, machine, optimizers};
+use l2l::{
+    Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, model_of, optimizers,
+};
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
@@ -26,7 +28,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     }
     let locate = |error| layers.locate(error);
     let model =
-        largest_shape_of(&config).and_then(|shape| hf::model_of(&config, shape)).map_err(locate)?;
+        largest_shape_of(&config).and_then(|shape| model_of(&config, shape)).map_err(locate)?;
     let share = RankShare { rank: 0, ranks: ranks.get() };
     let plan = Plan::of_rank(&config, &model, &config.update_rule(), share).map_err(locate)?;
     if ranks.get() > 1 && csv.is_some() {

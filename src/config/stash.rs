@@ -1,9 +1,9 @@
-//! `[stash]`: what waits between forward and backward, where, and as what.
+//! `[stash]`: the place and the data type of activations between forward and backward.
 
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, DeviceKind};
+use super::{Config, DeviceKind, OnResume};
 use crate::error::Error;
 use crate::tensor::Dtype;
 
@@ -12,9 +12,9 @@ use crate::tensor::Dtype;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StashConfig {
-    /// Where activations wait between forward and backward. `host` (and `auto`) keeps device memory
-    /// independent of depth and batch size; `device` saves transfers, and its memory grows with
-    /// both.
+    /// The place where activations wait between forward and backward. `host` (and `auto`) keeps
+    /// device memory independent of depth and batch size; `device` saves transfers, and device
+    /// memory grows with both.
     pub place: StashPlace,
     /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
     /// its transfers and rounds each value; `int8` keeps about a quarter: `block_size` values share
@@ -22,14 +22,14 @@ pub struct StashConfig {
     /// activations inside a layer and the values of the output head stay exact. On `cuda` it
     /// follows `device.dtype`.
     pub dtype: StashDtype,
-    /// With `dtype = "int8"`: values that share a scale, a divisor of the model's width.
+    /// With `dtype = "int8"`: the number of values that share a scale, a divisor of the model's
+    /// width.
     pub block_size: u32,
-    /// For models with ReLU (OPT) whose saved activations wait here (`schedule.recompute`): of what
-    /// a feed-forward's ReLU reads, a bit for each number waits and the positive numbers, up to
-    /// this share of each token's; bits alone where the weights behind the ReLU are not trained.
-    /// Results stay the same, bit for bit: a micro-batch with a token that has more is recomputed,
-    /// so the share is that of the token with most. All
-    /// numbers wait when it is absent. For the CPU device.
+    /// For models with ReLU (OPT) that save activations (`schedule.recompute`): the largest share
+    /// of a token's inputs to a feed-forward's ReLU that are positive. The stash then keeps a bit
+    /// for each input and only the positive inputs, or the bits alone if the weights behind the
+    /// ReLU are not trained. A micro-batch with a token above this share is recomputed, so results
+    /// stay the same, bit for bit. When absent, the stash keeps all inputs. For the CPU device.
     pub relu_density: Option<f64>,
 }
 
@@ -44,7 +44,7 @@ impl Default for StashConfig {
     }
 }
 
-/// See [`StashConfig::dtype`].
+/// The data type of the stash.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -58,7 +58,7 @@ pub enum StashDtype {
     Int8,
 }
 
-/// See [`StashConfig::place`].
+/// The place of the stash.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -70,6 +70,11 @@ pub enum StashPlace {
     Device,
     /// On the host.
     Host,
+}
+
+impl StashConfig {
+    pub(super) const ON_RESUME: OnResume =
+        OnResume::free("place relu_density").with_changes("block_size dtype");
 }
 
 impl Config {

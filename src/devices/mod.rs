@@ -29,8 +29,8 @@ use crate::models::Model;
 use crate::simd::Level;
 use crate::tensor::{Arena, ArenaPlan, Packing, View};
 
-/// Memory in slots, copies to and from it, and kernels on it. Three lanes use a device at once; a
-/// slot belongs to one operation at a time.
+/// A device: memory in slots, copies to and from slots, and kernels on them. The upload, compute
+/// and download lanes use a device at the same time; a slot belongs to one operation at a time.
 pub(crate) trait Device: Send + Sync + 'static {
     /// Copies to a slot.
     fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError>;
@@ -44,10 +44,10 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Copies a slot of another device to a slot of the same size.
     fn copy_from_peer(&self, to: View, from: PeerView) -> Result<(), BoxedError>;
 
-    /// Copies to a slot from a packed place of the stash.
+    /// Copies numbers to a slot that are packed in the stash.
     fn upload_packed(&self, to: View, from: &[f32], packing: Packing) -> Result<(), BoxedError>;
 
-    /// Copies from a slot to a packed place: of the stash, or of a landing block.
+    /// Copies numbers from a slot, and packs them: to the stash or to a landing block.
     fn download_packed(
         &self,
         to: &mut [f32],
@@ -59,8 +59,8 @@ pub(crate) trait Device: Send + Sync + 'static {
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError>;
 
     /// True if all numbers of a view that the running operation has written are finite. A device
-    /// that issues its work returns true, and stores the mark of the first view of a step that is
-    /// not finite. The upper half of a mark is the step.
+    /// that issues its work always returns true, and stores the mark of a step's first view that
+    /// is not finite. The upper half of a mark is the step.
     fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError>;
 
     /// The mark that [`is_finite`](Device::is_finite) stored; waits for the device.
@@ -68,7 +68,7 @@ pub(crate) trait Device: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Times each kernel from now on, which makes the device slower. A CPU device times none.
+    /// Times each kernel from now on, which makes the device slower. A CPU device has no times.
     fn time_kernels(&self) {}
 
     /// The time that each kernel took since the last call; waits for the device.
@@ -79,8 +79,8 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Times the algorithms of each product from now on. A CPU device has one algorithm.
     fn time_products(&self) {}
 
-    /// Stores the fastest algorithm of each product that was timed, for later runs; waits for the
-    /// device. `None`: no product was to be timed.
+    /// Stores the fastest algorithm of each timed product for later runs; waits for the device.
+    /// `None`: products were not timed.
     fn store_products(&self) -> Result<Option<ProductTable>, BoxedError> {
         Ok(None)
     }
@@ -92,16 +92,16 @@ pub(crate) trait Device: Send + Sync + 'static {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError>;
 
-    /// The device's memory, if the host shares it: the floats of all devices, and the host's from
-    /// [`host_from`] on.
+    /// The memory that devices share with the host, if they do: the floats of all devices, then the
+    /// host's from [`host_from`] on.
     fn shared(&self) -> Option<&Arc<Arena>>;
 
-    /// The first of this device's floats in its memory.
+    /// The place of this device's first float in the shared memory.
     fn first(&self) -> usize {
         0
     }
 
-    /// Waits for all work that was issued, even after an error.
+    /// Waits for all issued work, even after an error.
     fn finish(&self) {}
 
     /// Pins memory of the host, for copies of all devices of this kind.
@@ -114,17 +114,18 @@ pub(crate) trait Device: Send + Sync + 'static {
         0
     }
 
-    /// Reasons why the device is slower than it could be, each returned once.
+    /// Reasons why the device is slower than it could be. Each is returned once.
     fn take_warnings(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// True if the calls above return before the work is done. The device then keeps its order.
+    /// True if the calls above return before the work is done. The device then does the work in the
+    /// order of the calls.
     fn issues(&self) -> bool {
         false
     }
 
-    /// Makes the operation's lane wait, from now on, for all that the operation waits on.
+    /// Makes the device's queue of the operation's lane wait for all fences of the operation.
     fn begins(&self, operation: &Operation) -> Result<(), BoxedError> {
         unreachable!("{} is not issued", operation.work())
     }
@@ -150,24 +151,26 @@ pub(crate) struct PeerView {
     pub(crate) at: u64,
 }
 
-/// Floats from one device's memory to the next, in memory that they share: whole pages.
+/// Floats from the begin of one device's memory to the next device's, in whole pages of the memory
+/// that they share.
 fn stride(device_floats: usize) -> usize {
     device_floats.next_multiple_of(1024)
 }
 
-/// The first of the host's floats in memory that it shares with devices of `device_floats` each. It
-/// begins a page, which direct file access needs.
+/// The place of the host's first float in memory that it shares with devices of `device_floats`
+/// each. It begins a page, as direct file access needs.
 pub(crate) fn host_from(devices: u32, device_floats: usize) -> usize {
     devices as usize * stride(device_floats)
 }
 
-/// Opens the devices that a config names, each with the memory of the first plan. `own` is the part
-/// that a device keeps for itself: a GPU's overhead, or a CPU's floats of 16-bit elements. Devices
-/// that share memory with the host hold the second plan's memory, too.
+/// Opens the devices that a config names, each with the memory of `on_device`. `own` is the part that
+/// a device keeps for itself: a GPU's overhead, or a CPU's floats of 16-bit elements. Devices that
+/// share the host's memory hold the memory of `on_host`, too.
 pub(crate) fn open(
     config: &Config,
     model: &Model,
-    [on_device, on_host]: [&ArenaPlan; 2],
+    on_device: &ArenaPlan,
+    on_host: &ArenaPlan,
     own: View,
     threads: &Arc<ThreadPool>,
 ) -> Result<Vec<Box<dyn Device>>, Error> {
@@ -201,7 +204,7 @@ pub(crate) fn open(
     }
 }
 
-/// Device memory of kernels beside the plan's slots, in floats.
+/// Device memory that kernels need beside the plan's slots, in floats.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KernelMemory {
     /// Workspace that layers pass to kernels.
@@ -212,8 +215,8 @@ pub(crate) struct KernelMemory {
     pub(crate) widened: usize,
 }
 
-/// Measures the memory that the kernels of a config's device take. `walk` runs a layer on kernels
-/// without memory, and returns the workspace that they took.
+/// Measures the memory that the kernels of a config's device need. `walk` runs a layer on kernels
+/// without memory, and returns the workspace that they asked for.
 pub(crate) fn kernel_memory(
     config: &Config,
     rows: Rows,
@@ -232,7 +235,7 @@ pub(crate) fn kernel_memory(
     }
 }
 
-/// Host memory that the device takes for batch metadata on its way, in floats.
+/// Host memory for batch metadata on its way to the device, in floats.
 pub(crate) fn overhead_on_host(config: &Config, rows: Rows) -> usize {
     match config.device.kind {
         DeviceKind::Cuda => cuda::overhead_on_host(rows),
@@ -240,16 +243,16 @@ pub(crate) fn overhead_on_host(config: &Config, rows: Rows) -> usize {
     }
 }
 
-/// The libraries that a CUDA device needs, the driver first: searched on the loader's path, then in
-/// a folder. Empty when this program was built without CUDA.
+/// The libraries that a CUDA device needs, the driver first. They are searched on the loader's path,
+/// then in a folder. The list is empty if this program was built without CUDA.
 pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
     cuda::libraries(folder).into()
 }
 
-/// The GPUs that the driver reports; none where there is no driver.
+/// The GPUs that the driver reports; none without a driver.
 ///
 /// # Errors
-/// The driver's.
+/// The driver reports an error.
 pub fn gpus() -> Result<Vec<Gpu>, Error> {
     let has_driver = cuda_libraries(None).first().is_some_and(|driver| driver.version.is_some());
     if has_driver {
@@ -259,9 +262,9 @@ pub fn gpus() -> Result<Vec<Gpu>, Error> {
     }
 }
 
-/// Runs a group's kernels of the GPU that a config names against the CPU's, at odd sizes, on values
-/// of this seed. `each` is called for a kernel as soon as its cases have run. A kernel that fails
-/// ends nothing, as long as the GPU answers.
+/// Compares a group's kernels on the GPU that a config names with the CPU's kernels, at odd sizes, on
+/// random values of this seed. `each` is called for a kernel as soon as its cases have run. The
+/// check goes on after a kernel that fails, as long as the GPU answers.
 ///
 /// # Errors
 /// There is no such GPU, or it no longer answers.
@@ -274,7 +277,7 @@ pub fn check_kernels(
     cuda::check(config, group, seed, each)
 }
 
-/// Measures link and products of the GPU that a config names.
+/// Measures the link and the products of the GPU that a config names.
 ///
 /// # Errors
 /// There is no such GPU, or it failed.

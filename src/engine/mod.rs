@@ -31,15 +31,15 @@ use crate::models::{LayerSelection, Model};
 use crate::optimizers::{LossScale, ScaleState};
 use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::stash;
-use crate::worker::{CacheSlot, Dealt, StepInput, Worker};
+use crate::worker::{CacheSlot, Dealt, Emulated, StepInput, Worker};
 
 /// See the [module](self).
 pub(crate) struct Engine {
     config: Config,
     pub(crate) model: Arc<Model>,
     pub(crate) plan: Arc<Plan>,
-    relay: Relay<ThreadLanes<Worker>>,
-    lanes: Arc<ThreadLanes<Worker>>,
+    relay: Relay<ThreadLanes<Emulated>>,
+    lanes: Arc<ThreadLanes<Emulated>>,
     /// The plans of the last steps.
     plans: StepPlans,
     /// The number of steps of the ring that began and are counted.
@@ -87,12 +87,12 @@ impl Engine {
     ///
     /// # Errors
     /// The system gives no threads.
-    pub(crate) fn start(config: Config, worker: Worker, trained: u64) -> Result<Engine, Error> {
+    pub(crate) fn start(config: Config, work: Emulated, trained: u64) -> Result<Engine, Error> {
+        let worker = work.worker();
         let model = worker.model().clone();
         let plan = worker.plan().clone();
         let records = worker.records().clone();
-        let lanes =
-            ThreadLanes::start(worker, &plan.pools, Some(records)).map_err(Error::system)?;
+        let lanes = ThreadLanes::start(work, &plan.pools, Some(records)).map_err(Error::system)?;
         let lanes = Arc::new(lanes);
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));
@@ -140,7 +140,16 @@ impl Engine {
         LayerSelection { layers: asked.layers.clone().or_else(all), ..asked.clone() }
     }
 
-    /// Runs one step. `cache` has the KV cache slot of each sequence, if the step generates.
+    /// Checks that a batch fits the plan and the model.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub(crate) fn check(&self, batch: &Batch) -> Result<(), Error> {
+        batch.check(&self.model, self.plan.positions, self.plan.sequences)
+    }
+
+    /// Runs one step that does not train. `cache` has the KV cache slot of each sequence, if the
+    /// step generates.
     ///
     /// # Errors
     /// The batch does not fit the plan or the model, and nothing was done; or the ring failed.
@@ -150,14 +159,24 @@ impl Engine {
         purpose: Purpose,
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
+        self.check(&batch)?;
         self.run_layers(batch, purpose, cache, &LayerSelection::default()).await
     }
 
-    /// The same through these layers.
+    /// Runs one training step through these layers of the model, on a batch that passed
+    /// [`check`](Engine::check).
     ///
     /// # Errors
-    /// As [`run`](Engine::run); or the model has not these layers.
-    pub(crate) async fn run_layers(
+    /// The plan has no memory for this order of layers, and nothing was done; or the ring failed.
+    pub(crate) async fn train(
+        &mut self,
+        batch: Batch,
+        layers: &LayerSelection,
+    ) -> Result<Outcome, Error> {
+        self.run_layers(batch, Purpose::Train, Vec::new(), layers).await
+    }
+
+    async fn run_layers(
         &mut self,
         batch: Batch,
         purpose: Purpose,
@@ -167,7 +186,6 @@ impl Engine {
         self.finish_step().await?;
         drop(self.reading.lock().await);
         let layers = &self.layers_of_step(layers);
-        batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let (batch, dealt) = self.deal(batch, purpose)?;
         let make = || {
@@ -312,7 +330,7 @@ impl Engine {
 
     /// The work behind the lanes.
     pub(crate) fn worker(&self) -> &Worker {
-        self.lanes.work()
+        self.lanes.work().worker()
     }
 
     /// Observes the ring from outside, also after its end.
@@ -340,7 +358,7 @@ impl Engine {
         let lanes = self.lanes.clone();
         unblock(move || {
             let _reading = reading;
-            read(lanes.work())
+            read(lanes.work().worker())
         })
         .await
     }
@@ -362,7 +380,7 @@ impl Engine {
             if !settled.await {
                 return Err(Error::System("the run failed before it could be saved".into()));
             }
-            unblock(move || save(lanes.work(), &saving)).await
+            unblock(move || save(lanes.work().worker(), &saving)).await
         }))
     }
 
@@ -371,7 +389,7 @@ impl Engine {
     ///
     /// # Errors
     /// The ring failed.
-    pub(crate) async fn stop(self) -> Result<Arc<ThreadLanes<Worker>>, Error> {
+    pub(crate) async fn stop(self) -> Result<Arc<ThreadLanes<Emulated>>, Error> {
         drop(self.reading.lock().await);
         self.relay.stop().await?;
         Ok(self.lanes)

@@ -134,13 +134,6 @@ impl KernelOperation for Logits {
     }
 }
 
-impl Logits {
-    pub(crate) fn size(&self) -> ScoreSize {
-        let Logits { y, h, w, .. } = *self;
-        ScoreSize { rows: h.rows, labelled: y.rows, channels: h.columns, tile: w.rows, first: 0 }
-    }
-}
-
 impl KernelOperation for ScoreBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, .. } = *self;

@@ -12,9 +12,9 @@ use super::{Ledger, Slice, SliceKind, Tally};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
-use crate::hf::shape_of;
 use crate::models::{LayerSelection, Model};
 use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]

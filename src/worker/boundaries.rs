@@ -1,20 +1,18 @@
-//! How much of a boundary a micro-batch fills, and where kernels find it. Slots and places in the
-//! stash have room for the longest sequences. Only the rows of the micro-batch's tokens move.
+//! Which floats of a slot or of the stash a micro-batch fills. Slots and places in the stash have
+//! room for the longest sequences, and only the rows of the micro-batch's tokens move.
 
-use l2l_actors::Step;
+use std::ops::Range;
+
+use l2l_actors::Operation;
 use l2l_actors::schedule::{Boundary, BoundaryId, LayerId, MicroBatch};
 use l2l_actors::work::Placed;
 
-use super::Worker;
-use super::device_side::DeviceSide;
 use super::step::{MicroBatchRange, StepState};
-use crate::models::ModelLayer;
-use crate::tensor::{Dtype, Packing, View};
+use crate::tensor::Dtype;
 
 /// A micro-batch of a boundary at a visit.
 #[derive(Clone, Copy)]
 pub(super) struct Filled<'a> {
-    pub(super) step: &'a Step,
     pub(super) state: &'a StepState,
     /// The visited layer.
     pub(super) layer: LayerId,
@@ -23,63 +21,40 @@ pub(super) struct Filled<'a> {
 }
 
 impl<'a> Filled<'a> {
-    /// What the boundary is.
-    pub(super) fn what(self) -> &'a Boundary {
-        self.step.plan.schedule.boundary(self.boundary)
+    /// A boundary of a device's operation.
+    pub(super) fn of(
+        operation: &'a Operation,
+        state: &'a StepState,
+        placed: &Placed,
+        micro_batch: MicroBatch,
+    ) -> Filled<'a> {
+        let layer = operation.layer().expect("boundaries are read and written at visits");
+        Filled { state, layer, boundary: placed.boundary, micro_batch }
     }
 
-    /// The sequences and the tokens of the micro-batch.
-    fn counts(self) -> [u64; 2] {
-        let MicroBatchRange { sequences, rows } =
-            self.state.range(self.micro_batch, &self.step.plan.schedule);
-        [sequences.len() as u64, rows.len() as u64]
-    }
-}
-
-impl Worker {
-    /// Floats that a micro-batch fills in a slot.
-    pub(super) fn in_slot(&self, filled: Filled<'_>) -> usize {
-        let [sequences, tokens] = filled.counts();
-        filled.what().bytes(sequences, tokens) as usize / Dtype::F32.size()
+    /// The boundary as the schedule declares it.
+    pub(super) fn declared(self) -> &'a Boundary {
+        self.state.schedule().boundary(self.boundary)
     }
 
-    /// The first float and the number of floats that a micro-batch fills in the stash.
-    pub(super) fn in_stash(&self, filled: Filled<'_>) -> (usize, usize) {
-        let [sequences, tokens] = filled.counts();
-        let bytes = filled.what().stashed_bytes(sequences, tokens) as usize;
-        let floats = bytes / Dtype::F32.size();
-        let (at, room) = filled.state.stash.place(filled.boundary, filled.micro_batch);
+    /// Floats in a slot.
+    pub(super) fn slot_floats(self) -> usize {
+        let MicroBatchRange { sequences, rows } = self.range();
+        let bytes = self.declared().bytes(sequences.len() as u64, rows.len() as u64);
+        bytes as usize / Dtype::F32.size()
+    }
+
+    /// The floats of the stash.
+    pub(super) fn stash_range(self) -> Range<usize> {
+        let MicroBatchRange { sequences, rows } = self.range();
+        let bytes = self.declared().stashed_bytes(sequences.len() as u64, rows.len() as u64);
+        let floats = bytes as usize / Dtype::F32.size();
+        let (at, room) = self.state.input.stash.place(self.boundary, self.micro_batch);
         assert!(floats <= room, "{floats} floats in a place of {room}");
-        (at, floats)
+        at..at + floats
     }
 
-    /// How the stash packs a boundary of hidden states or their gradients. Others are plain.
-    pub(super) fn packing(&self, boundary: &Boundary) -> Packing {
-        let Boundary { encoding, .. } = *boundary;
-        Packing { dtype: self.plan.dtype, encoding, columns: boundary.width() }
-    }
-
-    /// Where kernels find what the visit reads: in an input slot, or in the stash.
-    pub(super) fn input(&self, on: &DeviceSide, filled: Filled<'_>, placed: &Placed) -> View {
-        if on.stays_in_stash(filled.what()) {
-            return self.memory.in_stash(self.in_stash(filled));
-        }
-        on.input(placed, self.in_slot(filled))
-    }
-
-    /// Where kernels write what the visit writes: to an output slot, or to the stash.
-    pub(super) fn output(&self, on: &DeviceSide, filled: Filled<'_>, placed: &Placed) -> View {
-        if on.stays_in_stash(filled.what()) {
-            return self.memory.in_stash(self.in_stash(filled));
-        }
-        on.output(placed, self.in_slot(filled))
-    }
-
-    /// Numbers that the KV cache of a layer holds for each position.
-    pub(super) fn kv_width(&self, layer: LayerId) -> usize {
-        match &self.model.layers[layer.0 as usize] {
-            ModelLayer::Stack(layer) => layer.kv_width(),
-            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => 0,
-        }
+    fn range(self) -> MicroBatchRange {
+        self.state.range(self.micro_batch)
     }
 }

@@ -4,21 +4,22 @@ use crate::config::OptimizerConfig;
 use crate::models::{Tensor, matches_tensor};
 use crate::optimizers::sums_of_tensors;
 
-/// The largest norms. Tensors whose group has no limit of its own are clipped together.
+/// The limits of the norms. Tensors whose group has no limit are clipped together.
 pub(super) struct Clipping {
-    /// Of the tensors that are clipped together.
+    /// The limit of the tensors that are clipped together.
     limit: Option<f64>,
-    /// The patterns of each group, and its limit.
+    /// The patterns and the limit of each group.
     groups: Vec<(Vec<String>, Option<f64>)>,
 }
 
-/// What the gradients of a step are multiplied by.
+/// The factors of a step's gradients.
 pub(super) struct Factors<'c> {
     clipping: &'c Clipping,
-    /// All gradients are multiplied by it, as the loss was.
+    /// All gradients are divided by the loss scale, as the loss was multiplied by it.
     loss_scale: f64,
+    /// The factor of the tensors that are clipped together.
     together: f32,
-    /// Those of groups, where there are limits of groups.
+    /// The factor of each group; empty if no group has a limit.
     of_groups: Vec<f32>,
 }
 
@@ -29,12 +30,12 @@ impl Clipping {
         Clipping { limit: config.clip_norm, groups }
     }
 
-    /// Whether a group has a limit of its own, so that the sums of [`Clipping::add`] are needed.
+    /// True if a group has a limit, so that the sums of [`Clipping::add`] are needed.
     pub(super) fn has_groups(&self) -> bool {
         self.groups.iter().any(|(_, limit)| limit.is_some())
     }
 
-    /// The group of a tensor, if it has a limit of its own.
+    /// The group of a tensor, if the group has a limit.
     fn group_of(&self, tensor: &Tensor) -> Option<usize> {
         let is_named = |(patterns, _): &(Vec<String>, Option<f64>)| {
             patterns.iter().any(|pattern| matches_tensor(pattern, tensor))
@@ -43,7 +44,7 @@ impl Clipping {
         self.groups[group].1.map(|_| group)
     }
 
-    /// Sums of squares before any block was added: of each group, and of the other tensors.
+    /// Sums of squares before any block is added: of each group, and of all other tensors.
     pub(super) fn no_sums(&self) -> Vec<f64> {
         vec![0.0; self.groups.len() + 1]
     }
@@ -55,8 +56,8 @@ impl Clipping {
         }
     }
 
-    /// The factors of a step, given the norm of all its gradients, and the sums of groups if a
-    /// group has a limit of its own. Both are of gradients times the loss scale.
+    /// The factors of a step, from the norm of all its gradients, and from the sums of groups if a
+    /// group has a limit. Norm and sums belong to gradients times the loss scale.
     pub(super) fn factors(
         &self,
         norm: Option<f64>,
@@ -76,7 +77,7 @@ impl Clipping {
 }
 
 impl Factors<'_> {
-    /// What a tensor's gradient is multiplied by.
+    /// The factor of a tensor's gradient.
     pub(super) fn of(&self, tensor: &Tensor) -> f32 {
         let clips = match self.of_groups[..] {
             [] => self.together,
@@ -88,7 +89,7 @@ impl Factors<'_> {
     }
 }
 
-/// As PyTorch's `clip_grad_norm_` has it.
+/// The factor that PyTorch's `clip_grad_norm_` computes.
 fn factor(norm: Option<f64>, limit: Option<f64>) -> f32 {
     match (norm, limit) {
         (Some(norm), Some(_)) if norm.is_nan() => f32::NAN,

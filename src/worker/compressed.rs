@@ -1,92 +1,107 @@
-//! Compressed gradients: what each group's becomes where it lands, and what ranks exchange of it.
+//! Compression of gradients, with error feedback: the gradient of each group where it lands, and
+//! the sum of all groups.
 
 use std::ops::Range;
+use std::sync::Mutex;
 
-use l2l_actors::BoxedError;
-use l2l_actors::schedule::{BlockId, GroupId, sums_of_spans};
+use l2l_actors::schedule::{BlockId, GroupId};
 use rayon::prelude::*;
 
-use super::Worker;
-use super::host_side::{HostSide, add};
+use super::shared::Shared;
 use crate::compression::{Compression, Factors, PowerSgd};
 use crate::eps::ErrorFeedback;
-use crate::fabric::parts::Parts;
-use crate::fabric::{Channel, Lost};
+use crate::fabric::Lost;
 use crate::models::Tensor;
 use crate::optimizers::chunks;
 
-/// Completes numbers of which each rank has its part, all of one length.
-type Complete<'c> = &'c dyn Fn(&mut [f32]) -> Result<(), Lost>;
+/// Completes numbers of all ranks. Each rank has the same count of them.
+pub(super) type Complete<'c> = &'c dyn Fn(&mut [f32]) -> Result<(), Lost>;
 
-impl HostSide {
-    /// The trained tensors of a whole block.
-    fn whole_trained(&self, block: BlockId) -> &[Tensor] {
-        match self.eps.parts() {
-            None => self.eps.tensors(block).trained(),
-            Some(parts) => parts.tensors[block.0 as usize].trained(),
+/// Compresses the gradients of one block.
+pub(super) struct Compressor<'a> {
+    shared: &'a Shared,
+    feedback: &'a ErrorFeedback,
+    block: BlockId,
+}
+
+impl<'a> Compressor<'a> {
+    /// The compressor of a block's gradients, in a run that compresses them.
+    pub(super) fn of(shared: &'a Shared, block: BlockId) -> Option<Compressor<'a>> {
+        shared.eps.feedback().map(|feedback| Compressor { shared, feedback, block })
+    }
+
+    pub(super) fn kind(&self) -> Compression {
+        self.feedback.compression
+    }
+
+    /// The trained tensors of the whole block.
+    pub(super) fn tensors(&self) -> &'a [Tensor] {
+        match self.shared.eps.parts() {
+            None => self.shared.eps.tensors(self.block).trained(),
+            Some(parts) => parts.tensors[self.block.0 as usize].trained(),
         }
     }
 
-    /// Adds the gradient of one of this process's groups to what is kept of the group. In a kind
-    /// that packs chunks it becomes what the packed chunks say; for several ranks, the packed
-    /// chunks. Matrices of PowerSGD wait for all groups.
-    pub(super) fn compress(
-        &self,
-        feedback: &ErrorFeedback,
-        block: BlockId,
-        group: GroupId,
-        landed: &mut [f32],
-    ) {
-        let kind = feedback.compression;
-        let tensors = self.whole_trained(block);
-        let mut runs = feedback.lease(block);
-        let error = &mut runs[kind.runs_per_group() * (feedback.own.start + group) as usize];
-        self.threads.install(|| {
+    /// Adds the gradient of one of this process's groups to the group's error. PowerSGD leaves it
+    /// there until all groups have landed. A kind that packs chunks replaces the gradient: by its
+    /// packed chunks where ranks exchange them, else by the numbers that those chunks hold.
+    pub(super) fn compress(&self, group: GroupId, landed: &mut [f32]) {
+        let kind = self.kind();
+        let mut runs = self.feedback.lease(self.block);
+        let group = self.feedback.own.start + group;
+        let error = &mut runs[kind.runs_per_group() * group as usize];
+        self.shared.threads.install(|| {
             if let Compression::PowerSgd { rank } = kind {
-                for matrix in Factors::new(tensors, rank).matrices {
-                    add(&mut error[matrix.range.clone()], &landed[matrix.range]);
+                for matrix in Factors::new(self.tensors(), rank).matrices {
+                    let error = &mut error[matrix.range.clone()];
+                    self.shared.threads.add(error, &landed[matrix.range]);
                 }
                 return;
             }
-            let chunks: Vec<Range<usize>> = chunks(tensors).collect();
+            let chunks: Vec<Range<usize>> = chunks(self.tensors()).collect();
+            let add = |error: &mut [f32], landed: &[f32]| {
+                error.iter_mut().zip(landed).for_each(|(error, landed)| *error += landed);
+            };
             let errors = split(error, &chunks);
-            if self.eps.parts().is_none() {
+            if self.shared.eps.parts().is_none() {
                 errors.into_par_iter().zip(split(landed, &chunks)).for_each(|(error, landed)| {
                     let mut packed = vec![0.0; kind.packed_floats(error.len())];
-                    error.iter_mut().zip(&*landed).for_each(|(error, landed)| *error += landed);
+                    add(error, landed);
                     kind.pack(&mut packed, error);
                     kind.unpack(landed, &packed);
                 });
                 return;
             }
-            let landed_chunks = split(landed, &chunks);
-            let pairs = errors.into_par_iter().zip(landed_chunks).map(|(error, landed)| {
-                error.iter_mut().zip(&*landed).for_each(|(error, landed)| *error += landed);
+            let pairs = errors.into_par_iter().zip(split(landed, &chunks));
+            let added = pairs.map(|(error, landed)| {
+                add(error, landed);
                 error
             });
-            let errors: Vec<&mut [f32]> = pairs.collect();
+            let errors: Vec<&mut [f32]> = added.collect();
             let packed = split(landed, &packed_ranges(kind, &chunks));
             let each = errors.into_par_iter().zip(packed);
             each.for_each(|(error, packed)| kind.pack(packed, error));
         });
     }
 
-    /// The sum of all groups' gradients by PowerSGD: the elements of a part, in place.
+    /// Replaces a part of `landed` by the sum of all groups' gradients, by PowerSGD. Other kinds
+    /// have their sum already. `workspace` holds the factors of all groups.
     pub(super) fn factorise(
         &self,
-        feedback: &ErrorFeedback,
-        block: BlockId,
-        (landed, part): (&mut [f32], Range<usize>),
+        landed: &mut [f32],
+        part: Range<usize>,
+        workspace: &Mutex<Vec<f32>>,
         complete: Option<Complete<'_>>,
     ) -> Result<(), Lost> {
-        let Compression::PowerSgd { rank } = feedback.compression else { return Ok(()) };
-        let power = PowerSgd { rank, seed: self.seed };
-        let factors = Factors::new(self.whole_trained(block), rank);
-        let mut runs = feedback.lease(block);
-        let own = feedback.own.start as usize..feedback.own.end as usize;
+        let Compression::PowerSgd { rank } = self.kind() else { return Ok(()) };
+        let threads = &self.shared.threads;
+        let power = PowerSgd { rank, seed: self.shared.seed };
+        let factors = Factors::new(self.tensors(), rank);
+        let mut runs = self.feedback.lease(self.block);
+        let own = self.feedback.own.start as usize..self.feedback.own.end as usize;
         let width = factors.left_and_vectors(complete.is_some());
-        let groups = feedback.groups as usize;
-        let mut workspace = self.received.gradient.lock().expect("nothing panics inside");
+        let groups = self.feedback.groups as usize;
+        let mut workspace = workspace.lock().expect("nothing panics inside");
         let (lefts, rights) = workspace.split_at_mut(groups * width);
         let rights = &mut rights[..groups * factors.right_len];
         let left_of = |group: usize| group * width..(group + 1) * width;
@@ -94,7 +109,7 @@ impl HostSide {
         for group in own.clone() {
             let [error, right] = &mut runs[2 * group..2 * group + 2] else { unreachable!("two") };
             let (left, mut vectors) = lefts[left_of(group)].split_at_mut(factors.left_len);
-            self.threads.install(|| {
+            threads.install(|| {
                 power.begin(&factors, right);
                 power.left(&factors, left, error, right);
             });
@@ -109,13 +124,13 @@ impl HostSide {
         if let Some(complete) = complete {
             complete(lefts)?;
         }
-        self.sum_groups(lefts, width);
+        threads.sum_groups(lefts, width);
         let left = &mut lefts[..width];
-        self.threads.install(|| power.orthonormalise(&factors, left));
+        threads.install(|| power.orthonormalise(&factors, left));
         for group in own.clone() {
             let error = &runs[2 * group];
             let right = &mut rights[right_of(group)];
-            self.threads.install(|| power.right(&factors, right, error, left));
+            threads.install(|| power.right(&factors, right, error, left));
         }
         if let Some(complete) = complete {
             complete(rights)?;
@@ -123,13 +138,13 @@ impl HostSide {
         for group in own.clone() {
             let error = &mut runs[2 * group];
             let right = &rights[right_of(group)];
-            self.threads.install(|| power.subtract(&factors, error, left, right));
+            threads.install(|| power.subtract(&factors, error, left, right));
         }
-        self.sum_groups(rights, factors.right_len);
+        threads.sum_groups(rights, factors.right_len);
         let right = &rights[..factors.right_len];
         own.for_each(|group| runs[2 * group + 1].copy_from_slice(right));
-        let sum = (&mut landed[part.clone()], part);
-        self.threads.install(|| power.write(&factors, sum, left, right));
+        let sum = &mut landed[part.clone()];
+        threads.install(|| power.write(&factors, sum, part, left, right));
         if complete.is_some() {
             let mut vectors = &left[factors.left_len..];
             for range in &factors.vectors {
@@ -140,82 +155,10 @@ impl HostSide {
         }
         Ok(())
     }
-
-    /// Adds the numbers of all groups, so many each, in the groups' tree: to the first group's.
-    fn sum_groups(&self, all: &mut [f32], width: usize) {
-        let mut groups: Vec<&mut [f32]> = all.chunks_mut(width.max(1)).collect();
-        let spans: Vec<Range<u32>> =
-            (0..groups.len() as u32).map(|group| group..group + 1).collect();
-        for (to, from) in sums_of_spans(&spans) {
-            let [to, from] = groups.get_disjoint_mut([to, from]).expect("two groups");
-            self.add(to, from);
-        }
-    }
-}
-
-impl Worker {
-    /// Leaves this rank's part of a gradient's sum at the begin of its landing block, which holds
-    /// what [`HostSide::compress`] left of the one group of this rank.
-    pub(super) fn deal_compressed(
-        &self,
-        feedback: &ErrorFeedback,
-        block: BlockId,
-        gradient: &mut [f32],
-        beat: &dyn Fn(),
-    ) -> Result<(), BoxedError> {
-        let host = &self.host;
-        let parts = host.eps.parts().expect("several ranks");
-        let exchanges = &parts.exchanges;
-        let cut = parts.of_trained(block);
-        let rank = exchanges.rank();
-        let ranks = exchanges.ranks();
-        let own = cut.of(rank);
-        if let Compression::PowerSgd { .. } = feedback.compression {
-            let complete = |all: &mut [f32]| {
-                let each = size_of_val(all) / ranks as usize;
-                let parts = Parts::new((1..=ranks as usize).map(|rank| rank * each).collect());
-                let bytes = bytemuck::cast_slice_mut(all);
-                let subject = u64::from(block.0);
-                exchanges.complete(Channel::Gradients, subject, &parts, bytes, beat)
-            };
-            host.factorise(feedback, block, (gradient, own.clone()), Some(&complete))?;
-            gradient.copy_within(own, 0);
-            return Ok(());
-        }
-        let kind = feedback.compression;
-        let tensors = host.whole_trained(block);
-        let packed_parts = kind.packed_parts(tensors, &cut, ranks);
-        let packed = packed_parts.of(rank);
-        let mut workspace = host.received.gradient.lock().expect("nothing panics inside");
-        let (unpacked, received) = workspace.split_at_mut(ranks as usize * own.len());
-        let received = &mut received[..(ranks as usize - 1) * packed.len()];
-        let sent = bytemuck::cast_slice(&gradient[..packed_parts.len()]);
-        let to = bytemuck::cast_slice_mut(received);
-        exchanges.deal(block, &packed_parts.in_bytes(size_of::<f32>()), sent, to, beat)?;
-        let chunks: Vec<Range<usize>> = chunks(tensors)
-            .filter(|chunk| own.contains(&chunk.start))
-            .map(|chunk| chunk.start - own.start..chunk.end - own.start)
-            .collect();
-        let places = packed_ranges(kind, &chunks);
-        let mut others = received.chunks_exact(packed.len().max(1));
-        for (of_rank, sum) in (0..ranks).zip(unpacked.chunks_exact_mut(own.len().max(1))) {
-            let packed = match of_rank == rank {
-                true => &gradient[packed.clone()],
-                false => others.next().expect("one of each other rank"),
-            };
-            let each = split(sum, &chunks).into_par_iter().zip(&places);
-            host.threads.install(|| {
-                each.for_each(|(chunk, place)| kind.unpack(chunk, &packed[place.clone()]));
-            });
-        }
-        host.sum_groups(unpacked, own.len());
-        gradient[..own.len()].copy_from_slice(&unpacked[..own.len()]);
-        Ok(())
-    }
 }
 
 /// Where the packed chunks lie, one behind the other.
-fn packed_ranges(kind: Compression, chunks: &[Range<usize>]) -> Vec<Range<usize>> {
+pub(super) fn packed_ranges(kind: Compression, chunks: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut end = 0;
     let packed = chunks.iter().map(|chunk| {
         let start = end;
@@ -226,12 +169,13 @@ fn packed_ranges(kind: Compression, chunks: &[Range<usize>]) -> Vec<Range<usize>
 }
 
 /// Ranges of a slice, which follow each other.
-fn split<'a>(mut all: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f32]> {
+pub(super) fn split<'a>(mut all: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f32]> {
     let mut at = 0;
     let one = |range: &Range<usize>| {
         let (_, behind) = std::mem::take(&mut all).split_at_mut(range.start - at);
         let (one, behind) = behind.split_at_mut(range.len());
-        (all, at) = (behind, range.end);
+        all = behind;
+        at = range.end;
         one
     };
     ranges.iter().map(one).collect()

@@ -1,10 +1,13 @@
-//! What the device counts while it works, inside its copies and kernels.
+//! Counts of copied bytes and used workspace, which devices add to while they work.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use l2l_actors::schedule::DeviceId;
+use l2l_actors::work::Lane;
+
 use crate::plan::LinkBytes;
 
-/// Bytes that one device moved over its link, or what stands for it.
+/// Bytes that one device copied over its link, or left in memory that it shares with the host.
 #[derive(Debug, Default)]
 pub(super) struct LinkUsed {
     pub(super) uploaded: AtomicU64,
@@ -13,23 +16,34 @@ pub(super) struct LinkUsed {
     pub(super) peers: AtomicU64,
 }
 
-/// What was used so far.
+/// Counts of a run until now.
 #[derive(Debug)]
 pub(crate) struct Used {
     /// By device.
     pub(super) links: Vec<LinkUsed>,
-    /// Floats of workspace that were in use at once, at most.
+    /// The peak of the workspace, in floats.
     pub(super) workspace: AtomicU64,
 }
 
 impl Used {
-    /// Of so many devices.
+    /// Zeros for this number of devices.
     pub(super) fn of(devices: usize) -> Used {
         let links = (0..devices).map(|_| LinkUsed::default()).collect();
         Used { links, workspace: AtomicU64::default() }
     }
 
-    /// Bytes moved, by device.
+    /// Bytes that a device's lane has copied; 0 for a lane that copies nothing.
+    pub(super) fn copied(&self, lane: Lane, device: DeviceId) -> u64 {
+        let link = &self.links[usize::from(device)];
+        match lane {
+            Lane::Upload => link.uploaded.load(Relaxed),
+            Lane::Peer => link.peers.load(Relaxed),
+            Lane::Download => link.downloaded.load(Relaxed),
+            _ => 0,
+        }
+    }
+
+    /// Bytes that each device copied.
     pub(crate) fn links(&self) -> Vec<LinkBytes> {
         let bytes = |link: &LinkUsed| LinkBytes {
             upload: link.uploaded.load(Relaxed),
@@ -39,12 +53,12 @@ impl Used {
         self.links.iter().map(bytes).collect()
     }
 
-    /// Bytes moved, of all devices.
+    /// Bytes that all devices copied.
     pub(crate) fn all_links(&self) -> LinkBytes {
         self.links().into_iter().fold(LinkBytes::default(), LinkBytes::plus)
     }
 
-    /// Floats of workspace that were in use at once, at most.
+    /// The peak of the workspace, in floats.
     pub(crate) fn workspace(&self) -> u64 {
         self.workspace.load(Relaxed)
     }

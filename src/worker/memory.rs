@@ -1,7 +1,8 @@
-//! Memory on the host that operations share, by slot: landing blocks, kept gradients, blocks of a
-//! file, the stash and the KV cache. The last two may be on the device; where it shares its memory,
-//! all are in it.
+//! Memory on the host that operations share, by slot: landing blocks, gradients of earlier groups,
+//! blocks of a file, the stash and the KV cache. Stash and KV cache may be on the device. Where the
+//! device shares the host's memory, both have one arena.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::devices::{self, Device};
@@ -11,7 +12,7 @@ use crate::tensor::{Arena, Lease, Slots, View};
 
 /// See the [module](self).
 pub(super) struct Memory {
-    /// The devices', where they share theirs.
+    /// The arena of the devices, where they share the host's memory; else an arena of the host.
     arena: Arc<Arena>,
     landing: Slots,
     parts: Slots,
@@ -28,10 +29,10 @@ pub(super) struct HostLease<'a> {
 }
 
 impl Memory {
-    /// All of it, zeroed, and pinned where the device wants that.
+    /// Takes all memory, zeroed, and pins it if the device copies faster from pinned memory.
     ///
     /// # Errors
-    /// The system has not that much.
+    /// The system has less memory.
     pub(super) fn new(plan: &Plan, devices: &[Box<dyn Device>]) -> Result<Memory, Error> {
         let regions = &plan.regions;
         let no_memory = |error| Error::system(format_args!("no memory: {error}"));
@@ -65,21 +66,22 @@ impl Memory {
         })
     }
 
-    /// Panics when an operation has written between slots. See [`Arena::check_zones`].
+    /// Panics if an operation has written between slots. Only builds with guard zones look:
+    /// [`Arena::check_zones`].
     pub(super) fn check_zones(&self) {
         self.arena.check_zones();
     }
 
-    /// A part of the stash, as a view of the memory that has it.
-    pub(super) fn in_stash(&self, (at, len): (usize, usize)) -> View {
-        self.stash.all().part(at..at + len)
+    /// Floats of the stash, as a view of the memory that has it.
+    pub(super) fn in_stash(&self, range: Range<usize>) -> View {
+        self.stash.all().part(range)
     }
 
     /// A lease for the operation that runs on the calling lane.
     pub(super) fn lease(&self) -> HostLease<'_> {
-        // SAFETY: the worker asks for slots, boundaries and cached positions that its operation
-        // names or that its visit reads and writes; these the ring grants: it lets nobody else
-        // write them before the operation has ended, nor read what the operation writes.
+        // SAFETY: a lane asks for the slots, boundaries and cached positions that its operation
+        // names, or that its visit reads and writes. The ring grants these: before the operation
+        // has ended, no other operation writes them, or reads those that this operation writes.
         HostLease { memory: self, arena: unsafe { Lease::new(&self.arena) } }
     }
 }
@@ -90,52 +92,52 @@ impl<'a> HostLease<'a> {
         self.arena.write(self.memory.landing.slot(slot, len))
     }
 
-    /// A landing block to its end: with the EPS on file, whole pages are read and written.
+    /// A whole landing block: with the EPS on file, whole pages are read and written.
     pub(super) fn whole_landing(&self, slot: u32) -> &'a mut [f32] {
         self.arena.write(self.memory.landing.whole(slot))
     }
 
-    /// The first `len` floats of a gradient that is kept for later groups.
+    /// The first `len` floats of an earlier group's gradient.
     pub(super) fn part(&self, slot: u32, len: usize) -> &'a [f32] {
         self.arena.read(self.memory.parts.slot(slot, len))
     }
 
-    /// The same, to write.
+    /// The first `len` floats of a slot for a gradient that later groups add to theirs.
     pub(super) fn part_mut(&self, slot: u32, len: usize) -> &'a mut [f32] {
         self.arena.write(self.memory.parts.slot(slot, len))
     }
 
-    /// A published block as it was read from the EPS's file.
+    /// A published block that was read from the EPS's file.
     pub(super) fn read_slot(&self, slot: u32) -> &'a [f32] {
         self.arena.read(self.memory.reads.whole(slot))
     }
 
-    /// The same, to be read to.
+    /// The slot that a published block is read to from the EPS's file, or completed in.
     pub(super) fn read_slot_mut(&self, slot: u32) -> &'a mut [f32] {
         self.arena.write(self.memory.reads.whole(slot))
     }
 
-    /// A block with its optimizer states, and its gradient behind them where that waits.
+    /// A staged block with its optimizer states, and behind them a gradient that waited on file.
     pub(super) fn state_slot(&self, slot: u32) -> &'a mut [f32] {
         self.arena.write(self.memory.states.whole(slot))
     }
 
-    /// A boundary in the stash, by its first float and floats.
-    pub(super) fn stashed(&self, place: (usize, usize)) -> &'a [f32] {
-        self.arena.read(self.memory.in_stash(place))
+    /// Floats of the stash, to read.
+    pub(super) fn stashed(&self, range: Range<usize>) -> &'a [f32] {
+        self.arena.read(self.memory.in_stash(range))
     }
 
-    /// The same, to write.
-    pub(super) fn stashed_mut(&self, place: (usize, usize)) -> &'a mut [f32] {
-        self.arena.write(self.memory.in_stash(place))
+    /// Floats of the stash, to write.
+    pub(super) fn stashed_mut(&self, range: Range<usize>) -> &'a mut [f32] {
+        self.arena.write(self.memory.in_stash(range))
     }
 
-    /// So many floats of the KV cache.
+    /// Floats of the KV cache, to read.
     pub(super) fn cached(&self, at: usize, len: usize) -> &'a [f32] {
         self.arena.read(self.memory.cache.all().part(at..at + len))
     }
 
-    /// The same, to write.
+    /// Floats of the KV cache, to write.
     pub(super) fn cached_mut(&self, at: usize, len: usize) -> &'a mut [f32] {
         self.arena.write(self.memory.cache.all().part(at..at + len))
     }

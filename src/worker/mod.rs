@@ -1,101 +1,71 @@
-//! What lanes do of a step, on any device: a device's side (slots, copies, kernels) and the host's
-//! (the EPS, updates, landing blocks, gathers and scatters, the stash).
+//! The work of lanes, on any device.
 //!
-//! An operation of the ring names slots by number. [`Worker`] finds what each is, and hands the
-//! work to one of the two sides.
+//! [`Worker`] hands an operation to the lanes of its kind: [`DeviceLanes`] (slots, copies,
+//! kernels), [`HostLanes`] (gathers, losses, sums of gradients, updates), [`FileLane`] or
+//! [`RankLanes`]. Each has fields of its own, which no other lane reaches; the model, the
+//! parameters and the host's memory are [`Shared`]. [`Emulated`] makes a worker slower.
 
 mod boundaries;
 mod clipping;
 mod compressed;
 mod counts;
-mod device_side;
-mod embedding;
-mod file_side;
+mod device_lanes;
+mod emulation;
+mod file_lane;
 mod finite;
-mod host_math;
-mod host_side;
-mod lanes;
+mod host_lanes;
+mod host_threads;
 mod memory;
-mod ranks;
+mod rank_lanes;
 mod records;
+mod shared;
 mod step;
 #[cfg(test)]
 mod tests;
-mod update;
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, RwLock};
+use std::time::Duration;
 
-use l2l_actors::schedule::{Role, Visit};
 use l2l_actors::threads::{LaneWork, Pending};
-use l2l_actors::work::{Lane, Queue, Work};
+use l2l_actors::work::{Lane, Queue};
 use l2l_actors::{BoxedError, Operation, Step};
-use rayon::{ThreadPool, ThreadPoolBuilder};
 
 pub(crate) use counts::Used;
+pub(crate) use emulation::{Emulated, throttle};
 pub(crate) use records::Records;
 pub(crate) use step::{CacheSlot, Dealt, StepInput};
 
-use self::device_side::DeviceSide;
-use self::host_side::HostSide;
+use self::clipping::Clipping;
+use self::device_lanes::DeviceLanes;
+use self::file_lane::FileLane;
+use self::host_lanes::HostLanes;
+use self::host_threads::HostThreads;
 use self::memory::Memory;
-use self::step::{Results, StepState, Steps};
+use self::rank_lanes::RankLanes;
+use self::shared::Shared;
+use self::step::{StepState, Steps};
 use crate::config::{Config, DeviceKind};
-use crate::devices::{self, KernelTime, ProductTable};
+use crate::devices::{self, Device, KernelTime, ProductTable};
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Model, Save};
+use crate::models::Model;
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Holder, Plan, Side};
 
 /// See the [module](self).
 pub(crate) struct Worker {
-    /// They are dropped before the host's memory, which their copies use.
-    devices: Vec<DeviceSide>,
-    host: HostSide,
-    memory: Memory,
-    model: Arc<Model>,
-    plan: Arc<Plan>,
+    /// Dropped before the memory in `shared`, which the devices' copies use.
+    devices: DeviceLanes,
+    host: HostLanes,
+    file: FileLane,
+    ranks: RankLanes,
+    shared: Arc<Shared>,
     learning_rate: LearningRate,
-    /// What waits in the stash of a layer's intermediates, if anything does.
-    save: Save,
-    /// The kernels' rate, where a slower device is emulated.
-    emulated: Option<KernelRate>,
-    seed: u64,
-    neftune_alpha: f64,
-    steps: Steps,
-    results: Results,
-    /// Whether steps after the first copy anything between host and device.
-    copies: bool,
     used: Arc<Used>,
     records: Arc<dyn Records>,
 }
 
-/// The rate of emulated kernels.
-#[derive(Clone, Copy)]
-struct KernelRate {
-    /// FLOP/s.
-    flops: f64,
-    /// What layers save of their activations.
-    save: Option<Save>,
-}
-
-impl KernelRate {
-    /// Sleeps until the kernels of a visit have taken as long as they would.
-    fn slow(
-        self,
-        begin: Instant,
-        model: &Model,
-        visit: &Visit,
-        lengths: impl Iterator<Item = usize>,
-    ) {
-        let layer = visit.layer.0 as usize;
-        let flops = model.visit_flops(layer, visit.phase, lengths, self.save);
-        throttle(begin, flops as u64, Some(self.flops));
-    }
-}
-
-/// What a worker is made of.
+/// The parts that a worker is made from.
 pub(crate) struct WorkerParts {
     pub(crate) model: Arc<Model>,
     pub(crate) plan: Arc<Plan>,
@@ -103,48 +73,47 @@ pub(crate) struct WorkerParts {
     pub(crate) learning_rate: LearningRate,
     pub(crate) eps: Eps,
     pub(crate) records: Arc<dyn Records>,
-    /// False: only the first step copies between host and device.
-    pub(crate) copies: bool,
 }
 
 impl Worker {
-    /// Makes all memory and all threads but the lanes'.
+    /// Takes all memory, and starts all threads except those of the lanes.
     ///
     /// # Errors
-    /// The system has less memory or fewer threads than that takes, or there is no such device.
+    /// The system has too little memory or too few threads, or there is no such device.
     pub(crate) fn new(config: &Config, parts: WorkerParts) -> Result<Worker, Error> {
-        let WorkerParts { model, plan, rule, learning_rate, eps, records, copies } = parts;
-        let threads = Arc::new(threads(config)?);
-        let arenas = [Side::Device, Side::Host].map(|place| plan.regions.arena(place));
+        let WorkerParts { model, plan, rule, learning_rate, eps, records } = parts;
+        let threads = HostThreads::new(config)?;
+        let on_device = plan.regions.arena(Side::Device);
+        let on_host = plan.regions.arena(Side::Host);
         let own = match config.device.kind {
             DeviceKind::Cpu => plan.regions.on_device(Holder::Widened),
             DeviceKind::Cuda => plan.regions.on_device(Holder::Overhead),
         };
-        let devices = devices::open(config, &model, arenas.each_ref(), own, &threads)?;
+        let devices = devices::open(config, &model, &on_device, &on_host, own, &threads.pool)?;
         let memory = Memory::new(&plan, &devices)?;
         if eps.file().is_none() {
             eps.memory().pin_masters(|masters| devices[0].pin(masters));
         }
-        let save = config.schedule.recompute.keep();
         let used = Arc::new(Used::of(devices.len()));
-        let host = HostSide::new(config, &plan, rule, eps, &threads)?;
-        let sides = devices.into_iter().enumerate();
-        let sides =
-            sides.map(|(index, device)| DeviceSide::new(config, device, &plan, &used, index));
-        Ok(Worker {
-            devices: sides.collect::<Result<_, Error>>()?,
-            host,
-            memory,
+        let shared = Arc::new(Shared {
+            embedding_rows: RwLock::new(vec![0.0; plan.received.embedding_rows]),
             model,
             plan,
-            learning_rate,
-            save: save.unwrap_or(Save::All),
-            emulated: config.flops_per_second()?.map(|flops| KernelRate { flops, save }),
-            seed: config.step.seed,
-            neftune_alpha: config.train.neftune_alpha,
+            eps,
+            memory,
             steps: Steps::default(),
-            results: Results::default(),
-            copies,
+            threads,
+            clipping: Clipping::new(&config.optimizer),
+            non_finite: config.non_finite(),
+            seed: config.step.seed,
+        });
+        Ok(Worker {
+            devices: DeviceLanes::new(config, devices, shared.clone(), &used)?,
+            host: HostLanes::new(config, rule, shared.clone())?,
+            file: FileLane::new(shared.clone()),
+            ranks: RankLanes::new(shared.clone()),
+            shared,
+            learning_rate,
             used,
             records,
         })
@@ -152,123 +121,109 @@ impl Worker {
 
     /// The parameters.
     pub(crate) fn eps(&self) -> &Eps {
-        &self.host.eps
+        &self.shared.eps
     }
 
     /// The model.
     pub(crate) fn model(&self) -> &Arc<Model> {
-        &self.model
+        &self.shared.model
     }
 
-    /// The plan it was made by.
+    /// The plan of the run.
     pub(crate) fn plan(&self) -> &Arc<Plan> {
-        &self.plan
+        &self.shared.plan
     }
 
-    /// What was used until now.
+    /// Counts of copied bytes and used workspace.
     pub(crate) fn used(&self) -> &Arc<Used> {
         &self.used
     }
 
-    /// See [`Device::time_kernels`](devices::Device::time_kernels).
-    pub(crate) fn time_kernels(&self) {
-        self.devices.iter().for_each(DeviceSide::time_kernels);
+    /// The sink for records of the lanes' operations.
+    pub(crate) fn records(&self) -> &Arc<dyn Records> {
+        &self.records
     }
 
-    /// See [`Device::take_kernel_times`](devices::Device::take_kernel_times). Of all devices.
+    /// Times the kernels of all devices from now on.
+    pub(crate) fn time_kernels(&self) {
+        self.devices.devices().for_each(|device| device.time_kernels());
+    }
+
+    /// Takes the kernel times since the last call, summed over all devices.
     pub(crate) fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
-        let times = self.devices.iter().map(DeviceSide::take_kernel_times);
+        let times = self.devices.devices().map(|device| device.take_kernel_times());
         let times: Vec<Vec<KernelTime>> = times.collect::<Result<_, _>>()?;
         Ok(KernelTime::sums(times.into_iter().flatten()))
     }
 
-    /// See [`Device::time_products`](devices::Device::time_products).
+    /// Times the algorithms of products on all devices from now on.
     pub(crate) fn time_products(&self) {
-        self.devices.iter().for_each(DeviceSide::time_products);
+        self.devices.devices().for_each(|device| device.time_products());
     }
 
-    /// See [`Device::store_products`](devices::Device::store_products). Of each device.
+    /// Stores the fastest algorithms of each device's products.
     pub(crate) fn store_products(&self) -> Result<Vec<ProductTable>, BoxedError> {
-        self.devices.iter().filter_map(|device| device.store_products().transpose()).collect()
+        let tables = self.devices.devices().map(|device| device.store_products());
+        tables.filter_map(Result::transpose).collect()
     }
 
     /// Bytes of the host that are pinned for copies.
     pub(crate) fn pinned_bytes(&self) -> u64 {
-        self.devices.iter().map(DeviceSide::pinned_bytes).sum()
+        self.devices.devices().map(|device| device.pinned_bytes()).sum()
     }
 
-    /// See [`Device::take_warnings`](devices::Device::take_warnings).
+    /// Takes the warnings of all devices, each once.
     pub(crate) fn take_warnings(&self) -> Vec<String> {
-        let mut warnings: Vec<String> =
-            self.devices.iter().flat_map(DeviceSide::take_warnings).collect();
+        let warnings = self.devices.devices().flat_map(|device| device.take_warnings());
+        let mut warnings: Vec<String> = warnings.collect();
         warnings.sort();
         warnings.dedup();
         warnings
     }
 
-    /// Logits and hidden states of the last step, if it was to leave any.
+    /// Takes the logits and the hidden states of the last step, if it left any.
     pub(crate) fn take_results(&self) -> (Vec<f32>, Vec<f32>) {
-        self.results.take()
+        (self.host.take_logits(), self.devices.take_hidden())
     }
 
-    /// What receives the records of the lanes.
-    pub(crate) fn records(&self) -> &Arc<dyn Records> {
-        &self.records
-    }
-
-    /// Says that the last step's loss and norm are known.
+    /// Reports that loss and norm of the last step are known.
     pub(crate) fn resolved(&self, now: Duration) {
         self.records.resolved(now);
     }
 
-    /// The device that an operation is for; for one of the host, the first.
-    fn device(&self, operation: &Operation) -> &DeviceSide {
-        &self.devices[usize::from(operation.device().unwrap_or_default())]
-    }
-
-    /// True for copies between host and device, and for what looks at those. Statistics are copied
-    /// all the same: they hold the labels, which kernels go by, and are small.
-    fn is_left_out(&self, operation: &Operation) -> bool {
-        let step = operation.step();
-        if self.copies || step.number == 0 {
-            return false;
-        }
-        match operation.work() {
-            Work::UploadBoundary { inputs: placed, .. }
-            | Work::DownloadBoundary { outputs: placed, .. } => {
-                step.plan.schedule.boundary(placed.boundary).role != Role::Statistics
-            }
-            Work::UploadBlock { .. } | Work::CopyShards { .. } | Work::DownloadGradient { .. } => {
-                true
-            }
-            Work::Loss { .. } | Work::Scatter { .. } | Work::Join { .. } => true,
-            _ => false,
-        }
-    }
-
-    /// Does an operation's work, and returns its value.
-    fn work(&self, operation: &Operation) -> Result<f64, BoxedError> {
-        if self.is_left_out(operation) {
-            return Ok(0.0);
-        }
+    /// Does an operation's work on the lanes of its kind, and returns its value.
+    fn run(&self, operation: &Operation) -> Result<f64, BoxedError> {
+        let no_value = |()| 0.0;
         let value = match operation.work().lane() {
-            Lane::Upload => self.upload(operation).map(|()| 0.0),
-            Lane::Peer => self.copy_shards(operation).map(|()| 0.0),
-            Lane::Compute => self.compute(operation).map(|()| 0.0),
-            Lane::Download => self.download(operation).map(|()| 0.0),
-            Lane::Host | Lane::Update => self.on_host(operation),
-            Lane::File => self.on_file(operation).map(|()| 0.0),
-            Lane::Fetch | Lane::Exchange => self.on_ranks(operation),
+            Lane::Upload => self.devices.upload(operation).map(no_value),
+            Lane::Peer => self.devices.copy_shards(operation).map(no_value),
+            Lane::Compute => self.devices.compute(operation).map(no_value),
+            Lane::Download => self.devices.download(operation).map(no_value),
+            Lane::Host | Lane::Update => self.host.run(operation),
+            Lane::File => self.file.run(operation).map(no_value),
+            Lane::Fetch | Lane::Exchange => self.ranks.run(operation),
         };
-        self.memory.check_zones();
-        value
+        self.shared.memory.check_zones();
+        self.finite(operation, value?)
+    }
+
+    /// Does `work` behind all that its operation waits on in the device's queues.
+    fn issue_work(
+        &self,
+        operation: &Operation,
+        now: Duration,
+        work: impl FnOnce() -> Result<f64, BoxedError>,
+    ) -> Result<Pending, BoxedError> {
+        let device = self.devices.device_of(operation);
+        device.begins(operation)?;
+        device.ends(operation, work()?, now)
     }
 }
 
 impl Drop for Worker {
-    /// A device may be copying from another's memory, which is freed next.
+    /// A device may be copying from another device's memory, which is freed next.
     fn drop(&mut self) {
-        self.devices.iter().for_each(DeviceSide::finish);
+        self.devices.devices().for_each(Device::finish);
     }
 }
 
@@ -276,42 +231,23 @@ impl LaneWork for Worker {
     type Batch = StepInput;
 
     fn begin(&self, step: &Arc<Step>, input: StepInput, now: Duration) {
-        // Results of a step that nobody waited for are dropped.
-        self.results.take();
+        // Results of a step whose caller gave up waiting are dropped.
+        self.take_results();
         let trains = input.purpose.trains();
-        self.steps.begin(StepState::new(step, input, self.learning_rate));
+        self.shared.steps.begin(StepState::new(step.clone(), input, self.learning_rate));
         self.records.begun(now, step.number, trains);
     }
 
     fn perform(&self, operation: &Operation) -> Result<f64, BoxedError> {
-        self.work(operation)
+        self.run(operation)
     }
 
     fn issues(&self, queue: Queue) -> bool {
-        queue.device.is_some_and(|device| self.devices[usize::from(device)].issues())
+        let device = queue.device.map(usize::from);
+        device.and_then(|index| self.devices.devices().nth(index)).is_some_and(Device::issues)
     }
 
     fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, BoxedError> {
-        self.device(operation).begins(operation)?;
-        let value = self.work(operation)?;
-        self.device(operation).ends(operation, value, now)
+        self.issue_work(operation, now, || self.run(operation))
     }
-}
-
-/// Sleeps until so many bytes at this rate would have taken their time, if there is a rate.
-pub(crate) fn throttle(begin: Instant, bytes: u64, rate: Option<f64>) {
-    if let Some(rate) = rate {
-        let takes = Duration::from_secs_f64(bytes as f64 / rate);
-        std::thread::sleep(takes.saturating_sub(begin.elapsed()));
-    }
-}
-
-/// The host's threads: of kernels where they run there, and of updates.
-fn threads(config: &Config) -> Result<ThreadPool, Error> {
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    ThreadPoolBuilder::new()
-        .num_threads(config.device.threads.unwrap_or(cores))
-        .thread_name(|index| format!("l2l-cpu-{index}"))
-        .build()
-        .map_err(Error::system)
 }

@@ -1,10 +1,11 @@
-//! What receives the records of a run.
+//! The port for the records of a run.
 
 use std::time::Duration;
 
 use l2l_actors::RecordSink;
 
-/// Receives the record of every operation from the lanes, and from here when steps begin and end.
+/// Receives the record of every operation from the lanes, and from the worker when a step begins
+/// and ends.
 pub(crate) trait Records: RecordSink {
     /// A step begins.
     fn begun(&self, now: Duration, step: u64, trains: bool);

@@ -1,4 +1,4 @@
-//! A step as the lanes see it: its batch, what it is for, and what it leaves for the caller.
+//! A step as the lanes see it: its batch, its purpose, and the sums that its operations leave.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,35 +14,36 @@ use crate::optimizers::LearningRate;
 use crate::plan::Purpose;
 use crate::stash::StashLayout;
 
-/// What a step of the ring is given.
+/// The data of a step.
 #[derive(Clone, Debug)]
 pub(crate) struct StepInput {
     pub(crate) batch: Batch,
     pub(crate) purpose: Purpose,
-    /// Where its boundaries lie in the stash.
+    /// The place of each boundary in the stash.
     pub(crate) stash: Arc<StashLayout>,
-    /// Training steps before it: the ring's own number counts other steps, and begins anew.
+    /// Training steps before this step. The ring's own number counts steps of all purposes, and
+    /// begins at 0 in each run.
     pub(crate) trained: u64,
-    /// Those of them that updated the model.
+    /// Training steps before this step that updated the model.
     pub(crate) updated: u64,
-    /// What the loss is multiplied by for the backward pass.
+    /// The factor of the loss for the backward pass, and so of all gradients.
     pub(crate) loss_scale: f64,
-    /// The KV cache slot of each sequence, of a step that generates.
+    /// The KV cache slot of each sequence, if the step generates.
     pub(crate) cache: Vec<CacheSlot>,
-    /// What other processes compute of the step, where it is dealt.
+    /// The shares of all ranks, if the step is dealt.
     pub(crate) dealt: Option<Dealt>,
 }
 
-/// A step that several processes share.
+/// A step whose groups are dealt to ranks.
 #[derive(Clone, Debug)]
 pub(crate) struct Dealt {
-    /// The groups of each process.
+    /// The groups of each rank.
     pub(crate) groups: Vec<Range<u32>>,
-    /// The rows of each process among those of the whole batch.
+    /// The rows of each rank among the rows of the whole batch.
     pub(crate) rows: Parts,
     /// The token ids of the whole batch.
     pub(crate) tokens: Vec<u32>,
-    /// Sequences of the whole batch before those of this process.
+    /// Sequences of the whole batch before those of this rank.
     pub(crate) first_sequence: usize,
 }
 
@@ -50,119 +51,95 @@ pub(crate) struct Dealt {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CacheSlot {
     pub(crate) slot: usize,
-    /// Positions that are cached.
+    /// The number of cached positions.
     pub(crate) cached: usize,
 }
 
 /// A step in the ring.
 pub(super) struct StepState {
-    pub(super) number: Version,
-    pub(super) batch: Batch,
-    pub(super) purpose: Purpose,
-    pub(super) trained: u64,
-    /// Training steps before it that updated the model.
-    pub(super) updated: u64,
-    /// The loss scale: all gradients of the step are multiplied by it.
-    pub(super) loss_scale: f64,
-    pub(super) stash: Arc<StashLayout>,
-    pub(super) cache: Vec<CacheSlot>,
+    pub(super) step: Arc<Step>,
+    pub(super) input: StepInput,
     /// Cached positions of each sequence.
-    pub(super) cached_positions: Vec<usize>,
+    cached_positions: Vec<usize>,
     /// The factor of the loss's gradients: loss scale ÷ labelled positions.
     pub(super) scale: f32,
     pub(super) learning_rate: f64,
-    pub(super) dealt: Option<Dealt>,
-    /// Of a run with several processes: the losses of this one's micro-batches.
+    /// The losses of this rank's micro-batches, in a run of several ranks.
     pub(super) losses: Mutex<BTreeMap<MicroBatch, f64>>,
-    /// The sums of squares of the chunks of gradients, where they are needed: of several processes
-    /// those of this one's parts.
+    /// The sums of squares of each block's chunks, with several ranks or clipping by group. With
+    /// several ranks, a block has the chunks of this rank's part.
     pub(super) squares: Mutex<BTreeMap<BlockId, Vec<f64>>>,
-    /// The sums of squares of parameter groups, where they are clipped by their own norm.
+    /// The sums of squares of parameter groups, if a group is clipped by its own norm.
     pub(super) group_sums: OnceLock<Vec<f64>>,
 }
 
-/// Where a micro-batch lies in its step's batch.
+/// The range of a micro-batch in its step's batch.
 pub(super) struct MicroBatchRange {
-    /// Its sequences.
     pub(super) sequences: Range<usize>,
-    /// Its rows.
     pub(super) rows: Range<usize>,
 }
 
 impl StepState {
-    pub(super) fn new(step: &Step, input: StepInput, rate: LearningRate) -> StepState {
-        let StepInput { batch, purpose, stash, trained, updated, .. } = input;
-        let StepInput { loss_scale, cache, dealt, .. } = input;
+    pub(super) fn new(step: Arc<Step>, input: StepInput, rate: LearningRate) -> StepState {
         StepState {
-            number: step.number,
-            stash,
-            cached_positions: cache.iter().map(|one| one.cached).collect(),
-            cache,
-            scale: (loss_scale / batch.labelled as f64) as f32,
-            learning_rate: rate.at(updated),
-            batch,
-            purpose,
-            trained,
-            updated,
-            loss_scale,
-            dealt,
+            step,
+            cached_positions: input.cache.iter().map(|slot| slot.cached).collect(),
+            scale: (input.loss_scale / input.batch.labelled as f64) as f32,
+            learning_rate: rate.at(input.updated),
+            input,
             losses: Mutex::default(),
             squares: Mutex::default(),
             group_sums: OnceLock::new(),
         }
     }
 
-    /// Where a micro-batch lies in the step's batch.
-    pub(super) fn range(&self, m: MicroBatch, schedule: &Schedule) -> MicroBatchRange {
-        let before: u32 = schedule.micro_batches[..m as usize].iter().sum();
+    pub(super) fn schedule(&self) -> &Schedule {
+        &self.step.plan.schedule
+    }
+
+    /// The sequences and rows of a micro-batch in the step's batch.
+    pub(super) fn range(&self, m: MicroBatch) -> MicroBatchRange {
+        let micro_batches = &self.schedule().micro_batches;
+        let before: u32 = micro_batches[..m as usize].iter().sum();
         let first = before as usize;
-        let count = schedule.micro_batches[m as usize] as usize;
-        let rows = self.batch.starts[first]..self.batch.starts[first + count];
+        let count = micro_batches[m as usize] as usize;
+        let rows = self.input.batch.starts[first]..self.input.batch.starts[first + count];
         MicroBatchRange { sequences: first..first + count, rows }
     }
 
     /// The number of tokens of each sequence of a micro-batch.
-    pub(super) fn lengths(
-        &self,
-        m: MicroBatch,
-        schedule: &Schedule,
-    ) -> impl Iterator<Item = usize> {
-        self.range(m, schedule).sequences.map(|sequence| self.batch.length(sequence))
+    pub(super) fn lengths(&self, m: MicroBatch) -> impl Iterator<Item = usize> {
+        self.range(m).sequences.map(|sequence| self.input.batch.length(sequence))
     }
 
-    /// What layers see of a micro-batch. `seed`: of the run, for dropout.
-    pub(super) fn metadata(
-        &self,
-        m: MicroBatch,
-        schedule: &Schedule,
-        seed: u64,
-    ) -> BatchMetadata<'_> {
-        let MicroBatchRange { sequences, rows } = self.range(m, schedule);
-        let before = self.dealt.as_ref().map_or(0, |dealt| dealt.first_sequence);
+    /// The metadata of a micro-batch, for layers. `seed` is the run's, for dropout.
+    pub(super) fn metadata(&self, m: MicroBatch, seed: u64) -> BatchMetadata<'_> {
+        let MicroBatchRange { sequences, rows } = self.range(m);
+        let before = self.input.dealt.as_ref().map_or(0, |dealt| dealt.first_sequence);
         let first_sequence = (before + sequences.start) as u32;
-        let key = DropoutKey { seed, step: self.updated, first_sequence };
+        let key = DropoutKey { seed, step: self.input.updated, first_sequence };
         BatchMetadata {
-            starts: &self.batch.starts[sequences.start..=sequences.end],
-            kinds: &self.batch.kinds[rows.clone()],
-            documents: self.batch.documents.get(rows).unwrap_or_default(),
+            starts: &self.input.batch.starts[sequences.start..=sequences.end],
+            kinds: &self.input.batch.kinds[rows.clone()],
+            documents: self.input.batch.documents.get(rows).unwrap_or_default(),
             cached: self.cached_positions.get(sequences).unwrap_or_default(),
-            dropout_key: self.purpose.trains().then_some(key),
+            dropout_key: self.input.purpose.trains().then_some(key),
         }
     }
 
     /// Positions of a micro-batch that have a label.
-    pub(super) fn labelled(&self, m: MicroBatch, schedule: &Schedule) -> usize {
-        let targets = &self.batch.targets[self.range(m, schedule).rows];
+    pub(super) fn labelled(&self, m: MicroBatch) -> usize {
+        let targets = &self.input.batch.targets[self.range(m).rows];
         targets.iter().filter(|target| **target >= 0).count()
     }
 
     /// The slots of the KV cache of a micro-batch's sequences.
-    pub(super) fn cache_slots(&self, m: MicroBatch, schedule: &Schedule) -> &[CacheSlot] {
-        &self.cache[self.range(m, schedule).sequences]
+    pub(super) fn cache_slots(&self, m: MicroBatch) -> &[CacheSlot] {
+        &self.input.cache[self.range(m).sequences]
     }
 }
 
-/// The step that computes, and the one before, whose updates may still run.
+/// The step that computes, and the step before it, whose updates may still run.
 #[derive(Default)]
 pub(super) struct Steps(Mutex<[Option<Arc<StepState>>; 2]>);
 
@@ -173,31 +150,13 @@ impl Steps {
         steps[0] = Some(Arc::new(state));
     }
 
-    /// The step of this number.
+    /// The state of a step by its number.
     ///
     /// # Panics
-    /// It is neither of the two.
+    /// The step is neither of the two.
     pub(super) fn of(&self, number: Version) -> Arc<StepState> {
         let steps = self.0.lock().expect("nothing panics inside");
-        let found = steps.iter().flatten().find(|step| step.number == number);
+        let found = steps.iter().flatten().find(|state| state.step.number == number);
         found.expect("an operation's step has begun").clone()
-    }
-}
-
-/// What a step leaves for the caller, beside loss and norm.
-#[derive(Default)]
-pub(super) struct Results {
-    /// Logits of each labelled position, or scores of each sequence, in order.
-    pub(super) logits: Mutex<Vec<f32>>,
-    /// What the head read, by micro-batch: devices read theirs at once.
-    pub(super) hidden: Mutex<BTreeMap<MicroBatch, Vec<f32>>>,
-}
-
-impl Results {
-    /// Takes both, and leaves nothing.
-    pub(super) fn take(&self) -> (Vec<f32>, Vec<f32>) {
-        let logits = std::mem::take(&mut *self.logits.lock().expect("nothing panics inside"));
-        let hidden = std::mem::take(&mut *self.hidden.lock().expect("nothing panics inside"));
-        (logits, hidden.into_values().flatten().collect())
     }
 }

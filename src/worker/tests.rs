@@ -1,4 +1,4 @@
-//! The device as a whole: the suite every implementation of the ports is run through.
+//! The worker as a whole, in the suite that every implementation of the ports passes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -14,19 +14,19 @@ use crate::config::{ChannelsConfig, Config, Deal, EpsTier, Recompute, StashPlace
 use crate::data::{Batch, Dataset};
 use crate::devices::{Device, PeerView};
 use crate::eps::{Eps, FileTier, Folder};
-use crate::hf::{self, shape_of};
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Model;
 use crate::optimizers::StateLayout;
 use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
+use crate::resolve::{model_of, shape_of};
 use crate::stash;
 use crate::telemetry::Ledger;
 use crate::tensor::{Arena, Packing, View};
 
-/// A model small enough to be run a thousand times.
+/// A model that is small enough to run a thousand times.
 struct Small {
     config: Config,
-    /// With the EPS on file: its place, and how many there were.
+    /// The place of the EPS's files, if it is on file, and the number of files so far.
     folder: Option<tempfile::TempDir>,
     made: AtomicUsize,
 }
@@ -55,7 +55,7 @@ impl Small {
 
     fn model(&self) -> Model {
         let shape = shape_of(&self.config).expect("a shape of ours");
-        hf::model_of(&self.config, shape).expect("a model of ours")
+        model_of(&self.config, shape).expect("a model of ours")
     }
 }
 
@@ -120,7 +120,7 @@ impl Small {
         let records = Arc::new(Ledger::new(model.layers.len(), plan.devices, Vec::new()));
         let plan = Arc::new(plan);
         let learning_rate = config.learning_rate(100);
-        let parts = WorkerParts { model, plan, rule, learning_rate, eps, records, copies: true };
+        let parts = WorkerParts { model, plan, rule, learning_rate, eps, records };
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
         worker.eps().randomise(worker.model(), 1).expect("room on a disk");
@@ -128,7 +128,7 @@ impl Small {
     }
 }
 
-/// Streams, events and kernels of a GPU that is emulated.
+/// Streams, events and kernels of an emulated GPU.
 #[test]
 fn the_cuda_device_conforms() {
     if !crate::devices::cuda::emulated::instead() {
@@ -170,7 +170,7 @@ fn the_cpu_device_conforms() {
     }
 }
 
-/// What goes wrong with a device.
+/// A failure of a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     Fails,
@@ -178,11 +178,11 @@ enum Fault {
     Hangs,
     /// Its results are NaN.
     Lies,
-    /// It writes a float that is before its slot.
+    /// It writes a float before its slot.
     Strays,
 }
 
-/// A device that goes wrong at its second gradient.
+/// A device that fails at its second gradient.
 struct Faulty {
     device: Box<dyn Device>,
     fault: Fault,
@@ -274,10 +274,9 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
     let gradient_floats = model.blocks[model.blocks_of_layer(0)[0].0 as usize].len();
     let plan = Plan::new(&small.config, &model, &small.config.update_rule());
     let mut worker = small.worker(&plan.expect("a plan of ours").pools);
-    let side = worker.devices.remove(faulty).with(|device| {
+    worker.devices.replace(faulty, |device| {
         Box::new(Faulty { device, fault, downloads: AtomicUsize::new(0), gradient_floats })
     });
-    worker.devices.insert(faulty, side);
     let plan = worker.plan().clone();
     let lanes = Arc::new(ThreadLanes::start(worker, &plan.pools, None).expect("threads"));
     let patience = (fault == Fault::Hangs).then_some(Duration::from_secs(1));
@@ -300,8 +299,8 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
     cause.to_string()
 }
 
-/// A device that fails, panics, hangs or gives results that are no numbers ends the run, with its
-/// name, and no block of a deferred step has changed.
+/// A device that fails, panics, hangs or returns NaN ends the run. The error names the device, and
+/// no block of a deferred step has changed.
 #[tokio::test]
 async fn a_faulty_device_is_named() {
     let faults = [Fault::Fails, Fault::Panics, Fault::Hangs, Fault::Lies];
@@ -311,10 +310,10 @@ async fn a_faulty_device_is_named() {
     }
 }
 
-/// One float too far ends the run: the guard zone is looked at when the operation has ended.
+/// A float outside a slot ends the run: guard zones are compared when the operation has ended.
 #[tokio::test]
 async fn a_device_that_writes_between_slots_is_found() {
-    // AddressSanitizer would end the process, and without guard zones nobody finds it.
+    // AddressSanitizer would end the process, and a release build has no guard zones.
     let is_found = cfg!(debug_assertions) && !cfg!(l2l_asan);
     for faulty in [0, 1].into_iter().filter(|_| is_found) {
         let says = error_of(Fault::Strays, faulty).await;

@@ -147,7 +147,7 @@ pub(crate) fn on_ranks(
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        ..ProptestConfig::with_cases(if whole() { 150 } else { 30 })
+        ..ProptestConfig::with_cases(if whole() { 150 } else { 12 })
     })]
 
     #[test]

@@ -1,7 +1,7 @@
-//! What the host computes of a step by itself: embedding rows, their gradients, and losses.
+//! Loops over embedding rows, their gradients, and losses.
 //!
 //! The host owns the vocabulary's table and the labels. So no device has a kernel for this, and the
-//! same loops run whatever the device is.
+//! same loops run beside every kind of device.
 
 use std::ops::Range;
 
@@ -9,12 +9,13 @@ use rayon::prelude::*;
 
 use crate::eps::TableRows;
 use crate::kernels::{Loss, label_of};
+use crate::models::Tile;
 use crate::random;
 use crate::simd::Level;
 use crate::tensor::{Element, int8};
 
-/// Copies the rows of those tokens that lie in a tile, which holds rows `first..` of the
-/// vocabulary, times `scale`. y: (tokens, channels).
+/// Copies the rows of the tokens that lie in a tile, times `scale`. The tile begins at row `first`
+/// of the vocabulary. y: (tokens, channels).
 pub(super) fn gather<Y: Element>(
     y: &mut [Y],
     tokens: &[u32],
@@ -48,19 +49,18 @@ fn gather_rows<Y: Element, X: Element>(
     });
 }
 
-/// Adds noise to the rows of those tokens that lie in a tile, which holds rows `first..` and `rows`
-/// of the vocabulary. `noise` gives the key and the greatest value of a row's noise. y: (tokens,
-/// channels).
+/// Adds noise to the rows of the tokens that lie in a tile. `noise` gives the key and the greatest
+/// value of a row's noise. y: (tokens, channels).
 pub(super) fn add_noise<Y: Element>(
     y: &mut [Y],
     tokens: &[u32],
-    (first, rows): (usize, usize),
+    tile: Tile,
     channels: usize,
     noise: impl Fn(usize) -> (u64, f32) + Sync,
 ) {
     let each = y.par_chunks_mut(channels).zip(tokens).enumerate();
     each.for_each(|(row, (y, &token))| {
-        if (first..first + rows).contains(&(token as usize)) {
+        if (tile.first..tile.first + tile.rows).contains(&(token as usize)) {
             let (mut state, most) = noise(row);
             for y in y {
                 let uniform = 2.0 * random::unit(&mut state) as f32 - 1.0;
@@ -70,7 +70,7 @@ pub(super) fn add_noise<Y: Element>(
     });
 }
 
-/// A tile is cut into this many runs of rows; each run is added to by one thread.
+/// Runs of rows in a tile. One thread adds to one run, so a tile occupies up to 64 threads.
 const RUNS: usize = 64;
 
 /// A tile of the embedding's gradient, or a part of one.
@@ -80,14 +80,14 @@ pub(super) struct Table<'t> {
     pub(super) from: usize,
     /// The tile's first row of the vocabulary.
     pub(super) first: usize,
-    /// Whether what the rows hold is to be replaced.
+    /// True if the gradients replace what the rows hold.
     pub(super) is_new: bool,
 }
 
 /// A token's gradient, as it is stashed.
 pub(super) trait Gradient: Copy + Send + Sync {
     fn channels(self) -> usize;
-    /// Adds a range of it to as many numbers, times `scale`.
+    /// Adds a range of its channels to `sum`, times `scale`.
     fn add_to(self, sum: &mut [f32], range: Range<usize>, scale: f32);
 }
 
@@ -113,8 +113,8 @@ impl Gradient for int8::Int8Row<'_> {
     }
 }
 
-/// Adds gradients to the rows of those tokens that lie in a table. Each row's gradients are added
-/// in the order of the tokens, times `scale`. `gradients`: one for each token.
+/// Adds the gradients of the tokens that lie in a table to the table's rows, times `scale`. Each
+/// row's gradients are added in the order of the tokens. `gradients` has one for each token.
 pub(super) fn scatter<G: Gradient>(
     level: Level,
     table: Table<'_>,
@@ -149,7 +149,7 @@ pub(super) fn scatter<G: Gradient>(
     });
 }
 
-/// Writes the statistics of a position as they are before the first tile of the head.
+/// Writes the statistics of a position before the first tile of the head adds to them.
 pub(super) fn begin_statistics(statistics: &mut [f32], label: i32) {
     statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
 }
@@ -160,7 +160,7 @@ pub(super) fn token_loss(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
     (label_of(statistics) >= 0).then(|| loss.value(most + sum.ln(), target))
 }
 
-/// The loss of a sequence, which the class head puts into the statistics of its first position;
+/// The loss of a sequence, which the class head writes to the statistics of the first position;
 /// `None` for all other positions.
 pub(super) fn sequence_loss(statistics: &[f32]) -> Option<f32> {
     (statistics[1] == 1.0).then_some(statistics[0])
@@ -169,6 +169,7 @@ pub(super) fn sequence_loss(statistics: &[f32]) -> Option<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::CrossEntropy;
 
     #[test]
     fn noise_is_uniform_in_its_range() {
@@ -176,7 +177,7 @@ mod tests {
         let tokens = [4, 9, 5];
         // Tokens 4 and 5 lie in the tile, and have noise of 0.1 and 0.2.
         let noise = |row: usize| (row as u64, 0.1 * (1 + row / 2) as f32);
-        add_noise(&mut y, &tokens, (3, 4), 1000, noise);
+        add_noise(&mut y, &tokens, Tile { first: 3, rows: 4 }, 1000, noise);
         let rows: Vec<&[f32]> = y.chunks(1000).collect();
         assert!(rows[1].iter().all(|&y| y == 1.0), "its token is in another tile");
         for (row, most) in [(rows[0], 0.1), (rows[2], 0.2)] {
@@ -188,7 +189,6 @@ mod tests {
             assert!((square / 1000.0 / (most * most) - 1.0 / 3.0).abs() < 0.03, "{square}");
         }
     }
-    use crate::kernels::CrossEntropy;
 
     #[test]
     fn tokens_are_gathered_and_scattered_tile_by_tile() {

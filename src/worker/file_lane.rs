@@ -1,18 +1,26 @@
-//! The file lane: masters, states and gradient regions of staged blocks.
+//! The file lane: reads and writes masters, states and gradient regions of staged blocks.
 
-use std::time::Instant;
+use std::sync::Arc;
 
 use l2l_actors::work::{Stored, Work};
 use l2l_actors::{BoxedError, Operation};
 
-use super::{Worker, throttle};
+use super::shared::Shared;
 
-impl Worker {
-    /// Reads or writes what the operation says.
-    pub(super) fn on_file(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let begin = Instant::now();
-        let file = self.host.file();
-        let host = self.memory.lease();
+/// See the [module](self).
+pub(super) struct FileLane {
+    shared: Arc<Shared>,
+}
+
+impl FileLane {
+    pub(super) fn new(shared: Arc<Shared>) -> FileLane {
+        FileLane { shared }
+    }
+
+    /// Reads, writes or seals, as the operation says.
+    pub(super) fn run(&self, operation: &Operation) -> Result<(), BoxedError> {
+        let file = self.shared.file();
+        let host = self.shared.memory.lease();
         let beat = &|| operation.still_runs();
         match *operation.work() {
             Work::Stage { block, version, stored, slot } => match stored {
@@ -31,11 +39,9 @@ impl Worker {
                 }
                 Stored::Master => unreachable!("masters are written with their states"),
             },
-            Work::Seal => file.seal(self.steps.of(operation.step().number).trained + 1)?,
-            ref other => unreachable!("{other} is not of the lane of files"),
+            Work::Seal => file.seal(self.shared.state(operation).input.trained + 1)?,
+            ref other => unreachable!("{other} is not work of the file lane"),
         }
-        let bytes = operation.work().bytes(&operation.step().plan.schedule);
-        throttle(begin, bytes, self.host.disk_rate);
         Ok(())
     }
 }

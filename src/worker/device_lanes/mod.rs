@@ -1,0 +1,268 @@
+//! The lanes of devices: uploads, copies between devices, kernels, downloads.
+//!
+//! Host memory that a copy reads or writes belongs to the operation until the operation ends: the
+//! ring grants it to no other operation meanwhile.
+
+mod finite;
+mod kv_cache;
+mod side;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use l2l_actors::schedule::{MicroBatch, Role, Shard};
+use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
+use l2l_actors::{BoxedError, Operation};
+
+use self::side::DeviceSide;
+use super::Used;
+use super::boundaries::Filled;
+use super::shared::Shared;
+use crate::config::{Config, GradientDtype, NonFinite};
+use crate::devices::Device;
+use crate::error::Error;
+use crate::kernels::Kernels;
+use crate::models::{self, BlockViews, ModelLayer, Port, Save, VisitArgs};
+use crate::plan::Purpose;
+use crate::tensor::{Dtype, Packing, Slots, View, packed_bf16, widen};
+
+/// See the [module](self).
+pub(super) struct DeviceLanes {
+    sides: Vec<DeviceSide>,
+    shared: Arc<Shared>,
+    /// The activations that layers save where the schedule says so.
+    save: Save,
+    /// The hidden states that the head read in a step that encodes. Devices write theirs at the
+    /// same time, so they are ordered by micro-batch.
+    hidden: Mutex<BTreeMap<MicroBatch, Vec<f32>>>,
+}
+
+impl DeviceLanes {
+    pub(super) fn new(
+        config: &Config,
+        devices: Vec<Box<dyn Device>>,
+        shared: Arc<Shared>,
+        used: &Arc<Used>,
+    ) -> Result<DeviceLanes, Error> {
+        let has_link = config.link_bytes_per_second()?.is_some();
+        let side = |(index, device)| DeviceSide::new(device, &shared.plan, has_link, used, index);
+        Ok(DeviceLanes {
+            sides: devices.into_iter().enumerate().map(side).collect(),
+            shared,
+            save: config.schedule.recompute.keep().unwrap_or(Save::All),
+            hidden: Mutex::default(),
+        })
+    }
+
+    /// The devices, in their order.
+    pub(super) fn devices(&self) -> impl Iterator<Item = &dyn Device> {
+        self.sides.iter().map(|side| &*side.device)
+    }
+
+    /// The device of an operation; for an operation of the host, the first.
+    pub(super) fn device_of(&self, operation: &Operation) -> &dyn Device {
+        &*self.side(operation).device
+    }
+
+    fn side(&self, operation: &Operation) -> &DeviceSide {
+        &self.sides[usize::from(operation.device().unwrap_or_default())]
+    }
+
+    /// Replaces a device.
+    #[cfg(test)]
+    pub(super) fn replace(
+        &mut self,
+        index: usize,
+        by: impl FnOnce(Box<dyn Device>) -> Box<dyn Device>,
+    ) {
+        let side = self.sides.remove(index);
+        self.sides.insert(index, side.with(by));
+    }
+
+    /// Takes the hidden states that the head read, in the order of the micro-batches.
+    pub(super) fn take_hidden(&self) -> Vec<f32> {
+        let hidden = std::mem::take(&mut *self.hidden.lock().expect("nothing panics inside"));
+        hidden.into_values().flatten().collect()
+    }
+
+    /// The upload lane.
+    pub(super) fn upload(&self, operation: &Operation) -> Result<(), BoxedError> {
+        let shared = &*self.shared;
+        let host = shared.memory.lease();
+        let side = self.side(operation);
+        match *operation.work() {
+            Work::UploadBlock { block, version, master, weights, shard } => {
+                let slot = side.weights.slot(weights, shared.published_len(block));
+                let range = floats_of(shard, slot);
+                let to = slot.part(range.clone());
+                match master {
+                    MasterAt::Slot(read) => side.upload(to, &host.read_slot(read)[range]),
+                    MasterAt::Memory => {
+                        let lease = shared.eps.memory().read(block, version);
+                        side.upload(to, &lease.parameters[range])
+                    }
+                }
+            }
+            Work::UploadBoundary { micro_batch, ref inputs } => {
+                let state = shared.state(operation);
+                let filled = Filled::of(operation, &state, inputs, micro_batch);
+                if side.stays_in_stash(filled.declared()) {
+                    side.count_upload(filled.slot_floats());
+                    return Ok(());
+                }
+                let slot = side.inputs.slot(inputs.slot, filled.slot_floats());
+                if filled.declared().role == Role::CachedKv {
+                    return self.read_kv(side, filled, slot);
+                }
+                let from = host.stashed(filled.stash_range());
+                side.upload_stashed(slot, from, shared.packing(filled.declared()))
+            }
+            ref other => unreachable!("{other} is not work of the upload lane"),
+        }
+    }
+
+    /// The peer lane: copies from other devices.
+    pub(super) fn copy_shards(&self, operation: &Operation) -> Result<(), BoxedError> {
+        let &Work::CopyShards { block, weights, ref from, .. } = operation.work() else {
+            unreachable!("{} is not work of the peer lane", operation.work())
+        };
+        let side = self.side(operation);
+        let len = self.shared.published_len(block);
+        let slot = side.weights.slot(weights, len);
+        for &(shard, weights) in from {
+            let peer = &self.sides[usize::from(shard.index)];
+            let range = floats_of(shard, slot);
+            let uploaded = peer.weights.slot(weights, len).part(range.clone());
+            side.copy_from(slot.part(range), peer, uploaded)?;
+        }
+        Ok(())
+    }
+
+    /// The download lane.
+    pub(super) fn download(&self, operation: &Operation) -> Result<(), BoxedError> {
+        let shared = &*self.shared;
+        let host = shared.memory.lease();
+        let side = self.side(operation);
+        match *operation.work() {
+            Work::DownloadGradient { block, gradients, reduced, .. } => {
+                let len = shared.trained_len(block);
+                let gradient = side.gradients.slot(gradients, len);
+                let landing = host.landing(reduced, len);
+                match shared.plan.gradient_dtype {
+                    GradientDtype::F32 => side.download(landing, gradient),
+                    GradientDtype::Bf16 => {
+                        let packed = &mut landing[len - packed_bf16(len)..];
+                        side.download_packed(packed, gradient, Packing::bf16(len))
+                    }
+                }
+            }
+            Work::DownloadBoundary { micro_batch, ref outputs } => {
+                let state = shared.state(operation);
+                let filled = Filled::of(operation, &state, outputs, micro_batch);
+                if side.stays_in_stash(filled.declared()) {
+                    side.count_download(filled.slot_floats());
+                    return Ok(());
+                }
+                let slot = side.outputs.slot(outputs.slot, filled.slot_floats());
+                if filled.declared().role == Role::NewKv {
+                    return self.write_kv(side, filled, slot);
+                }
+                let to = host.stashed_mut(filled.stash_range());
+                side.download_stashed(to, slot, shared.packing(filled.declared()))
+            }
+            ref other => unreachable!("{other} is not work of the download lane"),
+        }
+    }
+
+    /// The compute lane: one micro-batch at one visit.
+    pub(super) fn compute(&self, operation: &Operation) -> Result<(), BoxedError> {
+        let Work::Compute { device_visit, micro_batch, blocks, inputs, outputs, .. } =
+            operation.work()
+        else {
+            unreachable!("{} is not work of the compute lane", operation.work())
+        };
+        let shared = &*self.shared;
+        let step = operation.step();
+        let m = *micro_batch;
+        let side = self.side(operation);
+        let state = shared.state(operation);
+        let visit = step.plan.visit(*device_visit);
+        let block = |&BlockUse { block, weights, gradient }: &BlockUse| BlockViews {
+            weights: side.weights.slot(weights, shared.published_len(block)),
+            gradient: gradient.map(|accumulator| {
+                side.gradients.slot(accumulator.slot, shared.trained_len(block))
+            }),
+        };
+        let port = |pool: &Slots, placed: &Placed| {
+            let filled = Filled::of(operation, &state, placed, m);
+            let boundary = *filled.declared();
+            let view = match side.stays_in_stash(&boundary) {
+                true => shared.memory.in_stash(filled.stash_range()),
+                false => pool.slot(placed.slot, filled.slot_floats()),
+            };
+            Port { boundary, view }
+        };
+        let accumulators = blocks.iter().filter_map(|of| of.gradient);
+        let accumulate = accumulators.clone().any(|accumulator| !accumulator.first);
+        assert!(!accumulate || accumulators.into_iter().all(|accumulator| !accumulator.first));
+        let batch = state.metadata(m, shared.seed);
+        let args = VisitArgs {
+            batch: batch.view(),
+            labelled: state.labelled(m),
+            dtype: shared.plan.dtype,
+            blocks: blocks.iter().map(block).collect(),
+            accumulate,
+            reads: inputs.iter().map(|placed| port(&side.inputs, placed)).collect(),
+            writes: outputs.iter().map(|placed| port(&side.outputs, placed)).collect(),
+            scale: state.scale,
+            save: self.save,
+            workspace: side.workspace,
+            chunk_state: side.chunk_state,
+        };
+        if state.input.purpose == Purpose::Encode {
+            self.keep_hidden(side, visit.layer.0 as usize, m, &args)?;
+        }
+        let run = |kernels: &dyn Kernels| models::run(&shared.model, visit, kernels, &args);
+        side.compute(&batch, &run)?;
+        if shared.non_finite == NonFinite::Stop {
+            self.check_finite(operation, *device_visit, &batch, &args)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the hidden states that the head reads, at the head's first visit.
+    fn keep_hidden(
+        &self,
+        side: &DeviceSide,
+        layer: usize,
+        m: MicroBatch,
+        args: &VisitArgs<'_>,
+    ) -> Result<(), BoxedError> {
+        if self.shared.model.layers.iter().position(ModelLayer::is_head) != Some(layer) {
+            return Ok(());
+        }
+        let hidden = args.reads.iter().find(|port| port.boundary.role == Role::Hidden);
+        let x = hidden.expect("a head reads a hidden state").view;
+        let read = side.device.read_back(x)?;
+        let mut hidden = self.hidden.lock().expect("nothing panics inside");
+        let hidden = hidden.entry(m).or_default();
+        match self.shared.plan.dtype {
+            Dtype::F32 => hidden.extend(read),
+            dtype => {
+                let halves: &[u16] = bytemuck::cast_slice(&read);
+                let begin = hidden.len();
+                hidden.resize(begin + halves.len(), 0.0);
+                widen(dtype, &mut hidden[begin..], halves);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The floats of a shard in the slot of its block.
+fn floats_of(shard: Shard, slot: View) -> Range<usize> {
+    let bytes = shard.range((slot.len() * size_of::<f32>()) as u64);
+    let float = |byte: u64| byte as usize / size_of::<f32>();
+    float(bytes.start)..float(bytes.end)
+}

@@ -1,0 +1,161 @@
+//! One device: the pools of its slots, and copies whose bytes are counted.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use l2l_actors::BoxedError;
+use l2l_actors::schedule::{Boundary, Encoding};
+
+use crate::devices::Device;
+use crate::kernels::{BatchMetadata, Kernels};
+use crate::plan::{Holder, Plan, Side};
+use crate::tensor::{Packing, Slots, View};
+use crate::worker::Used;
+use crate::worker::counts::LinkUsed;
+
+/// See the [module](self).
+pub(super) struct DeviceSide {
+    pub(super) device: Box<dyn Device>,
+    pub(super) weights: Slots,
+    pub(super) gradients: Slots,
+    pub(super) inputs: Slots,
+    pub(super) outputs: Slots,
+    pub(super) chunk_state: View,
+    pub(super) workspace: View,
+    /// True where kernels reach the stash: the device shares the host's memory, and no link to the
+    /// device is emulated.
+    reaches_stash: bool,
+    used: Arc<Used>,
+    /// Its place among all devices.
+    index: usize,
+}
+
+impl DeviceSide {
+    pub(super) fn new(
+        device: Box<dyn Device>,
+        plan: &Plan,
+        has_link: bool,
+        used: &Arc<Used>,
+        index: usize,
+    ) -> DeviceSide {
+        let first = device.first();
+        let slots = |holder| {
+            let slots = plan.regions.slots(holder, Side::Device);
+            Slots { at: first + slots.at, ..slots }
+        };
+        DeviceSide {
+            reaches_stash: device.shared().is_some() && !has_link,
+            device,
+            weights: slots(Holder::Weights),
+            gradients: slots(Holder::Gradients),
+            inputs: slots(Holder::Inputs),
+            outputs: slots(Holder::Outputs),
+            chunk_state: slots(Holder::ChunkState).all(),
+            workspace: slots(Holder::Workspace).all(),
+            used: used.clone(),
+            index,
+        }
+    }
+
+    /// The same pools on another device.
+    #[cfg(test)]
+    pub(super) fn with(self, by: impl FnOnce(Box<dyn Device>) -> Box<dyn Device>) -> DeviceSide {
+        DeviceSide { device: by(self.device), ..self }
+    }
+
+    /// True if a boundary stays in the stash while kernels read or write it.
+    pub(super) fn stays_in_stash(&self, boundary: &Boundary) -> bool {
+        self.reaches_stash && boundary.encoding == Encoding::Plain && !boundary.role.is_kv()
+    }
+
+    /// Copies floats to the device.
+    pub(super) fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
+        self.device.upload(to, from)?;
+        self.count_upload(from.len());
+        Ok(())
+    }
+
+    /// Copies a boundary from the stash to its slot.
+    pub(super) fn upload_stashed(
+        &self,
+        to: View,
+        from: &[f32],
+        packing: Packing,
+    ) -> Result<(), BoxedError> {
+        if packing.encoding == Encoding::Plain {
+            return self.upload(to, from);
+        }
+        self.device.upload_packed(to, from, packing)?;
+        self.count_upload(from.len());
+        Ok(())
+    }
+
+    /// Copies floats from the device.
+    pub(super) fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
+        self.device.download(to, from)?;
+        self.count_download(to.len());
+        Ok(())
+    }
+
+    /// Packs numbers of the device on their way to the host.
+    pub(super) fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+    ) -> Result<(), BoxedError> {
+        self.device.download_packed(to, from, packing)?;
+        self.count_download(to.len());
+        Ok(())
+    }
+
+    /// Copies a boundary from its slot to the stash.
+    pub(super) fn download_stashed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+    ) -> Result<(), BoxedError> {
+        match packing.encoding {
+            Encoding::Plain => self.download(to, from),
+            _ => self.download_packed(to, from, packing),
+        }
+    }
+
+    /// Copies a slot of another device to a slot of the same size.
+    pub(super) fn copy_from(
+        &self,
+        to: View,
+        peer: &DeviceSide,
+        from: View,
+    ) -> Result<(), BoxedError> {
+        self.device.copy_from_peer(to, peer.device.for_peers(from))?;
+        self.link().peers.fetch_add((to.len() * to.dtype.size()) as u64, Relaxed);
+        Ok(())
+    }
+
+    /// Counts uploaded floats; those of a boundary that stays in the stash count, too.
+    pub(super) fn count_upload(&self, floats: usize) {
+        self.link().uploaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
+    }
+
+    /// Counts downloaded floats; those of a boundary that stays in the stash count, too.
+    pub(super) fn count_download(&self, floats: usize) {
+        self.link().downloaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
+    }
+
+    fn link(&self) -> &LinkUsed {
+        &self.used.links[self.index]
+    }
+
+    /// Runs kernels on a micro-batch; `run` returns the peak of the workspace, in floats.
+    pub(super) fn compute(
+        &self,
+        batch: &BatchMetadata<'_>,
+        run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
+    ) -> Result<(), BoxedError> {
+        let used = self.device.compute(batch, run)?;
+        self.used.workspace.fetch_max(used as u64, Relaxed);
+        Ok(())
+    }
+}
