@@ -109,8 +109,8 @@ fn shapes_and_budgets() {
     let budget = "device.memory = \"1MiB\"";
     refused(&folder, budget, &["device.memory is", "the plan needs", "most of it for", "give it"]);
     refused(&folder, "model.layers = 1000\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);
-    refused(&folder, "model.layers = 99999\nmodel.hidden = 16384\nmodel.heads = 64", &["smaller"]);
-    let turns = "model.layers = 99999\nstep = { batch = 1048576, micro_batch = 1 }";
+    refused(&folder, "model.layers = 9999\nmodel.hidden = 16384\nmodel.heads = 64", &["smaller"]);
+    let turns = "model.layers = 9\nstep = { batch = 1048576, micro_batch = 1 }";
     refused(&folder, turns, &["step.micro_batch larger"]);
     refused(&folder, "watchdog.seconds = 1e20", &["watchdog.seconds must be at most"]);
     refused(&folder, "optimizer.epsilon = 1e-50", &["optimizer.epsilon must be"]);
