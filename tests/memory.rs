@@ -167,7 +167,7 @@ fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
     ] {
         let folder = tempfile::tempdir().expect("a place for files");
         let mut config = config(6, 5);
-        config.model.hidden = Some(256); // blocks, slots and workspace far above 256 KiB
+        config.model.hidden = Some(128); // blocks, slots and workspace have 256 KiB and more
         config.model.vocabulary = Some(5000);
         config.schedule.kind = kind;
         config.schedule.recompute = recompute.into();

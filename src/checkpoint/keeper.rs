@@ -57,8 +57,8 @@ impl Keeper {
         let held = self.lock.as_ref().map_or(Ok(()), DirectoryLock::still_held);
         held.map_err(|error| {
             let what = format!(
-                "{error}; nothing is written there any more. The checkpoints that it held went \
-                 with it: where they are still, --resume goes on from them"
+                "{error}, so this run writes nothing there any more. If its checkpoints are still \
+                 elsewhere, set checkpoint.directory to that place and continue with --resume"
             );
             Error::storage("checkpoint.directory", io::Error::other(what))
         })

@@ -94,12 +94,9 @@ impl Config {
     /// Refuses keys that a run that trains with compression cannot have.
     pub(super) fn check_compressed_training(&self) -> Result<(), Error> {
         let compresses = self.compression().is_some();
-        refuse(
-            compresses && self.eps.tier == EpsTier::File,
-            "eps.tier",
-            "is file, and compression keeps the errors of gradients in memory: set \"memory\", or \
-             leave compression out",
-        )?;
+        let problem = "is file, and compression keeps the errors of gradients in memory: set \
+                       \"memory\", or leave compression out";
+        refuse(compresses && self.eps.tier == EpsTier::File, "eps.tier", problem)?;
         let key = match (self.device.dtype, self.loss_scale.kind) {
             (Dtype::F16, _) => "device.dtype",
             (_, LossScaleKind::Dynamic | LossScaleKind::Fixed) => "loss_scale.kind",

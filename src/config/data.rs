@@ -108,17 +108,11 @@ impl DataConfig {
             "entries that all have a name, or none",
         )?;
         must(!names.contains(&Some("")), "data.validation", "names that are not empty")?;
-        refuse(
-            self.train.names().iter().any(Option::is_some),
-            "data.train",
-            "has an entry with a name: only validation sets have names",
-        )?;
+        let problem = "has an entry with a name: only validation sets have names";
+        refuse(self.train.names().iter().any(Option::is_some), "data.train", problem)?;
         must(!self.train.each().is_empty(), "data.train", "at least one file")?;
-        refuse(
-            self.attend_across && !self.packing,
-            "data.attend_across",
-            "needs texts that share a sequence: set data.packing",
-        )
+        let problem = "needs texts that share a sequence: set data.packing";
+        refuse(self.attend_across && !self.packing, "data.attend_across", problem)
     }
 }
 

@@ -61,26 +61,14 @@ impl Config {
         let DepthConfig { drop, ramp_steps, ref stack_at, new_layers, .. } = self.depth;
         must((0.0..1.0).contains(&drop), "depth.drop", "in [0, 1)")?;
         must(ramp_steps != Some(0), "depth.ramp_steps", "at least 1")?;
-        refuse(
-            drop == 0.0 && ramp_steps.is_some(),
-            "depth.ramp_steps",
-            "has no effect: set depth.drop above 0",
-        )?;
-        refuse(
-            !stack_at.is_empty() && self.model.max_layers.is_none(),
-            "depth.stack_at",
-            "adds layers: set model.max_layers to how many there can be",
-        )?;
-        refuse(
-            stack_at.is_empty() && new_layers != NewLayers::Copy,
-            "depth.new_layers",
-            "has no effect: set depth.stack_at",
-        )?;
-        refuse(
-            !stack_at.is_sorted_by(|a, b| a < b),
-            "depth.stack_at",
-            "must be numbers of steps, each larger than the one before",
-        )
+        let problem = "has no effect: set depth.drop above 0";
+        refuse(drop == 0.0 && ramp_steps.is_some(), "depth.ramp_steps", problem)?;
+        let problem = "adds layers: set model.max_layers to how many there can be";
+        refuse(!stack_at.is_empty() && self.model.max_layers.is_none(), "depth.stack_at", problem)?;
+        let problem = "has no effect: set depth.stack_at";
+        refuse(stack_at.is_empty() && new_layers != NewLayers::Copy, "depth.new_layers", problem)?;
+        let problem = "must be numbers of steps, each larger than the one before";
+        refuse(!stack_at.is_sorted_by(|a, b| a < b), "depth.stack_at", problem)
     }
 }
 

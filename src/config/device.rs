@@ -94,11 +94,8 @@ impl DeviceConfig {
         must(count.is_none_or(|count| count <= 255), "device.count", "at most 255")?;
         self.check_ordinals()?;
         let on_cuda = self.kind == DeviceKind::Cuda;
-        refuse(
-            on_cuda && count.is_some(),
-            "device.count",
-            "is for device.kind = \"cpu\": leave it out, device.ordinals says which GPUs",
-        )?;
+        let problem = "is for device.kind = \"cpu\": leave it out, device.ordinals says which GPUs";
+        refuse(on_cuda && count.is_some(), "device.count", problem)?;
         let problem = "is only emulated on the CPU: leave it out, or set device.kind = \"cpu\"";
         refuse(on_cuda && self.link.is_some(), "device.link", problem)?;
         refuse(on_cuda && self.flop_rate.is_some(), "device.flop_rate", problem)?;
@@ -118,16 +115,10 @@ impl DeviceConfig {
             let problem = format_args!("has GPU {} twice", ordinals[twice]);
             return Err(Error::config("device.ordinals", problem));
         }
-        refuse(
-            self.kind == DeviceKind::Cpu,
-            "device.ordinals",
-            "is for device.kind = \"cuda\": leave it out, or set device.count",
-        )?;
-        refuse(
-            self.ordinal != 0,
-            "device.ordinal",
-            "is set together with device.ordinals: set only one of them",
-        )
+        let problem = "is for device.kind = \"cuda\": leave it out, or set device.count";
+        refuse(self.kind == DeviceKind::Cpu, "device.ordinals", problem)?;
+        let problem = "is set together with device.ordinals: set only one of them";
+        refuse(self.ordinal != 0, "device.ordinal", problem)
     }
 
     /// The ordinals of the GPUs that compute, if the device is a GPU.
@@ -137,18 +128,12 @@ impl DeviceConfig {
 }
 
 impl Config {
-    /// `device.link` in bytes a second.
-    ///
-    /// # Errors
-    /// It is no rate.
+    /// `device.link` in bytes a second. A text that is no rate is an error.
     pub fn link_bytes_per_second(&self) -> Result<Option<f64>, Error> {
         rate("device.link", self.device.link.as_deref())
     }
 
-    /// `device.flop_rate` in FLOP/s.
-    ///
-    /// # Errors
-    /// It is no rate.
+    /// `device.flop_rate` in FLOP/s. A text that is no rate is an error.
     pub fn flops_per_second(&self) -> Result<Option<f64>, Error> {
         const KEY: &str = "device.flop_rate";
         let Some(text) = self.device.flop_rate.as_deref() else { return Ok(None) };

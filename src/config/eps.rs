@@ -41,11 +41,8 @@ pub enum EpsTier {
 
 impl EpsConfig {
     pub(super) fn check(&self) -> Result<(), Error> {
-        refuse(
-            self.tier == EpsTier::File && self.path.is_none(),
-            "eps.path",
-            "is missing: with eps.tier = \"file\" it names the folder of the file",
-        )?;
+        let problem = "is missing: with eps.tier = \"file\" it names the folder of the file";
+        refuse(self.tier == EpsTier::File && self.path.is_none(), "eps.path", problem)?;
         refuse(
             self.path.as_ref().is_some_and(|path| path.as_os_str().is_empty()),
             "eps.path",
@@ -55,18 +52,12 @@ impl EpsConfig {
 }
 
 impl Config {
-    /// `eps.update_rate` in bytes a second.
-    ///
-    /// # Errors
-    /// It is no rate.
+    /// `eps.update_rate` in bytes a second. A text that is no rate is an error.
     pub fn update_bytes_per_second(&self) -> Result<Option<f64>, Error> {
         rate("eps.update_rate", self.eps.update_rate.as_deref())
     }
 
-    /// `eps.disk_rate` in bytes a second.
-    ///
-    /// # Errors
-    /// It is no rate.
+    /// `eps.disk_rate` in bytes a second. A text that is no rate is an error.
     pub fn disk_bytes_per_second(&self) -> Result<Option<f64>, Error> {
         rate("eps.disk_rate", self.eps.disk_rate.as_deref())
     }

@@ -112,15 +112,9 @@ impl ModelConfig {
         let differs = |at: usize| !names[at].is_empty() && !names[..at].contains(&names[at]);
         must((0..names.len()).all(differs), "model.labels", "names that differ, none empty")?;
         must(self.max_layers != Some(0), "model.max_layers", "at least 1")?;
-        refuse(
-            self.path.is_some() && self.preset.is_some(),
-            "model.preset",
-            "is set together with model.path: set only one of them",
-        )?;
-        refuse(
-            self.random_weights && self.path.is_none(),
-            "model.random_weights",
-            "needs a directory that gives the shape: set model.path",
-        )
+        let problem = "is set together with model.path: set only one of them";
+        refuse(self.path.is_some() && self.preset.is_some(), "model.preset", problem)?;
+        let problem = "needs a directory that gives the shape: set model.path";
+        refuse(self.random_weights && self.path.is_none(), "model.random_weights", problem)
     }
 }

@@ -286,28 +286,7 @@ impl OptimizerConfig {
         must(ema.is_none_or(is_share), "optimizer.ema", "in [0, 1)")
     }
 
-    /// The update rule, whose random numbers follow from `seed`.
-    fn rule(&self, seed: u64) -> Box<dyn UpdateRule> {
-        let decay = WeightDecay { rate: self.weight_decay, except: self.no_decay.clone() };
-        let others = self.rule_of(self.kind, decay.clone(), seed);
-        let group = |group: &GroupConfig| {
-            let own = group.weight_decay.map(|rate| WeightDecay { rate, except: Vec::new() });
-            let rate = group.learning_rate.map_or(1.0, |rate| rate / self.learning_rate);
-            let kind = group.kind.unwrap_or(self.kind);
-            let rule = self.rule_of(kind, own.unwrap_or_else(|| decay.clone()), seed);
-            Group { patterns: group.patterns.clone(), rule, rate }
-        };
-        let rule: Box<dyn UpdateRule> = match &self.groups[..] {
-            [] => others,
-            groups => Box::new(Groups { groups: groups.iter().map(group).collect(), others }),
-        };
-        match self.ema {
-            Some(decay) => Box::new(Ema { decay, rule }),
-            None => rule,
-        }
-    }
-
-    /// One update rule.
+    /// An update rule, whose random numbers follow from `seed`.
     fn rule_of(&self, kind: OptimizerKind, decay: WeightDecay, seed: u64) -> Box<dyn UpdateRule> {
         let Self { betas, epsilon, momentum, nesterov, block_size, .. } = *self;
         let adamw = |decay| AdamW { betas, epsilon, decay };
@@ -352,7 +331,25 @@ impl OptimizerConfig {
 impl Config {
     /// The update rule.
     pub fn update_rule(&self) -> Box<dyn UpdateRule> {
-        self.optimizer.rule(self.step.seed)
+        let config = &self.optimizer;
+        let seed = self.step.seed;
+        let decay = WeightDecay { rate: config.weight_decay, except: config.no_decay.clone() };
+        let others = config.rule_of(config.kind, decay.clone(), seed);
+        let group = |group: &GroupConfig| {
+            let own = group.weight_decay.map(|rate| WeightDecay { rate, except: Vec::new() });
+            let rate = group.learning_rate.map_or(1.0, |rate| rate / config.learning_rate);
+            let kind = group.kind.unwrap_or(config.kind);
+            let rule = config.rule_of(kind, own.unwrap_or_else(|| decay.clone()), seed);
+            Group { patterns: group.patterns.clone(), rule, rate }
+        };
+        let rule: Box<dyn UpdateRule> = match &config.groups[..] {
+            [] => others,
+            groups => Box::new(Groups { groups: groups.iter().map(group).collect(), others }),
+        };
+        match config.ema {
+            Some(decay) => Box::new(Ema { decay, rule }),
+            None => rule,
+        }
     }
 
     /// The learning rate of each step of a run.

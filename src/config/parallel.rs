@@ -92,10 +92,7 @@ impl ParallelConfig {
 }
 
 impl Config {
-    /// `parallel.fabric_rate` in bytes a second.
-    ///
-    /// # Errors
-    /// It is no rate.
+    /// `parallel.fabric_rate` in bytes a second. A text that is no rate is an error.
     pub fn fabric_bytes_per_second(&self) -> Result<Option<f64>, Error> {
         rate("parallel.fabric_rate", self.parallel.fabric_rate.as_deref())
     }

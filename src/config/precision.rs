@@ -161,12 +161,9 @@ impl Config {
         self.loss_scale.check()?;
         self.master_format()?;
         let is_half = self.device.dtype == Dtype::F16;
-        refuse(
-            is_half && self.loss_scale.kind == LossScaleKind::None,
-            "loss_scale.kind",
-            "is none, and device.dtype is f16, in which small gradients become 0: set \
-             \"dynamic\", or device.dtype = \"bf16\", which needs no scale",
-        )?;
+        let problem = "is none, and device.dtype is f16, in which small gradients become 0: set \
+                       \"dynamic\", or device.dtype = \"bf16\", which needs no scale";
+        refuse(is_half && self.loss_scale.kind == LossScaleKind::None, "loss_scale.kind", problem)?;
         refuse(
             self.loss_scale().is_some() && self.step.non_finite == NonFinite::Continue,
             "step.non_finite",

@@ -119,22 +119,13 @@ impl Config {
         must(chunks != Some(0), "schedule.chunks", "at least 1")?;
         must(chunks.is_none_or(|chunks| chunks <= 1 << 16), "schedule.chunks", "at most 65536")?;
         let takes_chunks = matches!(kind, ScheduleKind::Gpipe | ScheduleKind::Interleaved);
-        refuse(
-            chunks.is_some() && !takes_chunks,
-            "schedule.chunks",
-            "is for schedule.kind = \"gpipe\" or \"interleaved\": leave it out",
-        )?;
+        let problem = "is for schedule.kind = \"gpipe\" or \"interleaved\": leave it out";
+        refuse(chunks.is_some() && !takes_chunks, "schedule.chunks", problem)?;
         let on_file = kind == ScheduleKind::File;
-        refuse(
-            on_file && path.is_none(),
-            "schedule.path",
-            "is missing: with schedule.kind = \"file\" it names the file",
-        )?;
-        refuse(
-            !on_file && path.is_some(),
-            "schedule.path",
-            "is for schedule.kind = \"file\": leave it out",
-        )?;
+        let problem = "is missing: with schedule.kind = \"file\" it names the file";
+        refuse(on_file && path.is_none(), "schedule.path", problem)?;
+        let problem = "is for schedule.kind = \"file\": leave it out";
+        refuse(!on_file && path.is_some(), "schedule.path", problem)?;
         refuse(
             kind.is_pipeline() && self.parallel.deal == Deal::Sequences,
             "parallel.deal",

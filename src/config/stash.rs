@@ -86,23 +86,17 @@ impl Config {
             "stash.place",
             "must be \"host\" with several devices, which pass activations on through it",
         )?;
-        refuse(
-            on_cuda && self.stash.place == StashPlace::Device,
-            "stash.place",
-            "must be \"host\" with device.kind = \"cuda\"",
-        )?;
+        let problem = "must be \"host\" with device.kind = \"cuda\"";
+        refuse(on_cuda && self.stash.place == StashPlace::Device, "stash.place", problem)?;
         refuse(
             on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
             "stash.dtype",
             "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", \
              or leave it out",
         )?;
-        refuse(
-            on_cuda && self.stash.dtype == StashDtype::Int8,
-            "stash.dtype",
-            "is int8, which is for device.kind = \"cpu\": set device.dtype = \"bf16\", which the \
-             stash of a GPU follows",
-        )?;
+        let problem = "is int8, which is for device.kind = \"cpu\": set device.dtype = \"bf16\", \
+                       which the stash of a GPU follows";
+        refuse(on_cuda && self.stash.dtype == StashDtype::Int8, "stash.dtype", problem)?;
         must(self.stash.block_size >= 1, "stash.block_size", "at least 1")?;
         let density = self.stash.relu_density;
         let is_share = density.is_none_or(|density| density > 0.0 && density <= 1.0);
@@ -113,11 +107,8 @@ impl Config {
             "has no effect while everything is recomputed: set schedule.recompute = false or \
              \"attention\", or leave it out",
         )?;
-        refuse(
-            density.is_some() && on_cuda,
-            "stash.relu_density",
-            "is for device.kind = \"cpu\": leave it out",
-        )?;
+        let problem = "is for device.kind = \"cpu\": leave it out";
+        refuse(density.is_some() && on_cuda, "stash.relu_density", problem)?;
         Ok(())
     }
 }

@@ -64,11 +64,8 @@ impl StepConfig {
         must(steps.is_none_or(|steps| steps <= 1 << 40), "step.steps", "at most 1099511627776")?;
         must(epochs.is_none_or(is_positive), "step.epochs", "above 0")?;
         must(epochs.is_none_or(|epochs| epochs <= 1e9), "step.epochs", "at most 1e9")?;
-        refuse(
-            steps.is_some() && epochs.is_some(),
-            "step.epochs",
-            "is set together with step.steps: set only one of them",
-        )
+        let problem = "is set together with step.steps: set only one of them";
+        refuse(steps.is_some() && epochs.is_some(), "step.epochs", problem)
     }
 }
 

@@ -68,10 +68,7 @@ impl ValidationConfig {
         must(batches >= 1, "validation.batches", "at least 1")?;
         must(batches <= 1 << 30, "validation.batches", "at most 1073741824")?;
         must(patience != Some(0), "validation.patience", "at least 1")?;
-        refuse(
-            patience.is_some() && every_steps.is_none(),
-            "validation.patience",
-            "counts validations that never happen: set validation.every_steps",
-        )
+        let problem = "counts validations that never happen: set validation.every_steps";
+        refuse(patience.is_some() && every_steps.is_none(), "validation.patience", problem)
     }
 }

@@ -85,23 +85,6 @@ pub struct ScoreBackward<'a> {
     pub accumulate: bool,
 }
 
-/// Sizes of a tile's scores.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ScoreSize {
-    /// R.
-    #[allow(dead_code, reason = "not all devices read it")]
-    pub(crate) rows: usize,
-    /// The number of rows with a label.
-    #[allow(dead_code, reason = "not all devices read it")]
-    pub(crate) labelled: usize,
-    /// C.
-    pub(crate) channels: usize,
-    /// V.
-    pub(crate) tile: usize,
-    /// The tile's first row in the vocabulary.
-    pub(crate) first: usize,
-}
-
 /// Declares the views that every operation of a tile reads.
 fn reads_tile(views: &mut Views<'_>, statistics: View, h: View, w: View, bias: Option<View>) {
     views.reads("statistics", statistics, [h.rows, STATISTICS], Dtype::F32);
@@ -116,13 +99,6 @@ impl KernelOperation for Score {
         // Each row of them holds a label, which is no number.
         views.writes_opaque("out", out, [h.rows, STATISTICS], Dtype::F32);
         reads_tile(views, statistics, h, w, bias);
-    }
-}
-
-impl Score {
-    pub(crate) fn size(&self) -> ScoreSize {
-        let Score { h, w, first, labelled, .. } = *self;
-        ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }
     }
 }
 
@@ -142,12 +118,5 @@ impl KernelOperation for ScoreBackward<'_> {
         views.writes("dbias", dbias, [1, w.rows], Dtype::F32);
         views.reads("dh_before", dh_before, h.shape(), Dtype::F32);
         reads_tile(views, statistics, h, w, bias);
-    }
-}
-
-impl ScoreBackward<'_> {
-    pub(crate) fn size(&self) -> ScoreSize {
-        let ScoreBackward { h, w, first, labelled, .. } = *self;
-        ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }
     }
 }

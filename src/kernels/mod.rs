@@ -43,7 +43,6 @@ pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples};
 pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};
-pub(crate) use cross_entropy::ScoreSize;
 pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};
 pub use custom::{CpuFunction, Custom, CustomKernel};
 pub use dropout::{ApplyDropout, Dropout, DropoutKey, MaskRows, Residual};

@@ -34,8 +34,8 @@ pub(super) struct RankLanes {
 impl RankLanes {
     pub(super) fn new(shared: Arc<Shared>) -> RankLanes {
         let is_alone = shared.eps.parts().is_none();
-        let gradient = shared.plan.regions.slots(Holder::ReceivedGradient, Side::HostOwn);
-        let received = if is_alone { 0 } else { gradient.floats() };
+        let planned = shared.plan.regions.slots(Holder::ReceivedGradient, Side::HostOwn).floats();
+        let received = if is_alone { 0 } else { planned };
         RankLanes { shared, received: Mutex::new(vec![0.0; received]) }
     }
 

@@ -7,7 +7,7 @@ use super::driver::Address;
 use super::kernels::{On, arguments};
 use super::launches::parts_of;
 use super::linear::Table;
-use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize, Smoothing};
+use crate::kernels::{Logits, Score, ScoreBackward, Smoothing};
 use crate::tensor::{Scratch, View};
 
 /// Positions that are scored at once, from shapes alone. Each time, the weights of a tile and their
@@ -18,8 +18,8 @@ fn chunk_of(rows: usize) -> usize {
 
 /// Elements from a row of a tile's logits to the next. A multiple of 8, so that products read
 /// aligned rows for every size of a tile.
-fn stride_of(size: &ScoreSize) -> usize {
-    size.tile.next_multiple_of(8)
+fn stride_of(tile: usize) -> usize {
+    tile.next_multiple_of(8)
 }
 
 /// Workspace of a tile.
@@ -33,17 +33,17 @@ pub(super) struct Labelled {
     logits: View,
 }
 
-fn labelled_scratch(size: &ScoreSize, scratch: &Scratch<'_>) -> Labelled {
-    let chunk = chunk_of(size.rows);
+fn labelled_scratch(h: View, w: View, scratch: &Scratch<'_>) -> Labelled {
+    let chunk = chunk_of(h.rows);
     Labelled {
         places: scratch.take_floats(1, chunk),
-        h: scratch.take(chunk, size.channels),
-        logits: scratch.take_floats(chunk, stride_of(size)),
+        h: scratch.take(chunk, h.columns),
+        logits: scratch.take_floats(chunk, stride_of(w.rows)),
     }
 }
 
 pub(super) fn score_scratch(op: &Score, scratch: &Scratch<'_>) -> Labelled {
-    labelled_scratch(&op.size(), scratch)
+    labelled_scratch(op.h, op.w, scratch)
 }
 
 /// The rows that have a label, and these rows side by side.
@@ -64,22 +64,20 @@ pub(super) struct BackwardScratch {
 }
 
 pub(super) fn backward_scratch(op: &ScoreBackward<'_>, scratch: &Scratch<'_>) -> BackwardScratch {
-    let size = op.size();
-    let chunk = chunk_of(size.rows);
+    let chunk = chunk_of(op.h.rows);
     let sums = op.dbias.map_or(0, |_| parts_of(chunk));
     BackwardScratch {
-        labelled: labelled_scratch(&size, scratch),
-        dlogits: scratch.take(chunk, stride_of(&size)),
-        dh: scratch.take_floats(chunk, size.channels),
-        parts: scratch.take_floats(sums, size.tile),
+        labelled: labelled_scratch(op.h, op.w, scratch),
+        dlogits: scratch.take(chunk, stride_of(op.w.rows)),
+        dh: scratch.take_floats(chunk, op.h.columns),
+        parts: scratch.take_floats(sums, op.w.rows),
     }
 }
 
-/// Labelled rows that are scored at once.
-fn chunks(size: &ScoreSize) -> impl Iterator<Item = Range<usize>> {
-    let rows = size.labelled;
-    let chunk = chunk_of(size.rows).max(1);
-    (0..rows).step_by(chunk).map(move |from| from..rows.min(from + chunk))
+/// Ranges of `labelled` rows that are scored at once, of `rows` rows in all.
+fn chunks(labelled: usize, rows: usize) -> impl Iterator<Item = Range<usize>> {
+    let chunk = chunk_of(rows).max(1);
+    (0..labelled).step_by(chunk).map(move |from| from..labelled.min(from + chunk))
 }
 
 impl On<'_> {
@@ -117,15 +115,13 @@ impl On<'_> {
     /// Adds a tile to the statistics of each labelled position.
     pub(super) fn score(&self, op: &Score, scratch: Labelled) {
         let Score { out, statistics, h, w, bias, smoothing: Smoothing { own, each }, .. } = *op;
-        let size = &op.size();
         self.copy(out, statistics);
-        for rows in chunks(size) {
+        for rows in chunks(op.labelled, h.rows) {
             let places = self.logits_of([statistics, h, w], &rows, scratch);
             let count = rows.len();
-            let stride = stride_of(size);
+            let stride = stride_of(w.rows);
             let arguments = arguments!(
-                self; out, scratch.logits, bias, places, count, size.tile, stride, size.first, own,
-                each
+                self; out, scratch.logits, bias, places, count, w.rows, stride, op.first, own, each
             );
             self.queue.launch("score_rows", [count, 1, 1], [256, 1, 1], 0, arguments);
         }
@@ -157,7 +153,7 @@ impl On<'_> {
         if op.labelled == 0 && !accumulate {
             [dw, dbias].into_iter().flatten().for_each(|gradient| self.clear(gradient));
         }
-        for rows in chunks(&op.size()) {
+        for rows in chunks(op.labelled, op.h.rows) {
             self.score_backward_of(op, &rows, scratch, accumulate);
             accumulate = true;
         }

@@ -65,7 +65,8 @@ impl Beginning {
             return Ok(Beginning::StateOnFile);
         }
         if keeper.is_none() && config.eps.tier == EpsTier::Memory {
-            let what = "--resume: from where? Set checkpoint.directory, or eps.tier to file";
+            let what = "--resume: the config names no place to resume from: set \
+                        checkpoint.directory, or eps.tier = \"file\"";
             return Err(Error::argument(what));
         }
         Ok(checkpoint.map_or(Beginning::New, |(_, path)| Beginning::Checkpoint(path)))

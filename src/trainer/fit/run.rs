@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::blocking::unblock;
-use crate::checkpoint::{self, Progress};
+use crate::checkpoint::{self, Keeper, Progress};
 use crate::config::{ByteSize, OnError};
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
@@ -51,10 +51,9 @@ impl Run<'_> {
         let first = self.trainer.progress().step;
         if first > 0 {
             self.callbacks.info(format!("resumes from step {first}"));
-            let changes = self.trainer.changes().to_vec();
-            changes
-                .into_iter()
-                .for_each(|change| self.callbacks.info(format!("changed: {change}")));
+            for change in self.trainer.changes() {
+                self.callbacks.info(format!("changed: {change}"));
+            }
         }
         if !self.trainer.new_tensors().is_empty() {
             let new = self.trainer.new_tensors().join(", ");
@@ -169,7 +168,7 @@ impl Run<'_> {
     async fn validate_and_note(&mut self) -> Result<bool, Error> {
         let Some(evaluation) = self.validate().await? else { return Ok(false) };
         if self.trainer.record_validation(&evaluation) {
-            self.save_best().await?;
+            self.begin_checkpoint(Keeper::best_place).await?;
         }
         Ok(true)
     }
@@ -218,33 +217,26 @@ impl Run<'_> {
 
     /// Begins a checkpoint of this step, unless it has one.
     async fn save(&mut self) -> Result<(), Error> {
-        let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
         let step = self.trainer.progress().step;
         if self.saved != Some(step) {
-            self.begin_checkpoint(keeper.place(step)).await?;
+            self.begin_checkpoint(Keeper::place).await?;
             self.saved = Some(step);
         }
         Ok(())
     }
 
-    /// Begins the best checkpoint, which replaces the best one before.
-    async fn save_best(&mut self) -> Result<(), Error> {
+    /// Begins a checkpoint at this place in `checkpoint.directory`, if it is set. Waits until the
+    /// checkpoint before is complete.
+    async fn begin_checkpoint(&mut self, place: fn(&Keeper, u64) -> PathBuf) -> Result<(), Error> {
         let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
-        let step = self.trainer.progress().step;
-        self.begin_checkpoint(keeper.best_place(step)).await
-    }
-
-    /// Begins a checkpoint, once the checkpoint before is complete.
-    async fn begin_checkpoint(&mut self, directory: PathBuf) -> Result<(), Error> {
         let progress = self.trainer.progress().clone();
+        let directory = place(&keeper, progress.step);
         if let Some(same) = self.writing.as_mut().filter(|begun| begun.progress == progress) {
             same.links.push(directory);
             return Ok(());
         }
         self.end_checkpoint().await?;
-        if let Some(keeper) = &self.between.keeper {
-            keeper.still_held()?;
-        }
+        keeper.still_held()?;
         self.trainer.begin_checkpoint(&directory).await?;
         self.writing = Some(Written { directory, progress, links: Vec::new() });
         Ok(())
@@ -259,8 +251,8 @@ impl Run<'_> {
         match self.trainer.config().checkpoint.on_error {
             OnError::Stop => Err(error),
             OnError::Continue => {
-                self.callbacks
-                    .warn(format!("the checkpoint of step {step} was not written: {error}"));
+                let text = format!("the checkpoint of step {step} was not written: {error}");
+                self.callbacks.warn(text);
                 Ok(())
             }
         }
