@@ -118,7 +118,8 @@ impl Engine {
         })
     }
 
-    /// Continues an earlier run: with its loss scale, and after `skipped` steps that changed nothing.
+    /// Continues an earlier run: with its loss scale, and after `skipped` steps that changed
+    /// nothing.
     pub(crate) fn resume(&mut self, skipped: u64, state: Option<ScaleState>) {
         self.counts.skipped = skipped;
         if let (Some(scale), Some(state)) = (&mut self.loss_scale, state) {
@@ -247,8 +248,8 @@ impl Engine {
         skipped
     }
 
-    /// This rank's part of a batch, and facts about the whole batch. If each rank computes the whole
-    /// step, the batch stays as it is.
+    /// This rank's part of a batch, and facts about the whole batch. If each rank computes the
+    /// whole step, the batch stays as it is.
     fn deal(&self, batch: Batch, purpose: Purpose) -> Result<(Batch, Option<Dealt>), Error> {
         let share = self.plan.share();
         if !share.deals(purpose) {

@@ -9,8 +9,8 @@ use crate::models::LayerSelection;
 use crate::plan::StepShape;
 use crate::stash::StashLayout;
 
-/// The most plans that are kept. Training, validation and a sample have one shape each, and the last
-/// batch of a file has another.
+/// The most plans that are kept. Training, validation and a sample have one shape each, and the
+/// last batch of a file has another.
 const KEPT: usize = 8;
 
 /// A step's plan and the places of its boundaries in the stash.

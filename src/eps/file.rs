@@ -2,8 +2,8 @@
 //!
 //! An update writes the new block over the older copy; the newer copy stays as it is. The
 //! [index](super::index) says which copy is valid, and is written when a step is complete
-//! ([`FileTier::seal`]). The runs of a block (masters, each optimizer state) begin at pages, and each
-//! has a digest that is checked when it is read. Memory holds only the index.
+//! ([`FileTier::seal`]). The runs of a block (masters, each optimizer state) begin at pages, and
+//! each has a digest that is checked when it is read. Memory holds only the index.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -305,8 +305,8 @@ impl FileTier {
         all
     }
 
-    /// Reads all runs of a block into `to`, one behind the other. With `region`, the block's gradient
-    /// region follows.
+    /// Reads all runs of a block into `to`, one behind the other. With `region`, the block's
+    /// gradient region follows.
     ///
     /// # Errors
     /// As [`read_parameters`](FileTier::read_parameters).

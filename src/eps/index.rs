@@ -2,8 +2,8 @@
 //!
 //! The index is written at the end of a step, when all data of the step is on the disk. It is
 //! written to two files in turn. A file that was torn by a kill or a power loss does not match its
-//! digest, and then the other file has the state before. So a kill or a power loss costs the running
-//! step alone.
+//! digest, and then the other file has the state before. So a kill or a power loss costs the
+//! running step alone.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};
@@ -61,8 +61,8 @@ pub(crate) fn rank_folder(path: &Path, rank: Rank) -> PathBuf {
 
 const OF_RANK: &str = "rank-";
 
-/// The states that a folder holds, the newest first: after the last step, and after the step before.
-/// The folder need not be locked.
+/// The states that a folder holds, the newest first: after the last step, and after the step
+/// before. The folder need not be locked.
 ///
 /// # Errors
 /// There is a state, and it is not complete; or there is one of another number of processes.

@@ -115,8 +115,8 @@ impl MemoryTier {
         block
     }
 
-    /// Moves a block to its next version without a change. The block may be read at this time, by the
-    /// thread that saves it.
+    /// Moves a block to its next version without a change. The block may be read at this time, by
+    /// the thread that saves it.
     pub(super) fn carry(&self, id: BlockId, version: Version) {
         let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
         let held = block.version;

@@ -1,9 +1,9 @@
 //! The eager param-server (EPS): masters, optimizer states, gradient regions and versions of all
 //! blocks, in memory or in a file.
 //!
-//! The two tiers move blocks in different ways. In memory, the lanes that read or update a block hold
-//! a lease on it. On file, the file lane reads the block into a slot and writes it back. Between
-//! steps (initial weights, checkpoints, digests) both are used through `Eps::read_with` and
+//! The two tiers move blocks in different ways. In memory, the lanes that read or update a block
+//! hold a lease on it. On file, the file lane reads the block into a slot and writes it back.
+//! Between steps (initial weights, checkpoints, digests) both are used through `Eps::read_with` and
 //! `Eps::write_with`.
 
 mod direct;
@@ -286,8 +286,8 @@ impl Eps {
         }
     }
 
-    /// Changes a run of a block, as f32, while no step runs. All ranks make the same change, and each
-    /// stores its own part. `write` sees zeros in the parts of other ranks.
+    /// Changes a run of a block, as f32, while no step runs. All ranks make the same change, and
+    /// each stores its own part. `write` sees zeros in the parts of other ranks.
     ///
     /// # Errors
     /// The file cannot be read or written, or is not as it was written.

@@ -1,8 +1,8 @@
 //! The EPS of a run with several ranks: each has a part of every block.
 //!
 //! Blocks are cut between chunks of the gradient norm's sums, so the sums of all parts are those of
-//! one process. Between steps a block is read whole: each rank sends its part. Either all ranks read
-//! the same block, or the first rank asks the others for it ([`RankParts::first_alone`]).
+//! one process. Between steps a block is read whole: each rank sends its part. Either all ranks
+//! read the same block, or the first rank asks the others for it ([`RankParts::first_alone`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -237,8 +237,8 @@ pub(crate) fn agreed_step(
     agreed(&steps)
 }
 
-/// The step that [`agreed_step`] gives, from the newest step of each rank. `None` if no rank has done
-/// a step and some have no state yet: then there is nothing to continue.
+/// The step that [`agreed_step`] gives, from the newest step of each rank. `None` if no rank has
+/// done a step and some have no state yet: then there is nothing to continue.
 fn agreed(steps: &[Option<u64>]) -> Result<Option<u64>, Error> {
     let least = steps.iter().min().copied().flatten();
     let most = steps.iter().max().copied().flatten();
@@ -294,8 +294,8 @@ mod tests {
         }
     }
 
-    /// Ranks agree on a state that all of them have. After a kill before the first step, a run begins
-    /// again.
+    /// Ranks agree on a state that all of them have. After a kill before the first step, a run
+    /// begins again.
     #[test]
     fn ranks_agree_on_a_step() {
         let agree = |steps: &[Option<u64>]| agreed(steps).map_err(|error| error.to_string());

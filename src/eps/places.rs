@@ -1,5 +1,5 @@
-//! Where blocks lie in the EPS's file. Each block has its copies, and each copy has the block's runs:
-//! masters, then optimizer states. Runs begin at pages. Gradient regions follow all blocks.
+//! Where blocks lie in the EPS's file. Each block has its copies, and each copy has the block's
+//! runs: masters, then optimizer states. Runs begin at pages. Gradient regions follow all blocks.
 
 use l2l_actors::schedule::BlockId;
 

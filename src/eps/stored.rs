@@ -92,7 +92,8 @@ impl Eps {
         Ok(read(&decode(tensors, &mut stored)))
     }
 
-    /// Changes this rank's part of a run, as f32. Frozen tensors that do not change keep their bytes.
+    /// Changes this rank's part of a run, as f32. Frozen tensors that do not change keep their
+    /// bytes.
     pub(super) fn write_own(
         &self,
         id: BlockId,

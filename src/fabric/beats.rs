@@ -26,8 +26,8 @@ const ENDS: u8 = 1;
 /// A flag of a beat: its numbers are a report.
 const REPORTS: u8 = 2;
 
-/// The last reports of all ranks. They outlive the exchanges, so that they can be read after the end
-/// of a run.
+/// The last reports of all ranks. They outlive the exchanges, so that they can be read after the
+/// end of a run.
 pub(crate) struct Reports {
     pub(crate) rank: Rank,
     /// For each other rank its last report.

@@ -1,9 +1,9 @@
 //! The exchanges of a run with its other ranks: numbered, and ended when a rank stays silent.
 //!
 //! A rank may wait long for another that has more to do. So each rank has a thread that exchanges
-//! short messages, *beats*, with all others many times a minute. When the beats of a rank end, it was
-//! stopped or cut off, and the exchanges of the others fail. (A rank whose ring hangs is ended by its
-//! own watchdog.)
+//! short messages, *beats*, with all others many times a minute. When the beats of a rank end, it
+//! was stopped or cut off, and the exchanges of the others fail. (A rank whose ring hangs is ended
+//! by its own watchdog.)
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};

@@ -134,8 +134,8 @@ pub trait Fabric: Send + Sync {
     fn ranks(&self) -> u32;
 
     /// Sends messages and receives others, at most one to and one from each other rank. Returns
-    /// when all of them have arrived. It calls `goes_on` many times a second, and gives up when that
-    /// returns false.
+    /// when all of them have arrived. It calls `goes_on` many times a second, and gives up when
+    /// that returns false.
     ///
     /// # Errors
     /// `goes_on` returned false before all messages had arrived; or a rank has ended, or sent

@@ -1,6 +1,6 @@
-//! Blocks cut into parts, one for each rank. [`all_gather`] makes a block whole from the parts of all
-//! ranks. [`all_to_all`] sends each rank its part of a gradient. Both move bytes and add nothing: the
-//! rank that owns a part adds the gradients that it receives.
+//! Blocks cut into parts, one for each rank. [`all_gather`] makes a block whole from the parts of
+//! all ranks. [`all_to_all`] sends each rank its part of a gradient. Both move bytes and add
+//! nothing: the rank that owns a part adds the gradients that it receives.
 
 use std::ops::Range;
 
@@ -81,8 +81,8 @@ pub fn all_gather(
     fabric.exchange(tag, &sends, &mut receives, goes_on)
 }
 
-/// Sends each rank its part of a gradient, and receives this rank's part from all others: one behind
-/// the other in `received`, in the order of the ranks. (A reduce-scatter without its sum.)
+/// Sends each rank its part of a gradient, and receives this rank's part from all others: one
+/// behind the other in `received`, in the order of the ranks. (A reduce-scatter without its sum.)
 ///
 /// # Errors
 /// As [`Fabric::exchange`].

@@ -30,8 +30,8 @@ impl Adapters {
         self.modules.iter().any(|name| name == module)
     }
 
-    /// A (r, inputs) and B (outputs, r) of a module. As in PEFT, A begins uniform in ±1 ÷ √inputs and
-    /// B with zeros, so an adapter adds nothing at first.
+    /// A (r, inputs) and B (outputs, r) of a module. As in PEFT, A begins uniform in ±1 ÷ √inputs
+    /// and B with zeros, so an adapter adds nothing at first.
     pub(crate) fn tensors(&self, module: &str, inputs: usize, outputs: usize) -> [Tensor; 2] {
         let tensor = |end: &str, shape: Vec<usize>, init| {
             Tensor::new(format!("{module}{end}"), shape, Kind::Weight, init)

@@ -3,9 +3,10 @@
 //! A block begins with its trained part. Gradients, optimizer states and gradient regions have this
 //! part alone: no gradient of a frozen tensor leaves the device, and no frozen tensor is updated.
 //!
-//! Elements are counted as if all were f32, because a block is read and written as f32 between steps.
-//! It is stored as masters, and behind them the frozen tensors of other formats. A device of 16 bits
-//! gets masters of 16 bits, and the rest of each master lies at the end (see [`MasterFormat`]):
+//! Elements are counted as if all were f32, because a block is read and written as f32 between
+//! steps. It is stored as masters, and behind them the frozen tensors of other formats. A device of
+//! 16 bits gets masters of 16 bits, and the rest of each master lies at the end (see
+//! [`MasterFormat`]):
 //!
 //! | | floats | sent |
 //! |---|---|---|
@@ -60,8 +61,8 @@ impl<'a> IntoIterator for &'a BlockTensors {
 }
 
 impl BlockTensors {
-    /// A layer's tensors. `trains` says which of them are trained. Joined tensors are one matrix of a
-    /// product: if one of them is trained, all are.
+    /// A layer's tensors. `trains` says which of them are trained. Joined tensors are one matrix of
+    /// a product: if one of them is trained, all are.
     pub fn new(tensors: Vec<Tensor>, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
         let mut all = BlockTensors::default();
         for group in tensors.chunk_by(|_, next| next.joined) {
@@ -182,8 +183,8 @@ impl BlockTensors {
         self.groups().filter_map(weight).collect()
     }
 
-    /// Views of the tensors' gradients, in the order of their layer: `None` for a frozen tensor, and
-    /// for all tensors if the block has no `gradient`.
+    /// Views of the tensors' gradients, in the order of their layer: `None` for a frozen tensor,
+    /// and for all tensors if the block has no `gradient`.
     pub fn gradients(&self, gradient: Option<View>) -> Vec<Option<View>> {
         let mut views = match gradient {
             Some(gradient) => tensor_views(&self.trained, gradient).into_iter(),

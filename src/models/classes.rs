@@ -113,8 +113,8 @@ impl Classes {
         self.samples() == Samples::Sequences && !self.shape.names.class_dense.is_empty()
     }
 
-    /// The position that stands for a sequence. A causal model has read the whole sequence at the last
-    /// position.
+    /// The position that stands for a sequence. A causal model has read the whole sequence at the
+    /// last position.
     fn pool(&self) -> Pooling {
         if self.shape.causal { Pooling::Last } else { Pooling::First }
     }

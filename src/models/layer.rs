@@ -154,8 +154,8 @@ pub struct Backward<'a> {
 /// A layer of the stack: from hidden states to hidden states.
 ///
 /// A layer must implement `tensors`, `saved_len`, `forward` and `backward`. The other methods have
-/// defaults that fit a layer which computes each position by itself and multiplies each token by all
-/// its weights. A layer that attends to other positions needs a KV cache
+/// defaults that fit a layer which computes each position by itself and multiplies each token by
+/// all its weights. A layer that attends to other positions needs a KV cache
 /// ([`kv_width`](Layer::kv_width)), or the model cannot generate text. A layer with dropout has an
 /// index.
 pub trait Layer: Send + Sync {
@@ -201,8 +201,8 @@ pub trait Layer: Send + Sync {
         None
     }
 
-    /// Whether the backward accepts `dy` in floats on a device of another dtype. The tiles of a head
-    /// sum it in floats.
+    /// Whether the backward accepts `dy` in floats on a device of another dtype. The tiles of a
+    /// head sum it in floats.
     fn takes_floats(&self) -> bool {
         false
     }
@@ -252,8 +252,8 @@ pub fn tensor_ranges(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Views of a block's tensors, in their order. Joined tensors are one view, with the rows of all, or
-/// with the elements of all if they are vectors.
+/// Views of a block's tensors, in their order. Joined tensors are one view, with the rows of all,
+/// or with the elements of all if they are vectors.
 pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
     let mut views: Vec<View> = Vec::new();
     for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {

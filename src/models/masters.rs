@@ -11,8 +11,8 @@ pub enum MasterFormat {
     /// As f32 in two halves: a bf16, which is sent to the device, and the remaining bits
     /// ([`SplitMasters`](crate::optimizers::SplitMasters)). 4 bytes a parameter.
     Split,
-    /// As f32, and beside it a copy in this dtype of 16 bits, which is sent to the device. 6 bytes a
-    /// parameter.
+    /// As f32, and beside it a copy in this dtype of 16 bits, which is sent to the device. 6 bytes
+    /// a parameter.
     Copied(Dtype),
     /// As bf16 alone, which is sent to the device. An update rounds at random, so that changes too
     /// small for a bf16 are not lost on average. 2 bytes a parameter.

@@ -1,5 +1,5 @@
-//! Models: their layers, the computation of each, and the tensors of blocks. Where a layer computes is
-//! decided elsewhere.
+//! Models: their layers, the computation of each, and the tensors of blocks. Where a layer computes
+//! is decided elsewhere.
 
 pub(crate) mod adapters;
 mod block;

@@ -1,7 +1,8 @@
 //! Room for layers that are added while a model is trained.
 //!
-//! The ring has a model with all layers that will ever be added. All other code sees a model with the
-//! present layers. Their tensors are in the same blocks, and the blocks of later layers are empty.
+//! The ring has a model with all layers that will ever be added. All other code sees a model with
+//! the present layers. Their tensors are in the same blocks, and the blocks of later layers are
+//! empty.
 
 use l2l_actors::schedule::BlockId;
 

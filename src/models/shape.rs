@@ -1,4 +1,5 @@
-//! The shape of a model as plain data: its sizes, and its choice among the parts that families share.
+//! The shape of a model as plain data: its sizes, and its choice among the parts that families
+//! share.
 
 use super::families::Names;
 use crate::kernels::Activation;
@@ -116,8 +117,8 @@ pub struct Shape {
     pub gated: bool,
     /// True when weights of products are (outputs, inputs), as in PyTorch's linear layers.
     pub transposed: bool,
-    /// The most positions of one sequence that a layer of a causal model computes at once. All layers
-    /// of a model have the same number.
+    /// The most positions of one sequence that a layer of a causal model computes at once. All
+    /// layers of a model have the same number.
     pub chunk_positions: usize,
     /// Probabilities of dropout.
     pub dropout: Dropouts,

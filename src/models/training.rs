@@ -17,9 +17,9 @@ use crate::tensor::Dtype;
 /// The tensors of a model that are trained, and how tensors are stored. The default trains all.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Training {
-    /// Patterns of trained tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with `*`
-    /// for any text. Adapters are trained in any case. Empty: all tensors; with adapters, only the
-    /// head of classes.
+    /// Patterns of trained tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with
+    /// `*` for any text. Adapters are trained in any case. Empty: all tensors; with adapters, only
+    /// the head of classes.
     pub only: Vec<String>,
     /// Patterns of tensors that are not trained. They prevail over `only`.
     pub frozen: Vec<String>,
@@ -89,13 +89,13 @@ impl Training {
 }
 
 /// The target for all products of transformer blocks, and the transform of a masked head. The
-/// transform of a head of classes gets an adapter only if a target names it. Otherwise it is trained
-/// with the head.
+/// transform of a head of classes gets an adapter only if a target names it. Otherwise it is
+/// trained with the head.
 const ALL_LINEAR: &str = "all-linear";
 
-/// Whether a pattern names a tensor or a module. A pattern with `*` must match the whole name, and `*`
-/// matches any text. A pattern without `*` must be among the name's parts, which dots separate. So
-/// `q_proj` and `layers.3` are patterns of `model.layers.3.self_attn.q_proj.weight`.
+/// Whether a pattern names a tensor or a module. A pattern with `*` must match the whole name, and
+/// `*` matches any text. A pattern without `*` must be among the name's parts, which dots separate.
+/// So `q_proj` and `layers.3` are patterns of `model.layers.3.self_attn.q_proj.weight`.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     if pattern.contains('*') {
         return matches_text(pattern, name);

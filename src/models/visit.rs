@@ -322,9 +322,9 @@ pub(crate) struct Measured<'m> {
     pub(crate) freezes: bool,
 }
 
-/// The most floats of workspace that a visit needs for a micro-batch of sequences of these sizes. The
-/// longest sequence that is not cut into chunks may need more than a longer one, so both are measured.
-/// `kernels` have no memory.
+/// The most floats of workspace that a visit needs for a micro-batch of sequences of these sizes.
+/// The longest sequence that is not cut into chunks may need more than a longer one, so both are
+/// measured. `kernels` have no memory.
 pub(crate) fn workspace(kernels: &dyn Kernels, measured: Measured<'_>, rows: Rows) -> usize {
     let chunk_positions = measured.model.shape.chunk_positions;
     let positions = [rows.positions, rows.positions.min(chunk_positions)];

@@ -2,8 +2,8 @@
 //!
 //! A message is cut into pieces, each of which is copied from or to memory of the fabric. So MPI
 //! never touches memory of a caller, and a caller may give up at any time. The first piece begins
-//! with the message's header. On a channel, at most [`WINDOW`] pieces are on their way from one rank
-//! to another.
+//! with the message's header. On a channel, at most [`WINDOW`] pieces are on their way from one
+//! rank to another.
 //!
 //! After a failure MPI is neither called nor finalized: the process ends with another status than
 //! 0, and the launcher ends the others.

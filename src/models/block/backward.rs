@@ -173,8 +173,8 @@ impl ChunkPass<'_> {
         dsum
     }
 
-    /// The gradient of the feed-forward's input, to `dbranch`, from the gradient of the sum behind the
-    /// feed-forward.
+    /// The gradient of the feed-forward's input, to `dbranch`, from the gradient of the sum behind
+    /// the feed-forward.
     fn feed_forward_backward(
         &self,
         g: &ChunkGradients<'_>,

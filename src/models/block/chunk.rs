@@ -174,9 +174,9 @@ impl ChunkPass<'_> {
         if block.shape.post_norm { (saved.norm1, w.norm1) } else { (saved.norm2, w.norm2) }
     }
 
-    /// The input of the ReLU, from the positive numbers that were saved. All others become 0: ReLU and
-    /// its derivative do not tell them apart. If there were more positive numbers than room, the
-    /// input is recomputed.
+    /// The input of the ReLU, from the positive numbers that were saved. All others become 0: ReLU
+    /// and its derivative do not tell them apart. If there were more positive numbers than room,
+    /// the input is recomputed.
     pub(super) fn unpack_up(&self) {
         let Some(Positive { packed, room }) = self.saved.positive else { return };
         let y = self.saved.up;

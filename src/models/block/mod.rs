@@ -1,5 +1,5 @@
-//! A transformer block: attention and feed-forward beside the residual stream. By family, norms stand
-//! before the branches or behind the sums.
+//! A transformer block: attention and feed-forward beside the residual stream. By family, norms
+//! stand before the branches or behind the sums.
 
 mod backward;
 mod chunk;
@@ -30,8 +30,8 @@ pub struct TransformerBlock {
     pub shape: Shape,
     /// The adapters of the block's modules, if it has any.
     pub adapters: Option<Adapters>,
-    /// With ReLU: only the positive numbers of its input are saved, up to this many of a row. 0: signs
-    /// alone. `None`: all numbers are saved.
+    /// With ReLU: only the positive numbers of its input are saved, up to this many of a row. 0:
+    /// signs alone. `None`: all numbers are saved.
     pub relu_room: Option<usize>,
 }
 
@@ -168,9 +168,9 @@ impl TransformerBlock {
 
     /// The backward of all chunks of one sequence, or of the whole micro-batch.
     ///
-    /// Chunks are walked from the end of the sequence. So the gradients of a chunk's keys and values
-    /// hold the contributions of all later queries when the walk reaches the chunk. All keys and
-    /// values are computed before the walk.
+    /// Chunks are walked from the end of the sequence. So the gradients of a chunk's keys and
+    /// values hold the contributions of all later queries when the walk reaches the chunk. All keys
+    /// and values are computed before the walk.
     fn sequence_backward<'a>(
         &'a self,
         k: &'a dyn Kernels,

@@ -1,9 +1,9 @@
 //! Layers made of operations: the forward is written once, and the backward is derived from it.
 //!
-//! An operation runs its kernel at once and is recorded. The backward first runs the forward again, so
-//! nothing is saved. Then it walks the recorded operations from their end: each computes the gradients
-//! of its inputs from the gradient of its output. So a composed layer costs as much as any layer that
-//! recomputes its activations, and runs on every device.
+//! An operation runs its kernel at once and is recorded. The backward first runs the forward again,
+//! so nothing is saved. Then it walks the recorded operations from their end: each computes the
+//! gradients of its inputs from the gradient of its output. So a composed layer costs as much as
+//! any layer that recomputes its activations, and runs on every device.
 
 mod derived;
 
