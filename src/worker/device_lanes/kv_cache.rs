@@ -26,7 +26,7 @@ impl DeviceLanes {
         for (nth, cached) in slots.iter().enumerate() {
             let on_device = slot.part(nth * width..(nth + 1) * width);
             let from = host.cached(shared.plan.cached_at(layer, cached.slot, 0), width);
-            side.upload(on_device, from)?;
+            side.upload(on_device, from, None)?;
         }
         Ok(())
     }
@@ -48,7 +48,7 @@ impl DeviceLanes {
         for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
             let floats = shared.plan.dtype.floats(rows * self.kv_width(filled.layer));
             let to = host.cached_mut(shared.plan.cached_at(layer, cache, cached), floats);
-            side.download(to, slot.part(from..from + floats))?;
+            side.download(to, slot.part(from..from + floats), None)?;
             from += floats;
         }
         Ok(())
