@@ -1,11 +1,11 @@
-//! Work that would keep an executor from its other tasks.
+//! Work that blocks, on threads of its own, so that an executor can run its other tasks.
 
 use std::panic::resume_unwind;
 
 use tokio::task::spawn_blocking;
 
-/// Runs work on one of tokio's threads for blocking work. Work that has begun goes on if the
-/// future is dropped.
+/// Runs work on one of tokio's threads for blocking work. If the future is dropped, work that has
+/// begun goes on.
 ///
 /// # Panics
 /// The work panics, or there is no tokio runtime.

@@ -1,96 +1,96 @@
-//! What can go wrong, by what the caller can do about it: a closed list to match on.
+//! The errors of this crate: a closed list, by what the caller can do about an error.
 
 use std::{fmt, io};
 
 use l2l_actors::{Cause, Problem};
 
-/// An error of this crate. [`kind`](Error::kind) also looks into errors of the ring.
+/// An error of this crate. [`kind`](Error::kind) also tells the causes of the ring's errors apart.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A key of the config has a value that cannot be.
+    /// A key of the config has a value that it cannot have.
     #[error("{key} {problem}")]
     Config {
         /// The key, with its section.
         key: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
-    /// A text that is no config.
+    /// A text is no config.
     #[error("{0}")]
     ConfigText(String),
-    /// A bad argument of a call, or of the command line.
+    /// An argument of a call or of the command line cannot be used.
     #[error("{0}")]
     Argument(String),
-    /// The plan needs more than there is.
+    /// The plan needs more than the machine has.
     #[error("{0}")]
     DoesNotFit(Misfit),
-    /// A batch that is not what the plan or the model is made for.
+    /// A batch does not fit the plan or the model.
     #[error("{0}")]
     BadBatch(String),
-    /// Data that cannot be trained on.
+    /// The data cannot be trained on.
     #[error("data {file}{}: {problem}", .line.map(|l| format!(", line {l}")).unwrap_or_default())]
     BadData {
         /// The file, or the name of the data in the config.
         file: String,
         /// The line, from 1, where the file has lines.
         line: Option<u64>,
-        /// What is wrong there.
+        /// The problem.
         problem: String,
     },
-    /// A model, or a file of one, that cannot be used.
+    /// A model, or a file of a model, cannot be used.
     #[error("{place}: {problem}")]
     BadModel {
         /// The file, or the tensor.
         place: String,
-        /// What is wrong there.
+        /// The problem.
         problem: String,
     },
-    /// A checkpoint, or a state in `eps.path`, that this run cannot resume from.
+    /// This run cannot resume from a checkpoint, or from the state in `eps.path`.
     #[error("{place}: {problem}")]
     BadCheckpoint {
         /// The checkpoint, or the folder of the state.
         place: String,
-        /// What is wrong there.
+        /// The problem.
         problem: String,
     },
-    /// A file or a folder that cannot be opened, read or written.
+    /// A file or a folder cannot be opened, read or written.
     #[error("{place}: {source}")]
     Storage {
         /// Its path, with the key or the flag that names it.
         place: String,
         /// The system's error.
         source: io::Error,
-        /// False when it was found before anything was started.
+        /// False if the error was found before anything was started.
         started: bool,
     },
     /// The device that the config names cannot be used.
     #[error("device.kind = \"cuda\": {0}")]
     NoDevice(String),
-    /// The device failed, or computes something else than it should.
+    /// The device failed, or computes wrong results.
     #[error("{0}")]
     Device(String),
     /// A number that the model computed is infinite or not a number.
     #[error("{0}")]
     NotFinite(String),
-    /// A schedule that would never end with these pools of slots.
+    /// A schedule would never end with these pools of slots.
     #[error(transparent)]
     Schedule(l2l_actors::Refusal),
-    /// The ring failed: by which actor, at which layer, in which operation.
+    /// The ring failed. The error says in which actor, layer and operation.
     #[error(transparent)]
     Ring(l2l_actors::RingError),
     /// The system refused threads or memory that the plan counted on.
     #[error("{0}")]
     System(String),
-    /// The program's own, of a callback or a stream of batches. See [`Error::own`].
+    /// An error of the program's own, from a callback or a stream of batches. See [`Error::own`].
     #[error("{0}")]
     Own(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// The kinds of errors. An error of the ring has the kind of its cause, where that is one of these.
+/// The kinds of errors. An error of the ring has the kind of its cause, if the cause has a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "they are the variants of Error")]
+#[allow(missing_docs, reason = "they are named after the variants of Error")]
 pub enum ErrorKind {
     Config,
     Argument,
@@ -111,32 +111,32 @@ pub enum ErrorKind {
     Own,
 }
 
-/// What a plan needs and there is not.
+/// A need of a plan that the machine cannot meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Misfit {
-    /// What there is too little of.
+    /// The resource that is too small.
     pub resource: Resource,
-    /// The plan's term that needs most of it, where it has terms.
+    /// The plan's term that needs most of the resource, if the resource has terms.
     pub largest_term: Option<&'static str>,
-    /// Bytes that are needed, or files.
+    /// The bytes that are needed, or the number of files.
     pub needed: u64,
-    /// Bytes that are available, or files.
+    /// The bytes that are available, or the number of files.
     pub available: u64,
-    /// All of it as a sentence, with what would fit.
+    /// The misfit as a sentence, with a plan that would fit.
     pub(crate) text: String,
 }
 
-/// What a plan needs.
+/// A resource of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Resource {
-    /// Memory of the device, or of its ceiling `device.memory`.
+    /// Memory of the device, up to the ceiling `device.memory`.
     DeviceMemory,
-    /// Memory of the host, or of this process's limits.
+    /// Memory of the host, up to this process's limits.
     HostMemory,
     /// Room on the disk under `eps.path`.
     Disk,
-    /// Files that a process may open.
+    /// Files that a process can open.
     OpenFiles,
 }
 
@@ -171,12 +171,12 @@ impl Error {
         Error::BadCheckpoint { place: place.to_string(), problem: problem.to_string() }
     }
 
-    /// A file that failed while the run, or what was asked for, was on its way.
+    /// The error of a file after the run or the command had started.
     pub(crate) fn storage(place: impl fmt::Display, source: io::Error) -> Error {
         Error::Storage { place: place.to_string(), source, started: true }
     }
 
-    /// A file that was found to be unusable before anything was started.
+    /// The error of a file before anything was started.
     pub(crate) fn unusable(place: impl fmt::Display, source: io::Error) -> Error {
         Error::Storage { place: place.to_string(), source, started: false }
     }
@@ -185,13 +185,13 @@ impl Error {
         Error::System(what.to_string())
     }
 
-    /// An error of a program's own, which a callback or a stream of batches returns. It is the
-    /// [source](std::error::Error::source) of what the run returns.
+    /// Makes an error of a program's own, for a callback or a stream of batches to return. The run
+    /// returns it, and the program's error is its [source](std::error::Error::source).
     pub fn own(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
         Error::Own(error.into())
     }
 
-    /// What kind it is. Of the ring's errors: what kind its first cause is.
+    /// The kind of the error. An error of the ring has the kind of its first cause.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Config { .. } | Error::ConfigText(_) => ErrorKind::Config,
@@ -211,16 +211,13 @@ impl Error {
         }
     }
 
-    /// Whether a block of the EPS is not what was written: the state on file is of no use.
+    /// True if a block of the EPS is not what was written. Then the state on file is useless.
     pub(crate) fn is_damage(&self) -> bool {
-        let damaged = l2l_actors::Integrity::Damaged;
-        let Error::Ring(l2l_actors::RingError::Failed { integrity, .. }) = self else {
-            return false;
-        };
-        *integrity == damaged
+        use l2l_actors::{Integrity, RingError};
+        matches!(self, Error::Ring(RingError::Failed { integrity: Integrity::Damaged, .. }))
     }
 
-    /// The exit status of a command that ends with it: 2 when nothing was started, else 1.
+    /// The exit status of a command that ends with this error: 2 if nothing was started, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Storage { started, .. } => 2 - u8::from(*started),
@@ -238,7 +235,7 @@ fn of_storage(error: &io::Error) -> ErrorKind {
     }
 }
 
-/// The kind of the error that stopped the ring, or of what that error came from.
+/// The kind of the error that stopped the ring, or of one of its sources.
 fn of_ring(error: &l2l_actors::RingError) -> ErrorKind {
     let l2l_actors::RingError::Failed { cause, .. } = error else { return ErrorKind::Ring };
     for error in sources(cause) {
@@ -252,7 +249,7 @@ fn of_ring(error: &l2l_actors::RingError) -> ErrorKind {
     ErrorKind::Ring
 }
 
-/// Whether the ring was stopped by a block that is not what was written.
+/// True if the ring was stopped by a block that is not what was written.
 pub(crate) fn is_damage(cause: &Cause) -> bool {
     let is = |error: &(dyn std::error::Error + 'static)| {
         let storage = error.downcast_ref::<io::Error>();
@@ -261,7 +258,7 @@ pub(crate) fn is_damage(cause: &Cause) -> bool {
     sources(cause).any(is)
 }
 
-/// The error that stopped the ring, and what it came from.
+/// The error that stopped the ring, and its sources.
 fn sources(cause: &Cause) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
     let first: Option<&(dyn std::error::Error + 'static)> = match &cause.problem {
         Problem::Error(first) => Some(first.as_ref()),
@@ -285,7 +282,7 @@ impl From<l2l_actors::RingError> for Error {
     }
 }
 
-/// A loss or a gradient that is no number: the error of the operation that met it.
+/// The error of an operation that found a loss or a gradient that is infinite or not a number.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}: the learning rate may be too high")]
 pub(crate) struct NotFinite(pub(crate) String);

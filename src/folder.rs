@@ -1,16 +1,14 @@
-//! Folders that are there after a power loss: an entry is on the disk when the folder that it is in
-//! was synced.
+//! Folders that survive a power loss. An entry is on the disk once the folder that has it is
+//! synced.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
-/// Makes a folder, and those above it, and waits until they are on the disk.
-///
-/// # Errors
-/// It cannot be made, or the disk fails.
+/// Makes a folder and the folders above it, and waits until they are on the disk.
 pub(crate) fn create(path: &Path) -> io::Result<()> {
-    let mut made = vec![path]; // also if it is there: a run that was killed may have made it
+    // A folder that exists is synced, too: a run that was killed may have made it.
+    let mut made = vec![path];
     for above in path.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty()) {
         if above.try_exists()? {
             break;
@@ -19,21 +17,18 @@ pub(crate) fn create(path: &Path) -> io::Result<()> {
     }
     fs::create_dir_all(path)?;
     made.into_iter().rev().try_for_each(|folder| match sync(parent(folder)) {
-        // It may be entered and not listed: then nobody but its owner can sync it.
+        // A folder that this process may enter and not list can only be synced by its owner.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         synced => synced,
     })
 }
 
-/// Waits until a folder's entries are on the disk, or a file.
-///
-/// # Errors
-/// The disk fails.
+/// Waits until a folder's entries, or a file's bytes, are on the disk.
 pub(crate) fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-/// The folder that a path is in.
+/// The folder that contains a path.
 pub(crate) fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if parent.as_os_str().is_empty() => Path::new("."),

@@ -7,9 +7,10 @@
 //!             checkpoint                       (one layer)      state, gradients, stash
 //! ```
 //!
-//! The ring is [`actors`] (crate `l2l-actors`); this crate is what its ports are made of. A
-//! [`Trainer`] is a run: a model ([`models`]), its update rule ([`optimizers`]), the host's eager
-//! param-server and a device, made from a [`Config`], driven by batches ([`data`]).
+//! The ring of actors is the crate [`actors`] (`l2l-actors`); this crate implements its ports. A
+//! [`Trainer`] is a training run, made from a [`Config`]: a model ([`models`]), its update rule
+//! ([`optimizers`]), the host's eager param-server ([`eps`]) and a device ([`devices`]). It trains
+//! on batches ([`data`]).
 
 pub use l2l_actors as actors;
 
@@ -41,6 +42,8 @@ pub mod eps;
 
 pub mod hf;
 
+mod resolve;
+
 pub mod data;
 
 pub mod machine;
@@ -68,8 +71,8 @@ pub mod testing;
 pub use config::Config;
 pub use engine::{Bottleneck, StepReport, Summary};
 pub use error::{Error, ErrorKind, Misfit, Resource};
-pub use hf::{largest_shape_of, shape_of};
 pub use plan::Plan;
+pub use resolve::{largest_shape_of, model_of, shape_of, training_of};
 pub use trainer::{
     Builder, Callbacks, End, Fit, Fitted, NewLayer, Prepared, RunMessage, StopRequest, Trainer,
     state_on_file,

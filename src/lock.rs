@@ -1,8 +1,8 @@
-//! Files and directories that one process has alone, for as long as it lives.
+//! Locks of files and directories, so that one process uses them at a time.
 //!
-//! A lock is on what a path led to when it was taken, and goes with it when somebody removes,
-//! renames or replaces that. Who writes to the path then writes where somebody else may be: so
-//! [`Lock::still_held`] is asked before.
+//! A lock belongs to the file that a path led to when the lock was taken. If the file is removed,
+//! renamed or replaced, the path may lead to a file that another process uses. So a process checks
+//! [`Lock::still_held`] before it writes.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind};
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use crate::folder;
 
-/// See the [module](self).
+/// A locked file or directory.
 #[derive(Debug)]
 pub(crate) struct Lock {
     path: PathBuf,
@@ -21,7 +21,7 @@ impl Lock {
     /// Locks a file or a directory that was opened at this path.
     ///
     /// # Errors
-    /// Another process has it, or the path leads elsewhere by now.
+    /// Another process has locked it, or the path leads elsewhere by now.
     pub(crate) fn of(path: &Path, file: File) -> io::Result<Lock> {
         file.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => io::Error::other("another run has it"),
@@ -32,10 +32,10 @@ impl Lock {
         Ok(lock)
     }
 
-    /// Checks that the path still leads to what this process has locked.
+    /// Checks that the path still leads to the file that this process has locked.
     ///
     /// # Errors
-    /// What became of it.
+    /// The file was removed, renamed or replaced.
     pub(crate) fn still_held(&self) -> io::Result<()> {
         let at = self.path.display().to_string();
         let failed = |error: io::Error| io::Error::new(error.kind(), format!("{at:?}: {error}"));
@@ -49,20 +49,20 @@ impl Lock {
     }
 }
 
-/// A directory that this process has alone.
+/// A directory that only this process uses.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
-    /// The directory, so that nobody enters it when the file was removed. `None` where the system
-    /// locks no directories.
+    /// The directory itself is locked, too, because somebody may remove the file. `None` if the
+    /// system locks no directories.
     itself: Option<Lock>,
     file: Lock,
 }
 
 impl DirectoryLock {
-    /// Makes the directory if it does not exist, and locks it, with a file of this name in it.
+    /// Makes the directory if it does not exist, and locks it and a file `name` in it.
     ///
     /// # Errors
-    /// The directory cannot be made or written to, or another process has it.
+    /// The directory cannot be made or written to, or another process has locked it.
     pub(crate) fn open(directory: &Path, name: &str) -> io::Result<DirectoryLock> {
         folder::create(directory)?;
         // Network file systems lock no directories, and some systems do not open them.
@@ -80,7 +80,7 @@ impl DirectoryLock {
     /// Checks that the path still leads to this directory.
     ///
     /// # Errors
-    /// What became of it.
+    /// The directory was removed, renamed or replaced.
     pub(crate) fn still_held(&self) -> io::Result<()> {
         self.itself.as_ref().unwrap_or(&self.file).still_held()
     }
@@ -92,7 +92,7 @@ fn is_same(one: &fs::Metadata, other: &fs::Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Such a system removes and renames nothing that is open.
+/// Other systems do not remove or rename a file that is open.
 #[cfg(not(unix))]
 fn is_same(_: &fs::Metadata, _: &fs::Metadata) -> bool {
     true
@@ -123,11 +123,12 @@ mod tests {
         open(&at).expect("it is free again");
     }
 
-    /// Also when its file was cleaned up, or when it has another name.
+    /// The lock holds if somebody removes the file, or renames the directory.
     #[test]
     fn nobody_enters_a_directory_that_is_held() {
         let folder = tempfile::tempdir().expect("a place for files");
-        let (at, other) = (folder.path().join("one"), folder.path().join("other"));
+        let at = folder.path().join("one");
+        let other = folder.path().join("other");
         let lock = open(&at).expect("it is free");
         fs::remove_file(at.join("lock")).expect("it is ours");
         refused(open(&at), "another run has it");
@@ -153,7 +154,7 @@ mod tests {
         refused(open(&at), "another run has it");
     }
 
-    /// What was opened and is gone before it is locked is nobody's.
+    /// A process that locks a file after its removal would use it beside another process.
     #[test]
     fn a_file_that_is_removed_between_open_and_lock_is_not_held() {
         let folder = tempfile::tempdir().expect("a place for files");

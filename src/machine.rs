@@ -1,4 +1,5 @@
-//! What the operating system reports about this machine and this process: memory, limits, cores.
+//! The memory, limits and cores of this machine and this process, as the operating system reports
+//! them.
 //!
 //! Rates are measured in the room of the thing that is measured: matrix products in
 //! [`devices`](crate::devices), updates in [`optimizers`](crate::optimizers), the disk in
@@ -7,7 +8,7 @@
 use std::fs;
 use std::path::Path;
 
-/// The number of kibibytes in the line that begins with `label`, in bytes.
+/// The number of kibibytes in the line of a file that begins with `label`, in bytes.
 fn kibibytes(file: &str, label: &str) -> Option<u64> {
     let text = fs::read_to_string(file).ok()?;
     let line = text.lines().find(|line| line.starts_with(label))?;
@@ -15,7 +16,7 @@ fn kibibytes(file: &str, label: &str) -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
-/// Bytes of this process that are in memory. `None` where the system does not report it.
+/// Bytes of this process that are in memory. `None` if the system does not report them.
 pub fn resident_memory() -> Option<u64> {
     kibibytes("/proc/self/status", "VmRSS:")
 }
@@ -31,7 +32,7 @@ pub fn available_memory() -> Option<u64> {
     memory_limit().map(|(bytes, _)| bytes)
 }
 
-/// The same, with the name of the limit, as words that stand before a size in a message.
+/// Bytes that this process can still allocate, and the limit, as words before a size in a message.
 pub(crate) fn memory_limit() -> Option<(u64, &'static str)> {
     let machine = kibibytes("/proc/meminfo", "MemAvailable:");
     let machine = machine.map(|bytes| (bytes, "this machine has free"));
@@ -67,7 +68,8 @@ fn group_memory() -> Option<u64> {
     };
     let left_in_line = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
-        let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
+        let controllers = fields.next()?;
+        let path = fields.next()?.trim_start_matches('/');
         let (root, files) = if controllers.is_empty() {
             ("/sys/fs/cgroup", ["memory.max", "memory.current", "inactive_file "])
         } else if controllers.split(',').any(|controller| controller == "memory") {
@@ -84,32 +86,32 @@ fn group_memory() -> Option<u64> {
     groups.lines().filter_map(left_in_line).min()
 }
 
-/// Free bytes of the file system that a folder is on.
+/// Free bytes of the file system of a folder.
 pub(crate) fn free_disk(folder: &Path) -> Option<u64> {
     let about = rustix::fs::statvfs(folder).ok()?;
     Some(about.f_bavail.saturating_mul(about.f_frsize))
 }
 
-/// What the system reports about this process.
+/// The use of the system by this process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Process {
-    /// CPU time it used, summed over all cores.
+    /// CPU time of the process, summed over all cores.
     pub cpu_seconds: f64,
     /// Bytes that are in memory.
     pub resident_bytes: u64,
-    /// Bytes of its address space.
+    /// Bytes of the address space.
     pub virtual_bytes: u64,
-    /// When it started, in seconds since 1970 (Unix time).
+    /// The Unix time at which it started, in seconds.
     pub start_seconds: f64,
     /// The number of open files.
     pub open_files: u64,
-    /// The most files that it may have open.
+    /// The limit of open files.
     pub most_files: u64,
     /// The number of threads.
     pub threads: u64,
 }
 
-/// What the system reports about this process. `None` on systems without `/proc`.
+/// The use of the system by this process. `None` on systems without `/proc`.
 pub fn process() -> Option<Process> {
     /// The unit of times in `/proc`: ticks per second.
     const TICKS: f64 = 100.0;

@@ -1,36 +1,36 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
-//! A boundary has a place for each group of micro-batches. Where devices meet one micro-batch at a
-//! time (resident, pipelines), it has a place for each micro-batch. A boundary reuses the place of
-//! one of the same size that was read for the last time by an earlier visit of the device that
-//! writes it. No lock is needed: one lane of a device computes its visits in their order, and a
-//! visit's outputs are written while it computes (on the CPU) or downloaded after it.
-//! By then all earlier visits of the device have read their inputs. A visit never writes where it
-//! reads: its outputs get their places before those of its inputs are free. What the host reads
-//! (loss, scatter), or more than one device, keeps its place for the whole step.
+//! A boundary has a place for each group of micro-batches. If devices meet one micro-batch at a
+//! time (resident, pipelines), it has a place for each micro-batch. A place is used again by a
+//! boundary of the same size, once an earlier visit of the same device has read it for the last
+//! time. No lock is needed: one lane of a device computes its visits in their order, and a visit's
+//! outputs are written while it computes (on the CPU) or downloaded after it. By then all earlier
+//! visits of the device have read their inputs. A visit never writes where it reads: its outputs get
+//! their places before the places of its inputs are free. A boundary that the host reads (loss,
+//! scatter), or that several devices read, keeps its place for the whole step.
 //!
-//! A boundary may be *packed*: its elements are rounded to bf16 (`tensor::packed`).
+//! A boundary may be *packed*: the stash holds its numbers in bf16 or int8 (`tensor::packed`).
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use l2l_actors::schedule::{BoundaryId, DeviceId, MicroBatch, Schedule, Visit};
 
+use crate::tensor::ALIGNED;
+
 /// Where each boundary of a step lies in the stash, in floats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StashLayout {
-    /// For each boundary and unit: its first float, and the floats per sequence.
+    /// For each boundary and unit: its first float, and its floats for a sequence.
     places: Vec<(usize, usize)>,
     /// The number of sequences before each micro-batch; the last entry is the number of all.
     before: Vec<usize>,
-    /// Micro-batches that have places of their own.
+    /// Units: micro-batches that share a place.
     units: Vec<Range<MicroBatch>>,
-    /// The size of the stash.
     pub(crate) floats: usize,
 }
 
-/// A boundary's part of one unit, by its index.
-type Part = (BoundaryId, usize);
+type UnitBoundary = (BoundaryId, usize);
 
 impl StashLayout {
     /// The first float of one micro-batch of a boundary, and the number of floats that it has room
@@ -52,7 +52,7 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
         before.push(before[before.len() - 1] + sequences as usize);
     }
     let units = units(schedule);
-    let index = |(id, unit): Part| id.0 as usize * units.len() + unit;
+    let index = |(id, unit): UnitBoundary| id.0 as usize * units.len() + unit;
     let last_reads = last_reads(schedule, &units);
     let mut places: Vec<Option<(usize, usize)>> =
         vec![None; schedule.boundaries.len() * units.len()];
@@ -64,25 +64,25 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     let sequences = units.iter().map(sequences).max().unwrap_or(0);
     let mut floats = 0;
     for (now, visit) in schedule.visits.iter().enumerate() {
-        for part in parts(&units, visit, &visit.writes) {
+        for met in in_units(&units, visit, &visit.writes) {
             let positions = u64::from(schedule.positions);
-            let stashed = schedule.boundary(part.0).stashed_bytes(1, positions) as usize;
+            let stashed = schedule.boundary(met.0).stashed_bytes(1, positions) as usize;
             let per_sequence = stashed / size_of::<f32>();
-            let place = &mut places[index(part)];
-            if place.is_some() || schedule.boundary(part.0).role.is_kv() {
-                continue; // another micro-batch of the part was written before
+            let place = &mut places[index(met)];
+            if place.is_some() || schedule.boundary(met.0).role.is_kv() {
+                continue; // another micro-batch of the unit was written before
             }
             let reused = free.get_mut(&(visit.device(), per_sequence)).and_then(Vec::pop);
             let at = reused.unwrap_or_else(|| {
                 let at = floats;
-                floats += (per_sequence * sequences).next_multiple_of(16);
+                floats += (per_sequence * sequences).next_multiple_of(ALIGNED);
                 at
             });
             *place = Some((at, per_sequence));
         }
-        for part in parts(&units, visit, &visit.reads) {
-            if last_reads.get(&part) == Some(&Some(now))
-                && let Some((at, per_sequence)) = places[index(part)]
+        for met in in_units(&units, visit, &visit.reads) {
+            if last_reads.get(&met) == Some(&Some(now))
+                && let Some((at, per_sequence)) = places[index(met)]
             {
                 free.entry((visit.device(), per_sequence)).or_default().push(at);
             }
@@ -92,8 +92,8 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     StashLayout { places, before, units, floats }
 }
 
-/// Micro-batches that have places of their own: groups; or each, where devices meet one at a time
-/// (resident, pipelines), so that the places of one are free for others before the step ends.
+/// The units of a schedule: its groups, or single micro-batches if devices meet one at a time
+/// (resident, pipelines). Then the places of one are free for others before the step ends.
 fn units(schedule: &Schedule) -> Vec<Range<MicroBatch>> {
     match schedule.device_visits().all(|visit| visit.micro_batches.len() == 1) {
         true => (0..schedule.micro_batches.len() as MicroBatch).map(|m| m..m + 1).collect(),
@@ -101,29 +101,35 @@ fn units(schedule: &Schedule) -> Vec<Range<MicroBatch>> {
     }
 }
 
-/// The unit of a micro-batch.
 fn unit_of(units: &[Range<MicroBatch>], m: MicroBatch) -> usize {
     units.partition_point(|unit| unit.end <= m)
 }
 
-/// The parts of boundaries that a visit meets.
-fn parts(units: &[Range<MicroBatch>], visit: &Visit, boundaries: &[BoundaryId]) -> Vec<Part> {
+/// These boundaries, in each unit that a visit meets.
+fn in_units(
+    units: &[Range<MicroBatch>],
+    visit: &Visit,
+    boundaries: &[BoundaryId],
+) -> Vec<UnitBoundary> {
     let Range { start, end } = visit.micro_batches;
     let units = unit_of(units, start)..=unit_of(units, end - 1);
     boundaries.iter().flat_map(|&id| units.clone().map(move |unit| (id, unit))).collect()
 }
 
-/// The visit that reads each part last. `None`: the host reads it, or several devices do.
-fn last_reads(schedule: &Schedule, units: &[Range<MicroBatch>]) -> HashMap<Part, Option<usize>> {
-    let mut last_reads: HashMap<Part, Option<usize>> = HashMap::new();
+/// The visit that reads each boundary of a unit last. `None`: the host or several devices read it.
+fn last_reads(
+    schedule: &Schedule,
+    units: &[Range<MicroBatch>],
+) -> HashMap<UnitBoundary, Option<usize>> {
+    let mut last_reads: HashMap<UnitBoundary, Option<usize>> = HashMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for part in parts(units, visit, &visit.reads) {
-            let before = last_reads.insert(part, Some(index).filter(|_| visit.on_device()));
+        for met in in_units(units, visit, &visit.reads) {
+            let before = last_reads.insert(met, Some(index).filter(|_| visit.on_device()));
             let is_ours = |before: Option<usize>| {
                 before.is_some_and(|before| schedule.visits[before].place == visit.place)
             };
             if before.is_some_and(|before| !is_ours(before)) {
-                last_reads.insert(part, None);
+                last_reads.insert(met, None);
             }
         }
     }

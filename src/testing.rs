@@ -373,11 +373,9 @@ mod tests {
         let read = |config| families::read(&config).expect("a config of ours");
         let shapes = decoders.into_iter().chain(learned).map(read).chain([small()]);
         for shape in shapes {
-            for part in &Model::new(shape).layers {
-                if let ModelLayer::Stack(layer) = part {
-                    let checked = check_gradients(&**layer, shape.hidden, ROWS);
-                    checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
-                }
+            for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
+                let checked = check_gradients(layer, shape.hidden, ROWS);
+                checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
             }
         }
         check_loss(&CrossEntropy).expect("a loss of ours");
@@ -401,11 +399,9 @@ mod tests {
         {
             let shape = Shape { chunk_positions: 128, ..shape };
             let rows = Rows { sequences, positions: chunks * 128 + 70 };
-            for part in &Model::new(shape).layers {
-                if let ModelLayer::Stack(layer) = part {
-                    let checked = check_gradients(&**layer, shape.hidden, rows);
-                    checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
-                }
+            for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
+                let checked = check_gradients(layer, shape.hidden, rows);
+                checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
             }
         }
     }

@@ -99,15 +99,15 @@ fn several_devices_hold_what_one_does() {
     // Each link moves its own layers.
     let one = of(64, 1);
     let four = of(64, 4);
-    let up = |plan: &Plan| plan.link_bytes.iter().map(|link| link.upload).sum::<u64>();
-    assert_eq!(up(&one), one.upload_bytes);
-    assert_eq!(up(&four), four.upload_bytes);
-    for link in &four.link_bytes {
+    let up = |plan: &Plan| plan.traffic.link_bytes.iter().map(|link| link.upload).sum::<u64>();
+    assert_eq!(up(&one), one.traffic.upload_bytes);
+    assert_eq!(up(&four), four.traffic.upload_bytes);
+    for link in &four.traffic.link_bytes {
         let up = link.upload;
         let down = link.download;
         let share = |of: u64, all: u64| 4.0 * of as f64 / all as f64;
-        assert!((share(up, one.upload_bytes) - 1.0).abs() < 0.2, "{up}");
-        assert!((share(down, one.download_bytes) - 1.0).abs() < 0.2, "{down}");
+        assert!((share(up, one.traffic.upload_bytes) - 1.0).abs() < 0.2, "{up}");
+        assert!((share(down, one.traffic.download_bytes) - 1.0).abs() < 0.2, "{down}");
     }
 }
 
@@ -125,13 +125,13 @@ fn sharded_transfer_moves_an_nth_over_each_link() {
     let one = of(1, Transfer::Whole);
     let whole = of(4, Transfer::Whole);
     let sharded = of(4, Transfer::Sharded);
-    assert_eq!(sharded.upload_bytes, one.upload_bytes);
-    let copied: u64 = sharded.link_bytes.iter().map(|link| link.peers).sum();
-    assert_eq!(sharded.upload_bytes + copied, whole.upload_bytes);
-    for (link, of_whole) in sharded.link_bytes.iter().zip(&whole.link_bytes) {
+    assert_eq!(sharded.traffic.upload_bytes, one.traffic.upload_bytes);
+    let copied: u64 = sharded.traffic.link_bytes.iter().map(|link| link.peers).sum();
+    assert_eq!(sharded.traffic.upload_bytes + copied, whole.traffic.upload_bytes);
+    for (link, of_whole) in sharded.traffic.link_bytes.iter().zip(&whole.traffic.link_bytes) {
         let share = |of: u64, all: u64| 4.0 * of as f64 / all as f64;
-        assert!((share(link.upload, one.upload_bytes) - 1.0).abs() < 0.05, "{link:?}");
-        assert!((share(link.download, one.download_bytes) - 1.0).abs() < 0.05, "{link:?}");
+        assert!((share(link.upload, one.traffic.upload_bytes) - 1.0).abs() < 0.05, "{link:?}");
+        assert!((share(link.download, one.traffic.download_bytes) - 1.0).abs() < 0.05, "{link:?}");
         assert_eq!(link.upload + link.peers, of_whole.upload, "all of every block comes");
     }
     assert_eq!(sharded.device, whole.device, "it takes no memory");
@@ -167,7 +167,7 @@ fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
     ] {
         let folder = tempfile::tempdir().expect("a place for files");
         let mut config = config(6, 5);
-        config.model.hidden = Some(256); // blocks, slots and workspace far above 256 KiB
+        config.model.hidden = Some(128); // blocks, slots and workspace have 256 KiB and more
         config.model.vocabulary = Some(5000);
         config.schedule.kind = kind;
         config.schedule.recompute = recompute.into();

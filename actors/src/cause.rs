@@ -53,7 +53,7 @@ pub struct Cause {
     pub layer: Option<LayerId>,
     /// The operation, or the wait of the actor.
     pub operation: String,
-    /// What went wrong.
+    /// The error, panic or hang.
     #[source]
     pub problem: Problem,
 }

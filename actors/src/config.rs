@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::context::FaultInjection;
 use crate::schedule::Pools;
 
-/// What a ring is made with.
+/// The settings of a ring.
 #[derive(Clone, Debug)]
 pub struct RingConfig {
     /// Slots of every pool: [`Pools::of`] the largest schedule it will run.

@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use tokio::sync::SetOnce;
 
-/// What a finished operation reports. Times are the lanes' own, from an origin of theirs.
+/// The report of a finished operation. Its times count from an origin of the lanes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Done {
-    /// When it began.
+    /// The time at which it began.
     pub begin: Duration,
-    /// When it ended.
+    /// The time at which it ended.
     pub end: Duration,
     /// A loss or a sum of squares, where [`Work`](crate::work::Work) promises one; else 0.
     pub value: f64,
@@ -61,7 +61,7 @@ impl Fence {
         self.state.issued.wait().await;
     }
 
-    /// What the operation reported, if it is done.
+    /// The operation's report, if it is done.
     pub fn reached(&self) -> Option<Done> {
         self.state.done.get().copied()
     }

@@ -12,7 +12,7 @@ use crate::pool::{Content, Held};
 use crate::schedule::{BlockId, MicroBatch, Version};
 use crate::work::MasterAt;
 
-/// What every edge of the main flow carries: a step begins, its data, its end, and the stop.
+/// The messages of the main flow: the begin of a step, its data, its end, and the stop.
 #[derive(Debug)]
 pub enum Flow<T> {
     /// The data that follows is this step's.
@@ -38,8 +38,8 @@ pub struct Staged {
 }
 
 impl Staged {
-    /// Where an operation of the step that reads this version finds the master of a block: in the
-    /// slot of the one that was staged for it, if one was.
+    /// The master of a block for an operation of the step that reads this version: in the slot of
+    /// the staged master, if there is one.
     pub(crate) fn master(staged: Option<&Staged>, version: Version) -> MasterAt {
         staged.map_or(MasterAt::Memory, |staged| {
             MasterAt::Slot(staged.slot.slot(Content::Block(staged.block, version)))

@@ -29,7 +29,8 @@ impl Observer {
         self.ring.snapshot()
     }
 
-    /// What each actor has spent until now. Its states sum to the time since it began.
+    /// The time that each actor has spent in each state until now. Its states sum to the time since
+    /// it began.
     pub fn spent(&self) -> Vec<(ActorName, Spent)> {
         self.ring.spent(self.now())
     }

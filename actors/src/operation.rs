@@ -17,9 +17,9 @@ use crate::work::{Queue, Work};
 /// A step in flight: shared by all its operations.
 #[derive(Debug)]
 pub struct Step {
-    /// Its number, and the version of every block it reads.
+    /// The number of the step, and the version of every block that it reads.
     pub number: Version,
-    /// What it does.
+    /// The plan that its actors walk.
     pub plan: Arc<StepPlan>,
 }
 
@@ -110,7 +110,7 @@ impl Operation {
         (Operation { actor, order, fence, queued, after, ring, finished: false }, made)
     }
 
-    /// Its number, unique in its relay; its fence has the same.
+    /// The number of the operation, unique in its relay. Its fence has the same number.
     pub fn number(&self) -> u64 {
         self.fence.operation()
     }

@@ -168,7 +168,7 @@ pub struct Occupancy {
     pub name: &'static str,
     /// The device that has it; `None`: the host.
     pub device: Option<DeviceId>,
-    /// What each slot holds, if it is taken.
+    /// The content of each slot, if it is taken.
     pub holders: Vec<Option<Content>>,
     /// The most slots that were taken at once.
     pub peak: u32,

@@ -30,7 +30,7 @@ pub(crate) struct Prefetcher {
     pub(crate) weight_slots: Pool,
     pub(crate) visit_credits: Pool,
     pub(crate) input_slots: Pool,
-    /// What the weight slots hold, until the last use of each in the plan.
+    /// The slots of resident blocks, until the last use of each in the plan.
     pub(crate) resident: Vec<Option<Held>>,
 }
 

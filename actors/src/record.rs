@@ -16,17 +16,17 @@ use crate::work::{Lane, Work, WorkKind};
 pub struct Record {
     /// The operation's number.
     pub number: u64,
-    /// Its lane.
+    /// The lane that it ran on.
     pub lane: Lane,
     /// The device whose lane it is; `None`: the host's.
     pub device: Option<DeviceId>,
-    /// Its kind.
+    /// The kind of its work.
     pub kind: WorkKind,
     /// The actor that queued it.
     pub actor: ActorName,
-    /// Its step.
+    /// The step that it belongs to.
     pub step: Version,
-    /// Its layer, if one.
+    /// The layer that it served, if it served one.
     pub layer: Option<LayerId>,
     /// The phase of the visit it serves, if one.
     pub phase: Option<Phase>,
@@ -38,11 +38,11 @@ pub struct Record {
     pub work: Work,
     /// Bytes it moved between host and device, or between host and file.
     pub bytes: u64,
-    /// When it was queued.
+    /// The time at which it was queued.
     pub queued: Duration,
-    /// When it began.
+    /// The time at which it began.
     pub begin: Duration,
-    /// When it ended.
+    /// The time at which it ended.
     pub end: Duration,
     /// The operation whose end let it begin: of the one before it on its lane, those it waits on,
     /// and the last that had ended when it was queued, whichever was last.

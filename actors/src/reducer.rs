@@ -34,7 +34,7 @@ pub(crate) struct Reducer {
     pub(crate) reduced: Outbox<Flow<Reduced>>,
     pub(crate) landing: Pool,
     pub(crate) part_slots: Pool,
-    /// Of each block the gradients that are kept for those of later groups, the youngest last.
+    /// For each block, the gradients that are kept for later groups, the youngest last.
     pub(crate) kept: BTreeMap<BlockId, Vec<Held>>,
     /// True when updates wait for the norm.
     pub(crate) deferred: bool,

@@ -53,7 +53,7 @@ impl fmt::Display for Integrity {
     }
 }
 
-/// How the relay can fail.
+/// The errors of the relay.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {

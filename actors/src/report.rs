@@ -17,7 +17,7 @@ use crate::work::Queue;
 pub struct Doing {
     /// Busy, starved or blocked.
     pub state: ActorState,
-    /// What it waits for, or what it did last if it is busy.
+    /// The reason of its wait, or of its last wait if it is busy.
     pub what: String,
     /// Its layer, if it is at one.
     pub layer: Option<LayerId>,

@@ -18,7 +18,7 @@ use crate::report::{Doing, InFlight, Snapshot};
 use crate::schedule::{LayerId, Pools};
 use crate::work::{Lane, Queue, Row};
 
-/// What an actor waits for. Kept unformatted, for waits are many and reports few.
+/// The reason of an actor's wait. It is not formatted, because waits are many and reports few.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum WaitsFor {
     Start,
@@ -42,7 +42,7 @@ impl fmt::Display for WaitsFor {
     }
 }
 
-/// What an actor is doing: [`Doing`], unformatted.
+/// The state of an actor: [`Doing`], not formatted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Standing {
     pub(crate) state: ActorState,
@@ -125,7 +125,7 @@ pub(crate) struct Ring {
     pub(crate) given_up: SetOnce<()>,
     /// True while the relay waits for the actors: for a step's result, or for their end.
     pub(crate) awaited: AtomicBool,
-    /// When the last result was known, in nanoseconds.
+    /// The time at which the last result was known, in nanoseconds.
     resolved_at: AtomicU64,
 }
 
@@ -242,13 +242,13 @@ impl Ring {
         Duration::from_nanos(self.resolved_at.load(Relaxed))
     }
 
-    /// When an actor last began something.
+    /// The time at which an actor last began something.
     pub(crate) fn last_entered(&self) -> Duration {
         let entered = self.posts.iter().map(|post| post.standing().since);
         entered.max().unwrap_or_default()
     }
 
-    /// What each actor has spent until now, with the state it is in.
+    /// The time that each actor has spent until now, with the state it is in.
     pub(crate) fn spent(&self, now: Duration) -> Vec<(ActorName, Spent)> {
         let names = ActorName::all(&self.pools).into_iter();
         names.map(|name| (name, self.post(name).meter.spent_until(now))).collect()

@@ -5,28 +5,27 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{OLD, PARTIAL, recover, remove, with_suffix};
+use super::directory::{OLD, PARTIAL, recover, remove};
 use crate::error::Error;
-use crate::folder;
 use crate::hf::RECORD;
 use crate::lock::DirectoryLock;
 
-/// The checkpoints in the config's `checkpoint.directory`: `step-00000100` and so on, the newest
-/// few, and `best-00000100`, one. The directory is this run's alone while it lives.
+/// The checkpoints in `checkpoint.directory`: the newest few, such as `step-00000100`, and the best
+/// one, such as `best-00000100`. While the keeper lives, no other run can use the directory.
 #[derive(Debug)]
 pub struct Keeper {
     directory: PathBuf,
     keep: usize,
-    /// None for a directory that is only read.
+    /// `None` for a directory that is only read.
     lock: Option<DirectoryLock>,
 }
 
 impl Keeper {
-    /// Creates and locks the directory, checks that it can be written, and repairs what a kill
-    /// left.
+    /// Creates and locks the directory, checks that it can be written to, and repairs what a killed
+    /// process left.
     ///
     /// # Errors
-    /// It cannot be written to, or another run has it.
+    /// It cannot be written to, or another run uses it.
     pub fn open(directory: &Path, keep: usize) -> Result<Keeper, Error> {
         let at = directory.display();
         let bad = |what: &dyn std::fmt::Display| {
@@ -44,22 +43,22 @@ impl Keeper {
         Ok(keeper)
     }
 
-    /// Only reads a directory, which another run may be writing to.
+    /// Only reads the directory, which another run may be writing to.
     pub fn peek(directory: &Path) -> Keeper {
         Keeper { directory: directory.to_path_buf(), keep: usize::MAX, lock: None }
     }
 
-    /// Checks that the directory is still this run's. Whoever writes a checkpoint there asks before
-    /// and after.
+    /// Checks that the path still leads to the directory that this run has locked. It is called
+    /// before and after each checkpoint.
     ///
     /// # Errors
-    /// It was removed, renamed or replaced.
+    /// The directory was removed, renamed or replaced.
     pub fn still_held(&self) -> Result<(), Error> {
         let held = self.lock.as_ref().map_or(Ok(()), DirectoryLock::still_held);
         held.map_err(|error| {
             let what = format!(
-                "{error}; nothing is written there any more. The checkpoints that it held went \
-                 with it: where they are still, --resume goes on from them"
+                "{error}, so this run writes nothing there any more. If its checkpoints are still \
+                 elsewhere, set checkpoint.directory to that place and continue with --resume"
             );
             Error::storage("checkpoint.directory", io::Error::other(what))
         })
@@ -70,7 +69,7 @@ impl Keeper {
         self.directory.join(format!("step-{step:08}"))
     }
 
-    /// The path of the best checkpoint, of this step.
+    /// The path of the best checkpoint, if it is that of this step.
     pub fn best_place(&self, step: u64) -> PathBuf {
         self.directory.join(format!("best-{step:08}"))
     }
@@ -83,8 +82,8 @@ impl Keeper {
         Ok(names)
     }
 
-    /// The complete checkpoints of a kind, oldest first. What cannot be read is an error: a run
-    /// that took it for absent would begin anew over it.
+    /// The complete checkpoints of a kind, oldest first. A directory that cannot be read is an
+    /// error: a run that took it for empty would begin anew and replace its checkpoints.
     fn all(&self, kind: &str) -> io::Result<Vec<(u64, PathBuf)>> {
         let mut all = Vec::new();
         for name in self.names()? {
@@ -100,12 +99,12 @@ impl Keeper {
         Ok(all)
     }
 
-    /// All checkpoints with their steps, newest first. The best one is complete, too.
+    /// All checkpoints with their steps, newest first. The best one is among them.
     ///
     /// # Errors
     /// The directory cannot be read.
     pub fn newest_first(&self) -> Result<Vec<(u64, PathBuf)>, Error> {
-        // Of one step the best comes first: its validation came after the other was written.
+        // Of two checkpoints of one step the best is newer: it also has the step's validation.
         let all = self.all("best").and_then(|all| Ok([all, self.all("step")?].concat()));
         let mut all = all.map_err(|error| self.unusable(error))?;
         all.sort_by_key(|(step, _)| Reverse(*step));
@@ -134,35 +133,33 @@ impl Keeper {
         Ok(all.pop().map(|(_, path)| path))
     }
 
-    /// Removes the checkpoints that one replaces which has just been written: all but the newest
-    /// `checkpoint.keep`, or the best ones of before.
+    /// Removes the checkpoints that the one at `written` replaces: all but the newest
+    /// `checkpoint.keep`, or the best ones before it.
     ///
     /// # Errors
     /// They cannot be removed.
     pub fn tidy(&self, written: &Path) -> Result<(), Error> {
         self.still_held()?;
         let name = written.file_name().and_then(|name| name.to_str()).and_then(step_of);
-        let all = |kind| self.all(kind).map_err(|error| self.failed(error));
-        match name {
+        let failed = |error| Error::storage(self.directory.display(), error);
+        let all = |kind| self.all(kind).map_err(failed);
+        let replaced = match name {
             Some(("best", step)) => {
                 let mut bests = all("best")?;
                 bests.retain(|(of, _)| *of != step);
-                remove_all(bests)
+                bests
             }
             _ => {
                 let mut steps = all("step")?;
                 steps.truncate(steps.len().saturating_sub(self.keep));
-                remove_all(steps)
+                steps
             }
-        }
-    }
-
-    fn failed(&self, error: io::Error) -> Error {
-        Error::storage(self.directory.display(), error)
+        };
+        replaced.iter().try_for_each(|(_, old)| remove(old))
     }
 }
 
-/// What is absent is `None`, and no error.
+/// Makes `None` of an error that says that a file is not there.
 fn if_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     let absent = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
     match found {
@@ -171,21 +168,7 @@ fn if_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// Removes checkpoints. They lose their names before their files, so that none is ever there in
-/// part.
-fn remove_all(checkpoints: Vec<(u64, PathBuf)>) -> Result<(), Error> {
-    for (_, old) in checkpoints {
-        let partial = with_suffix(&old, PARTIAL);
-        let removed = remove(&partial)
-            .and_then(|()| fs::rename(&old, &partial))
-            .and_then(|()| folder::sync(folder::parent(&old)))
-            .and_then(|()| remove(&partial));
-        removed.map_err(|error| Error::storage(old.display(), error))?;
-    }
-    Ok(())
-}
-
-/// The kind and step of a checkpoint's name.
+/// The kind and the step in the name of a checkpoint.
 fn step_of(name: &str) -> Option<(&str, u64)> {
     let (kind, step) = name.split_once('-')?;
     Some((kind, step.parse().ok()?)).filter(|(kind, _)| ["step", "best"].contains(kind))

@@ -1,5 +1,5 @@
-//! The disk space of a run's checkpoints: those that are kept, the best one, and the one that is
-//! being written before it replaces another.
+//! The disk space of a run's checkpoints: the kept ones, the best one, and the one that is being
+//! written before it replaces another.
 
 use std::path::Path;
 
@@ -10,17 +10,18 @@ use crate::machine;
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{StateLayout, UpdateRule};
 
-/// How large a checkpoint is, and how many there are at once.
+/// The size of a run's checkpoints, and the most that exist at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
-    /// Bytes of a checkpoint's numbers, or a little more: blocks are counted as the EPS has them.
+    /// Bytes of one checkpoint, or a little more, because blocks are counted with the EPS's
+    /// padding.
     pub each: u64,
-    /// The most checkpoints that there are at once.
+    /// The most checkpoints that exist at once.
     pub count: u64,
 }
 
 impl Space {
-    /// Of a run that writes checkpoints; `None` where `checkpoint.directory` is not set.
+    /// The space of a run's checkpoints; `None` if `checkpoint.directory` is not set.
     pub fn of(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Option<Space> {
         config.checkpoint.directory.as_ref()?;
         let all = if config.train.lora.is_some() {
@@ -43,7 +44,7 @@ impl Space {
         let written = match (every, config.step.steps) {
             (None, _) => 1,
             (Some(every), Some(steps)) => steps.div_ceil(every),
-            (Some(_), None) => u64::MAX, // epochs
+            (Some(_), None) => u64::MAX, // The run's length is in epochs.
         };
         let kept = (config.checkpoint.keep as u64).min(written);
         let best = u64::from(config.validation.every_steps.is_some());
@@ -57,13 +58,14 @@ impl Space {
         self.each.saturating_mul(self.count)
     }
 
-    /// What the disk of a directory lacks for them, if it lacks anything. Checkpoints that are
-    /// there already are some of them.
+    /// The misfit, if the disk of the directory has less space than they need. The space of
+    /// checkpoints that are there already counts as free, because new ones replace them.
     pub fn misfit(&self, directory: &Path) -> Option<Misfit> {
         let there = Keeper::peek(directory).newest_first().unwrap_or_default();
         let there: u64 = there.iter().map(|(_, at)| bytes_of(at)).sum();
         let free = machine::free_disk(directory.ancestors().find(|path| path.is_dir())?)?;
-        let (needed, available) = (self.bytes(), free.saturating_add(there));
+        let needed = self.bytes();
+        let available = free.saturating_add(there);
         (available < needed).then(|| Misfit {
             resource: Resource::Disk,
             largest_term: Some("checkpoints"),
@@ -83,7 +85,7 @@ impl Space {
     }
 }
 
-/// The size of a checkpoint's files.
+/// Bytes of a checkpoint's files.
 fn bytes_of(directory: &Path) -> u64 {
     let files = std::fs::read_dir(directory).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()

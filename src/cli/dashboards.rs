@@ -51,7 +51,7 @@ const FILES: &[(&str, &str)] = contained![
 /// The page of metrics, which is made from their list.
 const TABLE: &str = "METRICS.md";
 
-/// How an alert's link to its runbook begins in `alerts.yml`: the path in this repository.
+/// The begin of an alert's link to its runbook in `alerts.yml`: the path in this repository.
 const RUNBOOKS: &str = "\"dashboards/runbooks";
 
 /// Writes all files. With `runbooks`, alerts link their pages below that address.

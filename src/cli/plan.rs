@@ -5,10 +5,12 @@ use std::path::Path;
 
 use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
-use l2l::models::{BlockTensors, Model, ModelLayer};
+use l2l::models::Model;
 use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
-use l2l::{Config, Error, Misfit, Plan, devices, eps, hf, largest_shape_of, machine, optimizers};
+use l2l::{
+    Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, model_of, optimizers,
+};
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
@@ -26,7 +28,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     }
     let locate = |error| layers.locate(error);
     let model =
-        largest_shape_of(&config).and_then(|shape| hf::model_of(&config, shape)).map_err(locate)?;
+        largest_shape_of(&config).and_then(|shape| model_of(&config, shape)).map_err(locate)?;
     let share = RankShare { rank: 0, ranks: ranks.get() };
     let plan = Plan::of_rank(&config, &model, &config.update_rule(), share).map_err(locate)?;
     if ranks.get() > 1 && csv.is_some() {
@@ -246,6 +248,7 @@ struct Shown<'p> {
 impl Shown<'_> {
     fn event(&self) -> Value {
         let Shown { plan, model, misfits, .. } = self;
+        let traffic = &plan.traffic;
         let (layer, parameters) = largest_layer(model);
         let bytes = (parameters * self.bytes_of_parameter) as u64;
         let terms = |terms: &[Term], total: u64| {
@@ -270,8 +273,8 @@ impl Shown<'_> {
             "checkpoint_bytes": self.space.map(|space| {
                 json!({ "each": space.each, "count": space.count, "total": space.bytes() })
             }),
-            "upload_bytes": plan.upload_bytes,
-            "download_bytes": plan.download_bytes,
+            "upload_bytes": traffic.upload_bytes,
+            "download_bytes": traffic.download_bytes,
             "links": self.links().map(|(device, link)| {
                 json!({
                     "device": device, "upload_bytes": link.upload,
@@ -280,10 +283,11 @@ impl Shown<'_> {
             }).collect::<Vec<_>>(),
             "ranks": plan.share().ranks,
             "fabric_bytes": {
-                "blocks": plan.fabric_bytes.blocks, "gradients": plan.fabric_bytes.gradients,
+                "blocks": traffic.fabric_bytes.blocks,
+                "gradients": traffic.fabric_bytes.gradients,
             },
-            "read_bytes": plan.read_bytes,
-            "written_bytes": plan.written_bytes,
+            "read_bytes": traffic.read_bytes,
+            "written_bytes": traffic.written_bytes,
             "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
             "smallest_device_bytes": self.least,
             "largest_micro_batch": self.most,
@@ -349,8 +353,8 @@ impl Shown<'_> {
         if let Some(space) = self.space {
             number("checkpoints", space.bytes(), "bytes on disk, at most");
         }
-        number("upload a step", plan.upload_bytes, "bytes");
-        number("download a step", plan.download_bytes, "bytes");
+        number("upload a step", plan.traffic.upload_bytes, "bytes");
+        number("download a step", plan.traffic.download_bytes, "bytes");
         if plan.devices() > 1 {
             for (device, link) in self.links() {
                 let mut others = format!("bytes up, {} down", link.download);
@@ -361,18 +365,18 @@ impl Shown<'_> {
             }
         }
         if plan.share().ranks > 1 {
-            let FabricBytes { blocks, gradients } = plan.fabric_bytes;
+            let FabricBytes { blocks, gradients } = plan.traffic.fabric_bytes;
             number("sent a step", blocks + gradients, "bytes to other processes");
         }
         if !plan.file.is_empty() {
-            number("read a step", plan.read_bytes, "bytes");
-            number("written a step", plan.written_bytes, "bytes");
+            number("read a step", plan.traffic.read_bytes, "bytes");
+            number("written a step", plan.traffic.written_bytes, "bytes");
         }
     }
 
     /// Each device's name, and the bytes that a step moves to it and from it.
     fn links(&self) -> impl Iterator<Item = (&String, &LinkBytes)> {
-        self.names.iter().zip(&self.plan.link_bytes)
+        self.names.iter().zip(&self.plan.traffic.link_bytes)
     }
 
     /// Prints the numbers that decide whether it fits.
@@ -399,18 +403,14 @@ fn number(name: &str, value: u64, unit: &str) {
 
 /// The layer with the most parameters, and their number.
 fn largest_layer(model: &Model) -> (String, usize) {
-    let of = |(index, blocks): (usize, &Vec<_>)| {
-        let blocks = blocks.iter().map(|&BlockId(block)| &model.blocks[block as usize]);
-        let part = &model.layers[index];
-        let (what, parameters): (_, usize) = match part {
-            // The device holds one tile of it at a time.
-            ModelLayer::Embedding => ("embedding", blocks.map(BlockTensors::len).max()?),
-            ModelLayer::Stack(_) => ("stack", blocks.map(BlockTensors::len).sum()),
-            ModelLayer::Head(_) => ("head", blocks.map(BlockTensors::len).sum()),
-            ModelLayer::Classes(_) => ("classes", blocks.map(BlockTensors::len).sum()),
-        };
-        Some((format!("layer {index} ({what})"), parameters))
+    let parameters = |(index, blocks): (usize, &Vec<BlockId>)| {
+        let lens = blocks.iter().map(|&BlockId(block)| model.blocks[block as usize].len());
+        // Of the embedding the device holds one tile at a time.
+        let is_whole = model.layers[index].is_on_device();
+        (index, if is_whole { lens.sum() } else { lens.max().unwrap_or(0) })
     };
-    let all = model.layer_blocks.iter().enumerate().filter_map(of);
-    all.max_by_key(|(_, parameters)| *parameters).expect("a model has layers")
+    let all = model.layer_blocks.iter().enumerate().map(parameters);
+    let largest = all.max_by_key(|&(_, parameters)| parameters);
+    let (index, parameters): (_, usize) = largest.expect("a model has layers");
+    (format!("layer {index} ({})", model.layers[index].name()), parameters)
 }

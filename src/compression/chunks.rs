@@ -4,7 +4,7 @@ use super::Compression;
 use crate::tensor::int8;
 
 impl Compression {
-    /// Floats that a chunk of so many numbers takes, packed.
+    /// The floats of a packed chunk of `len` numbers.
     pub(crate) fn packed_floats(self, len: usize) -> usize {
         match self {
             Compression::Int8 { block } => int8::row_floats(len, block as u32),
@@ -16,7 +16,7 @@ impl Compression {
         }
     }
 
-    /// Packs a chunk, and leaves in it what that loses.
+    /// Packs a chunk, and leaves the error of packing in it.
     pub(crate) fn pack(self, packed: &mut [f32], chunk: &mut [f32]) {
         match self {
             Compression::Int8 { block } => {
@@ -54,13 +54,13 @@ impl Compression {
     }
 }
 
-/// How many numbers of a chunk are kept.
+/// The number of a chunk's numbers that are kept.
 fn largest_count(density: f64, len: usize) -> usize {
     ((density * len as f64).ceil() as usize).clamp(1, len.max(1))
 }
 
-/// The places of the numbers of the largest magnitude, in order. Of equals the first; NaN counts
-/// as the largest.
+/// Finds the places of the numbers with the largest magnitude, in ascending order. Of equal numbers
+/// the first are kept. NaN counts as the largest.
 fn largest(places: &mut [u16], numbers: &[f32]) {
     let mut all: Vec<u16> = (0..numbers.len() as u16).collect();
     let magnitude =
@@ -76,7 +76,7 @@ fn largest(places: &mut [u16], numbers: &[f32]) {
 mod tests {
     use super::*;
 
-    /// What is packed and what is lost add up to what was there.
+    /// The packed numbers and their errors add up to the gradient.
     #[test]
     fn nothing_is_lost_between_packed_and_error() {
         let numbers: Vec<f32> =
@@ -108,7 +108,8 @@ mod tests {
     #[test]
     fn of_equals_the_first_are_kept() {
         let kind = Compression::TopK { density: 0.5 };
-        let (mut packed, mut back) = (vec![0.0; kind.packed_floats(5)], [0.0; 5]);
+        let mut packed = vec![0.0; kind.packed_floats(5)];
+        let mut back = [0.0; 5];
         kind.pack(&mut packed, &mut [1.0, -1.0, 1.0, 1.0, -1.0]);
         kind.unpack(&mut back, &packed);
         assert_eq!(back, [1.0, -1.0, 1.0, 0.0, 0.0]);

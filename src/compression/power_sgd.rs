@@ -1,10 +1,11 @@
 //! PowerSGD (Vogels, Karimireddy and Jaggi 2019, algorithms 1 and 2, with warm start).
 //!
-//! For a matrix M of (n, m), a sum over groups g of M_g = gradient_g + error_g, and the factor Q of
-//! (m, r) of the step before:
+//! M (n, m) is the sum over groups g of M_g = gradient_g + error_g, and Q (m, r) is the factor of
+//! the step before:
 //! P = Σ M_g Q, P̂ = orthonormal columns of P, Q_g = M_gᵀ P̂, Q = Σ Q_g, M ≈ P̂ Qᵀ,
 //! error_g = M_g − P̂ Q_gᵀ.
-//! The sums are those of the groups' tree. Both factors lie by rows of rank: P̂ᵀ (r, n), Qᵀ (r, m).
+//! Sums are added in the tree of the groups. Both factors are stored transposed: P̂ᵀ (r, n) and
+//! Qᵀ (r, m).
 
 use std::ops::Range;
 
@@ -13,10 +14,10 @@ use rayon::prelude::*;
 use crate::models::{Tensor, tensor_ranges};
 use crate::random;
 
-/// Columns of a matrix that one task computes.
+/// Columns of a transposed factor that one task computes: 1 KiB of each row.
 const COLUMNS: usize = 256;
 
-/// See the [module](self).
+/// The compression of a run's matrices.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PowerSgd {
     pub(crate) rank: usize,
@@ -26,27 +27,30 @@ pub(crate) struct PowerSgd {
 /// A matrix that is compressed.
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
-    /// Which of the block's trained tensors it is.
+    /// Its index among the block's trained tensors.
     pub(crate) tensor: usize,
-    /// Where it lies in the gradient.
+    /// Its place in the block's gradient.
     pub(crate) range: Range<usize>,
     pub(crate) columns: usize,
-    /// Where its factors lie: P̂ᵀ among the block's, and Qᵀ.
+    /// The place of P̂ᵀ among the block's first factors.
     left: Range<usize>,
+    /// The place of Qᵀ among the block's second factors.
     pub(crate) right: Range<usize>,
-    /// A number of its own, for the first factor.
+    /// The key of the random numbers in the first Q.
     key: u64,
 }
 
-/// What is exchanged of a block: factors of its matrices, and all else as it is.
-#[derive(Clone, Debug)]
+/// How a block is compressed: the factors of its matrices, and vectors that are not compressed.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Factors {
     pub(crate) matrices: Vec<Matrix>,
     /// Ranges of the gradient that are not compressed.
     pub(crate) vectors: Vec<Range<usize>>,
-    /// Floats of all P̂ᵀ, of all Qᵀ, and of all vectors.
+    /// The floats of all P̂ᵀ.
     pub(crate) left_len: usize,
+    /// The floats of all Qᵀ.
     pub(crate) right_len: usize,
+    /// The floats of all vectors.
     vectors_len: usize,
 }
 
@@ -55,7 +59,7 @@ pub(crate) fn largest_rank(rows: usize, columns: usize) -> usize {
     (rows * columns).saturating_sub(1) / (rows + columns).max(1)
 }
 
-/// Rows and columns of a matrix.
+/// The rows and columns of a tensor that is a matrix.
 pub(crate) fn matrix_of(tensor: &Tensor) -> Option<(usize, usize)> {
     match tensor.shape[..] {
         [rows, columns] => Some((rows, columns)),
@@ -64,35 +68,35 @@ pub(crate) fn matrix_of(tensor: &Tensor) -> Option<(usize, usize)> {
 }
 
 impl Factors {
-    /// Of a block's trained tensors.
+    /// The factors of a block's trained tensors.
     pub(crate) fn new(tensors: &[Tensor], rank: usize) -> Factors {
-        let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
-        let (mut left_len, mut right_len, mut vectors_len) = (0, 0, 0);
+        let mut all = Factors::default();
         for (tensor, (each, range)) in tensors.iter().zip(tensor_ranges(tensors)).enumerate() {
             match matrix_of(each) {
                 Some((rows, columns)) if rank <= largest_rank(rows, columns) => {
-                    let left = left_len..left_len + rank * rows;
-                    let right = right_len..right_len + rank * columns;
-                    (left_len, right_len) = (left.end, right.end);
+                    let left = all.left_len..all.left_len + rank * rows;
+                    let right = all.right_len..all.right_len + rank * columns;
+                    all.left_len = left.end;
+                    all.right_len = right.end;
                     let key = key_of(&each.name);
-                    matrices.push(Matrix { tensor, range, columns, left, right, key });
+                    all.matrices.push(Matrix { tensor, range, columns, left, right, key });
                 }
                 _ => {
-                    vectors_len += range.len();
-                    vectors.push(range);
+                    all.vectors_len += range.len();
+                    all.vectors.push(range);
                 }
             }
         }
-        Factors { matrices, vectors, left_len, right_len, vectors_len }
+        all
     }
 
-    /// Floats of a group's first factors, and of its vectors where they are exchanged.
+    /// The floats of a group's first factors, and of its vectors if they are exchanged.
     pub(crate) fn left_and_vectors(&self, exchanged: bool) -> usize {
         self.left_len + if exchanged { self.vectors_len } else { 0 }
     }
 }
 
-/// FNV-1a of a tensor's name.
+/// The FNV-1a hash of a tensor's name.
 fn key_of(name: &str) -> u64 {
     let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     name.bytes().fold(0xcbf2_9ce4_8422_2325, step)
@@ -102,15 +106,10 @@ impl Matrix {
     fn rows(&self) -> usize {
         self.range.len() / self.columns
     }
-
-    /// M of a run that lies as the gradient does.
-    fn of<'r>(&self, run: &'r [f32]) -> &'r [f32] {
-        &run[self.range.clone()]
-    }
 }
 
 impl PowerSgd {
-    /// Fills columns of Q that are zeros, as all are before the first step, with random numbers.
+    /// Fills columns of Q that are zeros with random numbers. Before the first step all are zeros.
     pub(crate) fn begin(self, factors: &Factors, right: &mut [f32]) {
         for matrix in &factors.matrices {
             let columns = right[matrix.right.clone()].chunks_exact_mut(matrix.columns);
@@ -124,13 +123,14 @@ impl PowerSgd {
         }
     }
 
-    /// P_gᵀ = (M_g Q)ᵀ.
+    /// Computes P_gᵀ = (M_g Q)ᵀ.
     pub(crate) fn left(self, factors: &Factors, left: &mut [f32], m: &[f32], right: &[f32]) {
         for matrix in &factors.matrices {
-            let (rows, columns) = (matrix.rows(), matrix.columns);
-            let (m, right) = (matrix.of(m), &right[matrix.right.clone()]);
-            // Each task has some rows of M, and writes their numbers in all rows of Pᵀ.
-            let mut tasks = self.columns_of(&mut left[matrix.left.clone()], rows);
+            let columns = matrix.columns;
+            let m = &m[matrix.range.clone()];
+            let right = &right[matrix.right.clone()];
+            // A task has some rows of M, and writes one column of Pᵀ for each.
+            let mut tasks = self.columns_of(&mut left[matrix.left.clone()], matrix.rows());
             tasks.par_iter_mut().enumerate().for_each(|(at, parts)| {
                 let m = &m[at * COLUMNS * columns..];
                 for (row, m) in m.chunks_exact(columns).take(COLUMNS).enumerate() {
@@ -142,7 +142,8 @@ impl PowerSgd {
         }
     }
 
-    /// Columns of a factor's transposed, so many at once of all its rows.
+    /// Cuts a transposed factor, whose rows have `len` numbers, into tasks. A task has some columns
+    /// of all rows.
     fn columns_of(self, factor: &mut [f32], len: usize) -> Vec<Vec<&mut [f32]>> {
         let mut tasks: Vec<Vec<&mut [f32]>> = Vec::new();
         for row in factor.chunks_exact_mut(len) {
@@ -156,8 +157,8 @@ impl PowerSgd {
         tasks
     }
 
-    /// P̂: the columns of P made orthonormal, one after the other. One that depends on those before
-    /// becomes 0.
+    /// Makes the columns of P orthonormal, one after the other (P̂). A column that depends on the
+    /// columns before it becomes 0.
     pub(crate) fn orthonormalise(self, factors: &Factors, left: &mut [f32]) {
         for matrix in &factors.matrices {
             let rows = matrix.rows();
@@ -181,18 +182,19 @@ impl PowerSgd {
         }
     }
 
-    /// Q_gᵀ = (M_gᵀ P̂)ᵀ.
+    /// Computes Q_gᵀ = (M_gᵀ P̂)ᵀ.
     pub(crate) fn right(self, factors: &Factors, right: &mut [f32], m: &[f32], left: &[f32]) {
         for matrix in &factors.matrices {
-            let (rows, columns) = (matrix.rows(), matrix.columns);
-            let (m, left) = (matrix.of(m), &left[matrix.left.clone()]);
-            // Each task has some columns of M, and writes them in all rows of Qᵀ.
+            let columns = matrix.columns;
+            let m = &m[matrix.range.clone()];
+            let left = &left[matrix.left.clone()];
+            // A task has some columns of M, and writes one column of Qᵀ for each.
             let mut tasks = self.columns_of(&mut right[matrix.right.clone()], columns);
             tasks.par_iter_mut().enumerate().for_each(|(at, parts)| {
-                for (k, part) in parts.iter_mut().enumerate() {
+                let from = at * COLUMNS;
+                for (part, p) in parts.iter_mut().zip(left.chunks_exact(matrix.rows())) {
                     part.fill(0.0);
-                    let from = at * COLUMNS;
-                    for (row, &p) in m.chunks_exact(columns).zip(&left[k * rows..][..rows]) {
+                    for (row, &p) in m.chunks_exact(columns).zip(p) {
                         let row = &row[from..from + part.len()];
                         part.iter_mut().zip(row).for_each(|(sum, &x)| *sum += x * p);
                     }
@@ -201,7 +203,7 @@ impl PowerSgd {
         }
     }
 
-    /// M_g − P̂ Q_gᵀ, in place.
+    /// Computes M_g − P̂ Q_gᵀ in place.
     pub(crate) fn subtract(self, factors: &Factors, m: &mut [f32], left: &[f32], right: &[f32]) {
         for matrix in &factors.matrices {
             let product = Product { matrix, left, right, rank: self.rank };
@@ -212,11 +214,12 @@ impl PowerSgd {
         }
     }
 
-    /// P̂ Qᵀ, of the elements of the gradient that lie in a range: `part`.
+    /// Writes the elements of P̂ Qᵀ in a range of the gradient to `part`.
     pub(crate) fn write(
         self,
         factors: &Factors,
-        (part, range): (&mut [f32], Range<usize>),
+        part: &mut [f32],
+        range: Range<usize>,
         left: &[f32],
         right: &[f32],
     ) {
@@ -228,22 +231,20 @@ impl PowerSgd {
                 continue;
             }
             let product = Product { matrix, left, right, rank: self.rank };
-            let (first, last) = (start - matrix.range.start, end - matrix.range.start);
+            let row = (start - matrix.range.start) / columns;
+            let column = (start - matrix.range.start) % columns;
             let part = &mut part[start - range.start..end - range.start];
-            // The first row may be a part of one.
-            let (head, rows) = part.split_at_mut((columns - first % columns).min(part.len()));
-            let at = first % columns;
-            product.row(first / columns, at..at + head.len(), |nth, sum| head[nth] = sum);
-            let behind = first / columns + 1;
-            debug_assert_eq!(first + head.len() + rows.len(), last);
-            rows.par_chunks_mut(columns).enumerate().for_each(|(row, to)| {
-                product.row(behind + row, 0..to.len(), |nth, sum| to[nth] = sum);
+            // The range may begin within a row.
+            let (head, rows) = part.split_at_mut((columns - column).min(part.len()));
+            product.row(row, column..column + head.len(), |nth, sum| head[nth] = sum);
+            rows.par_chunks_mut(columns).enumerate().for_each(|(nth_row, to)| {
+                product.row(row + 1 + nth_row, 0..to.len(), |nth, sum| to[nth] = sum);
             });
         }
     }
 }
 
-/// P̂ Qᵀ of a matrix.
+/// The product P̂ Qᵀ of a matrix.
 #[derive(Clone, Copy)]
 struct Product<'a> {
     matrix: &'a Matrix,
@@ -253,18 +254,19 @@ struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Some columns of a row, each by its place among them.
+    /// Computes some columns of a row. `to` gets each number with its place among them.
     fn row(self, row: usize, columns: Range<usize>, mut to: impl FnMut(usize, f32)) {
-        let Product { matrix, left, right, rank } = self;
-        let (rows, width) = (matrix.rows(), matrix.columns);
-        let (left, right) = (&left[matrix.left.clone()], &right[matrix.right.clone()]);
+        let matrix = self.matrix;
+        let left = &self.left[matrix.left.clone()];
+        let right = &self.right[matrix.right.clone()];
         let mut sums = [0.0_f32; COLUMNS];
         let mut start = columns.start;
         while start < columns.end {
             let sums = &mut sums[..COLUMNS.min(columns.end - start)];
             sums.fill(0.0);
-            for k in 0..rank {
-                let (p, q) = (left[k * rows + row], &right[k * width + start..][..sums.len()]);
+            for k in 0..self.rank {
+                let p = left[k * matrix.rows() + row];
+                let q = &right[k * matrix.columns + start..][..sums.len()];
                 sums.iter_mut().zip(q).for_each(|(sum, &q)| *sum += p * q);
             }
             for (nth, &sum) in sums.iter().enumerate() {
@@ -275,12 +277,13 @@ impl Product<'_> {
     }
 }
 
-/// A dot product, in lanes that are added at the end.
+/// A dot product in 16 partial sums, so that the loop has vector instructions.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 16;
     let mut sums = [0.0_f32; LANES];
-    let (a_rest, b_rest) = (a.chunks_exact(LANES).remainder(), b.chunks_exact(LANES).remainder());
-    for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    for (a, b) in a.iter().zip(b) {
         sums.iter_mut().zip(a.iter().zip(b)).for_each(|(sum, (a, b))| *sum += a * b);
     }
     let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
@@ -320,7 +323,7 @@ mod tests {
         (one + 0.5 * (2.9 * (j + 1.0) * (c + 1.0)).sin()) as f32
     }
 
-    /// Sums, and the norms of errors, over twenty steps are those of an independent implementation
+    /// Sums and the norms of errors over twenty steps equal those of an independent implementation
     /// in PyTorch, in f64.
     #[test]
     fn twenty_steps_are_those_of_pytorch() {
@@ -331,8 +334,9 @@ mod tests {
             let shapes: Vec<[usize; 2]> =
                 serde_json::from_value(case["shapes"].clone()).expect("pairs");
             let number = |key: &str| case[key].as_u64().expect("a number") as usize;
-            let (rank, groups, tensors) = (number("rank"), number("groups"), tensors(&shapes));
-            let (power, factors) = (PowerSgd { rank, seed: 0 }, Factors::new(&tensors, rank));
+            let groups = number("groups");
+            let power = PowerSgd { rank: number("rank"), seed: 0 };
+            let factors = Factors::new(&tensors(&shapes), power.rank);
             assert_eq!(factors.matrices.len(), shapes.len(), "all are compressed");
             let len = factors.matrices.last().expect("one").range.end;
             let mut errors = vec![vec![0.0; len]; groups];
@@ -349,8 +353,8 @@ mod tests {
                 for (group, error) in errors.iter_mut().enumerate() {
                     for (nth, matrix) in factors.matrices.iter().enumerate() {
                         for (at, m) in error[matrix.range.clone()].iter_mut().enumerate() {
-                            let (i, j) = (at / matrix.columns, at % matrix.columns);
-                            *m += gradient([nth, i, j, group, step]);
+                            let row = at / matrix.columns;
+                            *m += gradient([nth, row, at % matrix.columns, group, step]);
                         }
                     }
                     let mut own = vec![0.0; left.len()];
@@ -369,8 +373,8 @@ mod tests {
                 let mut sum = vec![f32::NAN; len];
                 let cut = len / 3 + 1; // a part may end within a row
                 let (one, other) = sum.split_at_mut(cut);
-                power.write(&factors, (one, 0..cut), &left, &factor);
-                power.write(&factors, (other, cut..len), &left, &factor);
+                power.write(&factors, one, 0..cut, &left, &factor);
+                power.write(&factors, other, cut..len, &left, &factor);
                 let steps = case["steps"].as_array().expect("a list");
                 let Some(expected) = steps.iter().find(|of| of["step"] == step) else { continue };
                 for (nth, matrix) in factors.matrices.iter().enumerate() {
@@ -394,15 +398,17 @@ mod tests {
         }
     }
 
-    /// Columns that depend on others become zeros, and the factor begins anew there.
+    /// Columns that depend on others become zeros, and get random numbers in the next step.
     #[test]
     fn a_gradient_of_rank_one_is_exact() {
         let tensors = tensors(&[[20, 12]]);
-        let (power, factors) = (PowerSgd { rank: 3, seed: 7 }, Factors::new(&tensors, 3));
+        let power = PowerSgd { rank: 3, seed: 7 };
+        let factors = Factors::new(&tensors, 3);
         let m: Vec<f32> = (0..240).map(|at| (at / 12) as f32 * (at % 12) as f32 - 3.0).collect();
         let mut right = vec![0.0; factors.right_len];
         for m in [&m, &vec![0.0; 240], &m] {
-            let (mut left, mut error) = (vec![0.0; factors.left_len], m.clone());
+            let mut left = vec![0.0; factors.left_len];
+            let mut error = m.clone();
             power.begin(&factors, &mut right);
             assert!(right.chunks(12).all(|column| column.iter().any(|q| *q != 0.0)));
             power.left(&factors, &mut left, m, &right);

@@ -1,6 +1,11 @@
-//! The keys of `[data]`: the training and validation data, and how they become sequences.
+//! `[data]`: the training and validation data, and how they become sequences.
 
 use serde::{Deserialize, Serialize};
+
+use super::check::{must, refuse};
+use super::{Config, OnResume};
+use crate::error::Error;
+use crate::models::Shape;
 
 /// `[data]`
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
@@ -16,42 +21,41 @@ pub struct DataConfig {
     /// or messages; Alpaca's `instruction`, `input` and `output`; `tokens`, the words of a text,
     /// and `tags` (or `ner_tags`), a class for each, for classification of tokens; or `input_ids`
     /// (with `labels`, not shifted, where -100 is not scored, or `label`, and `token_type_ids`).
-    /// Other columns are not used.
-    /// `.bin` is tokens of two bytes. An entry of a list is a name or
-    /// `{ path = "...", weight = 2.0 }`: an epoch then sees each of its sequences that many times.
+    /// Other columns are not used. `.bin` is tokens of two bytes. An entry of a list is a name, or
+    /// `{ path = "...", weight = 2.0 }`: an epoch then has each of its sequences that many times.
     pub train: Files,
     /// The validation data, in the same formats as `train`. Entries
-    /// `{ path = "...", name = "..." }` of a list make several validation sets, one of each name,
+    /// `{ path = "...", name = "..." }` of a list make several validation sets, one for each name,
     /// which are measured one by one.
     pub validation: Option<Files>,
     /// Instead of `validation`: the fraction of `train` that becomes the validation set, spread
     /// evenly over it. When absent, 0.1 for text files and 0 for other data.
     pub validation_split: Option<f64>,
-    /// The columns of records that have other names in the data: `text = "sentence"`, say. Where
-    /// records have the columns of several kinds, the kind that is named here is used.
+    /// The columns of records that have other names in the data, for instance `text = "sentence"`.
+    /// If records have the columns of several kinds, the kind that is named here is used.
     pub fields: FieldsConfig,
     /// Length of the longest sequence, in tokens; when absent, the model's `positions`, at most
     /// 1024.
     pub sequence_length: Option<usize>,
     /// Shuffles the sequences in each epoch.
     pub shuffle: bool,
-    /// Puts sequences of about the same length into a batch: of every 50 shuffled batches (of an
-    /// epoch, if it has fewer) the sequences are sorted by length. Micro-batches then take about
+    /// Puts sequences of about the same length into a batch: the sequences of every 50 shuffled
+    /// batches (of an epoch, if it has fewer) are sorted by length. Micro-batches then take about
     /// the same time.
     pub group_by_length: bool,
-    /// What to do with a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
+    /// What happens to a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
     /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.
     pub too_long: TooLong,
     /// Packs several short texts into one sequence. They do not attend to each other, and each
     /// begins at position 0.
     pub packing: bool,
-    /// With `packing`: texts in one sequence attend to those before them, as one text with running
-    /// positions.
+    /// With `packing`: the texts of a sequence attend to the texts before them, as one text with
+    /// running positions.
     pub attend_across: bool,
     /// Adds the tokenizer's end-of-text token after each text of a causal model, so that it learns
     /// where texts end. A `completion` always gets it.
     pub end_of_text: bool,
-    /// Fraction of the tokens that a masked language model must predict. Of these, 80 % are masked,
+    /// Fraction of the tokens that a masked language model must predict. 80 % of them are masked,
     /// 10 % are replaced by another token and 10 % stay; masks are drawn anew in each epoch.
     pub mask_probability: f64,
 }
@@ -78,6 +82,55 @@ impl Default for DataConfig {
 impl DataConfig {
     /// The name of the built-in corpus.
     pub const BUILT_IN: &str = "built-in";
+
+    pub(super) const ON_RESUME: OnResume = OnResume::free("validation").with_changes(
+        "attend_across end_of_text fields group_by_length mask_probability packing \
+         sequence_length shuffle too_long train validation_split",
+    );
+
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let split = self.validation_split.unwrap_or(0.0);
+        must((0.0..1.0).contains(&split), "data.validation_split", "in [0, 1)")?;
+        must(self.sequence_length != Some(0), "data.sequence_length", "at least 1")?;
+        let mask = self.mask_probability;
+        let be = "above 0 and at most 1";
+        must(mask > 0.0 && mask <= 1.0, "data.mask_probability", be)?;
+        let is_weight = |(_, weight): (&str, f64)| (1e-6..=1e6).contains(&weight);
+        let have_weights = |files: &Files| files.each().into_iter().all(is_weight);
+        let be = "of weights from 1e-6 to 1e6";
+        must(have_weights(&self.train), "data.train", be)?;
+        must(self.validation.as_ref().is_none_or(have_weights), "data.validation", be)?;
+        let names = self.validation.as_ref().map(Files::names).unwrap_or_default();
+        let named = names.iter().filter(|name| name.is_some()).count();
+        must(
+            named == 0 || named == names.len(),
+            "data.validation",
+            "entries that all have a name, or none",
+        )?;
+        must(!names.contains(&Some("")), "data.validation", "names that are not empty")?;
+        let problem = "has an entry with a name: only validation sets have names";
+        refuse(self.train.names().iter().any(Option::is_some), "data.train", problem)?;
+        must(!self.train.each().is_empty(), "data.train", "at least one file")?;
+        let problem = "needs texts that share a sequence: set data.packing";
+        refuse(self.attend_across && !self.packing, "data.attend_across", problem)
+    }
+}
+
+impl Config {
+    /// The most tokens of a sequence.
+    ///
+    /// # Errors
+    /// The model has fewer positions.
+    pub fn sequence_length(&self, shape: &Shape) -> Result<usize, Error> {
+        let positions = self.data.sequence_length.unwrap_or(shape.positions.min(1024));
+        if positions == 0 || positions > shape.positions {
+            let most = shape.positions;
+            let problem =
+                format_args!("is {positions}: it must be from 1 to the model's {most} positions");
+            return Err(Error::config("data.sequence_length", problem));
+        }
+        Ok(positions)
+    }
 }
 
 /// `[data.fields]`
@@ -114,7 +167,7 @@ pub struct FieldsConfig {
 }
 
 impl FieldsConfig {
-    /// The columns that have other names: ours, theirs.
+    /// The columns that have other names in the data, each with its own name and the other.
     pub(crate) fn named(&self) -> Vec<(&'static str, String)> {
         let all = [
             ("text", &self.text),
@@ -136,14 +189,14 @@ impl FieldsConfig {
     }
 }
 
-/// The names of data: one, or a list.
+/// The names of data files: one, or a list.
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged, expecting = "expected a name, or a list of names and { path, weight, name }")]
 pub enum Files {
-    /// One name.
+    /// A name.
     One(String),
-    /// A list.
+    /// A list of names.
     Several(Vec<DataFile>),
 }
 
@@ -154,7 +207,7 @@ pub enum Files {
 pub enum DataFile {
     /// A name.
     Named(String),
-    /// A file with more about it.
+    /// A file or a folder with its weight and its set.
     Described {
         /// The file or folder.
         path: String,
@@ -198,7 +251,7 @@ impl Files {
         }
     }
 
-    /// The name of each entry's validation set.
+    /// The name of the validation set of each entry.
     pub(crate) fn names(&self) -> Vec<Option<&str>> {
         match self {
             Files::One(_) => vec![None],
@@ -206,7 +259,7 @@ impl Files {
         }
     }
 
-    /// The validation sets, each with its name and its entries, in the order of their first ones.
+    /// The validation sets with their names and entries, in the order of their first entries.
     pub(crate) fn sets(&self) -> Vec<(Option<&str>, Files)> {
         let Files::Several(files) = self else { return vec![(None, self.clone())] };
         let mut sets: Vec<(Option<&str>, Vec<DataFile>)> = Vec::new();
@@ -219,7 +272,7 @@ impl Files {
         sets.into_iter().map(|(name, files)| (name, Files::Several(files))).collect()
     }
 
-    /// True if this is the only name.
+    /// True if `name` is the only name.
     pub fn is(&self, name: &str) -> bool {
         matches!(self, Files::One(one) if one == name)
     }
@@ -242,16 +295,16 @@ impl std::fmt::Display for Files {
     }
 }
 
-/// See [`DataConfig::too_long`].
+/// What happens to a sequence that is too long.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum TooLong {
-    /// Refuse it.
+    /// It is refused.
     #[default]
     Error,
-    /// Cut its end off; of a pair, the end of the longer text.
+    /// Its end is cut off. Of a pair, the end of the longer text is cut off.
     Cut,
-    /// Continue it in further sequences; only for `text`.
+    /// It continues in further sequences. Only for `text`.
     Split,
 }

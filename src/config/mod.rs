@@ -1,48 +1,109 @@
-//! The config as written: every key, its default, and what it must be. The plan is made from it.
+//! The config as written. Each section has a file with its keys, their defaults and their checks.
+//! The plan is made from the config.
+//!
+//! The JSON schema and CONFIG.md are generated from the doc comments of the keys, so users read
+//! them.
 
 mod check;
 mod checkpoint;
 mod compression;
 mod data;
 mod depth;
-mod keys;
+mod device;
+mod eps;
+mod model;
 mod optimizer;
 mod parallel;
 mod precision;
+mod reports;
+mod resume;
+mod ring;
 mod schedule;
 mod sizes;
 mod stash;
+mod step;
 mod train;
+mod validation;
 
 use std::path::Path;
 
-pub use checkpoint::{CheckpointConfig, OnError};
+use serde::{Deserialize, Serialize};
+
+pub use checkpoint::{CheckpointConfig, ExportConfig, OnError, WeightDtype};
 pub use compression::{CompressionConfig, CompressionKind};
 pub use data::{DataConfig, DataFile, FieldsConfig, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
-pub use keys::{
-    BestMetric, ChannelsConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, ExportConfig,
-    Format, GradientDtype, Labels, LogConfig, MetricsConfig, ModelConfig, StepConfig, Task,
-    ValidationConfig, WatchdogConfig, WeightDtype,
-};
+pub use device::{DeviceConfig, DeviceKind, GradientDtype};
+pub use eps::{EpsConfig, EpsTier};
+pub use model::{Labels, ModelConfig, Task};
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use precision::{LossScaleConfig, LossScaleKind, MasterDtype, NonFinite};
+pub use reports::{Format, LogConfig, MetricsConfig};
+pub(crate) use resume::OnResume;
+pub use ring::{ChannelsConfig, WatchdogConfig};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
 pub use stash::{StashConfig, StashDtype, StashPlace};
+pub use step::StepConfig;
 pub use train::{LoraConfig, TrainConfig};
+pub use validation::{BestMetric, ValidationConfig};
 
 use crate::error::Error;
-use crate::models::Shape;
-use crate::optimizers::{Decay, LearningRate, UpdateRule};
 pub use crate::tensor::Dtype;
+
+/// A whole config file.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// The model to train: its weights or its shape, and its task.
+    pub model: ModelConfig,
+    /// The text or tokens to train on, and how they become sequences.
+    pub data: DataConfig,
+    /// The size of a training step, and the number of steps.
+    pub step: StepConfig,
+    /// The tensors of the model that are trained, or adapters.
+    pub train: TrainConfig,
+    /// The optimizer and its learning rate.
+    pub optimizer: OptimizerConfig,
+    /// The factor of the loss on a device of f16.
+    pub loss_scale: LossScaleConfig,
+    /// The device that computes the layers.
+    pub device: DeviceConfig,
+    /// The order in which the device visits layers, and what backward recomputes.
+    pub schedule: ScheduleConfig,
+    /// Layers that training steps leave out at random.
+    pub depth: DepthConfig,
+    /// How several devices share a step.
+    pub parallel: ParallelConfig,
+    /// How gradients are compressed.
+    pub compression: CompressionConfig,
+    /// The activations that wait between forward and backward.
+    pub stash: StashConfig,
+    /// The number of slots of each kind. More slots allow more overlap and take more memory.
+    pub channels: ChannelsConfig,
+    /// The eager param-server (EPS): weights and optimizer state on the host.
+    pub eps: EpsConfig,
+    /// The loss on data that is not trained on, measured during training.
+    pub validation: ValidationConfig,
+    /// Checkpoints: complete states that a later run can resume from.
+    pub checkpoint: CheckpointConfig,
+    /// The files that `l2l export` writes.
+    pub export: ExportConfig,
+    /// Metrics for Prometheus, and the live page.
+    pub metrics: MetricsConfig,
+    /// The watchdog: it ends a run in which nothing moves.
+    pub watchdog: WatchdogConfig,
+    /// The printed events and the log files.
+    pub log: LogConfig,
+}
 
 impl Config {
     /// Reads and checks a file.
     ///
     /// # Errors
-    /// The key, what it must be, and where it stands.
+    /// The file cannot be read, or a key has a value that it cannot have.
     pub fn read(path: &Path) -> Result<Config, Error> {
         let at = format!("config {}", path.display());
         let text = std::fs::read_to_string(path).map_err(|error| Error::unusable(&at, error))?;
@@ -52,7 +113,7 @@ impl Config {
     /// Parses and checks a text.
     ///
     /// # Errors
-    /// As [`read`](Config::read).
+    /// A key is unknown, or has a value that it cannot have.
     pub fn parse(text: &str) -> Result<Config, Error> {
         let config: Result<Config, _> = toml::from_str(text);
         let config = config.map_err(|error| Error::ConfigText(error.to_string()))?;
@@ -60,153 +121,35 @@ impl Config {
         Ok(config)
     }
 
-    /// `device.link` in bytes a second.
+    /// Checks each key by itself and beside the others.
     ///
     /// # Errors
-    /// It is no rate.
-    pub fn link_bytes_per_second(&self) -> Result<Option<f64>, Error> {
-        rate("device.link", self.device.link.as_deref())
-    }
-
-    /// `device.flop_rate` in FLOP/s.
-    ///
-    /// # Errors
-    /// It is no rate.
-    pub fn flops_per_second(&self) -> Result<Option<f64>, Error> {
-        let Some(text) = self.device.flop_rate.as_deref() else { return Ok(None) };
-        // The number and its unit are written as those of bytes are.
-        let bytes = text.strip_suffix("FLOP/s").map(|number| format!("{number}B/s"));
-        let parsed = bytes.and_then(|bytes| rate("device.flop_rate", Some(&bytes)).ok());
-        parsed.map_or_else(
-            || {
-                let must = format_args!("must be a rate such as \"200GFLOP/s\", not {text:?}");
-                Err(Error::config("device.flop_rate", must))
-            },
-            Ok,
-        )
-    }
-
-    /// How many devices there are.
-    pub fn devices(&self) -> u32 {
-        match self.device.kind {
-            DeviceKind::Cpu => self.device.count.unwrap_or(1),
-            DeviceKind::Cuda => self.device.gpus().len() as u32,
-        }
-    }
-
-    /// The devices' names in metrics: `cpu0`, or `cuda` with its ordinal.
-    pub fn device_names(&self) -> Vec<String> {
-        match self.device.kind {
-            DeviceKind::Cpu => (0..self.devices()).map(|device| format!("cpu{device}")).collect(),
-            DeviceKind::Cuda => {
-                self.device.gpus().into_iter().map(|ordinal| format!("cuda{ordinal}")).collect()
-            }
-        }
-    }
-
-    /// The share of the work of each device, where sequences are dealt.
-    pub(crate) fn device_weights(&self) -> Vec<u32> {
-        self.parallel.weights.clone().unwrap_or_else(|| vec![1; self.devices() as usize])
-    }
-
-    /// `eps.update_rate` in bytes a second.
-    ///
-    /// # Errors
-    /// It is no rate.
-    pub fn update_bytes_per_second(&self) -> Result<Option<f64>, Error> {
-        rate("eps.update_rate", self.eps.update_rate.as_deref())
-    }
-
-    /// `eps.disk_rate` in bytes a second.
-    ///
-    /// # Errors
-    /// It is no rate.
-    pub fn disk_bytes_per_second(&self) -> Result<Option<f64>, Error> {
-        rate("eps.disk_rate", self.eps.disk_rate.as_deref())
-    }
-
-    /// `parallel.fabric_rate` in bytes a second.
-    ///
-    /// # Errors
-    /// It is no rate.
-    pub fn fabric_bytes_per_second(&self) -> Result<Option<f64>, Error> {
-        rate("parallel.fabric_rate", self.parallel.fabric_rate.as_deref())
-    }
-
-    /// The update rule.
-    pub fn update_rule(&self) -> Box<dyn UpdateRule> {
-        self.optimizer.rule(self.step.seed)
-    }
-
-    /// Tokens of a sequence at most.
-    ///
-    /// # Errors
-    /// The model has fewer positions.
-    pub fn sequence_length(&self, shape: &Shape) -> Result<usize, Error> {
-        let positions = self.data.sequence_length.unwrap_or(shape.positions.min(1024));
-        if positions == 0 || positions > shape.positions {
-            let most = shape.positions;
-            let problem =
-                format_args!("is {positions}: it must be from 1 to the model's {most} positions");
-            return Err(Error::config("data.sequence_length", problem));
-        }
-        Ok(positions)
-    }
-
-    /// Steps of a run over so many sequences, `None` of them: endless.
-    ///
-    /// # Errors
-    /// Epochs of what has no end.
-    pub fn steps(&self, sequences: Option<u64>) -> Result<u64, Error> {
-        const DEFAULT: u64 = 100;
-        match (self.step.epochs, sequences) {
-            (None, _) => Ok(self.step.steps.unwrap_or(DEFAULT)),
-            (Some(_), None) => Err(Error::config(
-                "step.epochs",
-                "cannot count random data, which has no end: set step.steps",
-            )),
-            (Some(epochs), Some(count)) => {
-                Ok(((epochs * count as f64 / self.step.batch as f64).ceil() as u64).max(1))
-            }
-        }
-    }
-
-    /// The learning rate of each step of a run.
-    pub fn learning_rate(&self, steps: u64) -> LearningRate {
-        LearningRate {
-            peak: self.optimizer.learning_rate,
-            minimum: self.optimizer.min_learning_rate,
-            warmup: self.optimizer.warmup_steps,
-            steps,
-            decay: match self.optimizer.schedule {
-                RateSchedule::Constant => Decay::Constant,
-                RateSchedule::Linear => Decay::Linear,
-                RateSchedule::Cosine => Decay::Cosine,
-                RateSchedule::Wsd => Decay::Wsd,
-                RateSchedule::Polynomial => Decay::Polynomial { power: self.optimizer.power },
-                RateSchedule::InverseSqrt => Decay::InverseSqrt,
-            },
-        }
-    }
-}
-
-impl DeviceConfig {
-    /// The numbers of the GPUs that compute, where the device is one.
-    pub fn gpus(&self) -> Vec<usize> {
-        self.ordinals.clone().unwrap_or_else(|| vec![self.ordinal])
-    }
-}
-
-/// Bytes a second, as a key says.
-fn rate(key: &str, text: Option<&str>) -> Result<Option<f64>, Error> {
-    let Some(text) = text else { return Ok(None) };
-    let rate = text.strip_suffix("/s").and_then(|size| size.parse::<ByteSize>().ok());
-    match rate.and_then(|rate| rate.bytes()).filter(|&bytes| bytes > 0) {
-        Some(bytes) => Ok(Some(bytes as f64)),
-        None => {
-            let must = format_args!("must be a rate such as \"12GB/s\", not {text:?}");
-            Err(Error::config(key, must))
-        }
+    /// The first key that has a value that it cannot have.
+    pub fn check(&self) -> Result<(), Error> {
+        self.step.check()?;
+        self.data.check()?;
+        self.optimizer.check()?;
+        self.train.check()?;
+        self.channels.check()?;
+        self.model.check()?;
+        self.validation.check()?;
+        self.checkpoint.check()?;
+        self.export.check()?;
+        self.metrics.check()?;
+        self.watchdog.check()?;
+        self.device.check()?;
+        self.check_stash()?;
+        self.check_precision()?;
+        self.check_parallel()?;
+        self.check_compression()?;
+        self.check_schedule()?;
+        self.check_depth()?;
+        self.eps.check()?;
+        self.link_bytes_per_second()?;
+        self.flops_per_second()?;
+        self.update_bytes_per_second()?;
+        self.disk_bytes_per_second()?;
+        self.fabric_bytes_per_second().map(|_| ())
     }
 }
 

@@ -1,13 +1,13 @@
-//! The keys of `[optimizer]`: the update rule, the learning rate, parameter groups.
+//! `[optimizer]`: the update rule, the learning rate, parameter groups.
 
 use serde::{Deserialize, Serialize};
 
-use super::MasterDtype;
 use super::check::{is_not_negative, is_positive, must, refuse};
+use super::{Config, MasterDtype, OnResume};
 use crate::error::Error;
 use crate::optimizers::{
-    Adafactor, Adam, AdamW, AdamW8bit, AdamWBf16, Ema, Group, Groups, Lamb, Lion, Momentum, Muon,
-    MuonRate, Sgd, UpdateRule, WeightDecay,
+    Adafactor, Adam, AdamW, AdamW8bit, AdamWBf16, Decay, Ema, Group, Groups, Lamb, LearningRate,
+    Lion, Momentum, Muon, MuonRate, Sgd, UpdateRule, WeightDecay,
 };
 
 /// `[optimizer]`
@@ -15,9 +15,9 @@ use crate::optimizers::{
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// The update rule. `adamw` and `lamb` keep two states a parameter, as `adam` does, whose
-    /// weight decay passes through its moments; `lion` keeps one; `sgd` keeps one with momentum,
-    /// and none without. `adafactor` keeps a number for each row and each column of a matrix.
+    /// The update rule. `adamw`, `lamb` and `adam` (whose weight decay passes through its moments)
+    /// keep two states a parameter; `lion` keeps one; `sgd` keeps one with momentum, and none
+    /// without. `adafactor` keeps a number for each row and each column of a matrix.
     /// `muon` keeps one state of the matrices inside layers, and updates vectors, embeddings and
     /// heads as `adamw` does. `adamw-8bit` and `adamw-bf16` are `adamw` with moments of one and of
     /// two bytes. A program that uses the library may bring its own.
@@ -37,46 +37,47 @@ pub struct OptimizerConfig {
     /// Learning rate at the end of the run; not used by the `constant` schedule.
     pub min_learning_rate: f64,
     /// Decay rates of the first and second moment of `adamw` (in all its forms), `adam` and
-    /// `lamb`. Of `lion`: the rate of the interpolation whose sign is taken, and of the momentum
+    /// `lamb`. For `lion`: the rates of the interpolation whose sign is taken, and of the momentum
     /// (its paper has 0.9 and 0.99).
     pub betas: (f64, f64),
     /// Term added to the denominator of `adamw` (in all its forms), `adam` and `lamb`, for
     /// numerical stability.
     pub epsilon: f64,
-    /// Momentum of `sgd` and `muon`: the share that a step leaves of it, in [0, 1). When absent, 0
-    /// for `sgd` and 0.95 for `muon`.
+    /// Momentum of `sgd` and `muon`: the share that stays from step to step, in [0, 1). When
+    /// absent, 0 for `sgd` and 0.95 for `muon`.
     pub momentum: Option<f64>,
     /// Nesterov's momentum, for `sgd` and `muon`. When absent, `false` for `sgd` and `true` for
     /// `muon`.
     pub nesterov: Option<bool>,
     /// How `muon` scales the learning rate for a matrix of A rows and B columns: `original` by
-    /// √max(1, A ÷ B), which wants rates of about 0.02; `match-rms-adamw` by 0.2 √max(A, B), so
-    /// that one rate fits matrices and what `adamw` updates.
+    /// √max(1, A ÷ B), which needs rates of about 0.02; `match-rms-adamw` by 0.2 √max(A, B), so
+    /// that one rate fits both the matrices and the tensors that `adamw` updates.
     pub muon_rate: MuonRateRule,
-    /// Of `adafactor`: in step t, t to this power is the share of the new in the second moment.
+    /// With `adafactor`: in step t, the new gradient has a share of t to this power in the second
+    /// moment.
     pub decay_rate: f64,
-    /// Of `adafactor`: the bound of the root mean square of a tensor's update.
+    /// With `adafactor`: the bound of the root mean square of a tensor's update.
     pub clip_threshold: f64,
-    /// Of `adafactor`: multiply the learning rate by the root mean square of the tensor, at least
-    /// 0.001.
+    /// With `adafactor`: multiplies the learning rate by the root mean square of the tensor, at
+    /// least 0.001.
     pub scale_parameter: bool,
-    /// Of `adafactor`: bound the learning rate by 1 ÷ √t in step t.
+    /// With `adafactor`: bounds the learning rate by 1 ÷ √t in step t.
     pub relative_step: bool,
-    /// Of `adamw-8bit`: elements of a tensor that share a factor, a power of two from 16 to 4096.
+    /// With `adamw-8bit`: elements of a tensor that share a factor, a power of two from 16 to 4096.
     /// Tensors of fewer than 4,096 elements keep moments of floats.
     pub block_size: usize,
-    /// Keep a moving average of the weights, of which a step leaves this share (0.999, say), in 4
-    /// bytes a parameter more. `l2l export --ema` writes it.
+    /// Keeps a moving average of the weights, in 4 more bytes a parameter. This share of the
+    /// average stays from step to step, for instance 0.999. `l2l export --ema` writes the average.
     pub ema: Option<f64>,
-    /// How the host keeps master weights: `f32` (4 bytes a parameter, and 2 more for the copy that
-    /// a device of 16 bits is sent), `split` (f32 in two halves, of which a device of bf16 is sent
-    /// one: 4 bytes), or `bf16` (2 bytes, for a device of bf16: what an update leaves is rounded at
-    /// random, so that small changes are not lost on average). `auto` is `split` for bf16, else
-    /// `f32`.
+    /// How the host stores master weights: `f32` (4 bytes a parameter, and 2 more for the copy that
+    /// is sent to a device of 16 bits), `split` (f32 in two halves, one of which is sent to a
+    /// device of bf16: 4 bytes), or `bf16` (2 bytes, for a device of bf16: an updated weight is
+    /// rounded at random, so that small changes are not lost on average). `auto` is `split` for
+    /// bf16, else `f32`.
     pub masters: MasterDtype,
-    /// Weight decay. Of `adamw` (in all its forms), `lion`, `muon` and `adafactor` it is decoupled:
-    /// each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. Of `lamb` it is a
-    /// part of the step. Of `adam` and `sgd` it is added to the gradient.
+    /// Weight decay. With `adamw` (in all its forms), `lion`, `muon` and `adafactor` it is
+    /// decoupled: each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. With
+    /// `lamb` it is a part of the step. With `adam` and `sgd` it is added to the gradient.
     pub weight_decay: f64,
     /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or patterns of tensor names
     /// with `*`. Biases and norms are not decayed by default, as is usual for transformers.
@@ -86,11 +87,12 @@ pub struct OptimizerConfig {
     /// host (4 bytes a parameter) until the norm is known, and updates run under the next forward
     /// pass.
     pub clip_norm: Option<f64>,
-    /// Parameter groups: tensors with a learning rate, a weight decay or a rule of their own. Each
-    /// `[[optimizer.groups]]` has `match`, a list of tensors as in `train.only`, and some of
-    /// `learning_rate` (which follows the schedule as the run's does), `weight_decay` (of all its
-    /// tensors, whatever `no_decay` says), `kind`, and `clip_norm` (of the gradient of its tensors;
-    /// then `optimizer.clip_norm` is for the others). The first group that names a tensor has it.
+    /// Parameter groups: tensors with their own learning rate, weight decay or rule. Each
+    /// `[[optimizer.groups]]` has `match`, a list of tensors as in `train.only`, and some of these
+    /// keys: `learning_rate` (it follows the run's schedule), `weight_decay` (for all its tensors,
+    /// whatever `no_decay` says), `kind`, and `clip_norm` (for the gradient of its tensors;
+    /// `optimizer.clip_norm` is then for the other tensors). A tensor belongs to the first group
+    /// that names it.
     pub groups: Vec<GroupConfig>,
 }
 
@@ -99,17 +101,17 @@ pub struct OptimizerConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupConfig {
-    /// Its tensors.
+    /// The tensors of the group.
     #[serde(rename = "match")]
     pub patterns: Vec<String>,
-    /// The highest learning rate; that of the run when absent.
+    /// The highest learning rate; the run's when absent.
     pub learning_rate: Option<f64>,
-    /// Weight decay; that of the run when absent.
+    /// Weight decay; the run's when absent.
     pub weight_decay: Option<f64>,
-    /// The update rule; that of the run when absent.
+    /// The update rule; the run's when absent.
     pub kind: Option<OptimizerKind>,
-    /// The largest norm of the gradient of its tensors. When absent, they are clipped together with
-    /// all tensors that are in no group with a norm of its own, by that of the run.
+    /// The largest norm of the gradient of its tensors. When absent, `optimizer.clip_norm` clips
+    /// them together with all other tensors without a norm of their own.
     pub clip_norm: Option<f64>,
 }
 
@@ -159,7 +161,7 @@ pub enum OptimizerKind {
     Lion,
     /// Adafactor (Shazeer and Stern 2018).
     Adafactor,
-    /// Muon (Jordan et al. 2024), with AdamW for what is no matrix of a layer.
+    /// Muon (Jordan et al. 2024) for matrices of layers, AdamW for all other tensors.
     Muon,
     /// AdamW with moments of 8 bits in blocks (Dettmers et al. 2022).
     #[serde(rename = "adamw-8bit")]
@@ -169,18 +171,18 @@ pub enum OptimizerKind {
     AdamwBf16,
 }
 
-/// See [`OptimizerConfig::muon_rate`].
+/// How Muon scales the learning rate of a matrix.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum MuonRateRule {
-    /// As its author has it.
+    /// As in the author's code.
     Original,
-    /// An update as large as AdamW's (Liu et al. 2025).
+    /// Updates are as large as AdamW's (Liu et al. 2025).
     MatchRmsAdamw,
 }
 
-/// Shape of the learning rate after the warm-up: see [`crate::optimizers::Decay`].
+/// The shape of the learning rate after the warm-up, as [`crate::optimizers::Decay`] has it.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -195,11 +197,17 @@ pub enum RateSchedule {
 }
 
 impl OptimizerConfig {
+    pub(super) const ON_RESUME: OnResume = OnResume::free("").with_changes(
+        "betas clip_norm clip_threshold decay_rate epsilon learning_rate masters \
+         min_learning_rate muon_rate no_decay power relative_step scale_parameter schedule \
+         warmup_steps weight_decay",
+    );
+
     pub(super) fn check(&self) -> Result<(), Error> {
         let Self { learning_rate, min_learning_rate, betas, epsilon, .. } = *self;
-        let (rate, decay, clip) = (learning_rate, self.weight_decay, self.clip_norm);
+        let clip = self.clip_norm;
         let finite = "a finite number, at least 0";
-        must(is_not_negative(rate), "optimizer.learning_rate", finite)?;
+        must(is_not_negative(learning_rate), "optimizer.learning_rate", finite)?;
         must(is_not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0")?;
         let be = "two numbers in [0, 1)";
         must(is_share(betas.0) && is_share(betas.1), "optimizer.betas", be)?;
@@ -213,12 +221,12 @@ impl OptimizerConfig {
         must(epsilon <= 1.0, "optimizer.epsilon", "at most 1")?;
         let be = "at least 1e-45, because it is used in f32";
         must(epsilon as f32 > 0.0, "optimizer.epsilon", be)?;
-        must(is_not_negative(decay), "optimizer.weight_decay", finite)?;
+        must(is_not_negative(self.weight_decay), "optimizer.weight_decay", finite)?;
         must(clip.is_none_or(is_positive), "optimizer.clip_norm", "above 0")?;
         must(clip.is_none_or(|clip| clip >= 1e-30), "optimizer.clip_norm", "at least 1e-30")
     }
 
-    /// Whether gradients are clipped, so that updates wait for norms.
+    /// True if gradients are clipped. Then updates wait for norms.
     pub(crate) fn clips(&self) -> bool {
         let of_groups = || self.groups.iter().any(|group| group.clip_norm.is_some());
         self.clip_norm.is_some() || of_groups()
@@ -278,28 +286,7 @@ impl OptimizerConfig {
         must(ema.is_none_or(is_share), "optimizer.ema", "in [0, 1)")
     }
 
-    /// The update rule, whose random numbers are of this seed.
-    pub(super) fn rule(&self, seed: u64) -> Box<dyn UpdateRule> {
-        let decay = WeightDecay { rate: self.weight_decay, except: self.no_decay.clone() };
-        let others = self.rule_of(self.kind, decay.clone(), seed);
-        let group = |group: &GroupConfig| {
-            let own = group.weight_decay.map(|rate| WeightDecay { rate, except: Vec::new() });
-            let rate = group.learning_rate.map_or(1.0, |rate| rate / self.learning_rate);
-            let kind = group.kind.unwrap_or(self.kind);
-            let rule = self.rule_of(kind, own.unwrap_or_else(|| decay.clone()), seed);
-            Group { patterns: group.patterns.clone(), rule, rate }
-        };
-        let rule: Box<dyn UpdateRule> = match &self.groups[..] {
-            [] => others,
-            groups => Box::new(Groups { groups: groups.iter().map(group).collect(), others }),
-        };
-        match self.ema {
-            Some(decay) => Box::new(Ema { decay, rule }),
-            None => rule,
-        }
-    }
-
-    /// A rule of this kind.
+    /// An update rule, whose random numbers follow from `seed`.
     fn rule_of(&self, kind: OptimizerKind, decay: WeightDecay, seed: u64) -> Box<dyn UpdateRule> {
         let Self { betas, epsilon, momentum, nesterov, block_size, .. } = *self;
         let adamw = |decay| AdamW { betas, epsilon, decay };
@@ -328,7 +315,8 @@ impl OptimizerConfig {
                     MuonRateRule::Original => MuonRate::Original,
                     MuonRateRule::MatchRmsAdamw => MuonRate::MatchRmsAdamw,
                 };
-                let (momentum, nesterov) = (momentum.unwrap_or(0.95), nesterov.unwrap_or(true));
+                let momentum = momentum.unwrap_or(0.95);
+                let nesterov = nesterov.unwrap_or(true);
                 Box::new(Muon::new(momentum, nesterov, rate, decay.clone(), adamw(decay)))
             }
             OptimizerKind::Adamw8bit => {
@@ -340,13 +328,56 @@ impl OptimizerConfig {
     }
 }
 
-/// Whether a number can be the share that a step leaves of something.
+impl Config {
+    /// The update rule.
+    pub fn update_rule(&self) -> Box<dyn UpdateRule> {
+        let config = &self.optimizer;
+        let seed = self.step.seed;
+        let decay = WeightDecay { rate: config.weight_decay, except: config.no_decay.clone() };
+        let others = config.rule_of(config.kind, decay.clone(), seed);
+        let group = |group: &GroupConfig| {
+            let own = group.weight_decay.map(|rate| WeightDecay { rate, except: Vec::new() });
+            let rate = group.learning_rate.map_or(1.0, |rate| rate / config.learning_rate);
+            let kind = group.kind.unwrap_or(config.kind);
+            let rule = config.rule_of(kind, own.unwrap_or_else(|| decay.clone()), seed);
+            Group { patterns: group.patterns.clone(), rule, rate }
+        };
+        let rule: Box<dyn UpdateRule> = match &config.groups[..] {
+            [] => others,
+            groups => Box::new(Groups { groups: groups.iter().map(group).collect(), others }),
+        };
+        match config.ema {
+            Some(decay) => Box::new(Ema { decay, rule }),
+            None => rule,
+        }
+    }
+
+    /// The learning rate of each step of a run.
+    pub fn learning_rate(&self, steps: u64) -> LearningRate {
+        LearningRate {
+            peak: self.optimizer.learning_rate,
+            minimum: self.optimizer.min_learning_rate,
+            warmup: self.optimizer.warmup_steps,
+            steps,
+            decay: match self.optimizer.schedule {
+                RateSchedule::Constant => Decay::Constant,
+                RateSchedule::Linear => Decay::Linear,
+                RateSchedule::Cosine => Decay::Cosine,
+                RateSchedule::Wsd => Decay::Wsd,
+                RateSchedule::Polynomial => Decay::Polynomial { power: self.optimizer.power },
+                RateSchedule::InverseSqrt => Decay::InverseSqrt,
+            },
+        }
+    }
+}
+
+/// True if a number can be the share of a moving average that stays from step to step.
 fn is_share(share: f64) -> bool {
     (0.0..1.0).contains(&share)
 }
 
 impl OptimizerKind {
-    /// All of them.
+    /// All kinds, in the order of their numbers.
     pub const ALL: [OptimizerKind; 9] = [
         OptimizerKind::Adamw,
         OptimizerKind::Adam,
@@ -359,18 +390,19 @@ impl OptimizerKind {
         OptimizerKind::AdamwBf16,
     ];
 
-    /// Its name in config files.
+    /// The name in config files.
     pub fn name(self) -> &'static str {
-        match self {
-            OptimizerKind::Adamw => "adamw",
-            OptimizerKind::Adam => "adam",
-            OptimizerKind::Sgd => "sgd",
-            OptimizerKind::Lamb => "lamb",
-            OptimizerKind::Lion => "lion",
-            OptimizerKind::Adafactor => "adafactor",
-            OptimizerKind::Muon => "muon",
-            OptimizerKind::Adamw8bit => "adamw-8bit",
-            OptimizerKind::AdamwBf16 => "adamw-bf16",
-        }
+        const NAMES: [&str; OptimizerKind::ALL.len()] = [
+            "adamw",
+            "adam",
+            "sgd",
+            "lamb",
+            "lion",
+            "adafactor",
+            "muon",
+            "adamw-8bit",
+            "adamw-bf16",
+        ];
+        NAMES[self as usize]
     }
 }

@@ -1,35 +1,40 @@
-//! The keys of `[parallel]`: how several devices share a step.
+//! `[parallel]`: how several devices and processes share a step.
 
+use l2l_actors::schedule;
 use serde::{Deserialize, Serialize};
+
+use super::check::{must, rate, refuse};
+use super::{Config, OnResume, ScheduleKind};
+use crate::error::Error;
 
 /// `[parallel]`
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ParallelConfig {
-    /// What each device gets of a step. `layers`: every device some of the layers, by turns, and
-    /// all sequences. `sequences`: every device all layers, and some groups of micro-batches (data
+    /// How devices share a step. `layers`: a device computes some of the layers, by turns, for all
+    /// sequences. `sequences`: a device computes all layers for some groups of micro-batches (data
     /// parallelism). Results do not depend on it.
     pub deal: Deal,
-    /// Groups of micro-batches, a divisor of the number of micro-batches. Each group adds up
-    /// gradients of its own; then the groups' gradients are added in pairs. With `deal =
-    /// "sequences"` set at least as many as there are devices. Results depend on it in the last
-    /// bits, for sums are rounded in another order: 1 is the order of one device.
+    /// The number of groups of micro-batches, a divisor of the number of micro-batches. Each group
+    /// sums its own gradients; then the groups' gradients are added in pairs. With `deal =
+    /// "sequences"` set at least the number of devices. Results depend on it in the last bits,
+    /// because sums are rounded in another order: 1 is the order of one device.
     pub groups: u32,
-    /// With `deal = "sequences"`: how much of the work each device gets, one number for each, for
-    /// devices of different speed. All the same when absent. Results do not depend on it.
+    /// With `deal = "sequences"`: the share of the work of each device, as one number for each, for
+    /// devices of different speed. When absent, all shares are equal. Results do not depend on it.
     pub weights: Option<Vec<u32>>,
-    /// How blocks come to devices that visit the same layers, with `deal = "sequences"`. `whole`:
-    /// each device uploads all of them. `sharded`: each device uploads an equal part of a block
-    /// over its own link, and copies the other parts from the devices that have them (the paper's
-    /// L2L-p). Results do not depend on it.
+    /// With `deal = "sequences"`: how devices receive blocks. `whole`: each device uploads all of
+    /// each block. `sharded`: each device uploads an equal part of a block over its own link, and
+    /// copies the other parts from the other devices (the paper's L2L-p). Results do not depend on
+    /// it.
     pub transfer: Transfer,
-    /// What moves bytes between the processes that `mpirun` or `srun` started. `auto`: MPI, if they
-    /// started several. `mpi`: MPI. `none`: several processes are refused. Results do not depend on
-    /// the number of processes.
+    /// The fabric that moves bytes between the processes that `mpirun` or `srun` started. `auto`:
+    /// MPI, if they started several. `mpi`: MPI. `none`: several processes are refused. Results do
+    /// not depend on the number of processes.
     pub fabric: FabricKind,
-    /// For experiments: emulates a slow fabric. The parts of a block, and those of a gradient, take
-    /// at least as long as at this many bytes a second, for instance `1GB/s`.
+    /// For experiments: emulates a slow fabric, so that the parts of a block or a gradient take at
+    /// least as long as at this rate, for instance `1GB/s`.
     pub fabric_rate: Option<String>,
 }
 
@@ -46,7 +51,7 @@ impl Default for ParallelConfig {
     }
 }
 
-/// See [`ParallelConfig::deal`].
+/// How devices share a step.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -57,18 +62,18 @@ pub enum Deal {
     Sequences,
 }
 
-/// See [`ParallelConfig::transfer`].
+/// How devices receive blocks.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Transfer {
     /// Each device uploads whole blocks.
     Whole,
-    /// Each device uploads a part, and copies the others from other devices.
+    /// Each device uploads a part of a block, and copies the other parts from the other devices.
     Sharded,
 }
 
-/// See [`ParallelConfig::fabric`].
+/// The kinds of fabric between processes.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -79,4 +84,72 @@ pub enum FabricKind {
     None,
     /// MPI.
     Mpi,
+}
+
+impl ParallelConfig {
+    pub(super) const ON_RESUME: OnResume =
+        OnResume::free("deal transfer weights").with_changes("groups");
+}
+
+impl Config {
+    /// `parallel.fabric_rate` in bytes a second. A text that is no rate is an error.
+    pub fn fabric_bytes_per_second(&self) -> Result<Option<f64>, Error> {
+        rate("parallel.fabric_rate", self.parallel.fabric_rate.as_deref())
+    }
+
+    /// The share of the work that each device gets, if groups are dealt.
+    pub(crate) fn device_weights(&self) -> Vec<u32> {
+        self.parallel.weights.clone().unwrap_or_else(|| vec![1; self.devices() as usize])
+    }
+
+    pub(super) fn check_parallel(&self) -> Result<(), Error> {
+        let groups = self.parallel.groups;
+        let devices = self.devices();
+        let turns = self.step.batch.div_ceil(self.step.micro_batch);
+        must(groups >= 1, "parallel.groups", "at least 1")?;
+        if !turns.is_multiple_of(groups as usize) {
+            let divisors = (1..=turns).filter(|&groups| turns.is_multiple_of(groups));
+            let divisors: Vec<String> = divisors.take(12).map(|d| d.to_string()).collect();
+            let problem = format_args!(
+                "is {groups}, and a step has {turns} micro-batches: set a divisor ({})",
+                divisors.join(", ")
+            );
+            return Err(Error::config("parallel.groups", problem));
+        }
+        if let Some(weights) = &self.parallel.weights {
+            let is_weight = |weight: &u32| (1..=1 << 20).contains(weight);
+            let be = "of numbers from 1 to 1048576";
+            must(weights.iter().all(is_weight), "parallel.weights", be)?;
+            if weights.len() != devices as usize {
+                let problem = format_args!("has {} numbers for {devices} devices", weights.len());
+                return Err(Error::config("parallel.weights", problem));
+            }
+        }
+        if self.parallel.deal == Deal::Layers {
+            let problem = "is for parallel.deal = \"sequences\": leave it out";
+            refuse(self.parallel.weights.is_some(), "parallel.weights", problem)?;
+            let is_sharded = self.parallel.transfer == Transfer::Sharded;
+            let problem = "is \"sharded\", which needs parallel.deal = \"sequences\": dealt layers \
+                           are on one device each";
+            return refuse(is_sharded, "parallel.transfer", problem);
+        }
+        refuse(
+            self.parallel.transfer == Transfer::Sharded
+                && self.schedule.kind != ScheduleKind::Relay,
+            "parallel.transfer",
+            "is \"sharded\", which needs schedule.kind = \"relay\": only there all devices need a \
+             block at the same time",
+        )?;
+        let dealt = schedule::devices_of_groups(groups, &self.device_weights());
+        match (0..devices).find(|&device| !dealt.contains(&(device as u8))) {
+            None => Ok(()),
+            Some(device) => {
+                let problem = format_args!(
+                    "is {groups}, and device {device} of {devices} gets none of them: set more \
+                     groups, fewer devices, or other parallel.weights"
+                );
+                Err(Error::config("parallel.groups", problem))
+            }
+        }
+    }
 }

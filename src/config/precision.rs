@@ -1,42 +1,42 @@
-//! Precision: how master weights are stored, the loss scale of f16, and what a step does whose loss
-//! or gradient is not finite.
+//! `[loss_scale]` and the other keys of precision: how master weights are stored, and what happens
+//! if a loss or a gradient is not finite.
 
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, EpsTier};
+use super::{Config, EpsTier, OnResume};
 use crate::error::Error;
 use crate::models::MasterFormat;
 use crate::optimizers::LossScale;
 use crate::tensor::Dtype;
 
-/// How masters are stored. See [`OptimizerConfig::masters`](super::OptimizerConfig::masters).
+/// How masters are stored ([`OptimizerConfig::masters`](super::OptimizerConfig::masters)).
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum MasterDtype {
-    /// f32; on a device of bf16 in two halves.
+    /// f32, for a device of bf16 in two halves.
     #[default]
     Auto,
-    /// f32, and beside it what a device of 16 bits is sent.
+    /// f32, beside the copy that is sent to a device of 16 bits.
     F32,
-    /// f32 in two halves, of which a device of bf16 is sent one.
+    /// f32 in two halves, one of which is sent to a device of bf16.
     Split,
     /// bf16, rounded at random.
     Bf16,
 }
 
-/// What a step does whose loss or gradient is infinite or not a number.
+/// What happens if the loss or the gradient of a step is infinite or not a number.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum NonFinite {
-    /// It ends the run.
+    /// The run ends.
     #[default]
     Stop,
-    /// It changes nothing, and is counted.
+    /// The step changes nothing, and counts.
     Skip,
-    /// It updates the weights all the same.
+    /// The step updates the weights.
     Continue,
 }
 
@@ -45,23 +45,22 @@ pub enum NonFinite {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct LossScaleConfig {
-    /// `dynamic`: the factor rises while gradients are finite, and falls when they are not, as that
-    /// of PyTorch's `GradScaler` does. `fixed`: it stays `initial`. `auto`: dynamic if
-    /// `device.dtype` is `f16`, else there is none. With a factor, a step whose gradient is not
-    /// finite changes nothing.
+    /// `dynamic`: the factor rises while gradients are finite, and falls when they are not, as in
+    /// PyTorch's `GradScaler`. `fixed`: the factor stays `initial`. `none`: the loss is not scaled.
+    /// `auto`: `dynamic` if `device.dtype` is `f16`, else `none`. With a factor, a step whose
+    /// gradient is not finite changes nothing.
     pub kind: LossScaleKind,
     /// The factor at the start.
     pub initial: f64,
-    /// What the factor is multiplied by after `growth_interval` steps in a row with finite
-    /// gradients.
+    /// Multiplies the factor after `growth_interval` steps in a row with finite gradients.
     pub growth_factor: f64,
-    /// What the factor is multiplied by after a step whose gradient is not finite.
+    /// Multiplies the factor after a step whose gradient is not finite.
     pub backoff_factor: f64,
-    /// Steps with finite gradients in a row after which the factor grows.
+    /// Number of steps in a row with finite gradients after which the factor grows.
     pub growth_interval: u64,
 }
 
-/// See [`LossScaleConfig::kind`].
+/// How the loss is scaled.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -69,11 +68,11 @@ pub enum LossScaleKind {
     /// Dynamic for f16.
     #[default]
     Auto,
-    /// It follows the gradients.
+    /// The factor follows the gradients.
     Dynamic,
-    /// It stays as it is.
+    /// The factor stays the same.
     Fixed,
-    /// There is none.
+    /// The loss is not scaled.
     None,
 }
 
@@ -90,6 +89,9 @@ impl Default for LossScaleConfig {
 }
 
 impl LossScaleConfig {
+    pub(super) const ON_RESUME: OnResume =
+        OnResume::free("").with_changes("backoff_factor growth_factor growth_interval");
+
     fn check(&self) -> Result<(), Error> {
         let singles = f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX);
         let is_single = singles.contains(&self.initial);
@@ -106,9 +108,10 @@ impl Config {
     /// How the host stores masters.
     ///
     /// # Errors
-    /// A device of this dtype is not sent such masters.
+    /// A device of `device.dtype` cannot use masters of `optimizer.masters`.
     pub fn master_format(&self) -> Result<MasterFormat, Error> {
-        let (dtype, masters) = (self.device.dtype, self.optimizer.masters);
+        let dtype = self.device.dtype;
+        let masters = self.optimizer.masters;
         match (dtype, masters) {
             (Dtype::F32, MasterDtype::Auto | MasterDtype::F32) => Ok(MasterFormat::F32),
             (Dtype::Bf16, MasterDtype::Auto | MasterDtype::Split) => Ok(MasterFormat::Split),
@@ -143,12 +146,13 @@ impl Config {
         Some(LossScale { scale: initial as f32, finite_steps: 0, growth, backoff_factor })
     }
 
-    /// What a step does whose loss or gradient is not finite. With a loss scale it changes nothing.
+    /// The reaction to a loss or a gradient that is not finite. With a loss scale the step is
+    /// skipped.
     pub(crate) fn non_finite(&self) -> NonFinite {
         if self.loss_scale().is_some() { NonFinite::Skip } else { self.step.non_finite }
     }
 
-    /// Whether updates wait until the norm of all gradients is known.
+    /// True if updates wait until the norm of all gradients is known.
     pub(crate) fn defers(&self) -> bool {
         self.optimizer.clips() || self.non_finite() == NonFinite::Skip
     }
@@ -157,12 +161,9 @@ impl Config {
         self.loss_scale.check()?;
         self.master_format()?;
         let is_half = self.device.dtype == Dtype::F16;
-        refuse(
-            is_half && self.loss_scale.kind == LossScaleKind::None,
-            "loss_scale.kind",
-            "is none, and device.dtype is f16, in which small gradients become 0: set \
-             \"dynamic\", or device.dtype = \"bf16\", which needs no scale",
-        )?;
+        let problem = "is none, and device.dtype is f16, in which small gradients become 0: set \
+                       \"dynamic\", or device.dtype = \"bf16\", which needs no scale";
+        refuse(is_half && self.loss_scale.kind == LossScaleKind::None, "loss_scale.kind", problem)?;
         refuse(
             self.loss_scale().is_some() && self.step.non_finite == NonFinite::Continue,
             "step.non_finite",
@@ -170,7 +171,7 @@ impl Config {
         )
     }
 
-    /// Refuses what a run that trains cannot have.
+    /// Refuses keys that contradict each other in a run that trains.
     pub(crate) fn check_training(&self) -> Result<(), Error> {
         self.check_compressed_training()?;
         refuse(

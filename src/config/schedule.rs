@@ -1,9 +1,12 @@
-//! The keys of `[schedule]`: the order of visits, and what backward recomputes.
+//! `[schedule]`: the order of visits, and what backward recomputes.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::check::{must, refuse};
+use super::{Config, Deal};
+use crate::error::Error;
 use crate::models::Save;
 
 /// `[schedule]`
@@ -14,29 +17,28 @@ pub struct ScheduleConfig {
     /// The order in which layers meet micro-batches. `relay`: all micro-batches through a layer,
     /// then the next layer (L2L). `resident`: one micro-batch through all layers, then the next
     /// one, as ordinary training does. `gpipe`, `1f1b`, `interleaved`: pipelines, in which each
-    /// device has stages of layers that follow each other. `file`: a pipeline from
-    /// `path`. All give the same result, bit for bit.
+    /// device has stages of layers that follow each other. `file`: a pipeline from `path`. All give
+    /// the same result, bit for bit.
     pub kind: ScheduleKind,
     /// Stages on each device in a pipeline. 1 when absent, and 2 with `interleaved`.
     pub chunks: Option<u32>,
-    /// With `kind = "file"`: a CSV file as `torch.distributed.pipelining` writes it, with a row for
-    /// each device and in it actions such as `2F0` and `2B0` (stage, forward or backward,
-    /// micro-batch).
+    /// With `kind = "file"`: a CSV file as `torch.distributed.pipelining` writes it. Each row has
+    /// the actions of a device, such as `2F0` and `2B0` (stage, forward or backward, micro-batch).
     pub path: Option<PathBuf>,
-    /// What backward recomputes. `true`: everything inside a layer, so only the activations between
-    /// layers are stored. `false`: nothing; all saved activations wait in the stash. `attention`:
-    /// attention only; those of the feed-forward layer wait.
+    /// The activations that backward recomputes. `true`: everything inside a layer, so that only
+    /// the activations between layers are stored. `false`: nothing; all saved activations wait in
+    /// the stash. `attention`: attention only; the activations of the feed-forward layer wait.
     pub recompute: Recompute,
 }
 
 impl Default for ScheduleConfig {
     fn default() -> ScheduleConfig {
-        let (kind, recompute) = (ScheduleKind::Relay, Recompute::Layer(true));
-        ScheduleConfig { kind, chunks: None, path: None, recompute }
+        let recompute = Recompute::Layer(true);
+        ScheduleConfig { kind: ScheduleKind::Relay, chunks: None, path: None, recompute }
     }
 }
 
-/// See [`ScheduleConfig::recompute`].
+/// The activations that the backward pass recomputes.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged, expecting = "expected true, false or \"attention\"")]
@@ -60,7 +62,7 @@ impl Recompute {
     /// Only attention is recomputed.
     pub const ATTENTION: Recompute = Recompute::Part(RecomputedPart::Attention);
 
-    /// The activations that wait in the stash, if any.
+    /// The activations that wait in the stash, if some do.
     pub fn keep(self) -> Option<Save> {
         match self {
             Recompute::Layer(true) => None,
@@ -87,17 +89,17 @@ pub enum ScheduleKind {
     Resident,
     /// All forward passes, then all backward passes.
     Gpipe,
-    /// A forward pass and a backward pass by turns.
+    /// Forward and backward passes alternate.
     #[serde(rename = "1f1b")]
     OneForwardOneBackward,
-    /// The same with several stages on each device.
+    /// Forward and backward passes alternate, with several stages on each device.
     Interleaved,
     /// A pipeline in a file.
     File,
 }
 
 impl ScheduleKind {
-    /// True where each device has stages of layers that follow each other.
+    /// True if each device has stages of layers that follow each other.
     pub fn is_pipeline(self) -> bool {
         !matches!(self, ScheduleKind::Relay | ScheduleKind::Resident)
     }
@@ -108,5 +110,26 @@ impl ScheduleConfig {
     pub fn chunks(&self) -> u32 {
         let default = if self.kind == ScheduleKind::Interleaved { 2 } else { 1 };
         self.chunks.unwrap_or(default)
+    }
+}
+
+impl Config {
+    pub(super) fn check_schedule(&self) -> Result<(), Error> {
+        let ScheduleConfig { kind, chunks, ref path, .. } = self.schedule;
+        must(chunks != Some(0), "schedule.chunks", "at least 1")?;
+        must(chunks.is_none_or(|chunks| chunks <= 1 << 16), "schedule.chunks", "at most 65536")?;
+        let takes_chunks = matches!(kind, ScheduleKind::Gpipe | ScheduleKind::Interleaved);
+        let problem = "is for schedule.kind = \"gpipe\" or \"interleaved\": leave it out";
+        refuse(chunks.is_some() && !takes_chunks, "schedule.chunks", problem)?;
+        let on_file = kind == ScheduleKind::File;
+        let problem = "is missing: with schedule.kind = \"file\" it names the file";
+        refuse(on_file && path.is_none(), "schedule.path", problem)?;
+        let problem = "is for schedule.kind = \"file\": leave it out";
+        refuse(!on_file && path.is_some(), "schedule.path", problem)?;
+        refuse(
+            kind.is_pipeline() && self.parallel.deal == Deal::Sequences,
+            "parallel.deal",
+            "must be \"layers\" with a pipeline, which says itself what each device does",
+        )
     }
 }

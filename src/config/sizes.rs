@@ -1,39 +1,31 @@
-//! Sizes of memory as people write them: `auto`, bytes, or a number with a unit.
+//! Sizes of memory in a config: `auto`, bytes, or a number with a unit.
 
 use std::fmt;
 use std::str::FromStr;
 
-use serde::de::{self, Unexpected, Visitor};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 
 /// A number of bytes, or `auto`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(try_from = "Written")]
 pub struct ByteSize(Option<u64>);
 
-impl<'de> Deserialize<'de> for ByteSize {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<ByteSize, D::Error> {
-        struct Written;
-        impl Visitor<'_> for Written {
-            type Value = ByteSize;
+/// A size as a config writes it.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected \"auto\", bytes, or a number with a unit (\"12GiB\")")]
+enum Written {
+    Bytes(u64),
+    Text(String),
+}
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "\"auto\", bytes, or a number with a unit (\"12GiB\")")
-            }
+impl TryFrom<Written> for ByteSize {
+    type Error = String;
 
-            fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<ByteSize, E> {
-                Ok(ByteSize(Some(bytes)))
-            }
-
-            fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<ByteSize, E> {
-                let negative = || E::invalid_value(Unexpected::Signed(bytes), &self);
-                u64::try_from(bytes).map(|bytes| ByteSize(Some(bytes))).map_err(|_| negative())
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteSize, E> {
-                text.parse().map_err(E::custom)
-            }
+    fn try_from(written: Written) -> Result<ByteSize, String> {
+        match written {
+            Written::Bytes(bytes) => Ok(ByteSize(Some(bytes))),
+            Written::Text(text) => text.parse(),
         }
-        deserializer.deserialize_any(Written)
     }
 }
 

@@ -1,9 +1,9 @@
-//! `[stash]`: what waits between forward and backward, where, and as what.
+//! `[stash]`: the place and the data type of activations between forward and backward.
 
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, DeviceKind};
+use super::{Config, DeviceKind, OnResume};
 use crate::error::Error;
 use crate::tensor::Dtype;
 
@@ -12,9 +12,9 @@ use crate::tensor::Dtype;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StashConfig {
-    /// Where activations wait between forward and backward. `host` (and `auto`) keeps device memory
-    /// independent of depth and batch size; `device` saves transfers, and its memory grows with
-    /// both.
+    /// The place where activations wait between forward and backward. `host` (and `auto`) keeps
+    /// device memory independent of depth and batch size; `device` saves transfers, and device
+    /// memory grows with both.
     pub place: StashPlace,
     /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
     /// its transfers and rounds each value; `int8` keeps about a quarter: `block_size` values share
@@ -22,14 +22,14 @@ pub struct StashConfig {
     /// activations inside a layer and the values of the output head stay exact. On `cuda` it
     /// follows `device.dtype`.
     pub dtype: StashDtype,
-    /// With `dtype = "int8"`: values that share a scale, a divisor of the model's width.
+    /// With `dtype = "int8"`: the number of values that share a scale, a divisor of the model's
+    /// width.
     pub block_size: u32,
-    /// For models with ReLU (OPT) whose saved activations wait here (`schedule.recompute`): of what
-    /// a feed-forward's ReLU reads, a bit for each number waits and the positive numbers, up to
-    /// this share of each token's; bits alone where the weights behind the ReLU are not trained.
-    /// Results stay the same, bit for bit: a micro-batch with a token that has more is recomputed,
-    /// so the share is that of the token with most. All
-    /// numbers wait when it is absent. For the CPU device.
+    /// For models with ReLU (OPT) that save activations (`schedule.recompute`): the largest share
+    /// of a token's inputs to a feed-forward's ReLU that are positive. The stash then keeps a bit
+    /// for each input and only the positive inputs, or the bits alone if the weights behind the
+    /// ReLU are not trained. A micro-batch with a token above this share is recomputed, so results
+    /// stay the same, bit for bit. When absent, the stash keeps all inputs. For the CPU device.
     pub relu_density: Option<f64>,
 }
 
@@ -44,7 +44,7 @@ impl Default for StashConfig {
     }
 }
 
-/// See [`StashConfig::dtype`].
+/// The data type of the stash.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -58,7 +58,7 @@ pub enum StashDtype {
     Int8,
 }
 
-/// See [`StashConfig::place`].
+/// The place of the stash.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -72,6 +72,11 @@ pub enum StashPlace {
     Host,
 }
 
+impl StashConfig {
+    pub(super) const ON_RESUME: OnResume =
+        OnResume::free("place relu_density").with_changes("block_size dtype");
+}
+
 impl Config {
     pub(super) fn check_stash(&self) -> Result<(), Error> {
         let on_cuda = self.device.kind == DeviceKind::Cuda;
@@ -81,23 +86,17 @@ impl Config {
             "stash.place",
             "must be \"host\" with several devices, which pass activations on through it",
         )?;
-        refuse(
-            on_cuda && self.stash.place == StashPlace::Device,
-            "stash.place",
-            "must be \"host\" with device.kind = \"cuda\"",
-        )?;
+        let problem = "must be \"host\" with device.kind = \"cuda\"";
+        refuse(on_cuda && self.stash.place == StashPlace::Device, "stash.place", problem)?;
         refuse(
             on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
             "stash.dtype",
             "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", \
              or leave it out",
         )?;
-        refuse(
-            on_cuda && self.stash.dtype == StashDtype::Int8,
-            "stash.dtype",
-            "is int8, which is for device.kind = \"cpu\": set device.dtype = \"bf16\", which the \
-             stash of a GPU follows",
-        )?;
+        let problem = "is int8, which is for device.kind = \"cpu\": set device.dtype = \"bf16\", \
+                       which the stash of a GPU follows";
+        refuse(on_cuda && self.stash.dtype == StashDtype::Int8, "stash.dtype", problem)?;
         must(self.stash.block_size >= 1, "stash.block_size", "at least 1")?;
         let density = self.stash.relu_density;
         let is_share = density.is_none_or(|density| density > 0.0 && density <= 1.0);
@@ -108,11 +107,8 @@ impl Config {
             "has no effect while everything is recomputed: set schedule.recompute = false or \
              \"attention\", or leave it out",
         )?;
-        refuse(
-            density.is_some() && on_cuda,
-            "stash.relu_density",
-            "is for device.kind = \"cpu\": leave it out",
-        )?;
+        let problem = "is for device.kind = \"cpu\": leave it out";
+        refuse(density.is_some() && on_cuda, "stash.relu_density", problem)?;
         Ok(())
     }
 }

@@ -1,10 +1,11 @@
-//! The keys of `[train]`: which tensors are trained, or adapters beside them.
+//! `[train]`: which tensors are trained, and adapters beside them.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::check::must;
+use super::OnResume;
+use super::check::{is_not_negative, is_positive, must};
 use crate::error::Error;
 use crate::models::Base;
 
@@ -14,17 +15,17 @@ use crate::models::Base;
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
     /// Tensors that are trained; all when empty. Each entry is a kind (`bias`, `norm`, `weight`),
-    /// some parts of a tensor's name that follow each other between its dots (`q_proj`,
-    /// `layers.3`), or a pattern with `*` for the whole name. With `lora` they are trained beside
-    /// the adapters, in place of a classifier's head. Weights of queries, keys and values that one
-    /// product computes are trained together.
+    /// one or more successive parts of a tensor's name between its dots (`q_proj`, `layers.3`), or
+    /// a pattern with `*` for the whole name. With `lora` they are trained beside the adapters, in
+    /// place of a classifier's head. Weights of queries, keys and values that one product computes
+    /// are trained together.
     pub only: Vec<String>,
-    /// Tensors that are not trained, named in the same way; they count before `only`. A frozen
+    /// Tensors that are not trained, named as in `only`, over which they have precedence. A frozen
     /// tensor has no gradient and no optimizer state. The backward pass ends at the lowest layer
-    /// that has something to train.
+    /// with a trained tensor.
     pub frozen: Vec<String>,
-    /// Low-rank adapters (LoRA). They are trained in place of the model's own tensors, but for the
-    /// head of a classifier, which is trained too. Checkpoints hold adapters in the layout of
+    /// Low-rank adapters (LoRA). They are trained in place of the model's own tensors, except the
+    /// head of a classifier, which is trained too. Checkpoints have adapters in the layout of
     /// `peft`; `l2l export` adds them to the weights.
     pub lora: Option<LoraConfig>,
     /// How weights that are not trained are stored, on the host and while they travel: `as-is`
@@ -36,8 +37,8 @@ pub struct TrainConfig {
     /// α of NEFTune (Jain et al. 2023): in training, noise is added to the embeddings of tokens,
     /// uniform in ±α ÷ √(tokens of the sequence × channels). 0: none.
     pub neftune_alpha: f64,
-    /// ε of label smoothing (Szegedy et al. 2016): a label has a share of ε for all classes or
-    /// tokens together, and of 1 − ε for its own. The training loss has it, validation has not.
+    /// ε of label smoothing (Szegedy et al. 2016): the target is 1 − ε for the label, and ε is
+    /// spread over all classes or tokens. It is part of the training loss and not of validation.
     pub label_smoothing: f32,
 }
 
@@ -48,32 +49,37 @@ pub struct TrainConfig {
 pub struct LoraConfig {
     /// Rank of the adapters; 8 when absent.
     pub rank: Option<usize>,
-    /// What an adapter computes is multiplied by `alpha` ÷ `rank`; 16 when absent.
+    /// The output of an adapter is multiplied by `alpha` ÷ `rank`; 16 when absent.
     pub alpha: Option<f64>,
-    /// Multiplies by `alpha` ÷ √`rank` instead (rsLoRA).
+    /// Multiplies the output by `alpha` ÷ √`rank` instead (rsLoRA).
     pub rank_stabilised: bool,
-    /// Probability of dropout of what an adapter reads.
+    /// Probability of dropout of an adapter's input.
     pub dropout: f32,
-    /// Modules that get an adapter: parts of their names, as in `train.only`, or `all-linear` for
-    /// all products of the transformer blocks and the transform of a masked head, which is the
-    /// default. The transform of a classifier's head gets one if its name is among them.
+    /// Modules that get an adapter, by parts of their names as in `train.only`, or `all-linear`
+    /// (the default): all products of the transformer blocks and the transform of a masked head.
+    /// The transform of a classifier's head gets an adapter only by its name.
     pub targets: Option<Vec<String>>,
-    /// A directory with adapters to start from, as `peft` and the checkpoints of l2l have them.
-    /// `rank`, `alpha`, `rank_stabilised` and `targets` come from there.
+    /// A directory with adapters to start from, as `peft` and the checkpoints of l2l have them. It
+    /// gives `rank`, `alpha`, `rank_stabilised` and `targets`.
     pub path: Option<PathBuf>,
 }
 
 impl TrainConfig {
+    pub(super) const ON_RESUME: OnResume =
+        OnResume::free("").with_changes("label_smoothing neftune_alpha");
+
     pub(super) fn check(&self) -> Result<(), Error> {
-        let is_noise = self.neftune_alpha.is_finite() && self.neftune_alpha >= 0.0;
-        must(is_noise, "train.neftune_alpha", "a finite number, 0 or more")?;
+        must(
+            is_not_negative(self.neftune_alpha),
+            "train.neftune_alpha",
+            "a finite number, 0 or more",
+        )?;
         let is_share = (0.0..1.0).contains(&self.label_smoothing);
         must(is_share, "train.label_smoothing", "in [0, 1)")?;
         let Some(lora) = &self.lora else { return Ok(()) };
         let LoraConfig { rank, alpha, rank_stabilised, dropout, ref targets, ref path } = *lora;
         must(rank != Some(0), "train.lora.rank", "at least 1")?;
         let be = "a finite number above 0";
-        let is_positive = |alpha: f64| alpha.is_finite() && alpha > 0.0;
         must(alpha.is_none_or(is_positive), "train.lora.alpha", be)?;
         must((0.0..1.0).contains(&dropout), "train.lora.dropout", "in [0, 1)")?;
         let own = [

@@ -12,7 +12,7 @@ use super::order::Order;
 use super::{Batch, Dataset, Sequence};
 use crate::config::Config;
 use crate::error::Error;
-use crate::hf::shape_of;
+use crate::resolve::shape_of;
 
 /// An endless stream of batches. Dropping it ends its thread. The stream ends after an error.
 pub struct Batches {

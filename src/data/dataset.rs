@@ -9,11 +9,11 @@ use super::reader::Reader;
 use super::source::{Part, Source};
 use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
-use crate::config::{Config, Files, Labels};
+use crate::config::{Config, Files};
 use crate::error::Error;
-use crate::hf;
 use crate::models::{Head, Shape};
 use crate::random;
+use crate::resolve::label_names;
 
 /// The origin of the sequences.
 enum Kind {
@@ -434,26 +434,4 @@ impl Dataset {
             }
         }
     }
-}
-
-/// The names of the model's classes, from the config or from the model. Empty if neither has any.
-fn label_names(config: &Config) -> Result<Vec<String>, Error> {
-    let own = match &config.model.path {
-        Some(path) => hf::label_names(&hf::read_config(path)?),
-        None => Vec::new(),
-    };
-    let Some(Labels::Names(names)) = &config.model.labels else { return Ok(own) };
-    let sorted = |names: &Vec<String>| {
-        let mut names = names.clone();
-        names.sort();
-        names
-    };
-    if own != *names && sorted(&own) == sorted(names) {
-        let own = own.join(", ");
-        return Err(Error::config(
-            "model.labels",
-            format_args!("must have the order of the model's own labels, {own}"),
-        ));
-    }
-    Ok(names.clone())
 }

@@ -6,22 +6,22 @@ use std::path::PathBuf;
 /// A library that a CUDA device needs, with the path and version that were found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
-    /// Its file's name without version.
+    /// The name of the library's file, without version.
     pub name: &'static str,
     /// The file that was loaded, if the system reports it.
     pub path: Option<PathBuf>,
-    /// Its version; `None`: it is not there, or cannot be loaded.
+    /// The version of the library; `None`: it is not there, or cannot be loaded.
     pub version: Option<(u32, u32)>,
-    /// How to install it.
+    /// The advice how to install it.
     pub install: &'static str,
 }
 
 /// A GPU, as the driver reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its name.
+    /// The name of the GPU.
     pub name: String,
-    /// Its architecture: 90 stands for 9.0.
+    /// The architecture of the GPU: 90 stands for 9.0.
     pub architecture: u32,
     /// Bytes of memory.
     pub memory: u64,
@@ -43,11 +43,11 @@ pub enum KernelGroup {
 }
 
 impl KernelGroup {
-    /// All of them.
+    /// All groups.
     pub const ALL: [KernelGroup; 4] =
         [KernelGroup::Products, KernelGroup::Rows, KernelGroup::Attention, KernelGroup::Losses];
 
-    /// Its name.
+    /// The name of the group.
     pub fn name(self) -> &'static str {
         match self {
             KernelGroup::Products => "products",
@@ -61,7 +61,7 @@ impl KernelGroup {
 /// The comparison of a GPU's kernel with the CPU's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Check {
-    /// Its name.
+    /// The name of the kernel.
     pub kernel: &'static str,
     /// The number of sizes that it was run at.
     pub cases: usize,
@@ -89,7 +89,8 @@ impl Check {
 /// The total time of the launches of a GPU's kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KernelTime {
-    /// Its name; `product` for the matrix library's, and `copy` for copies on the device.
+    /// The name of the kernel; `product` for the matrix library's, and `copy` for copies on the
+    /// device.
     pub kernel: &'static str,
     /// The number of launches.
     pub launches: u64,
@@ -115,7 +116,7 @@ impl KernelTime {
 /// The times of the algorithms of a GPU's product.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProductTime {
-    /// Its sizes and dtypes.
+    /// The sizes and dtypes of the product.
     pub product: String,
     /// The number of algorithms that were timed.
     pub algorithms: usize,

@@ -33,7 +33,7 @@ use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::stash;
 use crate::worker::{CacheSlot, Dealt, Emulated, StepInput, Worker};
 
-/// See the [module](self).
+/// A ring, its lanes, and the counts of its steps.
 pub(crate) struct Engine {
     config: Config,
     pub(crate) model: Arc<Model>,
@@ -42,26 +42,30 @@ pub(crate) struct Engine {
     lanes: Arc<ThreadLanes<Emulated>>,
     /// The plans of the last steps.
     plans: StepPlans,
-    /// The number of steps of the ring that began and are counted.
-    begun: Version,
-    /// The number of training steps that began, those before this run included.
-    trained: u64,
-    /// The purpose of the step that the ring was given last, until the step is counted.
-    pending: Option<Purpose>,
-    /// Whether the last step that began trains.
-    last_trained: bool,
-    /// The number of visits of all steps.
-    visits: u64,
+    counts: Counts,
     /// How many of the layers that a step can leave out are used; `None`: all.
     layers: Option<usize>,
-    /// The loss scale, if there is one.
     loss_scale: Option<LossScale>,
     /// Whether a step whose gradient is not finite changes nothing.
     skips: bool,
-    /// Training steps that changed nothing, those before this run included.
-    skipped: u64,
-    /// Held while the model is read between steps, also by whoever no longer waits for it.
+    /// Held while the model is read between steps, even if nothing waits for that read any more.
     reading: Arc<Mutex<()>>,
+}
+
+/// The steps that were run so far. Counts of training steps include those before this run.
+#[derive(Default)]
+struct Counts {
+    /// Steps of the ring that began.
+    begun: Version,
+    /// Training steps that began.
+    trained: u64,
+    /// Training steps that changed nothing.
+    skipped: u64,
+    visits: u64,
+    /// The purpose of the last step, until the step is counted.
+    pending: Option<Purpose>,
+    /// Whether the last step that began trains.
+    last_trained: bool,
 }
 
 /// The result of a step.
@@ -106,23 +110,17 @@ impl Engine {
             relay,
             lanes,
             plans: StepPlans::default(),
-            begun: 0,
-            trained,
-            pending: None,
-            last_trained: false,
-            visits: 0,
+            counts: Counts { trained, ..Counts::default() },
             layers: None,
             loss_scale,
             skips,
-            skipped: 0,
             reading: Arc::default(),
         })
     }
 
-    /// Goes on with the loss scale of a run of before, in which so many training steps changed
-    /// nothing.
+    /// Continues an earlier run: with its loss scale, and after `skipped` steps that changed nothing.
     pub(crate) fn resume(&mut self, skipped: u64, state: Option<ScaleState>) {
-        self.skipped = skipped;
+        self.counts.skipped = skipped;
         if let (Some(scale), Some(state)) = (&mut self.loss_scale, state) {
             *scale = scale.resumed(state);
         }
@@ -134,13 +132,22 @@ impl Engine {
         self.layers = Some(count);
     }
 
-    /// The layers of a step: those that were asked for, or all that are used now.
+    /// The layers of a step. A selection without layers means all layers that are used now.
     fn layers_of_step(&self, asked: &LayerSelection) -> LayerSelection {
         let all = || self.layers.map(|count| (0..count).collect());
         LayerSelection { layers: asked.layers.clone().or_else(all), ..asked.clone() }
     }
 
-    /// Runs one step. `cache` has the KV cache slot of each sequence, if the step generates.
+    /// Checks that a batch fits the plan and the model.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub(crate) fn check(&self, batch: &Batch) -> Result<(), Error> {
+        batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)
+    }
+
+    /// Runs one step that does not train. `cache` has the KV cache slot of each sequence, if the
+    /// step generates.
     ///
     /// # Errors
     /// The batch does not fit the plan or the model, and nothing was done; or the ring failed.
@@ -150,14 +157,24 @@ impl Engine {
         purpose: Purpose,
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
+        self.check(&batch)?;
         self.run_layers(batch, purpose, cache, &LayerSelection::default()).await
     }
 
-    /// The same through these layers.
+    /// Runs one training step through these layers of the model, on a batch that passed
+    /// [`check`](Engine::check).
     ///
     /// # Errors
-    /// As [`run`](Engine::run); or the model has not these layers.
-    pub(crate) async fn run_layers(
+    /// The plan has no memory for this order of layers, and nothing was done; or the ring failed.
+    pub(crate) async fn train(
+        &mut self,
+        batch: Batch,
+        layers: &LayerSelection,
+    ) -> Result<Outcome, Error> {
+        self.run_layers(batch, Purpose::Train, Vec::new(), layers).await
+    }
+
+    async fn run_layers(
         &mut self,
         batch: Batch,
         purpose: Purpose,
@@ -167,7 +184,6 @@ impl Engine {
         self.finish_step().await?;
         drop(self.reading.lock().await);
         let layers = &self.layers_of_step(layers);
-        batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let (batch, dealt) = self.deal(batch, purpose)?;
         let make = || {
@@ -187,10 +203,10 @@ impl Engine {
             Ok(Planned { plan, stash: Arc::new(stash) })
         };
         let Planned { plan, stash } = self.plans.of(shape, layers, make)?;
-        self.visits += plan.schedule.visits.len() as u64;
-        self.pending = Some(purpose);
-        let trained = self.trained;
-        let updated = self.trained - self.skipped;
+        self.counts.visits += plan.schedule.visits.len() as u64;
+        self.counts.pending = Some(purpose);
+        let trained = self.counts.trained;
+        let updated = self.counts.trained - self.counts.skipped;
         let loss_scale = self.loss_scale.filter(|_| purpose.trains()).map(|one| one.scale.into());
         let scaled = loss_scale.unwrap_or(1.0);
         let input =
@@ -219,7 +235,7 @@ impl Engine {
     /// Counts a step that changed nothing, and changes the loss scale, once the norm of the last
     /// step that began is known. Returns true if that step changed nothing.
     fn note(&mut self, resolved: &Resolved) -> bool {
-        if !self.last_trained {
+        if !self.counts.last_trained {
             return false;
         }
         let is_finite = resolved.norm.is_finite();
@@ -227,14 +243,14 @@ impl Engine {
             scale.stepped(is_finite);
         }
         let skipped = self.skips && !is_finite;
-        self.skipped += u64::from(skipped);
+        self.counts.skipped += u64::from(skipped);
         skipped
     }
 
-    /// This process's part of a batch, and what it must know of the whole; the batch itself where
-    /// each process computes the whole step.
+    /// This rank's part of a batch, and facts about the whole batch. If each rank computes the whole
+    /// step, the batch stays as it is.
     fn deal(&self, batch: Batch, purpose: Purpose) -> Result<(Batch, Option<Dealt>), Error> {
-        let share = self.plan.share;
+        let share = self.plan.share();
         if !share.deals(purpose) {
             return Ok((batch, None));
         }
@@ -247,15 +263,14 @@ impl Engine {
         Ok((part, Some(Dealt { groups, rows, tokens: batch.tokens, first_sequence })))
     }
 
-    /// Counts the step that the ring was given last, if it began. A step that began is counted also
-    /// when its future was dropped.
+    /// Counts the last step, if the ring began it. It is counted even if its future was dropped.
     fn count_step(&mut self) {
-        if self.relay.begun() > self.begun {
-            self.begun = self.relay.begun();
-            self.last_trained = self.pending.is_some_and(Purpose::trains);
-            self.trained += u64::from(self.last_trained);
+        if self.relay.begun() > self.counts.begun {
+            self.counts.begun = self.relay.begun();
+            self.counts.last_trained = self.counts.pending.is_some_and(Purpose::trains);
+            self.counts.trained += u64::from(self.counts.last_trained);
         }
-        self.pending = None;
+        self.counts.pending = None;
     }
 
     /// Converts an error of the ring, which counts steps of all purposes, to training steps.
@@ -267,8 +282,8 @@ impl Engine {
             }
             Failed { cause, integrity: Integrity::Whole(version) } => {
                 // The model is in the state after the last step, or after the step before it.
-                let undone = u64::from(version < self.begun && self.last_trained);
-                let integrity = Integrity::Whole(self.trained - undone);
+                let undone = u64::from(version < self.counts.begun && self.counts.last_trained);
+                let integrity = Integrity::Whole(self.counts.trained - undone);
                 Error::Ring(Failed { cause, integrity })
             }
             error => error.into(),
@@ -277,15 +292,14 @@ impl Engine {
 
     /// The number of training steps that began, as of the last step or [`Engine::refresh`].
     pub(crate) fn trained(&self) -> u64 {
-        self.trained
+        self.counts.trained
     }
 
     /// The number of training steps that changed nothing, as far as their norms are known.
     pub(crate) fn skipped(&self) -> u64 {
-        self.skipped
+        self.counts.skipped
     }
 
-    /// The state of the loss scale, if there is one.
     pub(crate) fn scale_state(&self) -> Option<ScaleState> {
         self.loss_scale.map(|scale| scale.state())
     }
@@ -297,12 +311,12 @@ impl Engine {
 
     /// The number of steps that began, of all purposes.
     pub(crate) fn begun(&self) -> Version {
-        self.begun
+        self.counts.begun
     }
 
     /// The number of visits until now, of the device and of the host.
     pub(crate) fn visits(&self) -> u64 {
-        self.visits
+        self.counts.visits
     }
 
     /// The time on the lanes' clock.
@@ -378,14 +392,13 @@ impl Engine {
     }
 }
 
-/// The config of the ring for a model's plan.
 pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Duration>) -> RingConfig {
     RingConfig {
         pools: plan.pools,
         blocks: model.blocks.len() as u32,
         max_layers: model.layers.len() as u32,
-        max_micro_batches: plan.most_micro_batches as u32,
-        deferred: plan.deferred,
+        max_micro_batches: plan.batch.most_micro_batches as u32,
+        deferred: plan.deferred(),
         watchdog,
         inject: None,
     }

@@ -1,4 +1,4 @@
-//! The plans of the steps that a run alternates between, made once each.
+//! A cache of step plans: a run alternates between few shapes of steps, and plans each once.
 
 use std::sync::Arc;
 
@@ -9,18 +9,18 @@ use crate::models::LayerSelection;
 use crate::plan::StepShape;
 use crate::stash::StashLayout;
 
-/// Plans that are kept: training, validation and a sample have one shape each, and the last batch
-/// of a file another.
+/// The most plans that are kept. Training, validation and a sample have one shape each, and the last
+/// batch of a file has another.
 const KEPT: usize = 8;
 
-/// A step's plan and where its boundaries lie in the stash.
+/// A step's plan and the places of its boundaries in the stash.
 #[derive(Clone)]
 pub(super) struct Planned {
     pub(super) plan: Arc<StepPlan>,
     pub(super) stash: Arc<StashLayout>,
 }
 
-/// What a plan is for.
+/// The steps that a plan can be used for.
 #[derive(Clone, PartialEq)]
 struct Key {
     shape: StepShape,
@@ -34,10 +34,10 @@ pub(super) struct StepPlans {
 }
 
 impl StepPlans {
-    /// The plan of a step of this shape and with these layers. It is made if it is not kept.
+    /// The plan of a step of this shape and with these layers. `make` makes it if it is not kept.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// `make` failed.
     pub(super) fn of(
         &mut self,
         shape: StepShape,

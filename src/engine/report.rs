@@ -29,7 +29,7 @@ pub struct StepReport {
     pub bottleneck: Bottleneck,
     /// The most bytes of device memory in use.
     pub device_peak_bytes: u64,
-    /// With several devices: the one that computed longest, and the share of the step that it did.
+    /// With several devices: the device that computed longest, and its share of the step's time.
     pub slowest_device: Option<(u8, f64)>,
 }
 
@@ -70,7 +70,7 @@ pub struct Summary {
     pub bytes_uploaded: u64,
     /// Bytes that were downloaded from the device.
     pub bytes_downloaded: u64,
-    /// The same for each device.
+    /// Bytes of each device.
     pub links: Vec<LinkBytes>,
     /// Bytes of the host that were pinned for copies of GPUs.
     pub pinned_bytes: u64,

@@ -17,18 +17,17 @@ use crate::tensor::View;
 /// The alignment that direct I/O needs, in bytes: of places in the file, of memory and of lengths.
 const PAGE: usize = 4096;
 
-/// The same alignment in floats.
 pub(super) const PAGE_FLOATS: usize = PAGE / size_of::<f32>();
 
 /// Bytes of one request: enough to keep the disk busy, and few enough that a chunk is still in the
 /// processor's cache when it is digested.
 const CHUNK: usize = 4 << 20;
 
-/// Called after each chunk that was read or written, so that a watchdog sees that a long operation
-/// goes on.
+/// Called after each chunk that was read or written, so that a long operation does not trip the
+/// watchdog.
 pub(super) type Progress<'p> = &'p dyn Fn();
 
-/// See the [module](self).
+/// A file, and whether direct I/O is used for it.
 #[derive(Debug)]
 pub(super) struct Direct {
     file: File,
@@ -36,7 +35,7 @@ pub(super) struct Direct {
 }
 
 impl Direct {
-    /// Uses direct I/O for this file from now on, if the file system allows it.
+    /// A file with direct I/O, if the file system allows it.
     pub(super) fn new(file: File) -> Direct {
         let is_direct = set_direct(&file, true) && probe(&file);
         if !is_direct {
@@ -50,7 +49,7 @@ impl Direct {
         self.is_direct
     }
 
-    /// [`reserve`] of the whole file.
+    /// Gives the file its size, with [`reserve`].
     ///
     /// # Errors
     /// The disk is full.

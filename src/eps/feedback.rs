@@ -1,7 +1,8 @@
-//! What compression keeps of gradients from step to step: errors, and factors of matrices.
+//! Error feedback: what compression keeps of gradients from step to step, errors and factors of
+//! matrices.
 //!
-//! The lane that compresses a block's gradients has a lease on them, while others read the block's
-//! masters. Of several ranks each keeps what belongs to its own groups, of whole blocks.
+//! The lane that compresses a block's gradients has a lease on them, while other lanes read the
+//! block's masters. Each rank keeps them for its own groups, and for whole blocks.
 
 use std::ops::Range;
 use std::sync::{RwLock, RwLockWriteGuard, TryLockError};
@@ -11,15 +12,13 @@ use l2l_actors::schedule::BlockId;
 use crate::compression::{Compression, FeedbackRun};
 use crate::models::Model;
 
-/// The runs of one block: those of the first group, then those of the next.
+/// The runs of one block, group after group.
 type Runs = Vec<Vec<f32>>;
 
-/// See the [module](self).
 pub(crate) struct ErrorFeedback {
     pub(crate) compression: Compression,
-    /// All groups of the run.
     pub(crate) groups: u32,
-    /// Those whose gradients this process computes.
+    /// The groups whose gradients this rank computes.
     pub(crate) own: Range<u32>,
     layout: Vec<Vec<FeedbackRun>>,
     runs: Vec<RwLock<Runs>>,
@@ -47,17 +46,16 @@ impl ErrorFeedback {
         ErrorFeedback { compression, groups, own, layout, runs }
     }
 
-    /// Runs of each block.
+    /// The number of runs of a block.
     pub(super) fn count(&self) -> usize {
         self.groups as usize * self.compression.runs_per_group()
     }
 
-    /// What a run of a block has of each tensor.
+    /// Where a run of a block has each tensor.
     pub(super) fn layout(&self, id: BlockId, run: usize) -> &FeedbackRun {
         &self.layout[id.0 as usize][run]
     }
 
-    /// The group that a run is for.
     pub(super) fn group_of(&self, run: usize) -> u32 {
         (run / self.compression.runs_per_group()) as u32
     }
@@ -75,7 +73,6 @@ impl ErrorFeedback {
         write(&mut self.runs[id.0 as usize].write().expect("nobody panicked inside")[run]);
     }
 
-    /// A lease on the runs of a block.
     pub(crate) fn lease(&self, id: BlockId) -> RwLockWriteGuard<'_, Runs> {
         match self.runs[id.0 as usize].try_write() {
             Err(TryLockError::WouldBlock) => panic!("the errors of {id} are in use"),

@@ -2,8 +2,8 @@
 //!
 //! An update writes the new block over the older copy; the newer copy stays as it is. The
 //! [index](super::index) says which copy is valid, and is written when a step is complete
-//! ([`FileTier::seal`]). The parts of a block (masters, each optimizer state) begin at page
-//! boundaries, and each has a digest that is checked when it is read. Memory holds only the index.
+//! ([`FileTier::seal`]). The runs of a block (masters, each optimizer state) begin at pages, and each
+//! has a digest that is checked when it is read. Memory holds only the index.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,7 +16,7 @@ use serde_json::Value;
 use super::BlockPart;
 use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
-use super::places::Places;
+use super::places::{BlockPlace, FileRange, Places};
 use crate::folder;
 use crate::lock::Lock;
 use crate::models::BlockTensors;
@@ -24,10 +24,10 @@ use crate::optimizers::StateLayout;
 use crate::tensor::Arena;
 use crate::tensor::View;
 
-/// The copies of each block of a model that is trained: the valid one and the one before.
+/// The copies of each block of a model that is trained: the valid copy and the one before it.
 const COPIES: usize = 2;
 
-/// The part of the tier that changes while a run goes on.
+/// What changes while a run goes on.
 struct Current {
     versions: Vec<Version>,
     /// The digests of gradient regions. They are not in the index, because no region outlives a
@@ -39,16 +39,16 @@ struct Current {
 /// Between steps no watchdog asks for progress.
 const NO_PROGRESS: Progress<'static> = &|| ();
 
-/// See the [module](self).
+/// The blocks of a model on file.
 pub(crate) struct FileTier {
     file: Direct,
     /// The folder of the index. `None` for an unnamed file, which has no index.
     folder: Option<PathBuf>,
     places: Places,
     current: Mutex<Current>,
-    /// Holds one part of a block, for reads and writes between steps.
+    /// Holds one run of a block, for reads and writes between steps.
     buffer: Mutex<Arena>,
-    /// Its file `lock` and its blocks: they keep other runs away until they are dropped.
+    /// The locks of the folder's files `lock` and `blocks`. They keep other processes away.
     locks: Option<[Lock; 2]>,
 }
 
@@ -70,7 +70,7 @@ impl Folder {
         Ok(Folder { path: path.into(), lock: Lock::of(&at, lock)? })
     }
 
-    /// The states that the folder holds: see [`states_in`].
+    /// The states that the folder holds, the newest first.
     ///
     /// # Errors
     /// As [`states_in`].
@@ -80,7 +80,7 @@ impl Folder {
 }
 
 /// The error of data whose digest differs.
-fn changed(what: &str, floats: usize, at: u64) -> io::Error {
+fn changed(what: &str, FileRange { at, floats }: FileRange) -> io::Error {
     let bytes = floats * size_of::<f32>();
     let what = format!(
         "{what}, {bytes} bytes at byte {at}, is not what was written: the disk, or somebody, \
@@ -107,7 +107,7 @@ impl FileTier {
         let at = path.join("blocks");
         let file =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&at)?;
-        // A second run that found no file `lock`, as somebody removed it, ends here.
+        // If the file `lock` was removed, another process could lock a new one, but not the blocks.
         let blocks_lock = Lock::of(&at, file.try_clone()?)?;
         let places = Places::new(blocks, COPIES, states, region);
         let layout = places.layout();
@@ -162,8 +162,8 @@ impl FileTier {
 
     /// The index of blocks of zeros.
     fn blank(places: &Places) -> Index {
-        let entry = |(_, parts): &(u64, Vec<usize>)| {
-            let digests = vec![None; parts.len()];
+        let entry = |block: &BlockPlace| {
+            let digests = vec![None; block.runs.len()];
             Entry { copy: 0, updates: 0, digests }
         };
         let blocks = places.blocks.iter().map(entry).collect();
@@ -213,7 +213,6 @@ impl FileTier {
         }
     }
 
-    /// The number of updates that a block has had.
     pub(crate) fn updates_of(&self, id: BlockId) -> u64 {
         self.current().index.blocks[id.0 as usize].updates
     }
@@ -229,29 +228,50 @@ impl FileTier {
         self.current().index.run = run;
     }
 
-    /// Reads one part of a block from the copy that its entry names.
-    fn read_part(
+    /// Reads one run of a block from the copy that its entry names.
+    fn read_run(
         &self,
         id: BlockId,
         entry: &Entry,
-        part: usize,
+        run: usize,
         to: &mut [f32],
         progress: Progress<'_>,
     ) -> io::Result<()> {
-        let Some(expected) = &entry.digests[part] else {
+        let Some(expected) = &entry.digests[run] else {
             to.fill(0.0);
             return Ok(());
         };
-        let (at, floats) = self.places.of(id, entry.copy, part);
-        let digest = self.file.read(at, &mut to[..floats], progress);
-        let digest = digest.map_err(|error| self.located(id, error))?;
-        if format!("{digest:032x}") == *expected {
+        let range = self.places.of(id, entry.copy, run);
+        if format!("{:032x}", self.read_range(id, range, to, progress)?) == *expected {
             return Ok(());
         }
-        Err(self.located(id, changed(&format!("part {part}"), floats, at)))
+        Err(self.located(id, changed(&format!("part {run}"), range)))
     }
 
-    /// The error, with the folder and the block.
+    /// Reads a range of a block, and gives its digest.
+    fn read_range(
+        &self,
+        id: BlockId,
+        FileRange { at, floats }: FileRange,
+        to: &mut [f32],
+        progress: Progress<'_>,
+    ) -> io::Result<u128> {
+        let digest = self.file.read(at, &mut to[..floats], progress);
+        digest.map_err(|error| self.located(id, error))
+    }
+
+    /// Writes a range of a block, and gives its digest.
+    fn write_range(
+        &self,
+        id: BlockId,
+        FileRange { at, floats }: FileRange,
+        from: &[f32],
+        progress: Progress<'_>,
+    ) -> io::Result<u128> {
+        let digest = self.file.write(at, &from[..floats], progress);
+        digest.map_err(|error| self.located(id, error))
+    }
+
     fn located(&self, id: BlockId, error: io::Error) -> io::Error {
         let folder = self.folder.as_deref().map_or("an unnamed file".into(), Path::to_string_lossy);
         io::Error::new(error.kind(), format!("eps.path {folder}: {id}: {error}"))
@@ -268,25 +288,25 @@ impl FileTier {
         to: &mut [f32],
         progress: Progress<'_>,
     ) -> io::Result<()> {
-        let part = BlockPart::Parameters.index();
-        self.read_part(id, &self.entry(id, version), part, to, progress)
+        let run = BlockPart::Parameters.index();
+        self.read_run(id, &self.entry(id, version), run, to, progress)
     }
 
-    /// Cuts memory for all parts of a block into these: masters, states, and what follows.
+    /// Splits memory into the runs of a block (masters, then states) and the rest behind them.
     pub(crate) fn split<'m>(&self, id: BlockId, memory: &'m mut [f32]) -> Vec<&'m mut [f32]> {
         let mut rest = memory;
         let mut all = Vec::new();
-        for &floats in self.places.parts(id) {
-            let (part, behind) = rest.split_at_mut(floats);
-            all.push(part);
+        for &floats in self.places.runs(id) {
+            let (run, behind) = rest.split_at_mut(floats);
+            all.push(run);
             rest = behind;
         }
         all.push(rest);
         all
     }
 
-    /// Reads all parts of a block into `to`, one behind the other. With `region` the block's
-    /// gradient region follows.
+    /// Reads all runs of a block into `to`, one behind the other. With `region`, the block's gradient
+    /// region follows.
     ///
     /// # Errors
     /// As [`read_parameters`](FileTier::read_parameters).
@@ -299,16 +319,16 @@ impl FileTier {
         progress: Progress<'_>,
     ) -> io::Result<()> {
         let entry = self.entry(id, version);
-        let mut parts = self.split(id, to);
-        let behind = parts.pop().expect("what follows the parts");
-        for (part, to) in parts.into_iter().enumerate() {
-            self.read_part(id, &entry, part, to, progress)?;
+        let mut runs = self.split(id, to);
+        let behind = runs.pop().expect("the rest is behind the runs");
+        for (run, to) in runs.into_iter().enumerate() {
+            self.read_run(id, &entry, run, to, progress)?;
         }
         if region { self.read_region(id, behind, progress) } else { Ok(()) }
     }
 
-    /// Writes all parts of a block that was updated from this version, over the older copy. The
-    /// layout of `from` is that of [`read_state`](FileTier::read_state).
+    /// Writes all runs of a block that was updated from this version, over the older copy. They lie
+    /// in `from` as [`read_state`](FileTier::read_state) leaves them.
     ///
     /// # Errors
     /// The disk fails.
@@ -321,15 +341,12 @@ impl FileTier {
     ) -> io::Result<()> {
         let Entry { copy, updates, .. } = self.entry(id, version);
         let copy = 1 - copy;
-        let parts = self.places.parts(id).len();
-        let mut digests = Vec::with_capacity(parts);
-        for part in 0..parts {
-            let (at, floats) = self.places.of(id, copy, part);
-            let (values, behind) = from.split_at(floats);
-            let digest = self.file.write(at, values, progress);
-            let digest = digest.map_err(|error| self.located(id, error))?;
+        let mut digests = Vec::new();
+        for run in 0..self.places.runs(id).len() {
+            let range = self.places.of(id, copy, run);
+            let digest = self.write_range(id, range, from, progress)?;
             digests.push(Some(format!("{digest:032x}")));
-            from = behind;
+            from = &from[range.floats..];
         }
         let mut current = self.current();
         current.versions[id.0 as usize] = version + 1;
@@ -347,12 +364,11 @@ impl FileTier {
         to: &mut [f32],
         progress: Progress<'_>,
     ) -> io::Result<()> {
-        let (at, floats) = self.region(id);
-        let digest = self.file.read(at, &mut to[..floats], progress);
-        let digest = digest.map_err(|error| self.located(id, error))?;
+        let region = self.region(id);
+        let digest = self.read_range(id, region, to, progress)?;
         match self.current().regions[id.0 as usize] == digest {
             true => Ok(()),
-            false => Err(self.located(id, changed("its gradient", floats, at))),
+            false => Err(self.located(id, changed("its gradient", region))),
         }
     }
 
@@ -366,15 +382,13 @@ impl FileTier {
         from: &[f32],
         progress: Progress<'_>,
     ) -> io::Result<()> {
-        let (at, floats) = self.region(id);
-        let digest = self.file.write(at, &from[..floats], progress);
-        let digest = digest.map_err(|error| self.located(id, error))?;
+        let digest = self.write_range(id, self.region(id), from, progress)?;
         self.current().regions[id.0 as usize] = digest;
         Ok(())
     }
 
-    /// The first byte and the floats of a block's gradient region.
-    fn region(&self, id: BlockId) -> (u64, usize) {
+    /// The place of a block's gradient region.
+    fn region(&self, id: BlockId) -> FileRange {
         let region = self.places.regions[id.0 as usize];
         region.unwrap_or_else(|| panic!("{id} has no region"))
     }
@@ -393,7 +407,7 @@ impl FileTier {
             current.index.clone()
         };
         let written = self.file.sync().and_then(|()| {
-            // Else the index would go to a folder that another run may have.
+            // Without its lock, the folder may belong to another process by now.
             self.locks.as_ref().map_or(Ok(()), |[_, blocks]| blocks.still_held())?;
             index.write(folder)
         });
@@ -408,11 +422,11 @@ impl FileTier {
         part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> io::Result<R> {
-        let Some(&floats) = self.places.parts(id).get(part.index()) else { return Ok(read(&[])) };
+        let Some(&floats) = self.places.runs(id).get(part.index()) else { return Ok(read(&[])) };
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.current().index.blocks[id.0 as usize].clone();
         let to = buffer.values_mut(View::floats(0, floats));
-        self.read_part(id, &entry, part.index(), to, NO_PROGRESS)?;
+        self.read_run(id, &entry, part.index(), to, NO_PROGRESS)?;
         Ok(read(to))
     }
 
@@ -422,20 +436,19 @@ impl FileTier {
         part: BlockPart,
         write: impl FnOnce(&mut [f32]),
     ) -> io::Result<()> {
-        if part.index() >= self.places.parts(id).len() {
+        if part.index() >= self.places.runs(id).len() {
             write(&mut []);
             return Ok(());
         }
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.current().index.blocks[id.0 as usize].clone();
-        let part = part.index();
-        let (at, floats) = self.places.of(id, entry.copy, part);
-        let values = buffer.values_mut(View::floats(0, floats));
-        self.read_part(id, &entry, part, values, NO_PROGRESS)?;
+        let run = part.index();
+        let range = self.places.of(id, entry.copy, run);
+        let values = buffer.values_mut(View::floats(0, range.floats));
+        self.read_run(id, &entry, run, values, NO_PROGRESS)?;
         write(values);
-        let digest = self.file.write(at, values, NO_PROGRESS);
-        let digest = digest.map_err(|error| self.located(id, error))?;
-        self.current().index.blocks[id.0 as usize].digests[part] = Some(format!("{digest:032x}"));
+        let digest = self.write_range(id, range, values, NO_PROGRESS)?;
+        self.current().index.blocks[id.0 as usize].digests[run] = Some(format!("{digest:032x}"));
         Ok(())
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! The index is written at the end of a step, when all data of the step is on the disk. It is
 //! written to two files in turn. A file that was torn by a kill or a power loss does not match its
-//! digest, and then the other file has the state before. So either at any moment costs only the
-//! running step.
+//! digest, and then the other file has the state before. So a kill or a power loss costs the running
+//! step alone.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};
@@ -25,11 +25,11 @@ pub(super) struct Entry {
     pub(super) copy: u8,
     /// The number of updates the block has had.
     pub(super) updates: u64,
-    /// The digest of each part, masters first. `None`: the part is zeros, and was never written.
+    /// The digest of each run, masters first. `None`: the run was never written, and is zeros.
     pub(super) digests: Vec<Option<String>>,
 }
 
-/// See the [module](self).
+/// Which copies are valid, and the run that wrote them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Index {
@@ -37,9 +37,8 @@ pub(super) struct Index {
     pub(super) sequence: u64,
     /// The number of training steps done.
     pub(super) step: u64,
-    /// The number of parts and their sizes, which the places of all copies follow from.
+    /// The number of runs and their sizes. The places of all copies follow from it.
     pub(super) layout: String,
-    /// All blocks, by their ids.
     pub(super) blocks: Vec<Entry>,
     /// The state of the run beside its blocks (progress, identity), as the checkpoint room writes
     /// it.
@@ -55,15 +54,15 @@ pub(crate) struct StateOnFile {
     pub(crate) run: Value,
 }
 
-/// The folder of a rank, of several that have an EPS on file.
+/// The folder of one rank, if several have an EPS on file.
 pub(crate) fn rank_folder(path: &Path, rank: Rank) -> PathBuf {
     path.join(format!("{OF_RANK}{rank}"))
 }
 
 const OF_RANK: &str = "rank-";
 
-/// The states that a folder holds, the newest first: that of the last step, and that of the step
-/// before. The folder need not be locked.
+/// The states that a folder holds, the newest first: after the last step, and after the step before.
+/// The folder need not be locked.
 ///
 /// # Errors
 /// There is a state, and it is not complete; or there is one of another number of processes.
@@ -146,7 +145,7 @@ impl Index {
     pub(super) fn write(&self, folder: &Path) -> io::Result<()> {
         let text = serde_json::to_vec(self).expect("it is plain data");
         let path = Index::path(folder, self.sequence);
-        // A new file gets its name when it is complete. So one that is torn and alone is damage.
+        // A new file gets its name when it is complete. So a torn file without another is damage.
         let is_new = !path.try_exists()?;
         let at = if is_new { folder.join("index.new") } else { path.clone() };
         let mut file = File::create(&at)?;

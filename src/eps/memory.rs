@@ -14,12 +14,10 @@ use crate::models::BlockTensors;
 use crate::optimizers::StateLayout;
 use crate::tensor::Pages;
 
-/// One block of the model.
 #[derive(Debug)]
 pub(crate) struct MasterBlock {
     /// The step that the block is valid for.
     pub(crate) version: Version,
-    /// The number of updates it has had.
     pub(crate) updates: u64,
     /// The masters, f32 or split, and frozen tensors in other formats, in pages that a device can
     /// pin.
@@ -28,7 +26,7 @@ pub(crate) struct MasterBlock {
     pub(crate) states: Vec<Vec<f32>>,
 }
 
-/// See the [module](self).
+/// The blocks of a model and their gradient regions in memory.
 pub(crate) struct MemoryTier {
     blocks: Vec<RwLock<MasterBlock>>,
     regions: Vec<RwLock<Vec<f32>>>,
@@ -79,7 +77,7 @@ impl MemoryTier {
         read(match part {
             BlockPart::Parameters => &block.parameters,
             BlockPart::State(index) => block.states.get(index).map_or(&[], Vec::as_slice),
-            BlockPart::Feedback(_) => unreachable!("it is kept elsewhere"),
+            BlockPart::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
         })
     }
 
@@ -88,7 +86,7 @@ impl MemoryTier {
         write(match part {
             BlockPart::Parameters => &mut block.parameters,
             BlockPart::State(index) => block.states.get_mut(index).map_or(&mut [], Vec::as_mut),
-            BlockPart::Feedback(_) => unreachable!("it is kept elsewhere"),
+            BlockPart::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
         });
     }
 
@@ -117,8 +115,8 @@ impl MemoryTier {
         block
     }
 
-    /// Moves a block to its next version without a change. Whoever saves the block may be reading
-    /// it.
+    /// Moves a block to its next version without a change. The block may be read at this time, by the
+    /// thread that saves it.
     pub(super) fn carry(&self, id: BlockId, version: Version) {
         let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
         let held = block.version;

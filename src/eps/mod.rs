@@ -1,10 +1,10 @@
 //! The eager param-server (EPS): masters, optimizer states, gradient regions and versions of all
 //! blocks, in memory or in a file.
 //!
-//! The two tiers differ in who moves a block. In memory the lanes that read and update a
-//! block hold a lease on it. On file the file lane reads the block into a slot and
-//! writes it back. Everything between steps (initial weights, checkpoints, digests) is the same for
-//! both: see `Eps::read_with` and `Eps::write_with`.
+//! The two tiers move blocks in different ways. In memory, the lanes that read or update a block hold
+//! a lease on it. On file, the file lane reads the block into a slot and writes it back. Between
+//! steps (initial weights, checkpoints, digests) both are used through `Eps::read_with` and
+//! `Eps::write_with`.
 
 mod direct;
 mod feedback;
@@ -30,7 +30,7 @@ pub(crate) use file::{FileTier, Folder};
 pub(crate) use index::{StateOnFile, rank_folder, state_in};
 pub(crate) use memory::MemoryTier;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
-pub(crate) use places::{part_floats, parts_of};
+pub(crate) use places::{paged, runs_on_file};
 pub(crate) use saving::Saving;
 pub(crate) use stored::TableRows;
 
@@ -39,27 +39,26 @@ use crate::fabric::parts::Parts;
 use crate::models::{BlockTensors, Model, Tensor};
 use crate::optimizers::{BlockStates, RuleState, StateLayout};
 
-/// A part of a block.
+/// A run of a block: one range of numbers that is read, written and cut by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum BlockPart {
     /// The masters.
     Parameters,
     /// One of the optimizer's states, by its index.
     State(usize),
-    /// One of the runs that compression keeps.
+    /// A run of error feedback, by its index.
     Feedback(usize),
 }
 
-/// Numbers of parts that compression keeps begin here.
+/// The number of the first run of error feedback: optimizers have far fewer states.
 const FEEDBACK: usize = 1 << 16;
 
 impl BlockPart {
-    /// The first of a block's parts, and one behind all of them.
+    /// The first run of a block, and a bound above all its runs.
     pub(crate) const FIRST: BlockPart = BlockPart::Parameters;
     pub(crate) const LAST: BlockPart = BlockPart::Feedback(usize::MAX);
 
-    /// Its number among the parts of a block: the masters, then the states, then what compression
-    /// keeps.
+    /// The number among the runs of a block: masters, then states, then error feedback.
     fn index(self) -> usize {
         match self {
             BlockPart::Parameters => 0,
@@ -77,24 +76,24 @@ impl BlockPart {
     }
 }
 
-/// Where the blocks are.
+/// Where the runs of blocks are.
 enum Tier {
     Memory(MemoryTier),
     File(Box<FileTier>),
 }
 
-/// See the [module](self).
+/// The blocks of a model, in one of the two tiers.
 pub(crate) struct Eps {
-    /// Of each block; of a run with several ranks, of this rank's part.
+    /// The tensors of this rank's part of each block.
     tensors: Vec<BlockTensors>,
-    /// Which parts the ranks have, if there are several.
+    /// How blocks are cut, if there are several ranks.
     parts: Option<RankParts>,
-    /// The optimizer's states of those tensors.
+    /// The optimizer's states of these tensors.
     states: StateLayout,
-    /// What compression keeps, if there is compression.
+    /// The error feedback, if gradients are compressed.
     feedback: Option<ErrorFeedback>,
     tier: Tier,
-    /// The state that is being saved, or was last.
+    /// The progress of the last saving, which may still go on.
     saving: Mutex<Option<Arc<saving::Progress>>>,
 }
 
@@ -119,30 +118,29 @@ impl Eps {
         Eps { tensors, parts: None, states, feedback: None, tier, saving: Mutex::default() }
     }
 
-    /// The same EPS, whose tensors are this rank's parts of the model's.
+    /// Sets how blocks are cut.
     pub(crate) fn of_rank(self, parts: Option<RankParts>) -> Eps {
         Eps { parts, ..self }
     }
 
-    /// The same EPS, with what compression keeps.
     pub(crate) fn with_feedback(self, feedback: Option<ErrorFeedback>) -> Eps {
         Eps { feedback, ..self }
     }
 
-    /// What compression keeps, if there is compression.
+    /// The error feedback, if gradients are compressed.
     pub(crate) fn feedback(&self) -> Option<&ErrorFeedback> {
         self.feedback.as_ref()
     }
 
-    /// Which parts the ranks have, if there are several.
+    /// How blocks are cut, if there are several ranks.
     pub(crate) fn parts(&self) -> Option<&RankParts> {
         self.parts.as_ref()
     }
 
-    /// Does work that reads the EPS, and that is to be done once: with several ranks, on the first.
+    /// Does work once that reads the EPS: with several ranks, on the first one.
     ///
     /// # Errors
-    /// That of the work, on all ranks.
+    /// The work failed: all ranks get the error.
     pub(crate) fn once(&self, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         match &self.parts {
             None => work(),
@@ -161,7 +159,6 @@ impl Eps {
         }
     }
 
-    /// The file tier, if the blocks are on file.
     pub(crate) fn file(&self) -> Option<&FileTier> {
         match &self.tier {
             Tier::Memory(_) => None,
@@ -169,7 +166,7 @@ impl Eps {
         }
     }
 
-    /// The optimizer's states of what this process has of a block.
+    /// The optimizer's states of this rank's part of a block.
     pub(crate) fn own_states(&self, id: BlockId) -> &BlockStates {
         self.states.of(id.0 as usize)
     }
@@ -179,15 +176,15 @@ impl Eps {
         self.parts.as_ref().map_or_else(|| self.own_states(id), |parts| parts.states(id))
     }
 
-    /// All parts of blocks but the masters.
+    /// All runs of blocks except the masters.
     pub(crate) fn state_parts(&self) -> impl Iterator<Item = BlockPart> + use<> {
         let states = self.parts.as_ref().map_or(&self.states, RankParts::layout).count();
         let feedback = self.feedback.as_ref().map_or(0, ErrorFeedback::count);
         (0..states).map(BlockPart::State).chain((0..feedback).map(BlockPart::Feedback))
     }
 
-    /// What a block's part has of each tensor, in the order of their layer: bytes of the part, and
-    /// the state, of a part of states.
+    /// The tensors that a run of a block has, in the order of their layer: for each its state, in a
+    /// run that is not the masters, and its bytes in the run.
     pub(crate) fn pieces<'t>(
         &self,
         id: BlockId,
@@ -238,13 +235,12 @@ impl Eps {
         }
     }
 
-    /// The tensors of a block.
     pub(crate) fn tensors(&self, id: BlockId) -> &BlockTensors {
         &self.tensors[id.0 as usize]
     }
 
-    /// Reads a part of a block as f32, while no step runs, or while the block is being saved. All
-    /// ranks read the same; see [`once`](Eps::once) for what one rank does.
+    /// Reads a run of a block as f32, while no step runs, or while the block is being saved. All
+    /// ranks must call this with the same arguments, except within [`once`](Eps::once).
     ///
     /// # Errors
     /// The file cannot be read, or is not as it was written; or a rank is lost.
@@ -258,11 +254,10 @@ impl Eps {
         let cut = self.cut_of(parts, id, part);
         let len = cut.of(parts.exchanges.rank()).len();
         let own = self.read_own(id, part, |own| own[..len].to_vec())?;
-        Ok(read(&parts.complete(id, part, &cut, &own)?))
+        Ok(read(&parts.all_gather(id, part, &cut, &own)?))
     }
 
-    /// How a part of a block is cut. What compression keeps for a group is with the rank that
-    /// computes the group.
+    /// How a run of a block is cut. The rank that computes a group has the group's error feedback.
     fn cut_of(&self, parts: &RankParts, id: BlockId, part: BlockPart) -> Parts {
         let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) else {
             return parts.of_part(id, part);
@@ -273,7 +268,7 @@ impl Eps {
         Parts::new((0..parts.exchanges.ranks()).map(end).collect())
     }
 
-    /// Reads a part of a block as it is stored.
+    /// Reads this rank's part of a run as it is stored.
     fn read_stored<R>(
         &self,
         id: BlockId,
@@ -291,8 +286,8 @@ impl Eps {
         }
     }
 
-    /// Changes a part of a block, given as f32, while no step runs. All ranks make the same change,
-    /// each in its own part; what other ranks have is zeros here.
+    /// Changes a run of a block, as f32, while no step runs. All ranks make the same change, and each
+    /// stores its own part. `write` sees zeros in the parts of other ranks.
     ///
     /// # Errors
     /// The file cannot be read or written, or is not as it was written.
@@ -314,7 +309,7 @@ impl Eps {
         })
     }
 
-    /// Changes a part of a block as it is stored.
+    /// Changes this rank's part of a run as it is stored.
     fn write_stored(
         &self,
         id: BlockId,

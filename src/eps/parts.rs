@@ -1,9 +1,8 @@
 //! The EPS of a run with several ranks: each has a part of every block.
 //!
-//! A part is cut at the chunks of the gradient norm's sums, so a rank measures and updates its part
-//! as one process would. Between steps a block is read whole: each rank sends its part. Either all
-//! ranks read the same block, or the first rank asks the others for it
-//! ([`RankParts::first_alone`]).
+//! Blocks are cut between chunks of the gradient norm's sums, so the sums of all parts are those of
+//! one process. Between steps a block is read whole: each rank sends its part. Either all ranks read
+//! the same block, or the first rank asks the others for it ([`RankParts::first_alone`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,11 +16,11 @@ use crate::fabric::parts::Parts;
 use crate::fabric::{Channel, Exchanges, Lost};
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{BlockStates, StateLayout, UpdateRule, chunks};
+use crate::tensor::ALIGNED;
 
-/// See the [module](self).
+/// How blocks and their optimizer states are cut into parts, and the exchanges between ranks.
 pub(crate) struct RankParts {
     pub(crate) exchanges: Arc<Exchanges>,
-    /// The tensors of the whole blocks.
     pub(crate) tensors: Vec<BlockTensors>,
     /// How each block is cut, in elements.
     cuts: Vec<Parts>,
@@ -29,12 +28,9 @@ pub(crate) struct RankParts {
     states: StateLayout,
     /// How each state of each block is cut, in floats.
     state_cuts: Vec<Vec<Parts>>,
-    /// Whether the first rank asks for blocks.
+    /// True on the first rank while it asks the others for their parts.
     asks: AtomicBool,
 }
-
-/// Parts begin at multiples of so many elements, as tensors do.
-const ALIGNED: usize = 16;
 
 /// Cuts a block of these tensors into about equal parts, each of whole chunks.
 pub(crate) fn cut(tensors: &BlockTensors, ranks: u32) -> Parts {
@@ -101,7 +97,7 @@ impl RankParts {
         self.of(id).clipped(self.tensors[id.0 as usize].trained_len())
     }
 
-    /// How a part of a block that the EPS has is cut.
+    /// How a run of a block is cut.
     pub(super) fn of_part(&self, id: BlockId, part: BlockPart) -> Parts {
         match part {
             BlockPart::Parameters => self.of(id).clone(),
@@ -125,8 +121,8 @@ impl RankParts {
         blocks.map(|(tensors, id)| tensors.part(self.own(BlockId(id)))).collect()
     }
 
-    /// A part of a block, of all ranks, given this rank's and how the part is cut.
-    pub(super) fn complete(
+    /// A run of a whole block, from this rank's part of it.
+    pub(super) fn all_gather(
         &self,
         id: BlockId,
         part: BlockPart,
@@ -141,16 +137,16 @@ impl RankParts {
         let bytes = bytemuck::cast_slice_mut(&mut whole);
         let parts = parts.in_bytes(size_of::<f32>());
         let subject = u64::from(id.0) << 32 | part.index() as u64;
-        let done = self.exchanges.complete(Channel::Control, subject, &parts, bytes, &|| ());
+        let done = self.exchanges.all_gather(Channel::Control, subject, &parts, bytes, &|| ());
         done.map_err(lost)?;
         Ok(whole)
     }
 
-    /// Does work on the first rank alone, for which the other ranks give their parts of the blocks
-    /// that it reads.
+    /// Does work on the first rank alone. The other ranks send their parts of the blocks that the
+    /// work reads.
     ///
     /// # Errors
-    /// That of the work, on all ranks.
+    /// The work failed: all ranks get the error.
     pub(super) fn first_alone(
         &self,
         eps: &Eps,
@@ -186,11 +182,11 @@ impl RankParts {
     }
 }
 
-/// What the first rank says to the others.
+/// A message of the first rank to the others.
 enum Said {
-    /// It reads this.
+    /// The work reads this run of a block.
     Asks(BlockId, BlockPart),
-    /// Its work has ended; with a problem, if it failed.
+    /// The work has ended, with a problem if it failed.
     Ends(Option<String>),
 }
 
@@ -221,11 +217,12 @@ impl Said {
     }
 }
 
-/// The step after which all ranks have a state on file. A kill may leave some of them one step
-/// ahead: those go back to the state before.
+/// The last step after which all ranks have a state on file. A kill may leave some ranks one step
+/// ahead: these go back to the state before.
 ///
 /// # Errors
-/// A rank, perhaps this one, cannot read its states; some ranks have none, or those of another run.
+/// A rank, perhaps this one, cannot read its states; or some ranks have no state, or states of
+/// another run.
 pub(crate) fn agreed_step(
     exchanges: &Exchanges,
     own: Result<Option<u64>, &Error>,
@@ -240,8 +237,8 @@ pub(crate) fn agreed_step(
     agreed(&steps)
 }
 
-/// The step that [`agreed_step`] gives, from the newest of each rank. There is none if no rank has
-/// done a step and some have no state yet: then there is nothing to go on from.
+/// The step that [`agreed_step`] gives, from the newest step of each rank. `None` if no rank has done
+/// a step and some have no state yet: then there is nothing to continue.
 fn agreed(steps: &[Option<u64>]) -> Result<Option<u64>, Error> {
     let least = steps.iter().min().copied().flatten();
     let most = steps.iter().max().copied().flatten();
@@ -266,7 +263,7 @@ fn agreed(steps: &[Option<u64>]) -> Result<Option<u64>, Error> {
     }
 }
 
-/// An exchange between steps that did not end.
+/// The error of an exchange between steps that did not end.
 pub(crate) fn lost(lost: Lost) -> Error {
     Error::System(lost.to_string())
 }
@@ -297,7 +294,8 @@ mod tests {
         }
     }
 
-    /// Ranks agree on what all of them have. Who was killed before the first step begins again.
+    /// Ranks agree on a state that all of them have. After a kill before the first step, a run begins
+    /// again.
     #[test]
     fn ranks_agree_on_a_step() {
         let agree = |steps: &[Option<u64>]| agreed(steps).map_err(|error| error.to_string());

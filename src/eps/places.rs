@@ -1,5 +1,5 @@
-//! Where blocks lie in the EPS's file: for each its copies, and in a copy its parts, which begin at
-//! page boundaries. Gradient regions follow all blocks.
+//! Where blocks lie in the EPS's file. Each block has its copies, and each copy has the block's runs:
+//! masters, then optimizer states. Runs begin at pages. Gradient regions follow all blocks.
 
 use l2l_actors::schedule::BlockId;
 
@@ -7,25 +7,44 @@ use super::direct::PAGE_FLOATS;
 use crate::models::BlockTensors;
 use crate::optimizers::{BlockStates, StateLayout};
 
-/// Where blocks lie in the file.
+pub(super) struct BlockPlace {
+    /// The first byte of the first copy.
+    at: u64,
+    /// The floats of each run of a copy.
+    pub(super) runs: Vec<usize>,
+}
+
+impl BlockPlace {
+    fn floats(&self) -> usize {
+        self.runs.iter().sum()
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct FileRange {
+    /// The first byte.
+    pub(super) at: u64,
+    pub(super) floats: usize,
+}
+
+/// Where blocks and gradient regions lie in the file.
 pub(super) struct Places {
-    /// For each block: its first byte, and the floats of each of its parts.
-    pub(super) blocks: Vec<(u64, Vec<usize>)>,
-    /// For each block: the first byte and the floats of its gradient region, if it has one.
-    pub(super) regions: Vec<Option<(u64, usize)>>,
+    pub(super) blocks: Vec<BlockPlace>,
+    /// The gradient region of each block that has one.
+    pub(super) regions: Vec<Option<FileRange>>,
     /// The size of the file.
     pub(super) bytes: u64,
 }
 
-/// The floats that a part of a block takes on file: rounded up to whole pages.
-pub(crate) fn part_floats(floats: usize) -> usize {
+/// The floats that a run takes on file: whole pages.
+pub(crate) fn paged(floats: usize) -> usize {
     floats.next_multiple_of(PAGE_FLOATS)
 }
 
-/// The floats of a block's parts on file: masters, and each run of its optimizer states.
-pub(crate) fn parts_of(tensors: &BlockTensors, states: &BlockStates) -> Vec<usize> {
-    let parts = [tensors.host_len()].into_iter().chain(states.lens().iter().copied());
-    parts.map(part_floats).collect()
+/// The floats of each run of a block on file.
+pub(crate) fn runs_on_file(tensors: &BlockTensors, states: &BlockStates) -> Vec<usize> {
+    let runs = [tensors.host_len()].into_iter().chain(states.lens().iter().copied());
+    runs.map(paged).collect()
 }
 
 impl Places {
@@ -42,52 +61,49 @@ impl Places {
             at
         };
         let mut of_block = |(index, tensors): (usize, &BlockTensors)| {
-            let parts = parts_of(tensors, states.of(index));
-            (place(copies * parts.iter().sum::<usize>()), parts)
+            let runs = runs_on_file(tensors, states.of(index));
+            BlockPlace { at: place(copies * runs.iter().sum::<usize>()), runs }
         };
         let places = blocks.iter().enumerate().map(&mut of_block).collect();
-        let regions = blocks.iter().enumerate().map(|(index, tensors)| {
-            let floats = part_floats(tensors.trained_len());
-            region(BlockId(index as u32)).then(|| (place(floats), floats))
+        let regions = (0..).map(BlockId).zip(blocks).map(|(id, tensors)| {
+            let floats = paged(tensors.trained_len());
+            region(id).then(|| FileRange { at: place(floats), floats })
         });
         let regions = regions.collect();
         Places { blocks: places, regions, bytes }
     }
 
-    /// The floats of a block's parts.
-    pub(super) fn parts(&self, id: BlockId) -> &[usize] {
-        &self.blocks[id.0 as usize].1
+    pub(super) fn runs(&self, id: BlockId) -> &[usize] {
+        &self.blocks[id.0 as usize].runs
     }
 
-    /// The first byte and the floats of a part of one copy of a block.
-    pub(super) fn of(&self, id: BlockId, copy: u8, part: usize) -> (u64, usize) {
-        let (at, parts) = &self.blocks[id.0 as usize];
-        let before = usize::from(copy) * parts.iter().sum::<usize>();
-        let before = before + parts[..part].iter().sum::<usize>();
-        (at + (before * size_of::<f32>()) as u64, parts[part])
+    pub(super) fn of(&self, id: BlockId, copy: u8, run: usize) -> FileRange {
+        let block = &self.blocks[id.0 as usize];
+        let before = usize::from(copy) * block.floats() + block.runs[..run].iter().sum::<usize>();
+        FileRange { at: block.at + (before * size_of::<f32>()) as u64, floats: block.runs[run] }
     }
 
     /// Describes the places, to compare them with those of an existing file.
     pub(super) fn layout(&self) -> String {
-        let count = self.blocks.first().map_or(0, |(_, parts)| parts.len());
-        let is_plain = |parts: &[usize]| {
-            parts.len() == count && parts.iter().all(|&floats| floats == parts[0])
+        let joined = |floats: &mut dyn Iterator<Item = usize>, by: &str| {
+            floats.map(|floats| floats.to_string()).collect::<Vec<_>>().join(by)
         };
-        if self.blocks.iter().all(|(_, parts)| is_plain(parts)) {
-            let floats: Vec<String> =
-                self.blocks.iter().map(|(_, parts)| parts[0].to_string()).collect();
-            return format!("{count} parts of {}", floats.join(" "));
+        let count = self.blocks.first().map_or(0, |block| block.runs.len());
+        let is_plain = |BlockPlace { runs, .. }: &BlockPlace| {
+            runs.len() == count && runs.iter().all(|&floats| floats == runs[0])
+        };
+        // Files of earlier versions have these words.
+        if self.blocks.iter().all(is_plain) {
+            let floats = joined(&mut self.blocks.iter().map(|block| block.runs[0]), " ");
+            return format!("{count} parts of {floats}");
         }
-        let floats = |part: &usize| part.to_string();
-        let of_block = |(_, parts): &(u64, Vec<usize>)| {
-            parts.iter().map(floats).collect::<Vec<String>>().join("+")
-        };
+        let of_block = |block: &BlockPlace| joined(&mut block.runs.iter().copied(), "+");
         let blocks: Vec<String> = self.blocks.iter().map(of_block).collect();
         format!("parts of {}", blocks.join(" "))
     }
 
-    /// The floats of the largest part.
+    /// The floats of the largest run.
     pub(super) fn largest(&self) -> usize {
-        self.blocks.iter().flat_map(|(_, parts)| parts).copied().max().unwrap_or(0)
+        self.blocks.iter().flat_map(|block| &block.runs).copied().max().unwrap_or(0)
     }
 }

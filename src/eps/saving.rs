@@ -1,8 +1,8 @@
 //! Blocks that are saved while training goes on: none is updated before its turn has come.
 //!
-//! A saving has the state of one version. A thread beside the ring writes block after block; the
-//! lane that would move a block on waits until that block is written. The thread waits for nothing
-//! of the steps that follow, so the two never wait for each other.
+//! A saving has the state of one version. A thread beside the ring writes block after block. A lane
+//! that is about to update a block waits until that block is written. The thread does not wait for
+//! later steps, so the two never wait for each other.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -11,13 +11,13 @@ use l2l_actors::schedule::{BlockId, Version};
 
 use super::Eps;
 
-/// Between two looks of a lane that waits whether the saving goes on.
+/// How long a waiting lane sleeps before it looks whether the saving goes on.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A state that is being saved. Dropped, it is over, and every block may be updated.
+/// A state that is being saved. When it is dropped, every block may be updated.
 pub(crate) struct Saving(Arc<Progress>);
 
-/// What a thread that saves and the lanes that wait for it share.
+/// Shared by the thread that saves and the lanes that wait for it.
 pub(super) struct Progress {
     version: Version,
     state: Mutex<State>,
@@ -25,12 +25,12 @@ pub(super) struct Progress {
 }
 
 struct State {
-    /// By block.
+    /// For each block.
     is_saved: Vec<bool>,
     is_over: bool,
-    /// Blocks that are saved.
+    /// The number of blocks that are saved.
     count: usize,
-    /// What lanes have waited, for this state and those before.
+    /// The time that lanes have waited, for this state and earlier ones.
     waited: Duration,
 }
 
@@ -46,7 +46,6 @@ impl Progress {
 }
 
 impl Saving {
-    /// Says that a block is saved.
     pub(crate) fn saved(&self, id: BlockId) {
         self.0.change(|state| {
             state.is_saved[id.0 as usize] = true;
@@ -94,7 +93,7 @@ impl Eps {
         state.waited += began.elapsed();
     }
 
-    /// What lanes have waited until now.
+    /// The time that lanes have waited until now.
     pub(crate) fn waited_for_saving(&self) -> Duration {
         let current = self.saving.lock().expect("nothing panics inside");
         current.as_ref().map_or(Duration::ZERO, |progress| progress.state().waited)

@@ -1,5 +1,6 @@
-//! How a block is stored: masters in one of several formats, and frozen tensors in others. See
-//! [`BlockTensors`] for their order. Between steps a block is read and written as f32.
+//! The conversion between a block as it is stored and f32, as which it is read and written between
+//! steps. Masters have one of several formats, and frozen tensors may have others. [`BlockTensors`]
+//! says in which order they lie.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -20,7 +21,7 @@ pub(crate) enum TableRows<'t> {
 }
 
 impl Eps {
-    /// Whether a block's masters are stored as f32, and nothing but them.
+    /// Whether all tensors of a block are stored as f32.
     fn is_plain(&self, id: BlockId) -> bool {
         let tensors = self.tensors(id);
         tensors.masters() == MasterFormat::F32 && tensors.stored().pieces().next().is_none()
@@ -67,7 +68,7 @@ impl Eps {
         }
     }
 
-    /// Reads what this process has of a part of a block, as f32.
+    /// Reads this rank's part of a run, as f32.
     pub(super) fn read_own<R>(
         &self,
         id: BlockId,
@@ -82,8 +83,7 @@ impl Eps {
         Ok(read(&decode(tensors, &mut stored)))
     }
 
-    /// Changes what this process has of a part of a block, given as f32. Frozen tensors that stay
-    /// as they are keep their bytes.
+    /// Changes this rank's part of a run, as f32. Frozen tensors that do not change keep their bytes.
     pub(super) fn write_own(
         &self,
         id: BlockId,
@@ -126,7 +126,6 @@ fn parts<'m>(tensors: &BlockTensors, stored: &'m mut [f32]) -> (BlockMasters<'m>
     (masters, frozen)
 }
 
-/// A stored block as f32.
 fn decode(tensors: &BlockTensors, stored: &mut [f32]) -> Vec<f32> {
     let (masters, frozen) = parts(tensors, stored);
     let mut values = vec![0.0; tensors.len()];
@@ -158,7 +157,6 @@ fn decode_piece(piece: &WeightPiece, frozen: &[f32], to: &mut [f32]) {
     }
 }
 
-/// Stores a block.
 fn encode(tensors: &BlockTensors, values: &[f32], stored: &mut [f32]) -> Result<(), Error> {
     let (masters, frozen) = parts(tensors, stored);
     let from = &values[..tensors.masters_len()];
@@ -192,7 +190,7 @@ fn encode_piece(piece: &WeightPiece, values: &[f32], frozen: &mut [f32]) -> Resu
         WeightFormat::Plain(Dtype::Bf16) => Quantisation::Bf16,
         WeightFormat::Quantised(quantisation) => quantisation,
     };
-    // To quantise what was quantised gives other bytes: the scales are rounded again.
+    // To quantise a tensor twice gives other bytes, because the scales are rounded again.
     let mut before = vec![0.0; values.len()];
     decode_piece(piece, frozen, &mut before);
     let is_same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();

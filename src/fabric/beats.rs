@@ -1,8 +1,8 @@
-//! The beats of a rank: signs of life, with numbers of what it did so far.
+//! The beats of a rank: signs of life, with a report of its work so far.
 //!
 //! A beat is one message to each other rank: a byte of flags, and the [`Numbers`] in little-endian
-//! order. The fabric does not know what the numbers mean. A rank beats from a thread of its own, so
-//! nothing else waits for what the others report.
+//! order. The fabric does not know their meaning. A rank beats from a thread of its own, so nothing
+//! else waits for the reports of others.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -12,13 +12,12 @@ use std::time::{Duration, Instant};
 use super::exchanges::UNEQUAL;
 use super::{Channel, Fabric, Lost, Rank, Tag};
 
-/// Numbers of a report, the same on all ranks.
+/// The length of a report: room for all counters that ranks share, equal on all ranks.
 pub(crate) const NUMBERS: usize = 32;
 
-/// What a rank reports of itself.
+/// The report of a rank.
 pub(crate) type Numbers = [f64; NUMBERS];
 
-/// Bytes of a beat.
 const BEAT: usize = 1 + NUMBERS * size_of::<f64>();
 
 /// A flag of a beat: its rank has no more exchanges to make.
@@ -27,13 +26,13 @@ const ENDS: u8 = 1;
 /// A flag of a beat: its numbers are a report.
 const REPORTS: u8 = 2;
 
-/// What this rank knows of each rank. It outlives the exchanges, so that it can be read after the
-/// end of a run.
+/// The last reports of all ranks. They outlive the exchanges, so that they can be read after the end
+/// of a run.
 pub(crate) struct Reports {
     pub(crate) rank: Rank,
-    /// Of each rank the last report; none of this rank.
+    /// For each other rank its last report.
     last: Mutex<Vec<Option<Numbers>>>,
-    /// Bytes that this rank sent and received on all channels but that of beats.
+    /// Bytes that this rank sent and received, without beats.
     pub(super) moved: [AtomicU64; 2],
 }
 
@@ -54,18 +53,18 @@ impl Reports {
     }
 }
 
-/// What the thread of beats shares with the exchanges.
+/// Shared by the thread of beats and the exchanges.
 pub(super) struct Beats {
-    /// Why there are no more beats, if a rank is lost.
+    /// The cause of the end of beats, if a rank is lost.
     pub(super) lost: Mutex<Option<Lost>>,
     pub(super) is_lost: AtomicBool,
     /// This rank has no more exchanges to make.
     pub(super) ends: AtomicBool,
     /// This rank ends without the others.
     pub(super) is_dropped: AtomicBool,
-    /// What the others reported.
+    /// The reports of the other ranks.
     pub(super) reports: Arc<Reports>,
-    /// What this rank reports, once there is something to report.
+    /// Makes this rank's report, once there is something to report.
     pub(super) report: OnceLock<Box<dyn Fn() -> Numbers + Send + Sync>>,
 }
 
@@ -81,7 +80,7 @@ impl Beats {
         }
     }
 
-    /// Beats until all ranks end, or one is lost. The last beat has what each rank did in all.
+    /// Beats until all ranks end, or one is lost. The last beat has the final report of each rank.
     pub(super) fn run(&self, fabric: &dyn Fabric, patience: Duration) {
         let others: Vec<Rank> = (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect();
         for number in (0..).take_while(|_| !self.is_dropped.load(Relaxed)) {
@@ -119,7 +118,7 @@ impl Beats {
 
     fn beat(&self) -> [u8; BEAT] {
         let mut beat = [0; BEAT];
-        // In this order: a rank that ends has nothing more to count.
+        // The flag is read before the report, so that a rank's last report has all its counts.
         let ends = self.ends.load(Relaxed);
         let report = self.report.get().map(|report| report());
         beat[0] = u8::from(ends) * ENDS + u8::from(report.is_some()) * REPORTS;
@@ -130,7 +129,6 @@ impl Beats {
     }
 }
 
-/// The report in a beat.
 fn numbers_of(beat: &[u8; BEAT]) -> Option<Numbers> {
     let number = |at: usize| {
         let bytes = beat[1 + 8 * at..][..8].try_into().expect("eight bytes");

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Fabric, Lost, Rank, Tag};
 
-/// Rounds of a measurement, of which the one with the smallest error counts.
+/// Rounds of a measurement. The round with the smallest error is taken.
 const ROUNDS: u64 = 8;
 
 /// Exchanges of a measurement.
@@ -15,13 +15,14 @@ pub(super) const EXCHANGES: u64 = 2 * ROUNDS;
 pub(crate) struct ClockOffset {
     /// The first rank's time at a moment, minus this rank's.
     pub(crate) nanos: i64,
-    /// The largest error of that, when it was measured.
+    /// The largest error of the offset when it was measured.
     pub(crate) within_nanos: i64,
 }
 
-/// Measures the offset of the clock `now`. All ranks call it; it makes [`EXCHANGES`].
+/// Measures the offset of the clock `now`, in [`EXCHANGES`] exchanges. Collective: every rank must
+/// call it.
 ///
-/// In each round the first rank hears of all others, and then sends them its time. That time lies
+/// In each round the first rank hears from all others, and then sends them its time. This time lies
 /// between the begin and the end of the round on each of the others.
 ///
 /// # Errors
@@ -72,7 +73,7 @@ mod tests {
 
     /// Clocks that are ahead of the first rank's by days, and behind it.
     #[test]
-    fn an_offset_is_what_the_clocks_differ_by() {
+    fn an_offset_is_the_difference_of_clocks() {
         const APART: [i64; 3] = [3_600_000_000_000, 0, 200_000_000_000_000];
         let begin = Instant::now();
         std::thread::scope(|scope| {

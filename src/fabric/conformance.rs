@@ -1,14 +1,14 @@
-//! What every fabric must do, as a suite that all ranks run at once.
+//! A suite of checks that every fabric must pass. All ranks run it at once.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::{Channel, Fabric, Lost, Rank, Tag, gather};
 
-/// Checks a fabric, with messages of up to so many bytes. Every rank calls it.
+/// Checks a fabric, with messages of up to `largest` bytes. Collective: every rank must call it.
 ///
 /// # Panics
-/// The fabric broke a rule: which.
+/// The fabric broke a rule, which the message names.
 pub fn check(fabric: &dyn Fabric, largest: usize) {
     let numbers = Numbers::default();
     for bytes in [0, 1, 7, 4096, 65_537, largest] {
@@ -51,7 +51,7 @@ fn message(tag: Tag, from: Rank, to: Rank, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| byte(tag, from, to, at)).collect()
 }
 
-/// Sends a message to some ranks and receives one from others, and checks what came.
+/// Sends messages to some ranks, receives messages from others, and checks them.
 fn exchange(fabric: &dyn Fabric, tag: Tag, to: &[(Rank, usize)], from: &[(Rank, usize)]) {
     let own = fabric.rank();
     let sends: Vec<_> =
@@ -66,13 +66,13 @@ fn exchange(fabric: &dyn Fabric, tag: Tag, to: &[(Rank, usize)], from: &[(Rank, 
     }
 }
 
-/// Every rank to every other.
+/// Every rank sends a message to every other.
 fn everywhere(fabric: &dyn Fabric, tag: Tag, bytes: usize) {
     let all: Vec<_> = others(fabric).into_iter().map(|rank| (rank, bytes)).collect();
     exchange(fabric, tag, &all, &all);
 }
 
-/// Every pair of ranks has a length of its own.
+/// Every pair of ranks exchanges messages of another length.
 fn different_lengths(fabric: &dyn Fabric, tag: Tag) {
     let own = fabric.rank();
     let bytes = |from: Rank, to: Rank| 1000 * from as usize + 10 * to as usize;
@@ -97,8 +97,8 @@ fn around(fabric: &dyn Fabric, numbers: &Numbers) {
     }
 }
 
-/// Threads exchange on all channels at once. On half of the ranks one channel begins late: the
-/// others go on meanwhile.
+/// Threads exchange on three channels at once. On half of the ranks one channel begins when the
+/// others have ended, so no channel may wait for another.
 fn channels_do_not_wait_for_each_other(fabric: &dyn Fabric, numbers: &Numbers) {
     std::thread::scope(|scope| {
         let (ended, late) = std::sync::mpsc::channel();
@@ -118,27 +118,28 @@ fn channels_do_not_wait_for_each_other(fabric: &dyn Fabric, numbers: &Numbers) {
     });
 }
 
-/// A mistake of rank 1. The fabric of all ranks is of no use afterwards.
+/// A mistake of rank 1. Afterwards the fabric cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Misuse {
-    /// It makes another exchange than the others.
+    /// The rank uses another number for the exchange.
     Number,
-    /// It exchanges something else.
+    /// The rank names another subject.
     Subject,
-    /// It sends a longer message.
+    /// The rank sends a longer message.
     Length,
-    /// It does not take part.
+    /// The rank does not take part.
     Silence,
 }
 
 impl Misuse {
-    /// All of them.
+    /// All mistakes.
     pub const ALL: [Misuse; 4] = [Misuse::Number, Misuse::Subject, Misuse::Length, Misuse::Silence];
 
-    /// Makes the mistake, or checks that it is found and that rank 1 is named. Every rank calls it.
+    /// Rank 1 makes the mistake; the others check that the fabric finds it and names rank 1.
+    /// Collective: every rank must call it.
     ///
     /// # Panics
-    /// It is not found.
+    /// The mistake is not found.
     pub fn check(self, fabric: &dyn Fabric) {
         let tag = Tag::new(Channel::Gradients, 5);
         let bytes = [1; 100];
@@ -164,7 +165,7 @@ impl Misuse {
             }
             return;
         }
-        // Only silence has to be waited for: in the other cases a message comes, even if late.
+        // Silence is found by waiting. In the other cases a message comes, even if late.
         let patience = Duration::from_millis(if self == Misuse::Silence { 500 } else { 60_000 });
         let patient = || begin.elapsed() < patience;
         let mut to = [0; 100];

@@ -1,9 +1,9 @@
 //! The exchanges of a run with its other ranks: numbered, and ended when a rank stays silent.
 //!
 //! A rank may wait long for another that has more to do. So each rank has a thread that exchanges
-//! short messages with all others many times a minute, and exchanges end when those *beats* do: a
-//! rank that was stopped or cut off sends none. (A rank whose ring hangs is ended by its own
-//! watchdog.)
+//! short messages, *beats*, with all others many times a minute. When the beats of a rank end, it was
+//! stopped or cut off, and the exchanges of the others fail. (A rank whose ring hangs is ended by its
+//! own watchdog.)
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -17,25 +17,25 @@ use super::clock::{self, ClockOffset};
 use super::parts::{self, Parts};
 use super::{Channel, Fabric, Lost, Rank, Tag, gather};
 
-/// See the [module](self).
+/// The exchanges of this rank, numbered by channel, and its beats.
 pub(crate) struct Exchanges {
     fabric: Counted,
-    /// For each channel the number of its next exchange. Exchanges of a channel follow each other.
+    /// For each channel the number of its next exchange. The lock is held during an exchange.
     next: [Mutex<u64>; Channel::ALL.len()],
     patience: Duration,
     beats: Arc<Beats>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// How many times longer a rank waits for one that beats and does not make the exchange. Ranks
-/// whose plans differ could wait for each other for ever.
+/// The factor of patience for a rank that beats but does not make the exchange. Without this limit,
+/// ranks whose plans differ could wait for each other for ever.
 pub(super) const UNEQUAL: u32 = 10;
 
-/// Tells the watchdog that an exchange still waits: it ends by itself.
+/// Called while an exchange waits, so that the watchdog leaves it alone: it ends by itself.
 type Beat<'b> = &'b dyn Fn();
 
 impl Exchanges {
-    /// With these ranks, which may be silent for as long as `patience`.
+    /// Starts the beats. A rank is lost after `patience` without a beat.
     pub(crate) fn new(fabric: Arc<dyn Fabric>, patience: Duration) -> Exchanges {
         let beats = Arc::new(Beats::new(&*fabric));
         let other = fabric.clone();
@@ -54,13 +54,12 @@ impl Exchanges {
         self.fabric.ranks()
     }
 
-    /// Reports these numbers to all ranks with every beat from now on. The first call counts. The
-    /// thread of beats calls `report` about once a second, and once more at the end.
+    /// Sends these numbers to all ranks with every beat from now on. Only the first call has an
+    /// effect. The thread of beats calls `report` about once a second, and once more at the end.
     pub(crate) fn report_with(&self, report: impl Fn() -> Numbers + Send + Sync + 'static) {
         _ = self.beats.report.set(Box::new(report));
     }
 
-    /// What all ranks report.
     pub(crate) fn reports(&self) -> Arc<Reports> {
         self.beats.reports.clone()
     }
@@ -89,9 +88,8 @@ impl Exchanges {
         })
     }
 
-    /// Completes a block, or something else of which each rank has its part, and which all ranks
-    /// call by the same number: see [`parts::complete`].
-    pub(crate) fn complete(
+    /// Completes a block, or other data of which each rank has a part, with [`parts::all_gather`].
+    pub(crate) fn all_gather(
         &self,
         channel: Channel,
         subject: u64,
@@ -100,12 +98,12 @@ impl Exchanges {
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
         self.make(channel, subject, 1, beat, |tag, goes_on| {
-            parts::complete(&self.fabric, tag, parts, block, goes_on)
+            parts::all_gather(&self.fabric, tag, parts, block, goes_on)
         })
     }
 
-    /// Sends each rank its part of a block's gradient, and receives theirs: see [`parts::deal`].
-    pub(crate) fn deal(
+    /// Sends each rank its part of a block's gradient, with [`parts::all_to_all`].
+    pub(crate) fn all_to_all(
         &self,
         block: BlockId,
         parts: &Parts,
@@ -114,11 +112,11 @@ impl Exchanges {
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
         self.make(Channel::Gradients, u64::from(block.0), 1, beat, |tag, goes_on| {
-            parts::deal(&self.fabric, tag, parts, gradient, received, goes_on)
+            parts::all_to_all(&self.fabric, tag, parts, gradient, received, goes_on)
         })
     }
 
-    /// The same bytes to all ranks, and those of each: see [`gather`].
+    /// Sends bytes to all ranks, and returns the bytes of each, with [`gather`].
     pub(crate) fn gather(
         &self,
         channel: Channel,
@@ -128,7 +126,7 @@ impl Exchanges {
         self.make(channel, 0, 2, beat, |tag, goes_on| gather(&self.fabric, tag, own, goes_on))
     }
 
-    /// The same between steps.
+    /// Sends bytes to all ranks between steps, and returns the bytes of each.
     pub(crate) fn meet(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Lost> {
         self.gather(Channel::Control, own, &|| ())
     }
@@ -140,8 +138,8 @@ impl Exchanges {
         })
     }
 
-    /// Sends bytes of one rank to the first, between steps. All ranks call it; those that are
-    /// neither do nothing. On the first, `bytes` receives as many.
+    /// Sends bytes of one rank to the first, between steps. Collective: every rank must call it. On
+    /// the first rank, `bytes` receives the message.
     pub(crate) fn to_first(&self, from: Rank, bytes: &mut [u8]) -> Result<(), Lost> {
         self.make(Channel::Control, 0, 1, &|| (), |tag, goes_on| match self.rank() {
             0 => self.fabric.exchange(tag, &[], &mut [(from, bytes)], goes_on),
@@ -150,7 +148,7 @@ impl Exchanges {
         })
     }
 
-    /// Ends, when all ranks do. Then each has the last report of every other.
+    /// Waits until all ranks end. Then each has the last report of every other.
     pub(crate) fn end(&self) {
         self.beats.ends.store(true, Relaxed);
         self.join();
@@ -173,9 +171,9 @@ impl Drop for Exchanges {
 }
 
 /// A fabric that counts the bytes of its messages.
-struct Counted {
-    fabric: Arc<dyn Fabric>,
-    reports: Arc<Reports>,
+pub(super) struct Counted {
+    pub(super) fabric: Arc<dyn Fabric>,
+    pub(super) reports: Arc<Reports>,
 }
 
 impl Fabric for Counted {

@@ -1,7 +1,7 @@
 //! The fabric: moves bytes between the processes of one run, its *ranks*, and never adds.
 //!
-//! A sum over ranks depends on its order, and neither MPI nor NCCL promises one. So parts are
-//! exchanged, and whoever reads them adds them in the order that the plan says.
+//! A sum over ranks depends on its order, and neither MPI nor NCCL promises one. So ranks exchange
+//! parts, and the rank that receives them adds them in the order of the plan.
 //!
 //! An [exchange](Fabric::exchange) is a list of messages to and from other ranks. Each belongs to a
 //! [`Channel`] and has a number there. On every channel all ranks make their exchanges in the same
@@ -28,28 +28,28 @@ pub(crate) use exchanges::Exchanges;
 pub use mpi::open as open_mpi;
 pub use threads::{ThreadFabric, threads};
 
-/// A process of a run: from 0 to their number, exclusive.
+/// The number of a process in a run, from 0.
 pub type Rank = u32;
 
 /// A sequence of exchanges. All ranks make the exchanges of a channel in the same order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Channel {
-    /// What ranks agree on between steps.
+    /// Agreements between steps.
     Control,
-    /// Parts of blocks, to whoever needs the block.
+    /// Parts of blocks, to all ranks.
     Blocks,
-    /// Parts of gradients, to whoever has that part of the block.
+    /// Parts of gradients, each to the rank that has this part of the block.
     Gradients,
     /// Losses and sums of squares.
     Sums,
-    /// Why a run ended.
+    /// The cause of a run's end.
     End,
     /// Signs of life, with reports.
     Beats,
 }
 
 impl Channel {
-    /// All of them.
+    /// All channels.
     pub const ALL: [Channel; 6] = [
         Channel::Control,
         Channel::Blocks,
@@ -60,19 +60,19 @@ impl Channel {
     ];
 }
 
-/// Which exchange of a channel a message belongs to.
+/// The exchange that a message belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag {
     /// The channel.
     pub channel: Channel,
     /// The exchange's number there. All ranks must use the same number for the same exchange.
     pub number: u64,
-    /// What is exchanged, such as the number of a block. All ranks must say the same.
+    /// The number of the thing that is exchanged, such as a block. It must be equal on all ranks.
     pub subject: u64,
 }
 
 impl Tag {
-    /// An exchange whose number says all.
+    /// An exchange without a subject.
     pub fn new(channel: Channel, number: u64) -> Tag {
         Tag { channel, number, subject: 0 }
     }
@@ -87,7 +87,7 @@ impl fmt::Display for Tag {
 /// An exchange that did not end.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Lost {
-    /// These ranks sent nothing, or took nothing, until the caller gave up; or they have ended.
+    /// These ranks have ended, or they sent or took nothing until the caller gave up.
     #[error("nothing comes from {} in {tag}", named(.ranks))]
     Ranks {
         /// The ranks.
@@ -100,9 +100,9 @@ pub enum Lost {
     Disagrees {
         /// The rank.
         rank: Rank,
-        /// What it sent.
+        /// The message that it sent.
         sent: String,
-        /// What this rank waits for.
+        /// The message that this rank waits for.
         expected: String,
         /// The exchange.
         tag: Tag,
@@ -110,14 +110,13 @@ pub enum Lost {
     /// The library under the fabric failed.
     #[error("{what}, in {tag}")]
     Failed {
-        /// What it says.
+        /// The library's message.
         what: String,
         /// The exchange.
         tag: Tag,
     },
 }
 
-/// Ranks in words.
 fn named(ranks: &[Rank]) -> String {
     let all: Vec<String> = ranks.iter().map(Rank::to_string).collect();
     match &all[..] {
@@ -128,19 +127,20 @@ fn named(ranks: &[Rank]) -> String {
 
 /// Moves bytes between the ranks of a run.
 pub trait Fabric: Send + Sync {
-    /// This process.
+    /// The rank of this process.
     fn rank(&self) -> Rank;
 
-    /// How many there are.
+    /// The number of ranks.
     fn ranks(&self) -> u32;
 
     /// Sends messages and receives others, at most one to and one from each other rank. Returns
-    /// when all of them have arrived. It asks `goes_on` many times a second whether to go on.
+    /// when all of them have arrived. It calls `goes_on` many times a second, and gives up when that
+    /// returns false.
     ///
     /// # Errors
     /// `goes_on` returned false before all messages had arrived; or a rank has ended, or sent
-    /// another message. Then the fabric cannot be used any more, and the buffers that were to
-    /// receive hold anything.
+    /// another message. Then the fabric cannot be used any more, and the contents of the receiving
+    /// buffers are undefined.
     fn exchange(
         &self,
         tag: Tag,
@@ -150,7 +150,7 @@ pub trait Fabric: Send + Sync {
     ) -> Result<(), Lost>;
 }
 
-/// What a message is announced with: the numbers of its tag, and its length.
+/// Announces a message: the numbers of its tag, and its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     number: u64,
@@ -164,7 +164,7 @@ impl Header {
         Header { number, subject, bytes: message.len() as u64 }
     }
 
-    /// The error of a rank that announced this and not `expected`.
+    /// The error of a rank that announced this message instead of `expected`.
     fn refused(self, rank: Rank, expected: Header, tag: Tag) -> Lost {
         let words = |Header { number, subject, bytes }| {
             format!("{bytes} bytes of exchange {number} (of {subject})")
@@ -216,7 +216,7 @@ pub fn launched() -> Option<(Rank, u32)> {
     found.filter(|(_, ranks)| *ranks > 1)
 }
 
-/// Which of its host's processes this is, from 0, where the launcher says so.
+/// The number of this process on its host, from 0, if the launcher says so.
 pub fn launched_on_host() -> Option<u32> {
     // Open MPI; MPICH and others of its family; steps of Slurm.
     let names = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];

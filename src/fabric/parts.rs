@@ -1,12 +1,12 @@
-//! Blocks cut into parts, one for each rank. [`complete`] makes a block whole from the parts of all
-//! ranks. [`deal`] sends each rank its part of a gradient. Both move bytes: the rank that owns a
-//! part adds what it receives.
+//! Blocks cut into parts, one for each rank. [`all_gather`] makes a block whole from the parts of all
+//! ranks. [`all_to_all`] sends each rank its part of a gradient. Both move bytes and add nothing: the
+//! rank that owns a part adds the gradients that it receives.
 
 use std::ops::Range;
 
 use super::{Fabric, Lost, Rank, Tag};
 
-/// Which part of a block each rank has. The parts follow each other; a part may be empty.
+/// The part of a block that each rank has. The parts follow each other; a part may be empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parts {
     /// Where each rank's part ends.
@@ -14,7 +14,7 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Parts that end there, one for each rank, in order. The last end is the block's length.
+    /// Parts with these ends, one for each rank, in order. The last end is the block's length.
     pub fn new(ends: Vec<usize>) -> Parts {
         assert!(ends.is_sorted() && !ends.is_empty(), "parts follow each other");
         Parts { ends }
@@ -41,9 +41,9 @@ impl Parts {
         Parts { ends: self.ends.iter().map(|end| *end.min(&len)).collect() }
     }
 
-    /// The same parts in bytes, of elements of so many bytes.
-    pub fn in_bytes(&self, element: usize) -> Parts {
-        Parts { ends: self.ends.iter().map(|end| end * element).collect() }
+    /// The parts counted in bytes, of which an element has `element_bytes`.
+    pub fn in_bytes(&self, element_bytes: usize) -> Parts {
+        Parts { ends: self.ends.iter().map(|end| end * element_bytes).collect() }
     }
 
     fn others(&self, own: Rank) -> impl Iterator<Item = Rank> {
@@ -51,12 +51,12 @@ impl Parts {
     }
 }
 
-/// Completes a block of which this rank has its part: sends that part to all other ranks, and
-/// receives theirs. (An all-gather.)
+/// Completes a block of which this rank has its part: sends this part to all other ranks, and
+/// receives theirs.
 ///
 /// # Errors
 /// As [`Fabric::exchange`].
-pub fn complete(
+pub fn all_gather(
     fabric: &dyn Fabric,
     tag: Tag,
     parts: &Parts,
@@ -81,13 +81,12 @@ pub fn complete(
     fabric.exchange(tag, &sends, &mut receives, goes_on)
 }
 
-/// Sends each rank its part of a gradient, and receives what the other ranks have for this rank's
-/// part: for each of them, in their order, one after the other in `received`. (A reduce-scatter
-/// without its sum.)
+/// Sends each rank its part of a gradient, and receives this rank's part from all others: one behind
+/// the other in `received`, in the order of the ranks. (A reduce-scatter without its sum.)
 ///
 /// # Errors
 /// As [`Fabric::exchange`].
-pub fn deal(
+pub fn all_to_all(
     fabric: &dyn Fabric,
     tag: Tag,
     parts: &Parts,
@@ -112,44 +111,16 @@ pub fn deal(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    use std::sync::Arc;
 
-    use super::super::{Channel, ThreadFabric, threads};
+    use super::super::exchanges::Counted;
+    use super::super::{Channel, Reports, threads};
     use super::*;
 
-    /// A fabric that counts what it sends and receives.
-    struct Counted {
-        fabric: ThreadFabric,
-        sent: AtomicUsize,
-        received: AtomicUsize,
-    }
-
-    impl Fabric for Counted {
-        fn rank(&self) -> Rank {
-            self.fabric.rank()
-        }
-
-        fn ranks(&self) -> u32 {
-            self.fabric.ranks()
-        }
-
-        fn exchange(
-            &self,
-            tag: Tag,
-            sends: &[(Rank, &[u8])],
-            receives: &mut [(Rank, &mut [u8])],
-            goes_on: &dyn Fn() -> bool,
-        ) -> Result<(), Lost> {
-            self.sent.fetch_add(sends.iter().map(|(_, bytes)| bytes.len()).sum(), Relaxed);
-            self.received.fetch_add(receives.iter().map(|(_, bytes)| bytes.len()).sum(), Relaxed);
-            self.fabric.exchange(tag, sends, receives, goes_on)
-        }
-    }
-
-    /// Every rank completes a block, and every part of the gradients arrives where it belongs.
-    /// Each direction moves (N - 1) / N of the block's bytes a rank.
+    /// Every rank completes a block, and gets its part of all gradients. A rank sends and receives
+    /// (N - 1) / N of the block's bytes.
     #[test]
-    fn blocks_are_completed_and_gradients_dealt() {
+    fn blocks_are_gathered_and_gradients_arrive() {
         const BYTES: usize = 64 * 60 + 7;
         let of_block = |at: usize| (at * 7 % 251) as u8;
         let of_gradient = |rank: Rank, at: usize| (at * 5 % 241) as u8 ^ rank as u8;
@@ -157,39 +128,33 @@ mod tests {
             std::thread::scope(|scope| {
                 for fabric in threads(ranks) {
                     scope.spawn(move || {
-                        let fabric = Counted {
-                            fabric,
-                            sent: AtomicUsize::new(0),
-                            received: AtomicUsize::new(0),
-                        };
+                        let reports = Arc::new(Reports::new(&fabric));
+                        let fabric = Counted { fabric: Arc::new(fabric), reports };
+                        let moved = || fabric.reports.moved().map(|bytes| bytes as usize);
                         let ends = (1..=ranks as usize).map(|rank| BYTES * rank / ranks as usize);
                         let parts = Parts::new(ends.collect());
                         let own = parts.of(fabric.rank());
                         let mut block = vec![0; BYTES];
                         own.clone().for_each(|at| block[at] = of_block(at));
                         let tag = Tag::new(Channel::Blocks, 0);
-                        complete(&fabric, tag, &parts, &mut block, &|| true)
+                        all_gather(&fabric, tag, &parts, &mut block, &|| true)
                             .expect("all are there");
                         assert!(block.iter().enumerate().all(|(at, &byte)| byte == of_block(at)));
                         let others = ranks as usize - 1;
-                        assert_eq!(fabric.sent.load(Relaxed), own.len() * others);
-                        assert_eq!(fabric.received.load(Relaxed), BYTES - own.len());
+                        assert_eq!(moved(), [own.len() * others, BYTES - own.len()]);
 
                         let gradient: Vec<u8> =
                             (0..BYTES).map(|at| of_gradient(fabric.rank(), at)).collect();
                         let mut received = vec![0; own.len() * others];
                         let tag = Tag::new(Channel::Gradients, 0);
-                        deal(&fabric, tag, &parts, &gradient, &mut received, &|| true)
+                        all_to_all(&fabric, tag, &parts, &gradient, &mut received, &|| true)
                             .expect("all are there");
                         let from: Vec<Rank> = parts.others(fabric.rank()).collect();
                         for (rank, part) in from.into_iter().zip(received.chunks(own.len())) {
                             let same = own.clone().map(|at| of_gradient(rank, at));
                             assert!(same.eq(part.iter().copied()));
                         }
-                        assert_eq!(
-                            fabric.sent.load(Relaxed),
-                            own.len() * others + BYTES - own.len()
-                        );
+                        assert_eq!(moved()[0], own.len() * others + BYTES - own.len());
                     });
                 }
             });

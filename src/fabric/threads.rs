@@ -9,7 +9,7 @@ use super::{Channel, Fabric, Header, Lost, Rank, Tag};
 
 type Message = (Header, Vec<u8>);
 
-/// One rank of it. When it is dropped, the other ranks learn that it has ended.
+/// One rank of the fabric. When it is dropped, the other ranks learn that it has ended.
 pub struct ThreadFabric {
     rank: Rank,
     ranks: u32,
@@ -17,7 +17,7 @@ pub struct ThreadFabric {
     from: HashMap<(Rank, Channel), Receiver<Message>>,
 }
 
-/// A fabric of so many ranks, each for a thread of its own.
+/// A fabric for `ranks` threads: one item for each.
 pub fn threads(ranks: u32) -> Vec<ThreadFabric> {
     let rank = |rank| ThreadFabric { rank, ranks, to: HashMap::new(), from: HashMap::new() };
     let mut all: Vec<ThreadFabric> = (0..ranks).map(rank).collect();

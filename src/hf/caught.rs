@@ -1,16 +1,16 @@
-//! The one door to libraries that work on what a stranger's file says (tokenizers, templates).
+//! Calls of libraries that work on untrusted files (tokenizers, templates).
 //!
-//! Causes of panics that are known are refused before the library is called. The rest is caught
-//! here: a panic of theirs is an error of the file, and not the end of a run. The default panic
-//! hook still prints a line to stderr, because a hook belongs to the program and not to a library.
+//! Files with known causes of panics are refused before a library is called. All other panics are
+//! caught here, and become errors of the file: they do not end a run. The default panic hook still
+//! prints a line to stderr, because the hook belongs to the program and not to a library.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What `call` returns, or what it panicked with.
+/// Returns the value of `call`, or the message of its panic.
 ///
-/// A value that was being changed when its owner panicked may be half changed. So callers pass only
-/// what they drop after an error, and what is read alone.
+/// A panic may leave a value half changed. So callers pass only values that they drop after an
+/// error, and values that `call` does not change.
 pub(super) fn caught<T>(call: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(call)).map_err(|panic| message_of(panic.as_ref()))
 }

@@ -27,13 +27,13 @@ fn is_assistant(message: &Message) -> bool {
 }
 
 /// Characters that stand in the rendered text where a marked part begins and ends, until
-/// [`remove_marks`] finds them. They are of Unicode's private use area.
+/// [`remove_marks`] removes them. They belong to Unicode's private use area.
 const MARKS: [char; 2] = ['\u{e000}', '\u{e001}'];
 
 /// A chat template.
 #[derive(Clone)]
 pub struct Template {
-    /// The file that it stands in.
+    /// The file of the template.
     place: String,
     environment: Environment<'static>,
     special_tokens: Map<String, Value>,
@@ -42,8 +42,8 @@ pub struct Template {
 }
 
 impl Template {
-    /// The template of a directory, from `chat_template.jinja` or `tokenizer_config.json`. `None`
-    /// when it has none.
+    /// Reads the template of a directory, from `chat_template.jinja` or `tokenizer_config.json`.
+    /// `None` if the directory has no template.
     ///
     /// # Errors
     /// The template cannot be parsed.
@@ -51,8 +51,8 @@ impl Template {
         directory: &Path,
         special_tokens: &Map<String, Value>,
     ) -> Result<Option<Template>, Error> {
-        let (own, config) =
-            (directory.join("chat_template.jinja"), directory.join("tokenizer_config.json"));
+        let own = directory.join("chat_template.jinja");
+        let config = directory.join("tokenizer_config.json");
         let at = if own.is_file() { &own } else { &config };
         let Ok(text) = fs::read_to_string(at) else { return Ok(None) };
         let source = if own.is_file() {
@@ -109,8 +109,8 @@ impl Template {
         text.map_err(|error| format!("{}: chat template: {error}", self.place))
     }
 
-    /// Renders a chat as the prompt for the assistant's next message. `tools`: descriptions of
-    /// tools that it may call, or null.
+    /// Renders a chat as the prompt for the assistant's next message. `tools` describes the tools
+    /// that the assistant may call, or is null.
     ///
     /// # Errors
     /// The template fails.
@@ -118,12 +118,12 @@ impl Template {
         Ok(remove_marks(&self.render(messages, tools, true)?).text)
     }
 
-    /// Renders a chat to train on, up to the assistant's last message: there is nothing to learn
-    /// from what follows. `tools`: descriptions of tools that it may call, or null.
+    /// Renders a chat to train on, up to the assistant's last message: the messages behind it have
+    /// nothing to learn. `tools` describes the tools that the assistant may call, or is null.
     ///
     /// # Errors
-    /// The template fails; no message is the assistant's; or the template
-    /// changes earlier messages when later ones follow, so that the assistant's part is unknown.
+    /// The template fails; no message is the assistant's; or the template changes earlier messages
+    /// when later ones follow, so that the assistant's part is unknown.
     pub fn render_chat(&self, messages: &[Message], tools: &Value) -> Result<RenderedChat, String> {
         let has_marks =
             |one: &Message| one.content.as_ref().is_some_and(|text| text.contains(MARKS));
@@ -168,7 +168,7 @@ impl Template {
     }
 }
 
-/// The widest indent of JSON. Templates use up to 4.
+/// The widest indent of JSON that a template may ask for. Published templates use up to 4.
 const MOST_INDENT: usize = 64;
 
 /// The filter `tojson`: JSON as Python's `json.dumps` writes it.
@@ -195,7 +195,7 @@ fn python_json(value: minijinja::Value, more: Kwargs) -> Result<String, minijinj
     Ok(String::from_utf8(json.0).expect("JSON is UTF-8"))
 }
 
-/// Bytes, up to the most that a rendering may make.
+/// A buffer that refuses more bytes than a rendering may make.
 struct Bounded(Vec<u8>);
 
 impl Write for Bounded {
@@ -243,7 +243,9 @@ fn template_of_config(template: &Value) -> Option<String> {
 /// Replaces the generation tags of a template by output of the [`MARKS`], and says whether there
 /// were any. Whitespace around the tags is trimmed as the tags ask for.
 fn add_marks(source: &str) -> (String, bool) {
-    let (mut out, mut rest, mut has_marks) = (String::new(), source, false);
+    let mut out = String::new();
+    let mut rest = source;
+    let mut has_marks = false;
     while let Some(at) = rest.find("{%") {
         let Some(end) = rest[at + 2..].find("%}").map(|end| at + 2 + end) else { break };
         let inner = &rest[at + 2..end];
@@ -252,7 +254,8 @@ fn add_marks(source: &str) -> (String, bool) {
             Some('+') => "+",
             _ => "",
         };
-        let (left, right) = (sign(inner.chars().next()), sign(inner.chars().last()));
+        let left = sign(inner.chars().next());
+        let right = sign(inner.chars().last());
         out.push_str(&rest[..at]);
         match inner.trim_matches(['-', '+']).trim() {
             "generation" => {
@@ -271,7 +274,7 @@ fn add_marks(source: &str) -> (String, bool) {
     (out + rest, has_marks)
 }
 
-/// Takes the marks out of a rendered text, and notes where they stood.
+/// Removes the marks from a rendered text, and returns the ranges between them.
 fn remove_marks(text: &str) -> RenderedChat {
     let mut chat = RenderedChat::default();
     for piece in text.split_inclusive(MARKS) {
@@ -367,7 +370,7 @@ mod tests {
         );
     }
 
-    /// Without limits, the engine renders the same.
+    /// The engine renders the same text without limits.
     #[test]
     fn limits_change_no_text() {
         let call =

@@ -1,6 +1,6 @@
 //! The other files of a model's directory (tokenizer, chat template, generation settings, pooling).
-//! They are copied to each directory that is written, so that it can be used as the one that was
-//! read.
+//! They are copied to each directory that is written, so that other programs can use it like the
+//! first one.
 
 use std::fs;
 use std::io;
@@ -8,6 +8,7 @@ use std::path::{Component, Path};
 
 use serde_json::Value;
 
+use super::json;
 use crate::error::Error;
 use crate::folder;
 
@@ -31,8 +32,8 @@ const FILES: [&str; 15] = [
     "vocab.txt",
 ];
 
-/// Copies those of the files that exist, and the modules of sentence-transformers, and waits until
-/// they are on the disk.
+/// Copies the files that exist, and the modules of sentence-transformers, and waits until they are on
+/// the disk.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> io::Result<()> {
     for file in FILES.iter().filter(|file| from.join(file).is_file()) {
         copy(&from.join(file), &to.join(file))?;
@@ -55,7 +56,7 @@ fn copy(from: &Path, to: &Path) -> io::Result<()> {
     folder::sync(to)
 }
 
-/// The folders of what sentence-transformers does behind the model, such as `1_Pooling`.
+/// The folders of the steps that sentence-transformers adds behind the model, such as `1_Pooling`.
 fn modules(directory: &Path) -> Vec<String> {
     let Ok(text) = fs::read_to_string(directory.join("modules.json")) else { return Vec::new() };
     let all: Value = serde_json::from_str(&text).unwrap_or_default();
@@ -72,15 +73,13 @@ fn modules(directory: &Path) -> Vec<String> {
 /// Refuses a directory whose `tokenizer.json` has tokens outside the model's vocabulary.
 ///
 /// # Errors
-/// It has such a token; or the file is no JSON.
+/// The file has such a token, or is no JSON.
 pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(), Error> {
     let path = directory.join("tokenizer.json");
     if !path.is_file() {
         return Ok(());
     }
-    let refuse = |what: String| Error::bad_model(path.display(), what);
-    let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
-    let all: Value = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
+    let all: Value = json::read(&path)?;
     let named = all["model"]["vocab"].as_object().into_iter().flatten();
     let named = named.filter_map(|(_, id)| id.as_u64());
     // Unigram models list their tokens; a token's id is its index in the list.
@@ -90,8 +89,12 @@ pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(),
     let added = added.filter_map(|token| token["id"].as_u64());
     match named.chain(listed).chain(added).max().filter(|&id| id >= vocabulary as u64) {
         None => Ok(()),
-        Some(id) => Err(refuse(format!(
-            "it has token {id}, the model knows {vocabulary} tokens: they do not belong together"
-        ))),
+        Some(id) => Err(Error::bad_model(
+            path.display(),
+            format_args!(
+                "it has token {id}, the model knows {vocabulary} tokens: they do not belong \
+                 together"
+            ),
+        )),
     }
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::companions::check_tokenizer;
+use super::json;
 use crate::error::Error;
 use crate::models::{Shape, families};
 
@@ -14,16 +15,14 @@ use crate::models::{Shape, families};
 /// # Errors
 /// The file does not exist, or is no JSON.
 pub(crate) fn read_config(directory: &Path) -> Result<Value, Error> {
-    let path = directory.join("config.json");
-    let refuse = |what: String| Error::bad_model(path.display(), what);
-    let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
-    serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))
+    json::read(&directory.join("config.json"))
 }
 
 /// The shape that a directory's `config.json` describes.
 ///
 /// # Errors
-/// As [`read_config`]; or the family is unknown, or the model needs something that is not built.
+/// As [`read_config`]; or the family is unknown, or the model needs something that l2l does not
+/// have.
 pub(crate) fn read_shape(directory: &Path) -> Result<Shape, Error> {
     let config = read_config(directory)?;
     let at = directory.join("config.json");

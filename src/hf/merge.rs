@@ -1,39 +1,36 @@
-//! Adapters added to the weights that they are of: W + s B A, tensor by tensor.
+//! Adds adapters to the weights that they belong to: W + s B A, tensor by tensor.
 
 use std::path::Path;
 
-use memmap2::Mmap;
 use rayon::prelude::*;
-use safetensors::Dtype;
-use safetensors::tensor::{SafeTensors, TensorView};
+use safetensors::tensor::TensorView;
 
 use super::adapters::{PREFIX, WEIGHTS, read_lora};
 use super::config::read_shape;
-use super::weights::{decode, map};
+use super::names::{is_float, is_in};
+use super::weights::{WeightFile, decode_all};
 use crate::error::Error;
 use crate::models::families::Names;
 use crate::models::{Lora, adapters};
 
-/// Adapters of a directory, to be added to the weights of a model.
+/// Adapters that are added to the weights of a model.
 pub(super) struct Merge {
-    map: Mmap,
+    file: WeightFile,
     lora: Lora,
-    /// Whether weights are (outputs, inputs).
+    /// Whether the model's weights are (outputs, inputs).
     transposed: bool,
     names: &'static Names,
 }
 
 impl Merge {
-    /// The adapters of a directory, for the weights of the model in another.
+    /// Opens the adapters in `directory` of the model in `base`.
     ///
     /// # Errors
-    /// One of them cannot be read.
+    /// One of the directories cannot be read, or an adapter has only one of its matrices.
     pub(super) fn new(directory: &Path, base: &Path) -> Result<Merge, Error> {
         let shape = read_shape(base)?;
-        let path = directory.join(WEIGHTS);
-        let refuse = |what: String| Error::bad_model(path.display(), what);
-        let map = map(&path)?;
-        let tensors = SafeTensors::deserialize(&map).map_err(|error| refuse(error.to_string()))?;
+        let file = WeightFile::open(&directory.join(WEIGHTS))?;
+        let tensors = file.tensors();
         let [a, b] = adapters::ENDS;
         for name in tensors.names() {
             let other = match (name.strip_suffix(a), name.strip_suffix(b)) {
@@ -42,23 +39,19 @@ impl Merge {
                 (None, None) => continue,
             };
             if tensors.tensor(&other).is_err() {
-                return Err(refuse(format!("{other} is missing")));
+                return Err(file.refuse(format_args!("{other} is missing")));
             }
         }
         let (lora, _) = read_lora(directory)?;
-        Ok(Merge { map, lora, transposed: shape.transposed, names: shape.names })
+        Ok(Merge { file, lora, transposed: shape.transposed, names: shape.names })
     }
 
-    fn tensors(&self) -> SafeTensors<'_> {
-        SafeTensors::deserialize(&self.map).expect("it was read before")
-    }
-
-    /// The tensors that weights of these names lack and the adapters have, as those of a new head:
-    /// their names in a model.
+    /// The names of tensors that only the adapters have, such as a new head. `names` are the
+    /// tensors of the weights.
     ///
     /// # Errors
-    /// The adapters are of other weights.
-    pub(super) fn new_tensors(&self, names: &[String]) -> Result<Vec<String>, String> {
+    /// The adapters change a tensor that the weights do not have.
+    pub(super) fn new_tensors(&self, names: &[&str]) -> Result<Vec<String>, String> {
         let mut missing = self.changes();
         missing.retain(|name| !names.iter().any(|own| self.is_called(own, name)));
         match missing.iter().find(|name| !self.has(name)) {
@@ -69,13 +62,13 @@ impl Merge {
         }
     }
 
-    /// A tensor of [`new_tensors`](Merge::new_tensors).
+    /// The tensor of a name that [`new_tensors`](Merge::new_tensors) returned.
     pub(super) fn new_tensor(&self, name: &str) -> TensorView<'_> {
-        let tensor = SafeTensors::deserialize(&self.map).expect("it was read before");
-        tensor.tensor(&format!("{PREFIX}{name}")).expect("new_tensors() found it")
+        let name = format!("{PREFIX}{name}");
+        self.file.tensors().tensor(&name).expect("new_tensors() found it")
     }
 
-    /// The names of the weights that have adapters, and of the tensors that replace others.
+    /// The names of weights with adapters, and of tensors that replace the model's.
     fn changes(&self) -> Vec<String> {
         let [a, b] = adapters::ENDS;
         let changed = |name: &str| {
@@ -85,44 +78,43 @@ impl Merge {
                 None => (!bare.ends_with(b)).then(|| bare.to_string()),
             }
         };
-        let mut all: Vec<String> = self.tensors().names().into_iter().filter_map(changed).collect();
+        let tensors = self.file.tensors();
+        let mut all: Vec<String> = tensors.names().into_iter().filter_map(changed).collect();
         all.sort();
         all
     }
 
-    /// Whether a tensor of a file is the one of this name, of which files may leave out the prefix.
+    /// Whether a tensor's name in a file means the tensor of this name. Files may leave out the
+    /// family's prefix.
     fn is_called(&self, in_file: &str, name: &str) -> bool {
         in_file == name || name.strip_prefix(self.names.prefix) == Some(in_file)
     }
 
-    /// Whether the adapters' file has a tensor that the model may lack: one of a head.
+    /// Whether the adapters' file has this tensor, and it belongs to a head, which a model may lack.
     fn has(&self, name: &str) -> bool {
         let Names { class_dense, class_out, token_classes, head, .. } = self.names;
-        let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
-        let heads = [class_dense, class_out, token_classes, head];
-        let is_of_head = heads.into_iter().any(|layer| is_in(layer));
-        is_of_head && self.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
+        is_in(name, &[class_dense, class_out, token_classes, head])
+            && self.file.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
     }
 
-    /// What a tensor is with its adapter, if it has one.
+    /// The values of a tensor with its adapter, or of the adapters' tensor that replaces it. `None`
+    /// if the adapters do not change the tensor.
     pub(super) fn merged(
         &self,
         name: &str,
         tensor: &TensorView<'_>,
     ) -> Result<Option<Vec<f32>>, String> {
-        let tensors = self.tensors();
+        let tensors = self.file.tensors();
         let find = |end: &str, of: &str| {
             let names =
                 [format!("{PREFIX}{of}{end}"), format!("{PREFIX}{}{of}{end}", self.names.prefix)];
             names.iter().find_map(|name| tensors.tensor(name).ok())
         };
         let floats = |view: &TensorView<'_>| -> Result<Vec<f32>, String> {
-            if !matches!(view.dtype(), Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+            if !is_float(view.dtype()) {
                 return Err(format!("{name}: f32, f16 or bf16 expected, {:?} found", view.dtype()));
             }
-            let mut values = vec![0.0; view.shape().iter().product()];
-            decode(&mut values, view, 0);
-            Ok(values)
+            Ok(decode_all(view))
         };
         if let Some(other) = find("", name) {
             if other.shape() != tensor.shape() {
@@ -140,16 +132,17 @@ impl Merge {
         if tensor.shape() != expected || [r, of_b] != [self.lora.rank; 2] {
             return Err(differs(name, tensor, &a));
         }
-        let (mut w, rank, scale) = (floats(tensor)?, self.lora.rank, self.lora.scale());
-        let (a, b) = (floats(&a)?, floats(&b)?);
+        let mut w = floats(tensor)?;
+        let scale = self.lora.scale();
+        let a = floats(&a)?;
+        let b = floats(&b)?;
         let columns = expected[1];
         w.par_chunks_mut(columns).enumerate().for_each(|(row, w)| {
             for (column, w) in w.iter_mut().enumerate() {
                 let (i, o) = if self.transposed { (column, row) } else { (row, column) };
-                let sum: f64 = (0..rank)
-                    .map(|r| f64::from(b[o * rank + r]) * f64::from(a[r * inputs + i]))
-                    .sum();
-                *w = (f64::from(*w) + scale * sum) as f32;
+                let products =
+                    (0..r).map(|k| f64::from(b[o * r + k]) * f64::from(a[k * inputs + i]));
+                *w = (f64::from(*w) + scale * products.sum::<f64>()) as f32;
             }
         });
         Ok(Some(w))
@@ -157,6 +150,9 @@ impl Merge {
 }
 
 fn differs(name: &str, tensor: &TensorView<'_>, other: &TensorView<'_>) -> String {
-    let (has, other) = (tensor.shape(), other.shape());
-    format!("{name} has shape {has:?}, and the adapters are of another model: theirs is {other:?}")
+    format!(
+        "{name} has shape {:?}, and the adapters are of another model: theirs is {:?}",
+        tensor.shape(),
+        other.shape()
+    )
 }

@@ -1,19 +1,19 @@
-//! Renders a chat template with bounded time, memory and stack, whoever wrote it.
+//! Renders an untrusted chat template with bounded time, memory and stack.
 //!
-//! The engine bounds how deep macros call each other. Its bound on instructions ("fuel") would not
-//! be enough: one instruction may double a text, walk a lazy sequence of 10¹⁸ items, or wrap a list
-//! in a list until dropping it overflows the stack. So the compiled program is not run as it is:
-//! before each instruction that may be large stands a check of its arguments, and behind it one
-//! of its result. Each pass of a loop and each call of a macro counts the instructions of its body.
-//! The checks are filters of ours, which see the meter of this rendering.
+//! The engine bounds how deep macros call each other. Its bound on instructions ("fuel") is not
+//! enough: one instruction may double a text, walk a lazy sequence of 10¹⁸ items, or wrap a list in
+//! a list until dropping it overflows the stack. So checks are added to the compiled program: before
+//! each instruction that may be expensive a check of its arguments, and behind it a check of its
+//! result. Each pass of a loop and each call of a macro counts the instructions of its body. The
+//! checks are filters of ours, which see the meter of this rendering.
 //!
-//! Three rules make a bound of it. No value may be larger or nested deeper than the constants
-//! below, counting a shared part as often as it occurs. The sizes of all values and texts that are
-//! made are summed, and so are those of all values that are read. Lazy sequences become lists
-//! as soon as they are made.
+//! Three rules give the bound. No value may be larger or nested deeper than the constants below,
+//! where a shared part counts as often as it occurs. The sizes of all values and texts that are made
+//! are summed, and so are those of all values that are read. Lazy sequences become lists as soon as
+//! they are made.
 //!
-//! That the engine shows its instructions is a feature without a promise (`unstable_machinery`), so
-//! Cargo.toml admits no later minor version unseen.
+//! The engine's instructions are an unstable interface (`unstable_machinery`). So Cargo.toml accepts
+//! no later minor version.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,32 +33,35 @@ use super::metered_calls;
 /// of published models have 50 to 1,000 for a message: enough for chats of 10,000 messages.
 const MOST_INSTRUCTIONS: u64 = 10_000_000;
 
-/// The most memory, in bytes, that all values and texts of one rendering may come to. Every use of
-/// a message's text counts once, so a chat of 10 MB can be rendered.
+/// The most bytes of all values and texts of one rendering. Every use of a message's text counts, so
+/// a chat of 10 MB can be rendered.
 pub(super) const MOST_BYTES: u64 = 256 << 20;
 
-/// The most bytes that all operations of one rendering may read: some seconds' worth.
+/// The most bytes that all operations of one rendering may read, which takes some seconds.
 const MOST_READ: u64 = 8 << 30;
 
-/// The deepest that a value may be nested. JSON has at most 128 levels (serde_json). Printing,
-/// comparing and dropping a value take some stack frames a level.
+/// The most levels of a nested value. JSON has at most 128 (serde_json). Printing, comparing and
+/// dropping a value take some stack frames a level.
 const MOST_LEVELS: usize = 256;
 
-/// What an item of a list or a map takes, in bytes.
+/// The bytes of an item of a list or a map.
 pub(super) const ITEM: u64 = 32;
 
-/// The engine's limit on depth, of which a macro's call takes 4: 50 macros inside each other. Those
-/// of published templates that call themselves follow a tool's JSON schema.
+/// The engine's limit on depth. A macro's call takes 4 of it, so macros may call each other 50 levels
+/// deep. In published templates such calls follow the levels of a tool's JSON schema.
 const MOST_FRAMES: usize = 200;
 
-/// What a macro is charged where it is built: building is rare, and copies a list of all macros.
+/// The bytes that building a macro counts for: it is rare, and copies a list of all macros.
 const MACRO: u64 = 64 << 10;
 
-/// What one rendering has used up.
+/// The resources that one rendering has used.
 #[derive(Debug, Default)]
 pub(super) struct Meter {
+    /// Instructions that ran.
     run: AtomicU64,
+    /// Bytes of values and texts that were made.
     made: AtomicU64,
+    /// Bytes that operations read.
     read: AtomicU64,
 }
 
@@ -69,7 +72,7 @@ impl Meter {
         state.get_or_set_temp_object("l2l.meter", Meter::default)
     }
 
-    /// Whether so many more bytes can be made, asked before they are.
+    /// Refuses to make more bytes than the limit allows.
     pub(super) fn fits(&self, bytes: u64) -> Result<(), Error> {
         match self.made.load(Ordering::Relaxed).saturating_add(bytes) > MOST_BYTES {
             true => Err(refusal(format!(
@@ -103,22 +106,22 @@ pub(super) fn refusal(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, what.into())
 }
 
-/// How large a value is, counting a shared part as often as it occurs.
+/// The size of a value. A shared part counts as often as it occurs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Size {
     /// Its bytes in memory.
     pub(super) bytes: u64,
-    /// The most bytes that it has as text.
+    /// The most bytes of its text.
     pub(super) text: u64,
-    /// How many levels of lists and maps it has.
+    /// Its levels of lists and maps.
     pub(super) levels: usize,
 }
 
 /// The size of a value.
 ///
 /// # Errors
-/// It is larger or nested deeper than a value may be, or it holds what only a variable may hold: a
-/// namespace, which could hold itself, a macro, or a lazy sequence.
+/// The value is too large or nested too deep; or a part of it is a namespace, which could hold
+/// itself, a macro, or a lazy sequence.
 pub(super) fn size_of(value: &Value) -> Result<Size, Error> {
     let mut size = Size::default();
     measure(value, 0, &mut size)?;
@@ -180,6 +183,11 @@ fn measure(value: &Value, level: usize, size: &mut Size) -> Result<(), Error> {
     }
 }
 
+/// The number of items of a list or a map, or of bytes of a text.
+pub(super) fn length(value: &Value) -> u64 {
+    value.as_str().map_or_else(|| value.len().unwrap_or(0), str::len) as u64
+}
+
 /// The items of a list or of a lazy sequence; none of another value.
 pub(super) fn items(value: &Value) -> impl Iterator<Item = Value> {
     let is_sequence = |object: &&minijinja::value::DynObject| {
@@ -189,7 +197,7 @@ pub(super) fn items(value: &Value) -> impl Iterator<Item = Value> {
     object.and_then(|object| object.try_iter()).into_iter().flatten()
 }
 
-/// Charges for a value that was made. A lazy sequence becomes a list.
+/// Counts a value that was made. A lazy sequence becomes a list.
 pub(super) fn settle(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     let meter = Meter::of(state);
     if let Some(text) = value.as_str() {
@@ -211,7 +219,7 @@ pub(super) fn settle(state: &State<'_, '_>, value: Value) -> Result<Value, Error
         _ => value,
     };
     meter.read(size_of(&value)?.bytes)?;
-    // The parts were charged when they were made.
+    // The parts were counted when they were made.
     meter.make(ITEM * (1 + value.len().unwrap_or(0) as u64))?;
     Ok(value)
 }
@@ -219,7 +227,7 @@ pub(super) fn settle(state: &State<'_, '_>, value: Value) -> Result<Value, Error
 /// Adds the checks, as filters, and the engine's limits to an environment.
 pub(super) fn add_limits(environment: &mut Environment<'static>) {
     environment.set_recursion_limit(MOST_FRAMES);
-    // It prints all variables.
+    // It would print all variables.
     environment.remove_global("debug");
     environment.set_formatter(emit);
     environment.add_filter("l2l.settle", settle);
@@ -239,11 +247,11 @@ fn emit(out: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<()
     escape_formatter(out, state, value)
 }
 
-/// Charges for entering a loop, where the engine may copy what it is over.
+/// Counts the items of a loop, because the engine may copy them.
 fn enter_loop(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
-    let length = value.as_str().map_or_else(|| value.len().unwrap_or(0), str::len) as u64;
-    Meter::of(state).fits(ITEM * length)?;
-    Meter::of(state).read(ITEM * length)?;
+    let bytes = ITEM * length(&value);
+    Meter::of(state).fits(bytes)?;
+    Meter::of(state).read(bytes)?;
     Ok(value)
 }
 
@@ -262,7 +270,8 @@ fn run(state: &State<'_, '_>, instructions: u64) -> Result<(), Error> {
 pub(super) fn render(environment: &Environment<'_>, values: Value) -> Result<String, Error> {
     let template = environment.get_template("chat").expect("it was added");
     let program = metered(&get_compiled_template(&template).instructions);
-    let (mut text, none) = (String::new(), BTreeMap::new());
+    let mut text = String::new();
+    let none = BTreeMap::new();
     let mut out = make_string_output(&mut text);
     Vm::new(environment).eval(&program, values, &none, &mut out, AutoEscape::None)?;
     Ok(text)
@@ -282,16 +291,17 @@ fn metered<'source>(program: &Instructions<'source>) -> Instructions<'source> {
         })
         .collect();
     let returns = |at: &u32| matches!(program.get(*at), Some(Instruction::Return) | None);
-    // Where each instruction, with the checks before it, begins in the new program.
+    // For each instruction, the place in the new program of the checks before it.
     let mut begins = Vec::with_capacity(program.len() + 1);
-    let (mut pieces, mut before) = (Vec::with_capacity(4), None);
+    let mut pieces = Vec::with_capacity(4);
+    let mut before = None;
     for (at, instruction) in (0u32..).zip(all) {
         begins.push(out.len() as u32);
         if macros.contains(&at) {
             let end = (at..).find(returns).unwrap_or(at);
             pieces.extend(counted(end - at));
         }
-        // At the end of a jump, the instruction before may not have run.
+        // If a jump leads here, the instruction before may not have run.
         let previous = before.filter(|_| !targets.contains(&at));
         with_checks(instruction, previous, &mut pieces);
         if let Instruction::Iterate(end) = instruction {
@@ -312,7 +322,7 @@ fn metered<'source>(program: &Instructions<'source>) -> Instructions<'source> {
     out
 }
 
-/// The place in the program that an instruction names.
+/// The place in the program that an instruction jumps to.
 fn target_of<'a>(instruction: &'a mut Instruction<'_>) -> Option<&'a mut u32> {
     match instruction {
         Instruction::Iterate(target)
@@ -334,13 +344,14 @@ fn counted(body: u32) -> [Instruction<'static>; 3] {
     ]
 }
 
-/// A call of one of our filters, with so many arguments.
+/// A call of one of our filters, with this number of arguments.
 fn call(name: &'static str, arguments: u16) -> Instruction<'static> {
-    // The engine remembers filters by a number; this one stands for none.
+    // The engine caches filters by a number. This number means no cache.
     Instruction::ApplyFilter(name, Some(arguments), u8::MAX)
 }
 
-/// An instruction, with what must stand before and behind it. `previous`: the one before it.
+/// Adds an instruction, with the checks before and behind it. `previous` is the instruction before
+/// it, which has certainly run.
 fn with_checks<'source>(
     instruction: &Instruction<'source>,
     previous: Option<&Instruction<'source>>,
@@ -348,74 +359,71 @@ fn with_checks<'source>(
 ) {
     use Instruction as I;
 
-    let mut named = |filter: &'static str, name: &'source str, arguments: Option<u16>| {
-        out.push(I::LoadConst(Value::from(name)));
-        match arguments {
-            Some(count) => out.push(call(filter, count + 1)),
-            // The count lies on the stack, above the arguments.
-            None => out.extend([
-                I::Swap,
-                I::LoadConst(Value::from(1)),
-                I::Add,
-                I::ApplyFilter(filter, None, u8::MAX),
-            ]),
-        }
-    };
     // A check of the two values on top of the stack, which it puts back.
     let both = |check| [call(check, 2), I::UnpackList(2)];
     let compares = match previous {
+        // A short constant is compared with few bytes, so this needs no check.
         Some(I::LoadConst(with)) => with.as_str().is_some_and(|text| text.len() > 64),
         _ => true,
     };
     match instruction {
         I::EmitRaw(text) => {
-            out.extend([I::LoadConst(Value::from_safe_string(text.to_string())), I::Emit]);
+            let text = Value::from_safe_string(text.to_string());
+            return out.extend([I::LoadConst(text), I::Emit]);
         }
-        I::LoadConst(value) if value.as_object().is_some() => {
-            out.extend([instruction.clone(), call("l2l.settle", 1)]);
+        I::Slice => return out.push(call("l2l.slice", 4)),
+        I::ApplyFilter(name, arguments, _) => return named("l2l.filter", name, *arguments, out),
+        I::CallMethod(name, arguments) => return named("l2l.method", name, *arguments, out),
+        I::PerformTest(name, arguments, _) if metered_calls::reads(name) => {
+            return named("l2l.test", name, *arguments, out);
         }
-        I::Slice => out.push(call("l2l.slice", 4)),
-        I::Add => {
-            out.extend(both("l2l.add"));
-            out.extend([I::Add, call("l2l.settle", 1)]);
-        }
-        I::Mul => {
-            out.extend(both("l2l.multiply"));
-            out.extend([I::Mul, call("l2l.settle", 1)]);
-        }
-        I::StringConcat => {
-            out.extend(both("l2l.concat"));
-            out.extend([I::StringConcat, call("l2l.settle", 1)]);
-        }
+        I::Add => out.extend(both("l2l.add")),
+        I::Mul => out.extend(both("l2l.multiply")),
+        I::StringConcat => out.extend(both("l2l.concat")),
         I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte if compares => {
             out.extend(both("l2l.compare"));
-            out.push(instruction.clone());
         }
-        I::In | I::CompareAndPreserve(_) => {
-            out.extend(both("l2l.contains"));
-            out.push(instruction.clone());
+        I::In | I::CompareAndPreserve(_) => out.extend(both("l2l.contains")),
+        // An attribute has a constant name, whose hash is short.
+        I::GetItem if !matches!(previous, Some(I::LoadConst(key)) if key.as_str().is_some()) => {
+            out.extend(both("l2l.item"));
         }
-        I::GetItem => {
-            if !matches!(previous, Some(I::LoadConst(key)) if key.as_str().is_some()) {
-                out.extend(both("l2l.item"));
-            }
-            out.push(I::GetItem);
-        }
-        I::SetAttr(_) => {
-            out.extend([I::Swap, call("l2l.keep", 1), I::Swap, instruction.clone()]);
-        }
-        I::PushLoop(_) => out.extend([call("l2l.loop", 1), instruction.clone()]),
-        I::BuildMacro(..) => {
-            out.extend([call("l2l.macro", 0), I::DiscardTop, instruction.clone()]);
-        }
-        I::ApplyFilter(name, arguments, _) => named("l2l.filter", name, *arguments),
-        I::PerformTest(name, arguments, _) if metered_calls::reads(name) => {
-            named("l2l.test", name, *arguments);
-        }
-        I::CallMethod(name, arguments) => named("l2l.method", name, *arguments),
-        I::BuildList(_) | I::BuildMap(_) | I::CallFunction(..) | I::CallObject(_) => {
-            out.extend([instruction.clone(), call("l2l.settle", 1)])
-        }
-        _ => out.push(instruction.clone()),
+        I::SetAttr(_) => out.extend([I::Swap, call("l2l.keep", 1), I::Swap]),
+        I::PushLoop(_) => out.push(call("l2l.loop", 1)),
+        I::BuildMacro(..) => out.extend([call("l2l.macro", 0), I::DiscardTop]),
+        _ => {}
+    }
+    out.push(instruction.clone());
+    let makes_a_value = match instruction {
+        I::LoadConst(value) => value.as_object().is_some(),
+        I::Add | I::Mul | I::StringConcat => true,
+        I::BuildList(_) | I::BuildMap(_) | I::CallFunction(..) | I::CallObject(_) => true,
+        _ => false,
+    };
+    if makes_a_value {
+        out.push(call("l2l.settle", 1));
+    }
+}
+
+/// A call of our filter with the arguments of a filter, test or method of the template, and its
+/// name above them.
+fn named<'source>(
+    filter: &'static str,
+    name: &'source str,
+    arguments: Option<u16>,
+    out: &mut Vec<Instruction<'source>>,
+) {
+    use Instruction as I;
+
+    out.push(I::LoadConst(Value::from(name)));
+    match arguments {
+        Some(count) => out.push(call(filter, count + 1)),
+        // The stack has the count above the arguments, and now the name above the count.
+        None => out.extend([
+            I::Swap,
+            I::LoadConst(Value::from(1)),
+            I::Add,
+            I::ApplyFilter(filter, None, u8::MAX),
+        ]),
     }
 }

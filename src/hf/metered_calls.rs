@@ -1,63 +1,36 @@
-//! The checks of [`super::metered`]: what an operator, a filter, a test or a method of a template
-//! may read and make. They bound the result before the engine makes it.
+//! The checks of [`super::metered`]: they limit the bytes that an operator, a filter, a test or a
+//! method of a template may read and make, before the engine makes the result.
 
 use minijinja::value::Rest;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
-use super::metered::{ITEM, Meter, items, refusal, settle, size_inside, size_of};
+use super::metered::{ITEM, Meter, Size, items, length, refusal, settle, size_inside, size_of};
 
 /// The widest indent, column or precision.
 const MOST_COLUMNS: u64 = 1_000;
 
-/// The most parts that a list may be cut into, or items that a part may be filled up to.
+/// The most parts of a list, or items of a part that is filled up.
 const MOST_PARTS: u64 = 100_000;
 
-/// Filters and methods that look at no more of a value than its length, its end or one key.
-const GLANCES: [&str; 9] =
-    ["length", "count", "default", "d", "first", "safe", "attr", "get", "items"];
+/// Filters and methods that read only the length, the ends or one key of a value.
+const GLANCES: &str = "length count default d first safe attr get items";
 
-/// Filters that take a text apart into its characters.
-const LISTS: [&str; 15] = [
-    "batch",
-    "chain",
-    "dictsort",
-    "groupby",
-    "list",
-    "map",
-    "reject",
-    "rejectattr",
-    "select",
-    "selectattr",
-    "slice",
-    "sort",
-    "sum",
-    "unique",
-    "zip",
-];
+/// Filters that make a list of a text's characters.
+const LISTS: &str = "batch chain dictsort groupby list map reject rejectattr select selectattr \
+                     slice sort sum unique zip";
 
-/// Tests that look at no more of a value than its kind.
-const KINDS: [&str; 20] = [
-    "boolean",
-    "callable",
-    "defined",
-    "divisibleby",
-    "escaped",
-    "even",
-    "false",
-    "filter",
-    "float",
-    "int",
-    "integer",
-    "iterable",
-    "mapping",
-    "none",
-    "number",
-    "odd",
-    "sequence",
-    "string",
-    "true",
-    "undefined",
-];
+/// Tests that read only the kind of a value.
+const KINDS: &str = "boolean callable defined divisibleby escaped even false filter float int \
+                     integer iterable mapping none number odd sequence string true undefined";
+
+fn is_one_of(name: &str, names: &str) -> bool {
+    names.split(' ').any(|known| known == name)
+}
+
+/// Whether a test reads its values.
+pub(super) fn reads(test: &str) -> bool {
+    !is_one_of(test, KINDS)
+}
 
 pub(super) fn add(environment: &mut Environment<'static>) {
     environment.add_filter("l2l.add", add_values);
@@ -83,18 +56,13 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     });
 }
 
-/// Whether a test reads its values.
-pub(super) fn reads(test: &str) -> bool {
-    !KINDS.contains(&test)
-}
-
 /// The arguments of a call, and the name that lies above them on the stack.
 fn named(all: &[Value]) -> Result<(&str, &[Value]), Error> {
     let call = all.split_last().and_then(|(name, rest)| Some((name.as_str()?, rest)));
-    call.ok_or_else(|| refusal("it calls a filter that is none of its own"))
+    call.ok_or_else(|| refusal("it calls a filter of l2l's own, which is for its checks alone"))
 }
 
-/// The engine's error of a name that it does not know, with the name.
+/// The engine's error about an unknown filter or test, with its name.
 fn unknown(kind: &str, name: &str, error: Error) -> Error {
     match error.kind() {
         ErrorKind::UnknownFilter | ErrorKind::UnknownTest if error.detail().is_none() => {
@@ -106,7 +74,7 @@ fn unknown(kind: &str, name: &str, error: Error) -> Error {
 
 fn filter(state: &State<'_, '_>, name: &str, arguments: &[Value]) -> Result<Value, Error> {
     check(state, name, arguments)?;
-    // With a filter's name, `map` is a call of that filter for each item, checked as any other.
+    // `map` with a filter's name calls that filter for each item. Each call is checked.
     let mapped = arguments.get(1).and_then(Value::as_str).filter(|_| name == "map");
     if let Some((mapped, value)) = mapped.zip(arguments.first()) {
         let each = value.try_iter()?.map(|item| {
@@ -133,46 +101,53 @@ fn method(state: &State<'_, '_>, name: &str, arguments: &[Value]) -> Result<Valu
     settle(state, value.call_method(state, name, arguments)?)
 }
 
-/// Charges for what a call reads, and refuses it where its result would be too large.
+/// Counts the bytes that a call reads, and refuses a call whose result would be too large.
 fn check(state: &State<'_, '_>, name: &str, arguments: &[Value]) -> Result<(), Error> {
     let meter = Meter::of(state);
     let Some((value, rest)) = arguments.split_first() else { return Ok(()) };
-    if let Some(text) = value.as_str().filter(|_| LISTS.contains(&name)) {
+    if let Some(text) = value.as_str().filter(|_| is_one_of(name, LISTS)) {
         meter.fits(ITEM * text.len() as u64)?;
     }
-    let mut others = (0u64, 0u64);
+    let mut others = Size::default();
     for one in rest {
         let size = size_of(one)?;
-        others = (others.0 + size.bytes, others.1 + size.text);
+        others.bytes += size.bytes;
+        others.text += size.text;
     }
-    if GLANCES.contains(&name) && (name != "count" || rest.is_empty()) {
-        return meter.read(others.0);
+    if is_one_of(name, GLANCES) && (name != "count" || rest.is_empty()) {
+        return meter.read(others.bytes);
     }
     let first = size_of(value)?;
-    let length = value.as_str().map_or_else(|| value.len().unwrap_or(0), str::len) as u64;
-    // What is done with the other arguments once for each item, or with the sum so far.
+    // Some calls look at the other arguments once for each item, or at the sum so far.
     let again = match name {
         "select" | "reject" | "selectattr" | "rejectattr" | "strip" | "lstrip" | "rstrip"
-        | "trim" => others.0,
+        | "trim" => others.bytes,
         "sum" => first.bytes,
         _ => 0,
     };
-    let read = first.bytes.saturating_add(others.0);
-    meter.read(read.saturating_add(length.saturating_mul(again)))?;
+    let read = first.bytes.saturating_add(others.bytes);
+    meter.read(read.saturating_add(length(value).saturating_mul(again)))?;
+    meter.fits(made(name, arguments, first, others)?)
+}
+
+/// An upper bound of the new bytes in the result of a call. `first` is the size of the first
+/// argument, and `others` is the size of all others together.
+fn made(name: &str, arguments: &[Value], first: Size, others: Size) -> Result<u64, Error> {
+    let rest = &arguments[1..];
     let text = |at: usize| arguments.get(at).and_then(Value::as_str);
-    let made = match name {
+    Ok(match name {
         "replace" => match (text(0), text(1), text(2)) {
             (Some(text), Some(from), Some(to)) => {
                 let found = text.matches(from).count() as u64;
                 text.len() as u64 + found.saturating_mul(to.len() as u64)
             }
-            _ => first.text.saturating_mul(1 + others.1),
+            _ => first.text.saturating_mul(1 + others.text),
         },
         "join" => {
-            // As a filter it comes behind the list, as a method behind the separator.
-            let (list, separator) = match (value.as_str(), rest.first()) {
+            // The list comes first for a filter, and second for a method of the separator.
+            let (list, separator) = match (text(0), rest.first()) {
                 (Some(separator), Some(list)) if list.as_str().is_none() => (list, separator),
-                _ => (value, text(1).unwrap_or_default()),
+                _ => (&arguments[0], text(1).unwrap_or_default()),
             };
             let separator = separator.len() as u64;
             let each = |item: Value| -> Result<u64, Error> {
@@ -183,17 +158,19 @@ fn check(state: &State<'_, '_>, name: &str, arguments: &[Value]) -> Result<(), E
                 + items(list).map(each).sum::<Result<u64, Error>>()?
         }
         "indent" => {
-            let lines = value.as_str().map_or(0, |text| text.lines().count() as u64 + 1);
+            let lines = text(0).map_or(0, |text| text.lines().count() as u64 + 1);
             first.text + lines.saturating_mul(most_number(rest, MOST_COLUMNS)?.max(4))
         }
         "format" => {
             let format = text(0).unwrap_or_default();
             let starred = if format.contains('*') { most_number(rest, MOST_COLUMNS)? } else { 0 };
             let holes = format.matches(['%', '{']).count() as u64;
-            let each = widest(format).saturating_add(starred).saturating_add(others.1);
+            let each = widest(format).saturating_add(starred).saturating_add(others.text);
             first.text.saturating_add(holes.saturating_mul(each))
         }
-        "batch" | "slice" => ITEM.saturating_mul(length + most_number(rest, MOST_PARTS)?),
+        "batch" | "slice" => {
+            ITEM.saturating_mul(length(&arguments[0]) + most_number(rest, MOST_PARTS)?)
+        }
         "round" => most_number(rest, MOST_COLUMNS)?,
         "string" => first.text,
         "split" | "lines" | "splitlines" => {
@@ -207,8 +184,7 @@ fn check(state: &State<'_, '_>, name: &str, arguments: &[Value]) -> Result<(), E
         // Each item has a line of its own, with four columns a level.
         "pprint" => first.text + first.bytes / ITEM * 4 * first.levels as u64,
         _ => 0,
-    };
-    meter.fits(made)
+    })
 }
 
 /// The largest number among arguments.
@@ -220,7 +196,8 @@ fn most_number(arguments: &[Value], most: u64) -> Result<u64, Error> {
         for number in named.chain([one.clone()]).filter(Value::is_number) {
             let size = f64::try_from(number).map_or(f64::INFINITY, f64::abs);
             if size > most as f64 {
-                return Err(too_many(most));
+                let what = format!("it asks for more than {most} columns or parts, the most");
+                return Err(refusal(what));
             }
             largest = largest.max(size as u64);
         }
@@ -228,38 +205,34 @@ fn most_number(arguments: &[Value], most: u64) -> Result<u64, Error> {
     Ok(largest)
 }
 
-fn too_many(most: u64) -> Error {
-    refusal(format!("it asks for more than {most} columns or parts, which is the most"))
-}
-
-/// The largest number in a text with holes.
+/// The largest number in a format, which may be a width.
 fn widest(text: &str) -> u64 {
     let digits = text.split(|one: char| !one.is_ascii_digit()).filter(|digits| !digits.is_empty());
     digits.map(|digits| digits.parse().unwrap_or(u64::MAX)).max().unwrap_or(0)
 }
 
-/// Two values of an operator, as the engine takes them off the stack again.
+/// Both values of an operator, in the order in which the engine puts them back on the stack.
 fn pair(a: Value, b: Value) -> Vec<Value> {
     vec![b, a]
 }
 
-fn add_values(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Error> {
-    let length = |one: &Value| match one.as_str() {
+/// The bytes of a text, or of a list's items without what they hold.
+fn own_bytes(value: &Value) -> u64 {
+    match value.as_str() {
         Some(text) => text.len() as u64,
-        None => ITEM * items(one).count() as u64,
-    };
-    Meter::of(state).fits(length(&a).saturating_add(length(&b)))?;
+        None => ITEM * items(value).count() as u64,
+    }
+}
+
+fn add_values(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Error> {
+    Meter::of(state).fits(own_bytes(&a).saturating_add(own_bytes(&b)))?;
     Ok(pair(a, b))
 }
 
 fn multiply(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Error> {
     for (one, times) in [(&a, &b), (&b, &a)] {
         if let Some(times) = times.as_usize() {
-            let bytes = match one.as_str() {
-                Some(text) => text.len() as u64,
-                None => ITEM * items(one).count() as u64,
-            };
-            Meter::of(state).fits(bytes.saturating_mul(times as u64))?;
+            Meter::of(state).fits(own_bytes(one).saturating_mul(times as u64))?;
         }
     }
     Ok(pair(a, b))
@@ -281,26 +254,27 @@ fn compare(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Erro
 }
 
 fn contains(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Error> {
-    let (first, second) = (size_of(&a)?, size_of(&b)?);
+    let first = size_of(&a)?;
+    let second = size_of(&b)?;
     Meter::of(state).read(first.bytes + second.bytes)?;
     Meter::of(state).fits(first.text)?;
     Ok(pair(a, b))
 }
 
 fn item(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Error> {
-    // Characters of a text are counted from its begin, and a key is hashed.
+    // The engine counts the characters of a text from its beginning, and hashes a key.
     let counted = a.as_str().map_or(0, str::len) as u64;
     Meter::of(state).read(counted + size_of(&b)?.bytes)?;
     Ok(pair(a, b))
 }
 
-/// Charges for a value that becomes a part of a namespace.
+/// Counts a value that becomes a part of a namespace.
 fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     Meter::of(state).read(size_inside(&value)?.bytes)?;
     Ok(value)
 }
 
-/// `value[start:stop:step]`, as Python means it. The engine's own panics for an empty list or text
+/// `value[start:stop:step]`, as in Python. The engine's own slice panics for an empty list or text
 /// and a negative step.
 fn slice(
     state: &State<'_, '_>,
@@ -317,7 +291,9 @@ fn slice(
         true => Ok(None),
         false => i64::try_from(value).map(Some),
     };
-    let (start, stop, step) = (number(start)?, number(stop)?, number(step)?.unwrap_or(1));
+    let start = number(start)?;
+    let stop = number(stop)?;
+    let step = number(step)?.unwrap_or(1);
     if step == 0 {
         return Err(refusal("cannot slice by step size of 0"));
     }
@@ -336,7 +312,7 @@ fn slice(
     settle(state, Value::from(list))
 }
 
-/// The places, of so many, that a slice takes.
+/// The places of a slice of `length` items.
 fn places(
     length: usize,
     start: Option<i64>,

@@ -1,5 +1,5 @@
-//! Models in transformers' format: `config.json`, `model.safetensors`, tokenizers and chat
-//! templates, read from a directory and written to one.
+//! Models in transformers' format: reads and writes directories of `config.json`,
+//! `model.safetensors`, tokenizers and chat templates.
 
 mod adapters;
 mod average;
@@ -10,6 +10,7 @@ mod chat;
 mod companions;
 mod config;
 mod export;
+mod json;
 mod merge;
 #[cfg(feature = "tokenizers")]
 mod metered;
@@ -19,7 +20,6 @@ mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
 mod sealed;
-mod shape;
 mod shards;
 #[cfg(feature = "tokenizers")]
 mod template_text;
@@ -31,8 +31,7 @@ mod tokenizer;
 mod tokenizer_json;
 mod weights;
 
-pub(crate) use adapters::{base_of, has_adapters, write_adapter_config};
-pub use adapters::{model_of, training_of};
+pub(crate) use adapters::{ADAPTER_CONFIG, base_of, has_adapters, read_lora, write_adapter_config};
 #[cfg(feature = "tokenizers")]
 pub use chat::Template;
 pub(crate) use companions::copy_companions;
@@ -44,10 +43,11 @@ pub(crate) use config::{
 pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
-pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, check_seals, file_digests, seal};
-pub use shape::{largest_shape_of, shape_of};
+pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, seal};
 pub(crate) use tensor_files::{Before, TensorFiles, save};
 pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
-pub(crate) use weights::{Load, load, load_adapters, load_states, load_trained, tensor};
+pub(crate) use weights::{
+    Load, check_format, load, load_adapters, load_states, load_trained, tensor,
+};

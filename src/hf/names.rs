@@ -1,5 +1,5 @@
-//! Which tensors of weight files are the model's: by name, with or without a family's prefix, or by
-//! an old name.
+//! Finds the model's tensors in weight files: by name, with or without the family's prefix, or by an
+//! old name.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,6 +8,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::weights::FileTensor;
 use crate::eps::BlockPart;
+use crate::models::families::Names;
 use crate::models::{Head, Model};
 
 /// The prefix of tensor names that checkpoints of a model may leave out.
@@ -36,8 +37,26 @@ fn old_name(name: &str) -> String {
     }
 }
 
-/// Whether a checkpoint may hold this tensor, although the model does not have it: buffers, heads
-/// of other tasks, and copies of tied tensors. Such tensors are not read.
+/// Whether a tensor is of one of these layers. Layers that a family does not have are empty.
+pub(super) fn is_in(name: &str, layers: &[&str]) -> bool {
+    layers.iter().any(|layer| !layer.is_empty() && name.starts_with(layer))
+}
+
+/// Whether a tensor is of a head that a pretrained model may lack: a classifier, or the layers that
+/// follow the last block of a masked language model.
+pub(super) fn is_of_new_head(name: &str, model: &Model) -> bool {
+    let Names { class_dense, class_out, token_classes, .. } = *model.shape.names;
+    let Names { transform, transform_norm, head_bias, .. } = *model.shape.names;
+    is_in(name, &[class_dense, class_out, token_classes, transform, transform_norm, head_bias])
+}
+
+/// Whether numbers of this dtype can be read as weights.
+pub(super) fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
+}
+
+/// Whether a checkpoint may hold this tensor, although the model does not have it: a buffer, a head
+/// of another task, or a copy of a tied tensor. Such a tensor is not read.
 fn is_ignored(name: &str, model: &Model) -> bool {
     const ENDS: [&str; 5] = [
         ".attn.bias",
@@ -50,42 +69,42 @@ fn is_ignored(name: &str, model: &Model) -> bool {
     let names = model.shape.names;
     // The LM head of the pretrained model that a classifier starts from.
     let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
-    let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
     let no_pooler = matches!(model.shape.head, Head::TokenClasses { .. });
-    if no_pooler && is_in(names.class_dense) {
-        return true;
-    }
-    if !model.shape.scores_vocabulary() && lm_head.iter().any(|layer| is_in(layer)) {
-        return true;
-    }
-    ENDS.iter().any(|end| name.ends_with(end))
+    (no_pooler && is_in(name, &[names.class_dense]))
+        || (!model.shape.scores_vocabulary() && is_in(name, &lm_head))
+        || ENDS.iter().any(|end| name.ends_with(end))
         || PARTS.iter().any(|part| name.contains(part))
         || (model.shape.tied && name == names.head)
 }
 
-/// Says why files are refused: they lack a tensor, have one too many, or one of another shape or
-/// dtype.
+/// Compares the tensors of files with the model's.
+///
+/// # Errors
+/// The files lack a tensor, or have an unknown one, or one of another shape or dtype.
 pub(super) fn check<'t>(
     files: &[SafeTensors<'_>],
     tensors: &BTreeMap<&String, &FileTensor>,
     model: Option<&Model>,
     find: &impl Fn(&str) -> Option<TensorView<'t>>,
 ) -> Result<(), String> {
-    let (mut problems, mut missing) = (Vec::new(), Vec::new());
+    let mut problems = Vec::new();
+    let mut missing = Vec::new();
     for (name, tensor) in tensors {
         match find(name) {
             None => missing.push(format!("{name} is missing")),
             Some(view) if view.shape() != tensor.shape => {
-                let (expected, found) = (&tensor.shape, view.shape());
+                let expected = &tensor.shape;
+                let found = view.shape();
                 problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
             }
             Some(view) if tensor.part != BlockPart::Parameters => {
                 if view.dtype() != tensor.dtype {
-                    let (expected, found) = (tensor.dtype, view.dtype());
+                    let expected = tensor.dtype;
+                    let found = view.dtype();
                     problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
                 }
             }
-            Some(view) if !matches!(view.dtype(), Dtype::F32 | Dtype::F16 | Dtype::BF16) => {
+            Some(view) if !is_float(view.dtype()) => {
                 problems
                     .push(format!("{name}: f32, f16 or bf16 expected, {:?} found", view.dtype()));
             }

@@ -1,5 +1,5 @@
-//! [`Tokenizer`] and [`Template`] in a library without the feature `tokenizers`: types of which
-//! there are no values, so that callers need no `cfg`.
+//! [`Tokenizer`] and [`Template`] in a library without the feature `tokenizers`. These types have no
+//! values, so that callers need no `cfg`.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -17,9 +17,18 @@ pub struct Tokenizer(Infallible);
 #[derive(Clone)]
 pub struct Template(Infallible);
 
-#[allow(missing_docs, clippy::missing_errors_doc, reason = "it has no values")]
+/// Methods that nobody can call, because the type has no values.
+macro_rules! methods {
+    ($($name:ident($($argument:ty),*) -> $result:ty;)*) => {$(
+        #[allow(missing_docs, clippy::missing_errors_doc, reason = "it has no values")]
+        pub fn $name(&self, $(_: $argument),*) -> $result {
+            match self.0 {}
+        }
+    )*};
+}
+
 impl Tokenizer {
-    /// `None`, when the directory has no `tokenizer.json`.
+    /// `None` if the directory has no `tokenizer.json`.
     ///
     /// # Errors
     /// The directory has one, which this library cannot read.
@@ -32,58 +41,24 @@ impl Tokenizer {
         Err(Error::bad_model(path.display(), what))
     }
 
-    pub fn encode(&self, _: &str, _: Option<&str>, _: bool) -> Result<Encoded, String> {
-        match self.0 {}
-    }
-
-    pub fn encode_words(&self, _: &[String]) -> Result<(Encoded, Vec<Option<usize>>), String> {
-        match self.0 {}
-    }
-
-    pub fn encode_cut(&self, _: &str, _: Option<&str>, _: usize) -> Result<Encoded, String> {
-        match self.0 {}
-    }
-
-    pub fn decode(&self, _: &[u32], _: bool) -> String {
-        match self.0 {}
-    }
-
-    pub fn vocabulary(&self) -> usize {
-        match self.0 {}
-    }
-
-    pub fn is_special(&self, _: u32) -> bool {
-        match self.0 {}
-    }
-
-    pub fn end(&self) -> Option<u32> {
-        match self.0 {}
-    }
-
-    pub fn mask(&self) -> Option<u32> {
-        match self.0 {}
-    }
-
-    pub fn digest(&self) -> &str {
-        match self.0 {}
-    }
-
-    pub fn template(&self) -> Result<Option<&Template>, String> {
-        match self.0 {}
-    }
-
-    pub fn token(&self, _: &str) -> Option<u32> {
-        match self.0 {}
+    methods! {
+        encode(&str, Option<&str>, bool) -> Result<Encoded, String>;
+        encode_words(&[String]) -> Result<(Encoded, Vec<Option<usize>>), String>;
+        encode_cut(&str, Option<&str>, usize) -> Result<Encoded, String>;
+        decode(&[u32], bool) -> String;
+        vocabulary() -> usize;
+        is_special(u32) -> bool;
+        end() -> Option<u32>;
+        mask() -> Option<u32>;
+        digest() -> &str;
+        template() -> Result<Option<&Template>, String>;
+        token(&str) -> Option<u32>;
     }
 }
 
-#[allow(missing_docs, clippy::missing_errors_doc, reason = "it has no values")]
 impl Template {
-    pub fn ask(&self, _: &[Message], _: &Value) -> Result<String, String> {
-        match self.0 {}
-    }
-
-    pub fn render_chat(&self, _: &[Message], _: &Value) -> Result<RenderedChat, String> {
-        match self.0 {}
+    methods! {
+        ask(&[Message], &Value) -> Result<String, String>;
+        render_chat(&[Message], &Value) -> Result<RenderedChat, String>;
     }
 }

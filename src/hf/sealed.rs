@@ -1,8 +1,8 @@
-//! Seals: whether a directory is as l2l wrote it.
+//! Seals: they show whether a directory is as l2l wrote it.
 //!
-//! A checkpoint's record, `l2l.json`, has the SHA-256 of each other file of the directory, and that
-//! of its own text with an empty seal. A directory without a record, such as another program's,
-//! has no seal, and nothing can be said of it.
+//! A checkpoint's record, `l2l.json`, has the SHA-256 of each other file of the directory. Its seal
+//! is the SHA-256 of its own text with an empty seal. A directory without a record, such as another
+//! program's, cannot be checked.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,7 +12,6 @@ use std::path::Path;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::config::{Config, ModelConfig};
 use crate::error::Error;
 
 /// The file that only a checkpoint has.
@@ -21,15 +20,15 @@ pub(crate) const RECORD: &str = "l2l.json";
 /// The optimizer's states, which no model needs.
 pub(crate) const STATES: &str = "optimizer.safetensors";
 
-/// Bytes read at once.
+/// The bytes of a file that are read and hashed at a time.
 const CHUNK: usize = 1 << 20;
 
-/// Which files of a directory are compared with its seal.
+/// The files of a directory that are compared with its seal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sealed {
-    /// All of them.
+    /// All files.
     All,
-    /// All but the optimizer's states.
+    /// All files but the optimizer's states.
     Model,
 }
 
@@ -41,7 +40,8 @@ pub(crate) fn file_digests(directory: &Path) -> io::Result<BTreeMap<String, Stri
     let mut digests = BTreeMap::new();
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
-        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        let path = entry.path();
+        let name = entry.file_name().to_string_lossy().into_owned();
         if entry.file_type()?.is_dir() {
             let inner = file_digests(&path)?.into_iter();
             digests.extend(inner.map(|(file, digest)| (format!("{name}/{file}"), digest)));
@@ -53,7 +53,8 @@ pub(crate) fn file_digests(directory: &Path) -> io::Result<BTreeMap<String, Stri
 }
 
 pub(super) fn file_digest(path: &Path) -> io::Result<String> {
-    let (mut file, mut hasher) = (File::open(path)?, Sha256::new());
+    let mut file = File::open(path)?;
+    let mut hasher = Sha256::new();
     let mut chunk = vec![0; CHUNK];
     loop {
         match file.read(&mut chunk) {
@@ -73,33 +74,21 @@ fn digest(text: &str) -> String {
     hex(Sha256::new_with_prefix(text))
 }
 
-/// A seal as it stands in a record's text.
+/// The text of a seal in a record.
 fn as_written(seal: &str) -> String {
     format!("\"seal\": \"{seal}\"")
 }
 
-/// Seals the text of a record whose seal is empty.
+/// Writes the seal into the text of a record, whose seal is empty.
 pub(crate) fn seal(text: &str) -> String {
     text.replacen(&as_written(""), &as_written(&digest(text)), 1)
 }
 
-/// Checks the directories that a config's model and its adapters come from.
+/// Compares a directory with its seal, if it has a record. A record of the first format names no
+/// files, so it is checked when a run resumes from it.
 ///
 /// # Errors
-/// As [`check_seal`], unless the config says that they may be changed.
-pub(crate) fn check_seals(config: &Config) -> Result<(), Error> {
-    let ModelConfig { path, random_weights, unsealed, .. } = &config.model;
-    let model = path.as_ref().filter(|_| !random_weights);
-    let adapters = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref());
-    let mut all = model.into_iter().chain(adapters).filter(|_| !unsealed);
-    all.try_for_each(|directory| check_seal(directory, Sealed::Model))
-}
-
-/// Checks that a directory is as its seal says, if it has one. A record of the first format names
-/// no files: it is checked when a run resumes from it.
-///
-/// # Errors
-/// It is damaged, or somebody changed it: which file; or the disk fails.
+/// A file is damaged or changed (the error names it); or the disk fails.
 pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
     let refuse = |what: String| {
         let what = format!(
@@ -141,7 +130,7 @@ pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
             Err(error) => return Err(cannot_read(name, error)),
         }
     }
-    // A file of weights beside those that were written would be read in their place.
+    // A file of weights that was added later could be read in place of the checkpoint's.
     let is_weights = |name: &str| name.contains(".safetensors");
     for entry in fs::read_dir(directory).map_err(|error| cannot_read(".", error))? {
         let name = entry.map_err(|error| cannot_read(".", error))?.file_name();

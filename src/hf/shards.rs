@@ -1,6 +1,5 @@
 //! The weights of an export: tensors of some files, changed by adapters or replaced by averages, in
-//! the dtype that is asked for, in one file or in several with an index. One tensor at a time is in
-//! memory.
+//! another dtype, and in one file or several with an index. Memory holds one tensor at a time.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -8,20 +7,19 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
-use memmap2::Mmap;
 use safetensors::Dtype;
-use safetensors::tensor::{SafeTensors, TensorInfo, TensorView};
-use serde_json::{Value, json};
+use safetensors::tensor::{SafeTensors, TensorView};
+use serde_json::{Map, Value};
 
 use super::average::Averages;
-use super::export::write_file;
 use super::merge::Merge;
-use super::tensor_files::header;
-use super::weights::{check_finite, decode, map, weight_files};
+use super::names::is_float;
+use super::tensor_files::{bytes_in, cut_into_files, header, shard_name, write_index};
+use super::weights::{WeightFile, check_finite, decode_all, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
 
-/// What is other than in the files.
+/// How an export's values differ from the files.
 pub(super) enum Changed {
     No,
     Merged(Merge),
@@ -29,7 +27,7 @@ pub(super) enum Changed {
 }
 
 impl Changed {
-    /// The values of a tensor, where they are others.
+    /// The values of a tensor, if they are not those of its file.
     fn values(&self, name: &str, tensor: &TensorView<'_>) -> Result<Option<Vec<f32>>, String> {
         match self {
             Changed::No => Ok(None),
@@ -42,14 +40,15 @@ impl Changed {
 /// The dtype that each tensor is written in.
 pub(super) struct Dtypes {
     wanted: Option<Dtype>,
-    /// Those of the model that training began with.
+    /// The dtypes of the model that training began with, by tensor.
     of_base: BTreeMap<String, Dtype>,
-    /// The one that most of them have.
+    /// The most frequent of these dtypes.
     usual: Option<Dtype>,
 }
 
 impl Dtypes {
-    /// What is asked for. `base`: the model that training began with, if the files are others.
+    /// The dtypes for a wanted one. `base` is the model that training began with, if it is not the
+    /// model that is exported.
     ///
     /// # Errors
     /// The files of `base` cannot be read.
@@ -63,11 +62,10 @@ impl Dtypes {
         let mut of_base = BTreeMap::new();
         if let (None, Some(base)) = (wanted, base) {
             for path in weight_files(base)? {
-                let map = map(&path)?;
-                let refuse = |error| Error::bad_model(path.display(), error);
-                let (_, metadata) = SafeTensors::read_metadata(&map).map_err(refuse)?;
-                let tensors = metadata.tensors().into_iter();
-                of_base.extend(tensors.map(|(name, info)| (name, info.dtype)));
+                let file = WeightFile::open(&path)?;
+                let tensors = file.tensors();
+                let tensors = tensors.iter();
+                of_base.extend(tensors.map(|(name, view)| (name.to_string(), view.dtype())));
             }
         }
         let count = |dtype: Dtype| of_base.values().filter(|&&other| other == dtype).count();
@@ -85,80 +83,79 @@ impl Dtypes {
     }
 }
 
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
+/// A tensor of the files, or of the adapters that are merged into them.
+struct SourceTensor {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// The file that has the tensor. `None` for a tensor that only the adapters have.
+    file: Option<usize>,
 }
-
-/// The tensors of a file that is to be written, by index, and where each lies in it.
-type Shard = (Vec<usize>, Vec<(String, TensorInfo)>);
 
 /// The weights of a model in some files.
 pub(super) struct Source {
-    files: Vec<(PathBuf, Mmap)>,
-    /// Name, dtype and shape of each tensor, and the file that it is in; none: the adapters'.
-    tensors: Vec<(String, Dtype, Vec<usize>, Option<usize>)>,
+    files: Vec<WeightFile>,
+    tensors: Vec<SourceTensor>,
 }
 
 impl Source {
     /// Opens the files.
     ///
     /// # Errors
-    /// One cannot be read; a value is not finite, where all must be; or the adapters are of other
-    /// weights.
+    /// A file cannot be read; a value is not finite, where all must be; or the adapters are of
+    /// other weights.
     pub(super) fn open(
         paths: &[PathBuf],
         changed: &Changed,
         all_finite: bool,
     ) -> Result<Source, Error> {
-        let (mut files, mut tensors) = (Vec::new(), Vec::new());
+        let mut files = Vec::new();
+        let mut tensors = Vec::new();
         for (at, path) in paths.iter().enumerate() {
-            let map = map(path)?;
-            let refuse = |error| Error::bad_model(path.display(), error);
-            let (_, metadata) = SafeTensors::read_metadata(&map).map_err(refuse)?;
-            let read = SafeTensors::deserialize(&map).map_err(refuse)?;
-            if all_finite {
-                let mut views = read.tensors().into_iter();
-                let checked = views.try_for_each(|(name, view)| check_finite(&name, &view));
-                checked.map_err(|what| Error::bad_model(path.display(), what))?;
+            let file = WeightFile::open(path)?;
+            let read = file.tensors();
+            for name in file.names_in_order() {
+                let view = read.tensor(&name).expect("it is one of its names");
+                if all_finite {
+                    check_finite(&name, &view).map_err(|what| file.refuse(what))?;
+                }
+                let shape = view.shape().to_vec();
+                tensors.push(SourceTensor { name, dtype: view.dtype(), shape, file: Some(at) });
             }
-            for name in metadata.offset_keys() {
-                let info = metadata.info(&name).expect("it is one of its keys");
-                tensors.push((name, info.dtype, info.shape.clone(), Some(at)));
-            }
-            files.push((path.clone(), map));
+            drop(read);
+            files.push(file);
         }
-        if let Changed::Merged(merge) = changed {
-            let names: Vec<String> = tensors.iter().map(|(name, ..)| name.clone()).collect();
-            let last = paths.last().map(|path| path.display().to_string()).unwrap_or_default();
-            let new = merge.new_tensors(&names).map_err(|what| Error::bad_model(last, what))?;
-            for name in new {
-                let tensor = merge.new_tensor(&name);
-                tensors.push((name.clone(), tensor.dtype(), tensor.shape().to_vec(), None));
+        if let (Changed::Merged(merge), Some(last)) = (changed, files.last()) {
+            let names: Vec<&str> = tensors.iter().map(|tensor| &tensor.name[..]).collect();
+            for name in merge.new_tensors(&names).map_err(|what| last.refuse(what))? {
+                let view = merge.new_tensor(&name);
+                let shape = view.shape().to_vec();
+                tensors.push(SourceTensor { name, dtype: view.dtype(), shape, file: None });
             }
         }
         Ok(Source { files, tensors })
     }
 
-    /// Says the dtype in a `config.json`: that of most bytes.
+    /// Writes the dtype into a `config.json`: the dtype of most elements.
     pub(super) fn describe(&self, dtypes: &Dtypes, config: &mut Value) {
-        let mut bytes = BTreeMap::<&str, usize>::new();
-        for (name, own, shape, _) in &self.tensors {
-            let name = match dtypes.of_tensor(name, *own) {
+        let mut elements = BTreeMap::<&str, usize>::new();
+        for SourceTensor { name, dtype, shape, .. } in &self.tensors {
+            let name = match dtypes.of_tensor(name, *dtype) {
                 Dtype::F32 => "float32",
                 Dtype::F16 => "float16",
                 Dtype::BF16 => "bfloat16",
                 _ => continue,
             };
-            *bytes.entry(name).or_default() += shape.iter().product::<usize>();
+            *elements.entry(name).or_default() += shape.iter().product::<usize>();
         }
-        let most = bytes.into_iter().max_by_key(|(_, bytes)| *bytes);
+        let most = elements.into_iter().max_by_key(|(_, count)| *count);
         if let (Some((name, _)), Some(all)) = (most, config.as_object_mut()) {
             all.remove("torch_dtype");
             all.insert("dtype".into(), name.into());
         }
     }
 
-    /// Writes all to a directory.
+    /// Writes all tensors to files of a directory.
     ///
     /// # Errors
     /// A file cannot be written, or an adapter or an average is not of these weights.
@@ -169,78 +166,57 @@ impl Source {
         shard_bytes: u64,
         to: &Path,
     ) -> Result<(), Error> {
-        let mut shards = vec![Shard::default()];
-        let (mut end, mut total) = (0, 0);
-        for (at, (name, own, shape, _)) in self.tensors.iter().enumerate() {
-            let dtype = dtypes.of_tensor(name, *own);
-            let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
-            if end > 0 && (end + bytes) as u64 > shard_bytes {
-                shards.push(Shard::default());
-                end = 0;
-            }
-            let (tensors, infos) = shards.last_mut().expect("there is one");
-            let data_offsets = (end, end + bytes);
-            tensors.push(at);
-            infos.push((name.clone(), TensorInfo { dtype, shape: shape.clone(), data_offsets }));
-            (end, total) = (end + bytes, total + bytes);
+        let size = |tensor: &SourceTensor| {
+            bytes_in(dtypes.of_tensor(&tensor.name, tensor.dtype), &tensor.shape)
+        };
+        let sizes: Vec<usize> = self.tensors.iter().map(size).collect();
+        let mut files = cut_into_files(&sizes, shard_bytes.try_into().unwrap_or(usize::MAX));
+        if files.is_empty() {
+            files.push(0..0); // a model without tensors has one file, too
         }
-        let count = shards.len();
-        let mut weight_map = serde_json::Map::new();
-        for (index, (tensors, infos)) in shards.into_iter().enumerate() {
-            let file = match count {
-                1 => "model.safetensors".to_string(),
-                _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
-            };
-            weight_map.extend(infos.iter().map(|(name, _)| (name.clone(), file.clone().into())));
-            self.write_file(changed, &tensors, infos, &to.join(file))?;
+        let count = files.len();
+        let mut weight_map = Map::new();
+        for (index, tensors) in files.into_iter().enumerate() {
+            let file = shard_name(index, count);
+            let tensors = &self.tensors[tensors];
+            let named = |tensor: &SourceTensor| (tensor.name.clone(), file.clone().into());
+            weight_map.extend(tensors.iter().map(named));
+            self.write_file(changed, dtypes, tensors, &to.join(&file))?;
         }
-        if count == 1 {
-            return Ok(());
-        }
-        let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
-        let text = serde_json::to_string_pretty(&index).expect("it is plain JSON");
-        write_file(&to.join("model.safetensors.index.json"), &text)
+        write_index(to, count, weight_map, sizes.iter().sum())
     }
 
-    /// Writes some of the tensors to a file.
     fn write_file(
         &self,
         changed: &Changed,
-        tensors: &[usize],
-        infos: Vec<(String, TensorInfo)>,
+        dtypes: &Dtypes,
+        tensors: &[SourceTensor],
         path: &Path,
     ) -> Result<(), Error> {
         let failed = |error| Error::storage(path.display(), error);
-        let dtypes: Vec<Dtype> = infos.iter().map(|(_, info)| info.dtype).collect();
-        let header = header(infos).map_err(|what| Error::bad_model(path.display(), what))?;
+        let dtype_of = |tensor: &SourceTensor| dtypes.of_tensor(&tensor.name, tensor.dtype);
+        let described =
+            |tensor: &SourceTensor| (tensor.name.clone(), dtype_of(tensor), tensor.shape.clone());
+        let header = header(path, tensors.iter().map(described))?;
         let mut out = BufWriter::with_capacity(1 << 20, File::create(path).map_err(failed)?);
-        out.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         out.write_all(&header).map_err(failed)?;
-        let opened: Vec<SafeTensors<'_>> = self
-            .files
-            .iter()
-            .map(|(_, map)| SafeTensors::deserialize(map).expect("it was read before"))
-            .collect();
-        for (&at, dtype) in tensors.iter().zip(dtypes) {
-            let (name, _, _, file) = &self.tensors[at];
-            let tensor = match (file, changed) {
-                (Some(file), _) => opened[*file].tensor(name).expect("it is one of its names"),
-                (None, Changed::Merged(merge)) => merge.new_tensor(name),
+        let opened: Vec<SafeTensors<'_>> = self.files.iter().map(WeightFile::tensors).collect();
+        for tensor in tensors {
+            let name = &tensor.name;
+            let (view, values) = match (tensor.file, changed) {
+                (Some(file), _) => {
+                    let view = opened[file].tensor(name).expect("it is one of its names");
+                    let values = changed.values(name, &view);
+                    let values = values.map_err(|what| self.files[file].refuse(what))?;
+                    (view, values)
+                }
+                (None, Changed::Merged(merge)) => (merge.new_tensor(name), None),
                 (None, _) => unreachable!("only adapters bring tensors"),
             };
-            let source = file.map_or(&self.files[0].0, |file| &self.files[file].0);
-            let values = match file {
-                Some(_) => changed.values(name, &tensor),
-                None => Ok(None),
-            };
-            let values = values.map_err(|what| Error::bad_model(source.display(), what))?;
+            let dtype = dtype_of(tensor);
             match values {
-                None if dtype == tensor.dtype() => out.write_all(tensor.data()),
-                None => {
-                    let mut values = vec![0.0; tensor.shape().iter().product()];
-                    decode(&mut values, &tensor, 0);
-                    encode(&values, dtype, &mut out)
-                }
+                None if dtype == view.dtype() => out.write_all(view.data()),
+                None => encode(&decode_all(&view), dtype, &mut out),
                 Some(values) => encode(&values, dtype, &mut out),
             }
             .map_err(failed)?;

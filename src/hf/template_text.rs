@@ -1,25 +1,24 @@
 //! Limits on the text of a chat template, checked before the engine parses it.
 //!
-//! The engine stops at 150 nested brackets and blocks. Its parser and its compiler also call
-//! themselves once for each operator of an expression and for each `elif`, without a limit, and
-//! the compiler computes what consists of constants. So these are counted here, on the engine's
-//! own tokens.
+//! The engine stops at 150 nested brackets and blocks. Without a limit, its parser and compiler also
+//! recurse for each operator of an expression and for each `elif`, and its compiler computes
+//! expressions of constants. So this module counts these in the engine's tokens.
 
 use minijinja::machinery::{Token, WhitespaceConfig, tokenize};
 
-/// The longest template, in bytes. Of 54 published ones, the longest has 17 KB.
+/// The most bytes of a template. The longest of 54 published templates has 17 KB.
 const MOST_BYTES: usize = 512 << 10;
 
 /// The most operators, brackets and keywords in one tag. Published templates have up to 23. Each
-/// takes stack frames of the parser or the compiler, and 500 fit in the 2 MB of a thread.
+/// takes stack frames of the parser or the compiler, and 500 fit in a thread's stack of 2 MB.
 const MOST_OPERATORS: usize = 500;
 
 /// The most `elif`: a branch is compiled inside the branch before it. Published templates have up
 /// to 10.
 const MOST_BRANCHES: usize = 300;
 
-/// The most that `*` may make of constants while the template is compiled, in bytes: there the
-/// limits of rendering do not hold yet.
+/// The most bytes that products of constants may have. They are computed while the template is
+/// compiled, where the limits of rendering do not hold.
 const MOST_CONSTANT_BYTES: f64 = (64u32 << 20) as f64;
 
 /// Refuses a template that the engine could not parse with bounded stack and memory.
@@ -28,9 +27,11 @@ pub(super) fn check(source: &str) -> Result<(), String> {
     if bytes > MOST_BYTES {
         return Err(format!("it has {bytes} bytes, and may have at most {MOST_BYTES}"));
     }
-    let (mut tag, mut constants, mut branches) = (Tag::default(), 0.0, 0);
+    let mut tag = Tag::default();
+    let mut constants = 0.0;
+    let mut branches = 0;
     let tokens = tokenize(source, false, Default::default(), WhitespaceConfig::default());
-    // What is no token is reported by the parser, which knows more about it.
+    // The parser reports an invalid token, with its place.
     for (token, span) in tokens.map_while(Result::ok) {
         match token {
             Token::VariableStart | Token::BlockStart => {
@@ -63,12 +64,13 @@ pub(super) fn check(source: &str) -> Result<(), String> {
     }
 }
 
-/// What one tag was found to have.
+/// The counts of one tag.
 struct Tag {
+    /// The byte behind its opening bracket.
     begins: usize,
     operators: usize,
     multiplies: bool,
-    /// No number that can be made of the tag's constants by sums and products is larger.
+    /// An upper bound of all sums and products of the tag's constants.
     product: f64,
 }
 
@@ -89,7 +91,7 @@ impl Tag {
             Token::Pow => Some(f64::INFINITY),
             _ => None,
         };
-        // Numbers from two on: their sum is at most their product.
+        // The sum of numbers from 2 on is at most their product.
         self.product *= number.map_or(1.0, |number| number.max(2.0));
         self.multiplies |= matches!(token, Token::Mul);
         self.operators += usize::from(match token {

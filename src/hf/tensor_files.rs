@@ -1,11 +1,11 @@
-//! Files of tensors while they are written from the EPS, block by block, in any order of blocks.
+//! Writes files of tensors from the EPS, block by block, in any order of blocks.
 //!
-//! All sizes are known before the first number: headers are written and the space is reserved
-//! first, so a full disk is found then. A file has its name when it is complete and on the disk.
+//! All sizes are known at the start. So headers are written and space is reserved first, and a full
+//! disk is found then. A file gets its name when it is complete and on the disk.
 //!
-//! In a checkpoint, tensors that are frozen have files of their own. These files, and those of
-//! layers that were not updated since the checkpoint before, are links to that one's, where the
-//! file system has links.
+//! In a checkpoint, frozen tensors have files of their own. If the file system has hard links, these
+//! files are links to the files of the checkpoint before, and so are the files of layers that were
+//! not updated since.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -15,12 +15,15 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use l2l_actors::schedule::BlockId;
+use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::{Map, Value, json};
 
 use super::adapters::WEIGHTS;
+use super::json;
 use super::sealed::file_digest;
 use super::weights::{
-    FileTensor, FileTensors, adapter_tensors, file_tensors, state_tensors, trained_names,
+    FileTensor, FileTensors, INDEX, adapter_tensors, file_tensors, state_tensors, trained_names,
 };
 use crate::eps::{BlockPart, Eps, reserve};
 use crate::error::Error;
@@ -29,36 +32,36 @@ use crate::models::Model;
 /// The most bytes of a weight file: transformers' default size of a shard.
 pub(super) const SHARD_BYTES: usize = 5_000_000_000;
 
-/// See the [module](self).
+/// Files that are being written.
 #[derive(Default)]
 pub(crate) struct TensorFiles {
     files: Vec<OpenFile>,
-    /// For each part of a block, where its bytes go.
+    /// For each part of a block, the places of its bytes in the files.
     pieces: BTreeMap<(BlockId, BlockPart), Vec<Piece>>,
     linked: Vec<LinkedFile>,
 }
 
-/// A file that is a link to one of the checkpoint before.
+/// A file that is a link to a file of the checkpoint before.
 pub(crate) struct LinkedFile {
     path: PathBuf,
     tensors: FileTensors,
 }
 
-/// A checkpoint that this process wrote.
+/// The last checkpoint that this process wrote.
 #[derive(Clone, Copy)]
 pub(crate) struct Before<'b> {
     pub(crate) directory: &'b Path,
-    /// The number of updates that each block had had.
+    /// The number of updates of each block at that time.
     pub(crate) updates: &'b [u64],
 }
 
-/// A file without its name.
+/// A file that does not have its name yet.
 struct OpenFile {
     path: PathBuf,
     file: File,
 }
 
-/// Bytes of a part of a block, and where they go.
+/// Bytes of a part of a block, and their place in a file.
 struct Piece {
     bytes: Range<usize>,
     file: usize,
@@ -79,8 +82,8 @@ impl TensorFiles {
         TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), |_| None)
     }
 
-    /// The same for a checkpoint, in files of at most so many bytes. `before` is one with the same
-    /// frozen tensors.
+    /// Files of a checkpoint's masters, of at most `most` bytes. `before` is a checkpoint with the
+    /// same frozen tensors.
     ///
     /// # Errors
     /// As [`of_model`](TensorFiles::of_model).
@@ -112,38 +115,32 @@ impl TensorFiles {
         })
     }
 
-    /// One file for each shard: a link to that of the directory that `link_from` gives, if it gives
-    /// one and that has the same.
+    /// One file for each shard. If `link_from` returns a directory that has the same file, this file
+    /// is a link to it.
     fn in_shards<'p>(
         directory: &Path,
-        mut shards: Vec<FileTensors>,
+        shards: Vec<FileTensors>,
         link_from: impl Fn(&FileTensors) -> Option<&'p Path>,
     ) -> Result<TensorFiles, Error> {
-        let (count, mut all) = (shards.len(), TensorFiles::default());
-        if count == 1 {
-            all.add(directory.join("model.safetensors"), shards.remove(0))?;
-            return Ok(all);
-        }
-        let (mut map, mut total_bytes) = (serde_json::Map::new(), 0);
+        let count = shards.len();
+        let mut all = TensorFiles::default();
+        let mut weight_map = Map::new();
+        let mut total_bytes = 0;
         for (index, shard) in shards.into_iter().enumerate() {
-            let file = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
-            map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
+            let file = shard_name(index, count);
+            weight_map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
             total_bytes += bytes_of(&shard);
-            match link_from(&shard) {
+            // A single file has trained tensors, so it is not the same as before.
+            match link_from(&shard).filter(|_| count > 1) {
                 Some(from) => all.link_or_add(&from.join(&file), directory.join(&file), shard)?,
                 None => all.add(directory.join(file), shard)?,
             }
         }
-        let index =
-            serde_json::json!({ "metadata": { "total_size": total_bytes }, "weight_map": map });
-        let path = directory.join("model.safetensors.index.json");
-        let text = serde_json::to_string_pretty(&index).expect("it is plain JSON");
-        let written = fs::write(&path, text).and_then(|()| File::open(&path)?.sync_all());
-        written.map_err(|error| Error::storage(path.display(), error))?;
+        write_index(directory, count, weight_map, total_bytes)?;
         Ok(all)
     }
 
-    /// A file of adapters, and of what is trained beside them.
+    /// A file of adapters, and of the tensors that are trained beside them.
     ///
     /// # Errors
     /// As [`of_model`](TensorFiles::of_model).
@@ -157,7 +154,7 @@ impl TensorFiles {
         Ok(all)
     }
 
-    /// The same, with a file of the optimizer's states.
+    /// Adds a file of the optimizer's states.
     ///
     /// # Errors
     /// As [`of_model`](TensorFiles::of_model).
@@ -171,8 +168,8 @@ impl TensorFiles {
         Ok(self)
     }
 
-    /// Makes a file a link to another one that has the same header and length. A file that cannot
-    /// be linked is written.
+    /// Adds a link to a file with the same header and length. A file that cannot be linked is
+    /// written.
     fn link_or_add(
         &mut self,
         from: &Path,
@@ -196,7 +193,8 @@ impl TensorFiles {
 
     fn add(&mut self, path: PathBuf, tensors: FileTensors) -> Result<(), Error> {
         let head = head(&path, &tensors)?;
-        let (begin, bytes) = (head.len() as u64, bytes_of(&tensors) as u64);
+        let begin = head.len() as u64;
+        let bytes = bytes_of(&tensors) as u64;
         let made = || {
             let file = File::create(partial(&path))?;
             if file.metadata()?.is_file() {
@@ -206,7 +204,8 @@ impl TensorFiles {
             Ok(file)
         };
         let file = made().map_err(|error: io::Error| Error::storage(path.display(), error))?;
-        let (index, mut at) = (self.files.len(), begin);
+        let index = self.files.len();
+        let mut at = begin;
         self.files.push(OpenFile { path, file });
         for tensor in tensors.into_values() {
             for (block, bytes) in tensor.pieces {
@@ -219,8 +218,8 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Writes what the files have of a block; the number of bytes. One part of a block at a time
-    /// passes through memory.
+    /// Writes a block's tensors to the files, and returns the number of bytes. Memory holds one part
+    /// of the block at a time.
     ///
     /// # Errors
     /// The block cannot be read, or a file cannot be written.
@@ -241,8 +240,8 @@ impl TensorFiles {
         Ok(sum)
     }
 
-    /// Waits until the files are on the disk, and gives them their names. Files of these names stay
-    /// until then. Returns those that are links.
+    /// Waits until the files are on the disk, and gives them their names. Older files of these names
+    /// stay until then. Returns the files that are links.
     ///
     /// # Errors
     /// The disk fails.
@@ -261,8 +260,7 @@ impl LinkedFile {
         self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Writes a file in place of the link, for a link to a damaged file. Returns the digest of the
-    /// new file.
+    /// Replaces a link to a damaged file by a new file, and returns the new file's digest.
     ///
     /// # Errors
     /// The blocks cannot be read, or the file cannot be written.
@@ -278,19 +276,55 @@ impl LinkedFile {
     }
 }
 
-/// Tensors in files of at most so many bytes, if no tensor has more.
+/// Tensors, cut into files of at most `most` bytes.
 fn shards(tensors: FileTensors, most: usize) -> Vec<FileTensors> {
-    let (mut shards, mut shard_bytes) = (Vec::<FileTensors>::new(), 0);
-    for (name, tensor) in tensors {
-        let bytes = tensor.bytes();
-        if shards.is_empty() || shard_bytes > 0 && shard_bytes + bytes > most {
-            shards.push(FileTensors::new());
-            shard_bytes = 0;
+    let sizes: Vec<usize> = tensors.values().map(FileTensor::bytes).collect();
+    let mut tensors = tensors.into_iter();
+    let files = cut_into_files(&sizes, most).into_iter();
+    files.map(|file| tensors.by_ref().take(file.len()).collect()).collect()
+}
+
+/// Cuts a list of tensors of these sizes into files of at most `most` bytes. A larger tensor has a
+/// file of its own.
+pub(super) fn cut_into_files(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
+    let mut files: Vec<Range<usize>> = Vec::new();
+    let mut bytes = 0;
+    for (at, size) in sizes.iter().enumerate() {
+        match files.last_mut() {
+            Some(file) if bytes == 0 || bytes + size <= most => file.end = at + 1,
+            _ => {
+                files.push(at..at + 1);
+                bytes = 0;
+            }
         }
-        shard_bytes += bytes;
-        shards.last_mut().expect("there is one").insert(name, tensor);
+        bytes += size;
     }
-    shards
+    files
+}
+
+/// The name of one of `count` files of weights, as transformers names them.
+pub(super) fn shard_name(index: usize, count: usize) -> String {
+    match count {
+        1 => "model.safetensors".into(),
+        _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+    }
+}
+
+/// Writes the index of several files of weights. A single file needs none.
+///
+/// # Errors
+/// The file cannot be written.
+pub(super) fn write_index(
+    directory: &Path,
+    count: usize,
+    weight_map: Map<String, Value>,
+    total_bytes: usize,
+) -> Result<(), Error> {
+    if count == 1 {
+        return Ok(());
+    }
+    let index = json!({ "metadata": { "total_size": total_bytes }, "weight_map": weight_map });
+    json::write(&directory.join(INDEX), &index)
 }
 
 /// Bytes of a file's tensors.
@@ -319,32 +353,38 @@ fn write_all(files: TensorFiles, model: &Model, eps: &Eps) -> Result<(), Error> 
     files.publish().map(drop)
 }
 
-/// What a file begins with: the length of its header, and the header.
+/// The header of a file of these tensors.
 fn head(path: &Path, tensors: &FileTensors) -> Result<Vec<u8>, Error> {
-    let header =
-        header(infos(tensors)).map_err(|error: String| Error::bad_model(path.display(), error))?;
+    let tensors = tensors.iter();
+    header(path, tensors.map(|(name, tensor)| (name.clone(), tensor.dtype, tensor.shape.clone())))
+}
+
+/// What a safetensors file begins with: the length of its header, and the header, padded to a
+/// multiple of 8 bytes. The data of the tensors (name, dtype, shape) follows in their order.
+///
+/// # Errors
+/// The sizes of the tensors overflow.
+pub(super) fn header(
+    path: &Path,
+    tensors: impl Iterator<Item = (String, Dtype, Vec<usize>)>,
+) -> Result<Vec<u8>, Error> {
+    let mut end = 0;
+    let infos = tensors.map(|(name, dtype, shape)| {
+        let begin = end;
+        end += bytes_in(dtype, &shape);
+        (name, TensorInfo { dtype, shape, data_offsets: (begin, end) })
+    });
+    let about = [("format".to_string(), "pt".to_string())].into_iter().collect();
+    let header = Metadata::new(Some(about), infos.collect());
+    let header = header.map_err(|error| Error::bad_model(path.display(), error))?;
+    let mut header = serde_json::to_vec(&header).expect("it is plain JSON");
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
     Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
 }
 
-/// Where the tensors of a file lie in it.
-fn infos(tensors: &FileTensors) -> Vec<(String, TensorInfo)> {
-    let mut end = 0;
-    let infos = tensors.iter().map(|(name, tensor)| {
-        let begin = end;
-        end += tensor.bytes();
-        let (dtype, shape, data_offsets) = (tensor.dtype, tensor.shape.clone(), (begin, end));
-        (name.clone(), TensorInfo { dtype, shape, data_offsets })
-    });
-    infos.collect()
-}
-
-/// The header of a safetensors file, padded to a multiple of 8 bytes.
-pub(super) fn header(infos: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> {
-    let about = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    let header = Metadata::new(Some(about), infos).map_err(|error| error.to_string())?;
-    let mut header = serde_json::to_vec(&header).map_err(|error| error.to_string())?;
-    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
-    Ok(header)
+/// Bytes of a tensor.
+pub(super) fn bytes_in(dtype: Dtype, shape: &[usize]) -> usize {
+    shape.iter().product::<usize>() * dtype.bitsize() / 8
 }
 
 #[cfg(test)]
@@ -359,7 +399,8 @@ mod tests {
         let model = Model::new(gpt2([2, 16, 2, 24, 50, 9]));
         let none = StateLayout::default;
         let make = || Eps::in_memory(model.blocks.clone(), none(), |_| false);
-        let (from, to) = (make(), make());
+        let from = make();
+        let to = make();
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
         let all = file_tensors(&model, &from, BlockPart::Parameters);

@@ -10,11 +10,11 @@ use serde_json::{Map, Value};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Map<String, Value>")]
 pub struct Message {
-    /// Who wrote it: `system`, `user`, `assistant` or `tool`.
+    /// The role of the author: `system`, `user`, `assistant` or `tool`.
     pub role: String,
-    /// Its text. None where an assistant only calls tools.
+    /// The text. `None` if an assistant only calls tools.
     pub content: Option<String>,
-    /// What else a chat template may read, such as `tool_calls`.
+    /// All other keys, such as `tool_calls`. A chat template may read them.
     #[serde(flatten)]
     pub more: Map<String, Value>,
 }
@@ -74,7 +74,7 @@ impl TryFrom<Map<String, Value>> for Message {
     }
 }
 
-/// The text of a message in parts, of which all must be text.
+/// The text of a message in parts, which must all be text.
 fn text_of(parts: &[Value]) -> Result<String, String> {
     let text = |part: &Value| match (part, &part["text"]) {
         (Value::String(text), _) | (_, Value::String(text)) => Ok(text.clone()),
@@ -90,8 +90,8 @@ pub struct Encoded {
     pub tokens: Vec<u32>,
     /// The type of each token (`token_type_ids`).
     pub kinds: Vec<u8>,
-    /// The first and last byte of the text that each token covers. Empty for special tokens that
-    /// the tokenizer added.
+    /// The range of bytes of the text that each token covers. Empty for special tokens that the
+    /// tokenizer added.
     pub spans: Vec<(usize, usize)>,
 }
 

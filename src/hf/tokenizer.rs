@@ -14,7 +14,7 @@ use super::text::Encoded;
 use super::tokenizer_json;
 use crate::error::Error;
 
-/// Turns text into tokens and back, as the files of a directory say.
+/// Turns text into tokens and back, by the files of a directory.
 #[derive(Clone)]
 pub struct Tokenizer {
     inner: Library,
@@ -29,7 +29,7 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Opens the tokenizer of a directory. `None` when it has no `tokenizer.json`.
+    /// Opens the tokenizer of a directory. `None` if the directory has no `tokenizer.json`.
     ///
     /// # Errors
     /// A file of the tokenizer cannot be read.
@@ -46,7 +46,7 @@ impl Tokenizer {
         })?;
         let mut inner = read.map_err(|error| refuse(&error))?;
         drop(text);
-        // The config says how long a sequence may be, and batches are padded elsewhere.
+        // The config limits the length of a sequence, and batches have no padding.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| refuse(&error))?;
         let inner = Library(inner);
@@ -61,7 +61,8 @@ impl Tokenizer {
         })?;
         let mut specials: BTreeSet<u32> = added.map(|(&id, _)| id).collect();
         specials.extend(named.values().filter_map(Value::as_str).filter_map(id));
-        let (end, mask) = (role("eos_token"), role("mask_token"));
+        let end = role("eos_token");
+        let mask = role("mask_token");
         // Only chats need the template, so an error in it is reported when a chat is read.
         let template = Template::open(directory, &named).map_err(|error| error.to_string());
         let mut hasher = Sha256::new();
@@ -89,8 +90,8 @@ impl Tokenizer {
         Ok(as_encoded(&encoded?))
     }
 
-    /// Encodes the words of a text with special tokens. Also returns of each token the word that it
-    /// begins, if it begins one.
+    /// Encodes the words of a text with special tokens. Also returns for each token the index of
+    /// the word that begins with it, if any.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -105,8 +106,8 @@ impl Tokenizer {
         Ok((as_encoded(&encoded), begins.collect()))
     }
 
-    /// Encodes a text or a pair of texts with special tokens, cut to at most `most` tokens. Of a
-    /// pair the longer text is cut first.
+    /// Encodes a text or a pair of texts with special tokens, cut to at most `most` tokens. The
+    /// longer text of a pair is cut first.
     ///
     /// # Errors
     /// The tokenizer fails; or `most` leaves no room for text beside the special tokens.
@@ -118,7 +119,8 @@ impl Tokenizer {
     ) -> Result<Encoded, String> {
         // The library's own truncation cuts each text before it knows which one is longer.
         let plain = |text| self.inner.run(|inner| inner.encode(text, false));
-        let (text, pair) = (plain(text)?, pair.map(plain).transpose()?);
+        let text = plain(text)?;
+        let pair = pair.map(plain).transpose()?;
         let added = |inner: &tokenizers::Tokenizer| {
             inner.get_post_processor().map_or(0, |added| added.added_tokens(pair.is_some()))
         };
@@ -138,12 +140,12 @@ impl Tokenizer {
         self.inner.run(|inner| inner.decode(tokens, !with_specials)).unwrap_or_default()
     }
 
-    /// The number of tokens, added ones included.
+    /// The number of tokens, with added tokens.
     pub fn vocabulary(&self) -> usize {
         self.inner.ask(|inner| inner.get_vocab_size(true)).unwrap_or(0)
     }
 
-    /// Whether a token is special, which is not text.
+    /// Whether a token is special: it is not text.
     pub fn is_special(&self, token: u32) -> bool {
         self.specials.contains(&token)
     }
@@ -153,7 +155,7 @@ impl Tokenizer {
         self.end
     }
 
-    /// The token that stands in place of a masked one (`mask_token`).
+    /// The token that replaces a masked token (`mask_token`).
     pub fn mask(&self) -> Option<u32> {
         self.mask
     }
@@ -177,8 +179,8 @@ impl Tokenizer {
     }
 }
 
-/// The library's tokenizer, behind the one door that every call to it goes through: some files that
-/// it reads make it panic later.
+/// The library's tokenizer. All calls go through this type, which catches panics: the library reads
+/// some files that make it panic later.
 #[derive(Clone)]
 struct Library(tokenizers::Tokenizer);
 
@@ -194,9 +196,9 @@ impl Library {
         self.ask(call)?.map_err(|error| error.to_string())
     }
 
-    /// Encodes and decodes a short text, a pair, words and all special tokens, to find at the start
-    /// of a run what would panic in its middle. What the library answers is not looked at: it may
-    /// rightly refuse a text.
+    /// Encodes and decodes a short text, a pair, words and all special tokens. So a file that makes
+    /// the library panic is found before a run starts. Errors do not count: the library may refuse
+    /// a text.
     fn try_out<'a>(&self, specials: impl Iterator<Item = &'a str>) -> Result<(), String> {
         let specials: Vec<&str> = specials.collect();
         let text = format!("Hello, {}\u{e9}\u{2581}1 \u{1f600}", specials.concat());

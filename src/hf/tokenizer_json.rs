@@ -1,5 +1,5 @@
-//! What of a `tokenizer.json` makes the library `tokenizers` panic, or its texts grow without
-//! bound: found here, before the library reads the file.
+//! Refuses a `tokenizer.json` that makes the library `tokenizers` panic, or texts grow without bound,
+//! before the library reads it.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -8,8 +8,8 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::Value;
 
-/// How many times longer the steps of a normalizer, a pre-tokenizer or a decoder may make a text,
-/// and a post-processor the tokens. Published tokenizers come to 16 (Llama), and T5's to 100.
+/// The largest factor by which a normalizer, a pre-tokenizer or a decoder may lengthen a text, or a
+/// post-processor a list of tokens. Published tokenizers have up to 16 (Llama), and T5's has 100.
 const MOST_GROWTH: f64 = 10_000.0;
 
 /// The steps of a tokenizer.
@@ -47,7 +47,7 @@ enum Merge<'a> {
 
 /// Refuses a `tokenizer.json` with which the library would panic or grow.
 pub(super) fn check(text: &str) -> Result<(), String> {
-    // What is no such file is refused by the library.
+    // The library refuses any other file.
     let Ok(steps) = serde_json::from_str::<Steps>(text) else { return Ok(()) };
     for (name, step) in [
         ("normalizer", &steps.normalizer),
@@ -70,8 +70,8 @@ pub(super) fn check(text: &str) -> Result<(), String> {
     }
 }
 
-/// How many times longer a step may make what passes it. A step that is a list of others has their
-/// product.
+/// The factor by which a step may lengthen a text or a list of tokens. A step that is a list of
+/// steps has the product of their factors.
 fn growth(step: &Value) -> f64 {
     let all = ["normalizers", "pretokenizers", "processors", "decoders"];
     let inner = all.iter().filter_map(|key| step[key].as_array()).flatten();
@@ -79,13 +79,13 @@ fn growth(step: &Value) -> f64 {
     let length = |key: &str| step[key].as_str().map_or(0, str::len) as f64;
     inner
         * match step["type"].as_str().unwrap_or_default() {
-            // Its content may stand for each byte, and between bytes.
+            // The content may replace each byte, and may come between bytes.
             "Replace" => 1.0 + length("content"),
             "Prepend" => 1.0 + length("prepend"),
             // A space becomes a character, a byte becomes one of two bytes.
             "Metaspace" => 4.0,
             "ByteLevel" => 2.0,
-            // A character of compatibility has up to 18.
+            // A compatibility character of 3 bytes becomes up to 18 characters.
             "NFKC" | "NFKD" | "Precompiled" => 6.0,
             "TemplateProcessing" => {
                 let uses = |key: &str| {
@@ -98,7 +98,7 @@ fn growth(step: &Value) -> f64 {
         }
 }
 
-/// A template names special tokens and texts that it has.
+/// Refuses a template with unknown special tokens, or with a second text where there is only one.
 fn check_templates(step: &Value) -> Result<(), String> {
     for inner in step["processors"].as_array().into_iter().flatten() {
         check_templates(inner)?;
@@ -129,7 +129,7 @@ fn check_templates(step: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Two tokens that are merged give a token of the vocabulary.
+/// Refuses merges of two tokens to a token that is not in the vocabulary.
 fn check_merges(model: &Merges<'_>) -> Result<(), String> {
     let prefix = model.continuing_subword_prefix.as_deref().unwrap_or_default();
     let longest = model.vocab.keys().map(|token| token.len()).max().unwrap_or(0);
@@ -138,7 +138,7 @@ fn check_merges(model: &Merges<'_>) -> Result<(), String> {
             Merge::Pair(first, second) => (first.as_ref(), second.as_ref()),
             Merge::Line(line) => line.split_once(' ').unwrap_or((line, "")),
         };
-        // The library reports these, in its own words.
+        // The library reports unknown tokens.
         if !model.vocab.contains_key(first) || !model.vocab.contains_key(second) {
             continue;
         }

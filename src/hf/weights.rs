@@ -1,8 +1,8 @@
-//! Weights and optimizer states: which tensors files have of the EPS, and how they are read into
-//! it. [`TensorFiles`](super::tensor_files::TensorFiles) writes them.
+//! Weights and optimizer states: the tensors of files, and how they are read into the EPS.
+//! [`TensorFiles`](super::tensor_files::TensorFiles) writes them.
 //!
 //! The embedding and the head are cut into tiles when they are read, and joined when they are
-//! written; every other tensor is one tensor of a block. Checkpoints may leave out the family's
+//! written. Every other tensor is one tensor of a block. Checkpoints may leave out the family's
 //! prefix of tensor names.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,20 +18,21 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
-use super::names::{check, find, prefix};
+use super::json;
+use super::names::{check, find, is_of_new_head, prefix};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::models::adapters::is_of_adapter;
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{RuleState, StateDtype};
 
-/// A tensor of a file, and where its elements lie in the EPS.
+/// A tensor of a file, and the place of its elements in the EPS.
 pub(super) struct FileTensor {
     pub(super) part: BlockPart,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// The tensor's rows, in order: a block, and bytes of the block's part. More than one where the
-    /// tensor is cut into tiles.
+    /// The tensor's rows, in order: a block, and a range of bytes in the block's part. A tensor that
+    /// is cut into tiles has several.
     pub(super) pieces: Vec<(BlockId, Range<usize>)>,
 }
 
@@ -41,9 +42,12 @@ impl FileTensor {
     }
 }
 
+/// The index of a model whose weights are in several files.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+
 const FLOAT: usize = size_of::<f32>();
 
-/// The floats that these bytes are.
+/// The range of floats at these bytes.
 fn floats(bytes: &Range<usize>) -> Range<usize> {
     bytes.start / FLOAT..bytes.end / FLOAT
 }
@@ -64,8 +68,8 @@ pub(super) fn trained_names(model: &Model) -> BTreeSet<&str> {
     trained.map(|tensor| &tensor.name[..]).collect()
 }
 
-/// The parameters of a model's adapters, and those that are trained beside them, under the names
-/// that PEFT gives them.
+/// The parameters of a model's adapters, and the parameters that are trained beside them, under
+/// their names in PEFT.
 pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let trained = trained_names(model);
     let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
@@ -110,11 +114,11 @@ pub(super) fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
 }
 
 /// Reads a directory's weights into the EPS. With [`Load::to_train`] the files may lack the tensors
-/// of a head, which then keep their initial values: a pretrained model gets a new head. Returns
-/// their names.
+/// of a head, so that a pretrained model gets a new head. Such tensors keep their initial values.
+/// Returns their names.
 ///
 /// # Errors
-/// The file, and the tensors that are missing, unknown or of another shape.
+/// A file cannot be read, or tensors are missing, unknown or of another shape.
 pub(crate) fn load(
     directory: &Path,
     model: &Model,
@@ -125,7 +129,7 @@ pub(crate) fn load(
     read(&files, &base_tensors(model, eps), Some(model), eps, how)
 }
 
-/// Reads the tensors that are trained into the EPS, from a checkpoint of the whole model.
+/// Reads the trained tensors into the EPS, from a checkpoint of the whole model.
 ///
 /// # Errors
 /// As [`load`].
@@ -135,7 +139,7 @@ pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result
     read(&files, &base_tensors(model, eps), Some(model), eps, how).map(drop)
 }
 
-/// Reads adapters, and what was trained beside them, into the EPS.
+/// Reads adapters, and the tensors that were trained beside them, into the EPS.
 ///
 /// # Errors
 /// As [`load`].
@@ -156,7 +160,10 @@ pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), E
     read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Load::AS_WRITTEN).map(drop)
 }
 
-/// Says which value of a tensor is the first that is infinite or NaN, if one is.
+/// Refuses a tensor with an infinite value or NaN.
+///
+/// # Errors
+/// The index of the first such value.
 pub(super) fn check_finite(name: &str, view: &TensorView<'_>) -> Result<(), String> {
     fn first<const N: usize>(bytes: &[u8], is_finite: fn([u8; N]) -> bool) -> Option<usize> {
         let mut values = bytes.chunks_exact(N);
@@ -178,16 +185,16 @@ pub(super) fn check_finite(name: &str, view: &TensorView<'_>) -> Result<(), Stri
     ))
 }
 
-/// The weight files of a directory: one, or those that an index names.
+/// The weight files of a directory: a single file, or the files of an index.
 pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
-    let (index, single) =
-        (directory.join("model.safetensors.index.json"), directory.join("model.safetensors"));
+    let index = directory.join(INDEX);
+    let single = directory.join("model.safetensors");
     if index.exists() && !single.exists() {
         return shards(directory, &index);
     }
     if !single.exists() && has_adapters(directory) {
-        let what = "it holds adapters, and not the model that they are of: set model.path to that \
-                    model, and train.lora.path to this directory";
+        let what = "it holds adapters, and not the model that they belong to: set model.path to \
+                    that model, and train.lora.path to this directory";
         return Err(Error::bad_model(directory.display(), what));
     }
     if !single.exists() && !index.exists() {
@@ -206,24 +213,20 @@ pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(vec![single])
 }
 
-/// Refuses weights that cannot be read for their format.
-///
-/// # Errors
-/// The directory has none but such.
+/// Refuses a directory whose weights are in a format that is not read.
 pub(crate) fn check_format(directory: &Path) -> Result<(), Error> {
     weight_files(directory).map(drop)
 }
 
-/// The files that an index names, each once.
+/// The files of an index.
 fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
     #[derive(serde::Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
     let refuse = |what: String| Error::bad_model(index.display(), what);
-    let text = std::fs::read_to_string(index).map_err(|error| refuse(error.to_string()))?;
-    let index: Index = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
-    let names: BTreeSet<String> = index.weight_map.into_values().collect();
+    let Index { weight_map } = json::read(index)?;
+    let names: BTreeSet<String> = weight_map.into_values().collect();
     let is_plain = |name: &String| {
         let mut parts = Path::new(name).components();
         matches!(parts.next(), Some(Component::Normal(_))) && parts.next().is_none()
@@ -237,36 +240,71 @@ fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
     }
 }
 
-/// Maps a file to memory, to be read.
-///
-/// # Errors
-/// It cannot be read.
-pub(super) fn map(path: &Path) -> Result<Mmap, Error> {
-    let refuse = |error: io::Error| Error::bad_model(path.display(), error);
-    let file = File::open(path).map_err(refuse)?;
-    // SAFETY: the map is only read. Nothing protects it from another process that cuts the file
-    // short meanwhile; users are asked not to.
-    unsafe { Mmap::map(&file) }.map_err(refuse)
+/// A safetensors file, mapped to memory to be read.
+pub(super) struct WeightFile {
+    path: PathBuf,
+    map: Mmap,
 }
 
-/// How weights are read.
+impl WeightFile {
+    /// Maps a file, and checks its header.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is no safetensors file.
+    pub(super) fn open(path: &Path) -> Result<WeightFile, Error> {
+        let refuse = |error: io::Error| Error::bad_model(path.display(), error);
+        let file = File::open(path).map_err(refuse)?;
+        // SAFETY: the map is only read. Nothing protects it from another process that truncates the
+        // file meanwhile. The documentation asks users not to do that.
+        let map = unsafe { Mmap::map(&file) }.map_err(refuse)?;
+        let file = WeightFile { path: path.into(), map };
+        SafeTensors::read_metadata(&file.map).map_err(|error| file.refuse(error))?;
+        Ok(file)
+    }
+
+    /// The file's tensors.
+    pub(super) fn tensors(&self) -> SafeTensors<'_> {
+        SafeTensors::deserialize(&self.map).expect("open() read its header")
+    }
+
+    /// The names of the file's tensors, in the order of their data.
+    pub(super) fn names_in_order(&self) -> Vec<String> {
+        let (_, metadata) = SafeTensors::read_metadata(&self.map).expect("open() read it");
+        metadata.offset_keys()
+    }
+
+    /// An error about the file's content.
+    pub(super) fn refuse(&self, what: impl std::fmt::Display) -> Error {
+        Error::bad_model(self.path.display(), what)
+    }
+
+    /// Lets the system drop the pages that were read from memory.
+    fn forget_pages(&self) {
+        // SAFETY: the map is of a file and is not written to, so the system reads the same pages
+        // again when they are next used.
+        #[cfg(target_os = "linux")]
+        let _ = unsafe { self.map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
+    }
+}
+
+/// The tensors that are read, and whether their values are checked.
 #[derive(Clone, Copy)]
 pub(crate) struct Load {
     tensors: Tensors,
-    /// Whether a value that is infinite or NaN is an error.
+    /// Whether an infinite value or NaN is an error.
     all_finite: bool,
 }
 
 impl Load {
-    /// All tensors, with the values that a run wrote.
+    /// All tensors, with any values that a run wrote.
     pub(crate) const AS_WRITTEN: Load = Load { tensors: Tensors::All, all_finite: false };
 
-    /// A model to be trained: a head that the file does not have begins at random.
+    /// A model that is trained. A head that the files do not have keeps its random values.
     pub(crate) fn to_train(all_finite: bool) -> Load {
         Load { tensors: Tensors::ButMissingHead, all_finite }
     }
 
-    /// A model, or adapters, as they are.
+    /// A model, or adapters, whose tensors must all be there.
     pub(crate) fn to_use(all_finite: bool) -> Load {
         Load { tensors: Tensors::All, all_finite }
     }
@@ -276,52 +314,38 @@ impl Load {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Tensors {
     All,
-    /// All, but a head may be missing: a classifier, or what is behind a masked LM's last block.
+    /// All, but a new head may be missing: see `is_of_new_head`.
     ButMissingHead,
-    /// Those that are trained. All must be there.
+    /// The trained ones alone. All tensors must be in the files.
     Trained,
 }
 
-/// Reads tensors from memory-mapped files into the EPS. `model`: the model that the files are of,
-/// whose family may have other names for the same tensors; `None` for files of l2l's own. Returns
-/// the names of tensors that are missing and may be.
+/// Reads tensors of files into the EPS. Returns the names of missing tensors that may be missing.
+/// The family of `model` knows other names of the same tensors. Files that only l2l writes have no
+/// other names: then `model` is `None`.
 fn read(
-    files: &[PathBuf],
+    paths: &[PathBuf],
     tensors: &FileTensors,
     model: Option<&Model>,
     eps: &Eps,
     Load { tensors: reads, all_finite }: Load,
 ) -> Result<Vec<String>, Error> {
-    let refuse = |path: &Path, what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
-    let maps = files.iter().map(|path| map(path)).collect::<Result<Vec<_>, _>>()?;
-    let mut parsed = Vec::new();
-    for (path, map) in files.iter().zip(&maps) {
-        parsed.push(SafeTensors::deserialize(map).map_err(|error| refuse(path, &error))?);
-    }
+    let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>, _>>()?;
+    let parsed: Vec<SafeTensors<'_>> = files.iter().map(WeightFile::tensors).collect();
     let find = |name: &str| find(&parsed, name, prefix(model));
     let keeps_initial = |name: &str| {
-        let Some(names) = model.map(|model| model.shape.names) else { return false };
-        let heads = [
-            names.class_dense,
-            names.class_out,
-            names.token_classes,
-            names.transform,
-            names.transform_norm,
-            names.head_bias,
-        ];
-        let is_in = |layer: &&str| !layer.is_empty() && name.starts_with(*layer);
         let may_miss = reads == Tensors::ButMissingHead;
-        may_miss && heads.iter().any(is_in) && find(name).is_none()
+        may_miss && model.is_some_and(|model| is_of_new_head(name, model)) && find(name).is_none()
     };
     let (missing, tensors): (BTreeMap<_, _>, BTreeMap<_, _>) =
         tensors.iter().partition(|(name, _)| keeps_initial(name));
-    check(&parsed, &tensors, model, &find).map_err(|what| refuse(&files[0], &what))?;
+    check(&parsed, &tensors, model, &find).map_err(|what| files[0].refuse(what))?;
     if all_finite {
         let mut views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
         let checked = views.try_for_each(|(name, view)| check_finite(name, &view));
-        checked.map_err(|what| refuse(&files[0], &what))?;
+        checked.map_err(|what| files[0].refuse(what))?;
     }
-    // Block by block, because a block on file is written as a whole.
+    // Block by block, because the EPS on file writes whole blocks.
     let mut blocks = BTreeMap::<_, Vec<_>>::new();
     let trained = model.filter(|_| reads == Tensors::Trained).map(trained_names);
     let is_read = |name: &str| trained.as_ref().is_none_or(|trained| trained.contains(name));
@@ -346,19 +370,20 @@ fn read(
                 }
             }
         })?;
-        // Pages that were read need not stay in memory.
-        #[cfg(target_os = "linux")]
-        for map in &maps {
-            // SAFETY: the map is of a file and is not written to, so the system reads the same
-            // pages again when they are next used.
-            let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
-        }
+        files.iter().for_each(WeightFile::forget_pages);
     }
     Ok(missing.into_keys().cloned().collect())
 }
 
+/// All elements of a tensor, as f32.
+pub(super) fn decode_all(view: &TensorView<'_>) -> Vec<f32> {
+    let mut values = vec![0.0; view.shape().iter().product()];
+    decode(&mut values, view, 0);
+    values
+}
+
 /// Fills `to` with a tensor's elements from `from` on, as f32.
-pub(super) fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
+fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     fn each<const N: usize>(
         to: &mut [f32],
         bytes: &[u8],
@@ -377,10 +402,10 @@ pub(super) fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     }
 }
 
-/// Reads a parameter by name: its shape and its values.
+/// The shape and the values of a parameter, by its name.
 ///
 /// # Errors
-/// The model has no tensor of this name, or it cannot be read.
+/// The model has no tensor of this name, or the tensor cannot be read.
 pub(crate) fn tensor(
     name: &str,
     model: &Model,

@@ -1,6 +1,5 @@
 //! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of classes and
-//! values.
-//! One function evaluates, for a trainer and for a model that is only evaluated.
+//! values. A trainer and an [`Evaluator`] call the same function.
 
 use super::quality::{Agreement, Confusion, Quality};
 use super::{Loaded, model_of};
@@ -14,13 +13,13 @@ use crate::fabric::Exchanges;
 use crate::models::{Head, Model};
 use crate::plan::{Plan, Purpose};
 
-/// What an evaluation found.
+/// The results of an evaluation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
-    /// The name of the validation set, where there are several.
+    /// The name of the validation set, if there are several.
     pub set: Option<String>,
-    /// The mean over all labelled positions: the cross entropy in nats, or the squared error of a
-    /// value.
+    /// The mean over all labelled positions of the cross entropy in nats, or of the squared error
+    /// of a value.
     pub loss: f64,
     /// The number of sequences.
     pub sequences: u64,
@@ -76,8 +75,8 @@ impl Evaluation {
         Evaluation { set: None, loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality }
     }
 
-    /// Counts a batch, and returns its labels, of which those of sequences stand at their first
-    /// positions.
+    /// Counts a batch, and returns its labels: one of each token, or one of each sequence, which is
+    /// the label of its first position.
     fn count(&mut self, batch: &Batch, of_tokens: bool) -> Labels {
         self.sequences += batch.sequences() as u64;
         self.tokens += batch.token_count() as u64;
@@ -104,7 +103,7 @@ impl Evaluation {
         }
     }
 
-    /// Divides the sum of losses by the number of labels; NaN without labels.
+    /// Makes a mean of the sum of losses. Without labels it is NaN.
     fn finish(mut self) -> Evaluation {
         self.loss /= self.labelled as f64;
         self
@@ -113,16 +112,17 @@ impl Evaluation {
 
 /// The labels of a batch.
 struct Labels {
-    /// One for each sequence, or for each token; a negative one is not scored.
+    /// One for each sequence, or for each token. A negative label is not scored.
     all: Vec<i32>,
-    /// Labelled positions of the batch.
+    /// The number of labelled positions of the batch.
     scored: usize,
 }
 
-/// Evaluates an engine's model on these batches, in order.
+/// Evaluates an engine's model on these batches, in order. With several ranks each computes one
+/// batch at a time.
 ///
 /// # Errors
-/// The first of the batches'; one does not suit the model; the ring failed.
+/// A batch is an error, or does not fit the model; or the ring failed.
 pub(crate) async fn evaluate(
     engine: &mut Engine,
     batches: impl IntoIterator<Item = Result<Batch, Error>>,
@@ -138,7 +138,7 @@ pub(crate) async fn evaluate(
     loop {
         let round = batches.by_ref().take(at_once).collect::<Result<Vec<Batch>, Error>>()?;
         let Some(first) = round.first() else { return Ok(evaluation.finish()) };
-        // Ranks exchange the same in the same order for batches of as many sequences.
+        // All ranks make the same exchanges only if their batches have as many sequences.
         let is_alike = round.iter().all(|batch| batch.sequences() == first.sequences());
         let labels: Vec<Labels> =
             round.iter().map(|batch| evaluation.count(batch, of_tokens)).collect();
@@ -161,7 +161,7 @@ pub(crate) async fn evaluate(
     }
 }
 
-/// The loss and the logits of each of these batches, of which each rank computes one.
+/// The loss and the logits of each batch of a round. Each rank computes its own batch.
 async fn of_all_ranks(
     engine: &mut Engine,
     exchanges: &Exchanges,
@@ -182,16 +182,16 @@ async fn of_all_ranks(
     Ok(found.collect())
 }
 
-/// Evaluates the model of a config.
+/// A model that is only evaluated.
 pub struct Evaluator {
     loaded: Loaded,
 }
 
 impl Evaluator {
-    /// Makes everything, and loads the weights that the config names.
+    /// Starts the ring of a config's model, and loads the weights that the config names.
     ///
     /// # Errors
-    /// What is wrong with the config or what it names; there is less memory than it takes.
+    /// The config or the weights cannot be used; or there is too little memory.
     ///
     /// # Panics
     /// There is no tokio runtime.
@@ -199,8 +199,8 @@ impl Evaluator {
         Evaluator::start_with(config, None).await
     }
 
-    /// The same for a model of one's own. Its weights are read from `model.path`, under the names
-    /// of its tensors; without one they are random.
+    /// Starts the ring of a model that the program built. Its weights are read from `model.path`,
+    /// under the names of its tensors. Without this key they are random.
     ///
     /// # Errors
     /// As [`start`](Evaluator::start).
@@ -221,10 +221,10 @@ impl Evaluator {
         .await
     }
 
-    /// Evaluates it on these batches, each of at most `step.batch` sequences.
+    /// Evaluates the model on these batches, each of at most `step.batch` sequences.
     ///
     /// # Errors
-    /// The first of the batches', or one does not fit the model; the ring failed.
+    /// A batch is an error, or does not fit the model; or the ring failed.
     pub async fn evaluate(
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,

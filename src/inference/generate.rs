@@ -1,9 +1,8 @@
-//! Text from a model, a token of each sequence a walk of the ring.
+//! Generation: each step of the ring gives one token of each sequence.
 //!
-//! The first walk reads the prompts; every layer's keys and values go to the host's memory of
-//! that layer and sequence. Each walk behind it brings one token a sequence, and with a layer's
-//! block comes its memory, through the slots that boundaries use: so a model that is too large
-//! for the device generates, too.
+//! The first step reads the prompts, and every layer's keys and values go to the KV cache on the
+//! host. Each later step reads one token of each sequence, and uploads a layer's part of the cache
+//! with the layer's block. So a model that is too large for the device generates, too.
 
 use super::{Dice, Loaded, Sampling, model_of};
 use crate::blocking::unblock;
@@ -18,16 +17,16 @@ use crate::worker::CacheSlot;
 /// Why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// A token said so, which is the last.
+    /// Its last token ends a text.
     EndOfText,
-    /// It is as long as was asked for.
+    /// It has the number of tokens that was asked for.
     Length,
 }
 
-/// What follows a token.
+/// What a caller wants after a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Then {
-    /// The next one.
+    /// The next token.
     GoOn,
     /// The end of its sequence.
     EndSequence,
@@ -35,41 +34,41 @@ pub enum Then {
     EndAll,
 }
 
-/// Generates from prompts.
+/// A model that continues prompts.
 pub struct Generator {
     loaded: Loaded,
     room: Room,
 }
 
-/// A sequence on its way.
+/// A sequence that is not complete.
 struct Writing {
-    /// Its prompt's index, and its slot in the memory.
+    /// The index of its prompt, which is its slot in the KV cache, too.
     index: usize,
-    /// Positions that are remembered.
-    past: usize,
+    /// The number of positions in the KV cache.
+    cached: usize,
     last: u32,
+    /// The number of tokens behind the prompt.
     written: usize,
     dice: Dice,
 }
 
-/// The memory that is brought along grows by so many positions at once, so that not every token
-/// has a schedule of its own.
+/// The uploaded part of the KV cache grows by this number of positions at a time. With a smaller
+/// number more tokens would need a schedule of their own.
 const STRIDE: usize = 64;
 
 impl Generator {
     /// The plan of a generator of a config's model.
     ///
     /// # Errors
-    /// The model does not predict the next token, or has fewer positions.
+    /// The model does not predict the next token, or has fewer positions than the room.
     pub fn plan(config: &Config, room: Room) -> Result<Plan, Error> {
         Ok(prepare(config, None, room)?.1)
     }
 
-    /// Makes everything, with the weights that a config names.
+    /// Starts the ring of a config's model, and loads the weights that the config names.
     ///
     /// # Errors
-    /// As [`plan`](Generator::plan); what is wrong with what the config names; there is less
-    /// memory than that takes.
+    /// As [`plan`](Generator::plan); the weights cannot be used; or there is too little memory.
     ///
     /// # Panics
     /// There is no tokio runtime.
@@ -77,8 +76,8 @@ impl Generator {
         Generator::start_with(config, None, room).await
     }
 
-    /// The same for a model of one's own. Its weights are read from `model.path`, under the names
-    /// of its tensors; without one they are random.
+    /// Starts the ring of a model that the program built. Its weights are read from `model.path`,
+    /// under the names of its tensors. Without this key they are random.
     ///
     /// # Errors
     /// As [`start`](Generator::start).
@@ -101,13 +100,13 @@ impl Generator {
         .await
     }
 
-    /// Continues each prompt by at most `most` tokens, until it draws one of `ends`. `each` is
-    /// called with every token as it comes, and with the index of its prompt, and says what
-    /// follows. The tokens of all prompts are drawn in turns.
+    /// Continues each prompt by at most `most` tokens, and ends it earlier at a token of `ends`.
+    /// `each` is called with the index of a prompt and its next token, as soon as the token is
+    /// drawn, and returns what should follow. The prompts take turns.
     ///
     /// # Errors
     /// A prompt is empty, does not fit the room, or has a token outside the vocabulary; `how` is
-    /// no way to draw; the ring failed.
+    /// out of range; or the ring failed.
     pub async fn generate(
         &mut self,
         prompts: &[Vec<u32>],
@@ -117,7 +116,7 @@ impl Generator {
         each: impl FnMut(usize, u32, Option<Ended>) -> Then,
     ) -> Result<(), Error> {
         let Generator { loaded, room } = self;
-        generate(&mut loaded.engine, *room, prompts, most, (how, ends), each).await
+        generate(&mut loaded.engine, *room, prompts, most, how, ends, each).await
     }
 
     /// Ends all threads and tasks.
@@ -129,7 +128,7 @@ impl Generator {
     }
 }
 
-/// Generates with an engine whose plan has a KV cache of this room.
+/// Continues prompts with an engine whose plan has a KV cache for `room`.
 ///
 /// # Errors
 /// As [`Generator::generate`].
@@ -138,10 +137,61 @@ pub(crate) async fn generate(
     room: Room,
     prompts: &[Vec<u32>],
     most: usize,
-    (how, ends): (Sampling, &[u32]),
+    how: Sampling,
+    ends: &[u32],
     mut each: impl FnMut(usize, u32, Option<Ended>) -> Then,
 ) -> Result<(), Error> {
     how.check()?;
+    check_prompts(prompts, most, room)?;
+    if most == 0 {
+        return Ok(());
+    }
+    let mut writing: Vec<Writing> = (0..prompts.len())
+        .map(|index| {
+            let mut dice = Dice::new(how, index as u64);
+            dice.see(&prompts[index]);
+            Writing { index, cached: 0, last: 0, written: 0, dice }
+        })
+        .collect();
+    let mut batch = Batch::for_generation(prompts);
+    while !writing.is_empty() {
+        let lengths: Vec<usize> = batch.lengths().collect();
+        let cached = writing.iter().map(|one| one.cached).max().unwrap_or(0);
+        let cached = cached.next_multiple_of(STRIDE).min(room.tokens - 1);
+        let slots = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.cached });
+        let slots = slots.collect();
+        let logits = engine.run(batch, Purpose::Generate { cached }, slots).await?.logits;
+        let vocabulary = engine.model.shape.vocabulary;
+        let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
+        if logits.iter().any(|logit| !logit.is_finite()) {
+            return Err(Error::NotFinite(
+                "the model's logits are not finite: are its weights?".into(),
+            ));
+        }
+        let mut goes_on = Vec::new();
+        for ((one, length), logits) in of_each {
+            one.cached += length;
+            one.written += 1;
+            one.last = one.dice.draw(logits);
+            let ended = match one.last {
+                token if ends.contains(&token) => Some(Ended::EndOfText),
+                _ if one.written == most => Some(Ended::Length),
+                _ => None,
+            };
+            match each(one.index, one.last, ended) {
+                Then::EndAll => return Ok(()),
+                then => goes_on.push(ended.is_none() && then == Then::GoOn),
+            }
+        }
+        let mut goes_on = goes_on.into_iter();
+        writing.retain(|_| goes_on.next() == Some(true));
+        batch = Batch::for_generation(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
+    }
+    Ok(())
+}
+
+/// Refuses prompts that the KV cache has no room for.
+fn check_prompts(prompts: &[Vec<u32>], most: usize, room: Room) -> Result<(), Error> {
     let Room { prompts: sequences, prompt: longest, tokens } = room;
     if prompts.is_empty() || prompts.len() > sequences {
         return Err(Error::argument(format_args!(
@@ -162,50 +212,6 @@ pub(crate) async fn generate(
                  room for {tokens} together (Room::tokens)"
             )));
         }
-    }
-    if most == 0 {
-        return Ok(());
-    }
-    let mut writing: Vec<Writing> = (0..prompts.len())
-        .map(|index| {
-            let mut dice = Dice::new(how, index as u64);
-            dice.see(&prompts[index]);
-            Writing { index, past: 0, last: 0, written: 0, dice }
-        })
-        .collect();
-    let mut batch = Batch::for_generation(prompts);
-    while !writing.is_empty() {
-        let lengths: Vec<usize> = batch.lengths().collect();
-        let past = writing.iter().map(|one| one.past).max().unwrap_or(0);
-        let past = past.next_multiple_of(STRIDE).min(tokens - 1);
-        let places = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.past });
-        let (places, purpose) = (places.collect(), Purpose::Generate { cached: past });
-        let logits = engine.run(batch, purpose, places).await?.logits;
-        let vocabulary = engine.model.shape.vocabulary;
-        let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
-        if logits.iter().any(|logit| !logit.is_finite()) {
-            return Err(Error::NotFinite(
-                "the model's logits are not finite: are its weights?".into(),
-            ));
-        }
-        let mut goes_on = Vec::new();
-        for ((one, length), logits) in of_each {
-            one.past += length;
-            one.written += 1;
-            one.last = one.dice.draw(logits);
-            let ended = match one.last {
-                token if ends.contains(&token) => Some(Ended::EndOfText),
-                _ if one.written == most => Some(Ended::Length),
-                _ => None,
-            };
-            match each(one.index, one.last, ended) {
-                Then::EndAll => return Ok(()),
-                then => goes_on.push(ended.is_none() && then == Then::GoOn),
-            }
-        }
-        let mut goes_on = goes_on.into_iter();
-        writing.retain(|_| goes_on.next() == Some(true));
-        batch = Batch::for_generation(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Inference: a model that is evaluated, or that generates text. There are no gradients and no
-//! optimizer states; layers come to the device and leave it, as in training.
+//! Inference: evaluation and generation. There are no gradients and no optimizer states. Layers
+//! come to the device and leave it, as in training.
 
 mod evaluate;
 mod generate;
@@ -27,6 +27,7 @@ use crate::models::Model;
 use crate::optimizers::StateLayout;
 use crate::plan::Plan;
 pub use crate::plan::Room;
+use crate::resolve::{self, shape_of};
 use crate::telemetry::Ledger;
 use crate::worker::{Emulated, Worker, WorkerParts};
 
@@ -35,9 +36,8 @@ struct Loaded {
     engine: Engine,
 }
 
-/// Makes a config load its model from a directory, such as a checkpoint's, in place of the model
-/// that it named before. A directory of adapters comes to the model that the config names, or else
-/// to the one that the adapters name.
+/// Lets a config name the model of a directory, such as a checkpoint. Adapters in the directory are
+/// added to the model that the config names, or else to the model that the adapters name.
 pub fn load_from(config: &mut Config, directory: &Path) {
     if hf::has_adapters(directory) {
         let ModelConfig { path, preset, .. } = &mut config.model;
@@ -53,31 +53,29 @@ pub fn load_from(config: &mut Config, directory: &Path) {
     let ModelConfig { task, labels, unsealed, .. } = std::mem::take(&mut config.model);
     let path = Some(directory.into());
     config.model = ModelConfig { path, task, labels, unsealed, ..ModelConfig::default() };
-    // Nothing is added to a model that is not trained.
+    // A model that is not trained gets no layers.
     (config.depth.stack_at, config.depth.new_layers) = (Vec::new(), NewLayers::Copy);
 }
 
-/// A model of one's own, or the one that a config names.
+/// The model that a config names, or a model that the program built by itself.
 fn model_of(config: &Config, own: Option<Model>) -> Result<Model, Error> {
-    let Some(mut model) = own else { return hf::model_of(config, hf::shape_of(config)?) };
-    if config.train.lora.is_some() {
-        let problem = "is for a model that the config names: give a model of your own its \
-                       adapters as tensors of its layers";
-        return Err(Error::config("train.lora", problem));
-    }
-    model.freeze(&hf::training_of(config)?)?;
+    let Some(mut model) = own else { return resolve::model_of(config, shape_of(config)?) };
+    resolve::freeze_own(config, &mut model)?;
     model.check_names()?;
     Ok(model)
 }
 
 impl Loaded {
-    /// Makes everything: memory, weights, threads, tasks on the caller's tokio. It blocks.
+    /// Allocates memory, loads weights, and starts threads, and tasks on the caller's tokio. It
+    /// blocks.
     fn start(config: Config, model: Model, plan: Plan) -> Result<Loaded, Error> {
-        let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
+        let rule = Box::new(config.update_rule());
+        let rate = config.learning_rate(1);
         if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
             return Err(Error::DoesNotFit(misfit));
         }
-        let (model, plan) = (Arc::new(model), Arc::new(plan));
+        let model = Arc::new(model);
+        let plan = Arc::new(plan);
         let none = StateLayout::default();
         let eps = match config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) {
             Some(path) => {
@@ -88,7 +86,7 @@ impl Loaded {
             }
             None => Eps::in_memory(model.blocks.clone(), none, |_| false),
         };
-        let ledger = Arc::new(Ledger::new(model.layers.len(), plan.devices, Vec::new()));
+        let ledger = Arc::new(Ledger::new(model.layers.len(), plan.devices(), Vec::new()));
         let parts = WorkerParts {
             model: model.clone(),
             plan,
@@ -98,15 +96,9 @@ impl Loaded {
             records: ledger,
         };
         let worker = Worker::new(&config, parts)?;
-        worker.eps().randomise(worker.model(), config.step.seed)?;
-        hf::check_seals(&config)?;
         let how = Load::to_use(!config.model.unsealed);
-        if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
-            hf::load(path, &model, worker.eps(), how)?;
-        }
-        if let Some(path) = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
-            hf::load_adapters(path, &model, worker.eps(), how)?;
-        }
+        resolve::load_base(&config, &model, worker.eps(), how)?;
+        resolve::load_adapters(&config, &model, worker.eps())?;
         let work = Emulated::new(&config, worker, false)?;
         Ok(Loaded { engine: Engine::start(config, work, 0)? })
     }

@@ -1,16 +1,16 @@
-//! How predictions of whole sequences agree with their labels: GLUE's metrics (Wang et al. 2019),
-//! defined as scikit-learn and SciPy define them.
+//! GLUE's metrics (Wang et al. 2019) of predictions and labels, as scikit-learn and SciPy define
+//! them.
 
-/// Of classes, or of values.
+/// How the predictions of classes, or of values, agree with their labels.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Quality {
-    /// One of some classes.
+    /// The model predicts a class.
     Classes(Confusion),
-    /// A number.
+    /// The model predicts a value.
     Values(Agreement),
 }
 
-/// How often each class was taken for which.
+/// A confusion matrix: how often each class was predicted for each label.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Confusion {
     classes: usize,
@@ -18,33 +18,33 @@ pub struct Confusion {
     counts: Vec<u64>,
 }
 
-/// 0 where there is nothing to divide by.
+/// `a / b`, or 0 if `b` is 0.
 fn ratio(a: f64, b: f64) -> f64 {
     if b == 0.0 { 0.0 } else { a / b }
 }
 
 impl Confusion {
-    /// Of so many classes, with nothing counted.
+    /// An empty matrix.
     pub fn new(classes: usize) -> Confusion {
         Confusion { classes, counts: vec![0; classes * classes] }
     }
 
-    /// How many there are.
+    /// The number of classes.
     pub fn classes(&self) -> usize {
         self.classes
     }
 
-    /// Counts a prediction: the class of the highest score, of equals the first.
+    /// Counts a prediction: the class of the highest score, and the first of equal scores.
     ///
     /// # Panics
-    /// The label is none of the classes.
+    /// The label is not a class.
     pub fn take(&mut self, label: usize, scores: &[f32]) {
         let best =
             (1..self.classes).fold(0, |best, at| if scores[at] > scores[best] { at } else { best });
         self.counts[label * self.classes + best] += 1;
     }
 
-    /// By label, how often each class was predicted.
+    /// For each label, the counts of the predicted classes.
     pub fn rows(&self) -> impl Iterator<Item = &[u64]> {
         self.counts.chunks_exact(self.classes)
     }
@@ -65,13 +65,13 @@ impl Confusion {
         self.counts.iter().skip(class).step_by(self.classes).sum::<u64>() as f64
     }
 
-    /// The share that is right.
+    /// The share of correct predictions.
     pub fn accuracy(&self) -> f64 {
         ratio((0..self.classes).map(|class| self.right(class)).sum(), self.all())
     }
 
-    /// The harmonic mean of precision and recall: of two classes that of the second, of more the
-    /// mean over all.
+    /// The harmonic mean of precision and recall. Of two classes the second counts. With more
+    /// classes it is the mean over all.
     pub fn f1(&self) -> f64 {
         let of =
             |class| ratio(2.0 * self.right(class), self.labelled(class) + self.predicted(class));
@@ -83,7 +83,8 @@ impl Confusion {
 
     /// The correlation of labels and predictions (Matthews 1975; Gorodkin 2004).
     pub fn matthews(&self) -> f64 {
-        let (all, classes) = (self.all(), 0..self.classes);
+        let all = self.all();
+        let classes = 0..self.classes;
         let sum = |of: &dyn Fn(usize) -> f64| classes.clone().map(of).sum::<f64>();
         let right = sum(&|class| self.right(class));
         let both = sum(&|class| self.labelled(class) * self.predicted(class));
@@ -93,7 +94,7 @@ impl Confusion {
     }
 }
 
-/// Values and what was predicted for them.
+/// Values and their predictions.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Agreement {
     labels: Vec<f64>,
@@ -101,7 +102,7 @@ pub struct Agreement {
 }
 
 impl Agreement {
-    /// Takes one.
+    /// Adds a value and its prediction.
     pub fn take(&mut self, label: f32, prediction: f32) {
         self.labels.push(f64::from(label));
         self.predictions.push(f64::from(prediction));
@@ -112,7 +113,7 @@ impl Agreement {
         correlation(&self.labels, &self.predictions)
     }
 
-    /// The correlation of ranks, equals sharing theirs (Spearman 1904).
+    /// The correlation of ranks (Spearman 1904). Equal values have the mean of their ranks.
     pub fn spearman(&self) -> f64 {
         correlation(&ranks(&self.labels), &ranks(&self.predictions))
     }
@@ -120,16 +121,20 @@ impl Agreement {
 
 fn correlation(a: &[f64], b: &[f64]) -> f64 {
     let mean = |values: &[f64]| ratio(values.iter().sum(), values.len() as f64);
-    let (mean_a, mean_b) = (mean(a), mean(b));
-    let (mut ab, mut aa, mut bb) = (0.0, 0.0, 0.0);
-    for (a, b) in a.iter().zip(b) {
-        let (a, b) = (a - mean_a, b - mean_b);
-        (ab, aa, bb) = (ab + a * b, aa + a * a, bb + b * b);
+    let mean_a = mean(a);
+    let mean_b = mean(b);
+    let mut ab = 0.0;
+    let mut aa = 0.0;
+    let mut bb = 0.0;
+    for (a, b) in a.iter().map(|a| a - mean_a).zip(b.iter().map(|b| b - mean_b)) {
+        ab += a * b;
+        aa += a * a;
+        bb += b * b;
     }
     ratio(ab, (aa * bb).sqrt())
 }
 
-/// From 1 on, equals sharing the mean of theirs.
+/// The ranks of values, from 1. Equal values have the mean of their ranks.
 fn ranks(values: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));

@@ -1,4 +1,5 @@
-//! Draws a token from logits: by temperature, from the likeliest few, reproducibly.
+//! Draws a token from logits, by temperature and from the likeliest tokens. The same seed draws the
+//! same tokens.
 
 use std::collections::BTreeSet;
 
@@ -8,19 +9,20 @@ use crate::random;
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Logits are divided by it; 0: always the likeliest.
+    /// The divisor of the logits. 0 means: always the likeliest token.
     pub temperature: f32,
-    /// Only so many of the likeliest are drawn from; 0: all.
+    /// The number of the likeliest tokens that are kept. 0 means: all.
     pub top_k: usize,
-    /// Only the likeliest are drawn from, as many as are this likely together (Holtzman et al.
-    /// 2020).
+    /// The probability of the tokens that are kept: the likeliest tokens that have it together
+    /// (Holtzman et al. 2020).
     pub top_p: f32,
-    /// Only tokens are drawn that are at least this share as likely as the likeliest; 0: all.
+    /// The least probability of a token that is kept, as a share of the likeliest token's. 0 means:
+    /// all are kept.
     pub min_p: f32,
-    /// The logits of tokens that were there before, in the prompt or behind it, are divided by it
-    /// where they are above 0, else multiplied (Keskar et al. 2019); 1: nothing.
+    /// The penalty for tokens of the prompt and of the text so far: their logits are divided by it
+    /// if they are above 0, else multiplied (Keskar et al. 2019). 1 means: no penalty.
     pub repetition_penalty: f32,
-    /// What chance is drawn from.
+    /// The seed of all draws.
     pub seed: u64,
 }
 
@@ -38,7 +40,7 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Refuses what is no way to draw.
+    /// Refuses values that are out of range.
     ///
     /// # Errors
     /// The temperature is negative or not finite, `top_p` is outside (0, 1], `min_p` outside
@@ -66,28 +68,28 @@ impl Sampling {
     }
 }
 
-/// The draws of one sequence, one behind the other.
+/// The draws of one sequence.
 pub(crate) struct Dice {
     how: Sampling,
     state: u64,
-    /// Tokens that were there before, where there is a penalty for them.
+    /// The tokens of the prompt and of the text so far. Empty without a penalty for them.
     seen: BTreeSet<u32>,
 }
 
 impl Dice {
-    /// Of one of several sequences.
+    /// The draws of a sequence, by its index.
     pub(crate) fn new(how: Sampling, sequence: u64) -> Dice {
         Dice { how, state: random::keyed(how.seed, sequence), seen: BTreeSet::new() }
     }
 
-    /// Says which tokens there are before the next draw.
+    /// Adds tokens that get a penalty from the next draw on.
     pub(crate) fn see(&mut self, tokens: &[u32]) {
         if self.how.repetition_penalty != 1.0 {
             self.seen.extend(tokens);
         }
     }
 
-    /// A token, which then counts as seen.
+    /// Draws a token, which then gets a penalty, too.
     pub(crate) fn draw(&mut self, logits: &[f32]) -> u32 {
         let mut penalised = Vec::new();
         if !self.seen.is_empty() {
@@ -106,14 +108,14 @@ impl Dice {
 
     fn drawn(&mut self, logits: &[f32]) -> u32 {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.how;
-        // Of equals the first.
+        // Of equal logits the first counts.
         let likeliest =
             (1..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best });
         if temperature == 0.0 {
             return likeliest as u32;
         }
         let mut tokens: Vec<usize> = (0..logits.len()).collect();
-        // By likelihood, and of equals the first: filters keep a front of this order.
+        // Filters keep the first tokens in this order.
         let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
         if top_k > 0 && top_k < tokens.len() {
             tokens.select_nth_unstable_by(top_k - 1, order);
@@ -137,7 +139,8 @@ impl Dice {
         tokens.retain(|token| weight(token) >= f64::from(min_p));
         tokens.sort_unstable();
         let all: f64 = tokens.iter().map(weight).sum();
-        let (mut left, last) = (random::unit(&mut self.state) * all, tokens[tokens.len() - 1]);
+        let mut left = random::unit(&mut self.state) * all;
+        let last = tokens[tokens.len() - 1];
         let drawn = tokens.iter().find(|token| {
             left -= weight(token);
             left < 0.0
@@ -169,7 +172,8 @@ mod tests {
         let weight = |token: &usize| f64::from(LOGITS[*token] / how.temperature).exp();
         let all: f64 = kept.iter().map(weight).sum();
         const DRAWS: u32 = 20_000;
-        let (mut counts, mut dice) = ([0_u32; 6], Dice::new(how, 7));
+        let mut counts = [0_u32; 6];
+        let mut dice = Dice::new(how, 7);
         (0..DRAWS).for_each(|_| counts[dice.draw(&LOGITS) as usize] += 1);
         let terms = kept.iter().map(|token| {
             let expected = f64::from(DRAWS) * weight(token) / all;

@@ -8,7 +8,7 @@ use crate::tensor::{Dtype, View};
 /// The most channels of a head that kernels have room for.
 pub const HEAD_LIMIT: usize = 256;
 
-/// How queries, keys and values are laid out, and which keys a query sees.
+/// The layout of queries, keys and values, and the keys that each query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape<'a> {
     /// The rows, their documents, and the positions before them.

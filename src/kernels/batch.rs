@@ -34,10 +34,10 @@ impl Rows {
     }
 }
 
-/// Where a document begins and ends in its sequence.
+/// The range of a document in its sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Document {
-    /// Its first position.
+    /// The first position of the document.
     pub from: u32,
     /// The position behind its last.
     pub to: u32,
@@ -119,7 +119,7 @@ impl<'a> BatchView<'a> {
         &self.metadata
     }
 
-    /// Which chunk this is; `None`: the whole micro-batch.
+    /// The chunk that this is; `None`: the whole micro-batch.
     pub fn chunk(&self) -> Option<SequenceChunk> {
         self.chunk
     }

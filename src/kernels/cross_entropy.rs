@@ -85,23 +85,6 @@ pub struct ScoreBackward<'a> {
     pub accumulate: bool,
 }
 
-/// Sizes of a tile's scores.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ScoreSize {
-    /// R.
-    #[allow(dead_code, reason = "not all devices read it")]
-    pub(crate) rows: usize,
-    /// The number of rows with a label.
-    #[allow(dead_code, reason = "not all devices read it")]
-    pub(crate) labelled: usize,
-    /// C.
-    pub(crate) channels: usize,
-    /// V.
-    pub(crate) tile: usize,
-    /// The tile's first row in the vocabulary.
-    pub(crate) first: usize,
-}
-
 /// Declares the views that every operation of a tile reads.
 fn reads_tile(views: &mut Views<'_>, statistics: View, h: View, w: View, bias: Option<View>) {
     views.reads("statistics", statistics, [h.rows, STATISTICS], Dtype::F32);
@@ -119,25 +102,11 @@ impl KernelOperation for Score {
     }
 }
 
-impl Score {
-    pub(crate) fn size(&self) -> ScoreSize {
-        let Score { h, w, first, labelled, .. } = *self;
-        ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }
-    }
-}
-
 impl KernelOperation for Logits {
     fn views(&self, views: &mut Views<'_>) {
         let Logits { y, statistics, h, w, bias } = *self;
         views.writes("y", y, [y.rows, w.rows], Dtype::F32);
         reads_tile(views, statistics, h, w, bias);
-    }
-}
-
-impl Logits {
-    pub(crate) fn size(&self) -> ScoreSize {
-        let Logits { y, h, w, .. } = *self;
-        ScoreSize { rows: h.rows, labelled: y.rows, channels: h.columns, tile: w.rows, first: 0 }
     }
 }
 
@@ -149,12 +118,5 @@ impl KernelOperation for ScoreBackward<'_> {
         views.writes("dbias", dbias, [1, w.rows], Dtype::F32);
         views.reads("dh_before", dh_before, h.shape(), Dtype::F32);
         reads_tile(views, statistics, h, w, bias);
-    }
-}
-
-impl ScoreBackward<'_> {
-    pub(crate) fn size(&self) -> ScoreSize {
-        let ScoreBackward { h, w, first, labelled, .. } = *self;
-        ScoreSize { rows: h.rows, labelled, channels: h.columns, tile: w.rows, first }
     }
 }

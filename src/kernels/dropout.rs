@@ -15,7 +15,7 @@ pub struct DropoutKey {
     pub first_sequence: u32,
 }
 
-/// How the rows of a mask map to positions.
+/// The positions of a mask's rows.
 #[derive(Clone, Copy, Debug)]
 pub enum MaskRows<'a> {
     /// The rows of a micro-batch, or of a chunk: each is a position of a sequence.
@@ -40,7 +40,7 @@ pub struct Dropout<'a> {
     pub first_sequence: u32,
     /// The position of the first row in its sequence.
     pub first_position: u32,
-    /// How its rows map to positions.
+    /// The positions of its rows.
     pub rows: MaskRows<'a>,
 }
 

@@ -7,7 +7,7 @@
 //! `accumulate` is true, and replaces otherwise: the first call of a step replaces.
 //!
 //! A new operation is a struct with an implementation of [`KernelOperation`], a row of the table
-//! below, and an implementation of `Runs` or `RunsIn` on each device.
+//! below, an implementation of `Compute` or `ComputeIn` on the CPU, and a launch on the GPU.
 //!
 //! Weights and activations are of the device's [`Dtype`](crate::tensor::Dtype). Gradients of
 //! weights, statistics, log-sum-exps, gradients of chunks' keys and values, and a head's `dh` and
@@ -43,7 +43,6 @@ pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples};
 pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};
-pub(crate) use cross_entropy::ScoreSize;
 pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};
 pub use custom::{CpuFunction, Custom, CustomKernel};
 pub use dropout::{ApplyDropout, Dropout, DropoutKey, MaskRows, Residual};

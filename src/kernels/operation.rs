@@ -27,7 +27,7 @@ pub trait KernelOperation: Named {
     }
 }
 
-/// How an operation uses a view.
+/// The use of a view by an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     /// It reads its elements.
@@ -44,7 +44,7 @@ pub struct Views<'v> {
     then: Then<'v>,
 }
 
-/// How a declaration of views is used.
+/// The use of a declaration of views.
 enum Then<'v> {
     Check,
     Call(&'v mut dyn FnMut(Access, View)),

@@ -10,11 +10,11 @@ use crate::tensor::View;
 pub struct Rotary {
     /// The base of the frequencies: about the period of the slowest pair.
     pub theta: f32,
-    /// How frequencies are scaled for longer sequences.
+    /// The scaling of frequencies for longer sequences.
     pub scaling: RotaryScaling,
 }
 
-/// How the frequencies of [`Rotary`] are scaled.
+/// A scaling of the frequencies of [`Rotary`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RotaryScaling {
     /// Frequencies are not scaled.

@@ -8,18 +8,18 @@ use super::layer::{Init, Kind, Tensor};
 pub struct Adapters {
     /// r: the rows of A, and the columns of B.
     pub rank: usize,
-    /// s: the factor of what adapters add.
+    /// s: the factor of an adapter's output.
     pub scale: f32,
-    /// Probability of dropout of what A reads.
+    /// Probability of dropout of the input of A.
     pub dropout: f32,
-    /// The modules that have one, by name: of the block's products, those before their `.weight`.
+    /// The names of the modules that have an adapter, without `.weight`.
     pub modules: Vec<String>,
 }
 
 /// The ends of the names of an adapter's two tensors, as in PEFT.
 pub(crate) const ENDS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
-/// Whether a tensor is of an adapter.
+/// Whether a tensor belongs to an adapter.
 pub(crate) fn is_of_adapter(name: &str) -> bool {
     ENDS.iter().any(|end| name.ends_with(end))
 }
@@ -30,15 +30,11 @@ impl Adapters {
         self.modules.iter().any(|name| name == module)
     }
 
-    /// A (r, inputs) and B (outputs, r) of a module. A begins uniform in ±1 ÷ √inputs, as PEFT's
-    /// does, and B with zeros: so an adapter adds nothing at first.
+    /// A (r, inputs) and B (outputs, r) of a module. As in PEFT, A begins uniform in ±1 ÷ √inputs and
+    /// B with zeros, so an adapter adds nothing at first.
     pub(crate) fn tensors(&self, module: &str, inputs: usize, outputs: usize) -> [Tensor; 2] {
-        let tensor = |end: &str, shape: Vec<usize>, init| Tensor {
-            name: format!("{module}{end}"),
-            shape,
-            kind: Kind::Weight,
-            init,
-            joined: false,
+        let tensor = |end: &str, shape: Vec<usize>, init| {
+            Tensor::new(format!("{module}{end}"), shape, Kind::Weight, init)
         };
         let bound = 1.0 / (inputs as f32).sqrt();
         let [a, b] = ENDS;

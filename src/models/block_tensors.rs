@@ -1,13 +1,11 @@
-//! Which tensors of a block are trained, and where all of them lie in it.
+//! The trained and the frozen tensors of a block, and where they lie in it.
 //!
-//! Gradients, optimizer states and gradient regions have the trained part alone, which begins a
-//! block. So they are shorter than the block, and nothing of a frozen tensor leaves the device or
-//! is updated.
+//! A block begins with its trained part. Gradients, optimizer states and gradient regions have this
+//! part alone: no gradient of a frozen tensor leaves the device, and no frozen tensor is updated.
 //!
-//! Elements are counted as if all were f32: that is how a block is read and written between steps.
-//! It is stored as masters, and behind them the frozen tensors that are stored in another way. A
-//! device of 16 bits is sent masters of 16 bits; what the host keeps beside those lies at the end
-//! (see [`MasterFormat`]):
+//! Elements are counted as if all were f32, because a block is read and written as f32 between steps.
+//! It is stored as masters, and behind them the frozen tensors of other formats. A device of 16 bits
+//! gets masters of 16 bits, and the rest of each master lies at the end (see [`MasterFormat`]):
 //!
 //! | | floats | sent |
 //! |---|---|---|
@@ -23,16 +21,15 @@ use super::layer::{Tensor, block_len, tensor_ranges, tensor_views};
 use super::masters::MasterFormat;
 use crate::tensor::{Dtype, View};
 
-/// The tensors of a block: those that are trained lie first in it, then those that are frozen.
+/// The tensors of a block: first the trained ones, then the frozen ones.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BlockTensors {
-    /// All, in the order of their layer.
+    /// All tensors, in the order of their layer.
     tensors: Vec<Tensor>,
-    /// For each: whether it is trained.
     is_trained: Vec<bool>,
     trained: Vec<Tensor>,
     frozen: Vec<Tensor>,
-    /// How the frozen tensors are stored; empty: as the trained ones are.
+    /// The formats of the frozen tensors. Empty: they are stored as masters.
     stored: FrozenPart,
     masters: MasterFormat,
 }
@@ -42,12 +39,12 @@ pub struct BlockTensors {
 pub(crate) enum SlotWeight<'t> {
     /// Elements of the device's dtype.
     Ready(View),
-    /// A frozen weight that is to be dequantised.
+    /// A frozen weight that must be dequantised.
     Stored(StoredWeight<'t>),
 }
 
 impl From<Vec<Tensor>> for BlockTensors {
-    /// All are trained.
+    /// All tensors are trained.
     fn from(tensors: Vec<Tensor>) -> BlockTensors {
         BlockTensors::new(tensors, |_| true)
     }
@@ -63,8 +60,8 @@ impl<'a> IntoIterator for &'a BlockTensors {
 }
 
 impl BlockTensors {
-    /// A layer's tensors, of which some are trained. Joined tensors are one matrix of a product:
-    /// if one of them is trained, all are.
+    /// A layer's tensors. `trains` says which of them are trained. Joined tensors are one matrix of a
+    /// product: if one of them is trained, all are.
     pub fn new(tensors: Vec<Tensor>, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
         let mut all = BlockTensors::default();
         for group in tensors.chunk_by(|_, next| next.joined) {
@@ -76,43 +73,42 @@ impl BlockTensors {
         BlockTensors { tensors, ..all }
     }
 
-    /// The same tensors, of which others are trained.
+    /// Changes which tensors are trained.
     pub fn with_trained(&self, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
         BlockTensors::new(self.tensors.clone(), trains).with_masters(self.masters)
     }
 
-    /// The same tensors, whose frozen ones are stored in this way, for a device of this dtype.
+    /// Stores the frozen tensors in this way, for a device of this dtype.
     pub fn with_base(self, base: Base, dtype: Dtype) -> BlockTensors {
         let stored = FrozenPart::new(&self.frozen, self.trained_len(), base, dtype);
         BlockTensors { stored, ..self }
     }
 
-    /// The same tensors, whose masters are stored in this way.
+    /// Stores masters in this way.
     pub(crate) fn with_masters(self, masters: MasterFormat) -> BlockTensors {
         BlockTensors { masters, ..self }
     }
 
-    /// How masters are stored.
     pub(crate) fn masters(&self) -> MasterFormat {
         self.masters
     }
 
-    /// All, in the order of their layer.
+    /// All tensors, in the order of their layer.
     pub fn iter(&self) -> Iter<'_, Tensor> {
         self.tensors.iter()
     }
 
-    /// Those that are trained. They lie where [`tensor_ranges`] says.
+    /// The trained tensors. They lie where [`tensor_ranges`] says.
     pub fn trained(&self) -> &[Tensor] {
         &self.trained
     }
 
-    /// Those that are frozen. They lie where [`tensor_ranges`] says, behind the trained part.
+    /// The frozen tensors. They lie where [`tensor_ranges`] says, behind the trained part.
     pub fn frozen(&self) -> &[Tensor] {
         &self.frozen
     }
 
-    /// All, in the order of their layer, and where each lies in the block.
+    /// All tensors, in the order of their layer, with their ranges in the block.
     pub fn ranges(&self) -> impl Iterator<Item = (&Tensor, Range<usize>)> {
         let behind = self.trained_len();
         let mut trained = tensor_ranges(&self.trained);
@@ -129,7 +125,7 @@ impl BlockTensors {
         self.trained_len() + block_len(&self.frozen)
     }
 
-    /// Elements of its trained part, which begins it.
+    /// Elements of the trained part.
     pub fn trained_len(&self) -> usize {
         block_len(&self.trained)
     }
@@ -139,7 +135,7 @@ impl BlockTensors {
         self.tensors.is_empty()
     }
 
-    /// The frozen tensors that are not stored as masters are.
+    /// The frozen tensors that are not stored as masters.
     pub(crate) fn stored(&self) -> &FrozenPart {
         &self.stored
     }
@@ -156,13 +152,13 @@ impl BlockTensors {
         sent + self.masters.kept_floats(masters)
     }
 
-    /// Floats that a device of this dtype is sent.
+    /// Floats that are sent to a device of this dtype.
     pub(crate) fn published_len(&self, dtype: Dtype) -> usize {
         dtype.floats(self.masters_len()) + self.stored.len()
     }
 
     /// The weights in a slot of a device of this dtype, in the order of their layer. Joined tensors
-    /// are one.
+    /// are one weight.
     pub(crate) fn weights(&self, slot: View, dtype: Dtype) -> Vec<SlotWeight<'_>> {
         let masters = self.masters_len();
         let trained = self.trained_len();
@@ -186,8 +182,8 @@ impl BlockTensors {
         self.groups().filter_map(weight).collect()
     }
 
-    /// Views of the tensors' gradients, in the order of their layer: none of a frozen tensor, and
-    /// none at all where the block has no `gradient`.
+    /// Views of the tensors' gradients, in the order of their layer: `None` for a frozen tensor, and
+    /// for all tensors if the block has no `gradient`.
     pub fn gradients(&self, gradient: Option<View>) -> Vec<Option<View>> {
         let mut views = match gradient {
             Some(gradient) => tensor_views(&self.trained, gradient).into_iter(),
@@ -204,7 +200,7 @@ impl BlockTensors {
     }
 
     /// The tensors of a part of the block, in a block of their own, all stored as masters. The part
-    /// begins and ends where chunks of tensors do.
+    /// must begin and end at chunks of tensors.
     pub(crate) fn part(&self, part: Range<usize>) -> BlockTensors {
         let cut = |tensors: &[Tensor], behind: usize| {
             let mut cut: Vec<Tensor> = Vec::new();

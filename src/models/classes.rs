@@ -1,6 +1,6 @@
-//! The head of classes. Of whole sequences: scores of classes, or one value; an encoder has them of
-//! its first position, behind a transform (Devlin et al. 2019), a decoder of its last position. Of
-//! tokens: scores of each position.
+//! The head of classes, of sequences or of tokens. A sequence gets scores of classes, or one value:
+//! an encoder computes them from the first position, behind a transform (Devlin et al. 2019), and a
+//! decoder from the last position. Of tokens, each position gets scores.
 
 use l2l_actors::schedule::{Boundary, Role};
 
@@ -15,27 +15,27 @@ use crate::kernels::{
 };
 use crate::tensor::{Scratch, View};
 
-/// Its index for dropout, which no layer has.
+/// The index for dropout. Layers have indices from 1.
 const INDEX: u32 = 0;
 
-/// Where the adapter's tensors begin among the head's.
+/// The number of the head's tensors before those of its adapter.
 const ADAPTER_AT: usize = 4;
 
-/// A head of a shape that classifies.
+/// A head of classes.
 #[derive(Clone, Debug)]
 pub struct Classes {
     /// The model.
     pub shape: Shape,
-    /// The adapter of its transform, if it has one.
+    /// The adapter of the transform, if it has one.
     pub adapters: Option<Adapters>,
 }
 
-/// The arguments of its forward on one micro-batch.
+/// The arguments of the head's forward on one micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassesForward<'a> {
     /// Output: the statistics, with the loss of each of the N sequences or tokens. (R, 4).
     pub out: View,
-    /// Output: the scores of each in floats, if somebody asks for them. (N, L).
+    /// Output: the scores of each sequence or token in floats, if the step asks for them. (N, L).
     pub scores: Option<View>,
     /// The micro-batch.
     pub batch: BatchView<'a>,
@@ -43,13 +43,13 @@ pub struct ClassesForward<'a> {
     pub weights: &'a [View],
     /// Labels. (R, 4).
     pub statistics: View,
-    /// What the head reads. (R, C).
+    /// Hidden states. (R, C).
     pub h: View,
-    /// What of which scores is the label's.
+    /// Label smoothing.
     pub smoothing: Smoothing,
 }
 
-/// The arguments of its backward on one micro-batch.
+/// The arguments of the head's backward on one micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassesBackward<'a> {
     /// Output: the gradient of `h`. (R, C).
@@ -62,9 +62,9 @@ pub struct ClassesBackward<'a> {
     pub weights: &'a [View],
     /// Labels. (R, 4).
     pub statistics: View,
-    /// What the head reads. (R, C).
+    /// Hidden states. (R, C).
     pub h: View,
-    /// As in the forward.
+    /// Label smoothing.
     pub smoothing: Smoothing,
     /// The factor of a loss.
     pub scale: f32,
@@ -101,7 +101,7 @@ impl Classes {
         }
     }
 
-    /// What has a label.
+    /// Whether sequences or tokens have labels.
     pub(super) fn samples(&self) -> Samples {
         match self.shape.head {
             Head::TokenClasses { .. } => Samples::Tokens,
@@ -113,7 +113,8 @@ impl Classes {
         self.samples() == Samples::Sequences && !self.shape.names.class_dense.is_empty()
     }
 
-    /// The position that stands for a sequence: a causal model has read all of it at the last.
+    /// The position that stands for a sequence. A causal model has read the whole sequence at the last
+    /// position.
     fn pool(&self) -> Pooling {
         if self.shape.causal { Pooling::Last } else { Pooling::First }
     }
@@ -122,20 +123,14 @@ impl Classes {
         matches!(self.shape.head, Head::Classes { is_value: true, .. })
     }
 
-    /// The tensors of its block.
+    /// The tensors of the head's block.
     pub fn tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, initializer_range, .. } = self.shape;
         let linear = |name: &str, outputs: usize, kind| {
-            let tensor = |part: &str, shape: Vec<usize>, kind, init| Tensor {
-                name: format!("{name}.{part}"),
-                shape,
-                kind,
-                init,
-                joined: false,
-            };
+            let init = Init::Normal(initializer_range);
             [
-                tensor("weight", vec![outputs, c], kind, Init::Normal(initializer_range)),
-                tensor("bias", vec![outputs], Kind::Bias, Init::Zeros),
+                Tensor::new(format!("{name}.weight"), vec![outputs, c], kind, init),
+                Tensor::new(format!("{name}.bias"), vec![outputs], Kind::Bias, Init::Zeros),
             ]
         };
         if self.samples() == Samples::Tokens {

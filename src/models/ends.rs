@@ -1,32 +1,23 @@
-//! The layers before the first block and behind the last.
+//! The layers before the first transformer block and behind the last one.
 
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
+use super::norms::{Affine, AffineBackward};
 use super::shape::Shape;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, BatchView, Cast, Clear, Kernels, Linear, LinearBackward,
-    Norm, NormBackward,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
-/// A norm's scale and, by its kind, shift.
+/// The tensors of a norm of hidden states.
 fn norm_tensors(name: &str, shape: &Shape) -> Vec<Tensor> {
-    let named = |part: &str, init| Tensor {
-        name: format!("{name}.{part}"),
-        shape: vec![shape.hidden],
-        kind: Kind::Norm,
-        init,
-        joined: false,
-    };
-    let shift = (!shape.rms_norm).then(|| named("bias", Init::Zeros));
-    let scale = if shape.norm_offset == 1.0 { Init::Zeros } else { Init::Ones };
-    [named("weight", scale)].into_iter().chain(shift).collect()
+    shape.norm_tensors(name, shape.hidden, !shape.rms_norm)
 }
 
-/// The layer between the embedding and the first block: adds positions and kinds of tokens, and
-/// norms, where a family has them.
+/// The layer between the embedding and the first transformer block. It adds learned positions and
+/// token types, norms the sum and drops out, as far as the family does that.
 #[derive(Clone, Debug)]
 pub struct Stem {
     /// The layer's index, for dropout.
@@ -35,15 +26,15 @@ pub struct Stem {
     pub shape: Shape,
 }
 
-/// Its tensors, or their gradients, where a family has them.
-struct StemParts<V> {
+/// The stem's tensors, or their gradients.
+struct StemTensors<V> {
     positions: Option<V>,
     kinds: Option<V>,
-    norm: Option<(V, Option<V>)>,
+    norm: Option<Affine<V>>,
 }
 
 impl Stem {
-    /// True when a family has such a layer.
+    /// True when models of this shape have a stem.
     pub fn is_in(shape: &Shape) -> bool {
         let drops = shape.dropout.embedding > 0.0;
         shape.learned_positions.is_some() || shape.token_types > 0 || drops
@@ -53,25 +44,27 @@ impl Stem {
         !self.shape.names.stem_norm.is_empty()
     }
 
-    fn parts<V: Copy>(&self, views: &[V]) -> StemParts<V> {
+    fn sorted<V: Copy>(&self, views: &[V]) -> StemTensors<V> {
         let Shape { learned_positions, token_types, rms_norm, .. } = self.shape;
         let mut views = views.iter().copied();
         let mut next = || views.next().expect("as `tensors` lists them");
-        StemParts {
+        StemTensors {
             positions: learned_positions.map(|_| next()),
             kinds: (token_types > 0).then(&mut next),
-            norm: self.has_norm().then(|| (next(), (!rms_norm).then(&mut next))),
+            norm: self
+                .has_norm()
+                .then(|| Affine { weight: next(), bias: (!rms_norm).then(&mut next) }),
         }
     }
 
-    /// The rows of a table of positions that are used: those from the first position on.
+    /// The rows of a table of positions that are used. They begin at the first position.
     fn used_rows(&self, table: View) -> View {
         let before = self.shape.learned_positions.unwrap_or(0);
         table.row_range(before..before + self.shape.positions)
     }
 
-    /// The sum of embedding, positions and kinds of tokens.
-    fn sum(&self, k: &dyn Kernels, w: &StemParts<View>, y: View, x: View, batch: &BatchView<'_>) {
+    /// The sum of embedding, positions and token types.
+    fn sum(&self, k: &dyn Kernels, w: &StemTensors<View>, y: View, x: View, batch: &BatchView<'_>) {
         let batch = *batch;
         match w.positions {
             Some(table) => {
@@ -85,11 +78,11 @@ impl Stem {
         }
     }
 
-    /// The gradients of the tables from that of the sum.
+    /// The gradients of the tables, from the gradient of the sum.
     fn tables_backward(
         &self,
         k: &dyn Kernels,
-        d: &StemParts<Option<View>>,
+        d: &StemTensors<Option<View>>,
         dy: View,
         pass: &Backward<'_>,
     ) {
@@ -112,13 +105,9 @@ impl Stem {
 impl Layer for Stem {
     fn tensors(&self) -> Vec<Tensor> {
         let Shape { names, positions, hidden, initializer_range, token_types, .. } = self.shape;
-        let table = |name: &str, rows: usize| Tensor {
-            name: name.into(),
-            shape: vec![rows, hidden],
-            kind: Kind::Table,
-            init: Init::Normal(initializer_range),
-            joined: false,
-        };
+        let init = Init::Normal(initializer_range);
+        let table =
+            |name: &str, rows: usize| Tensor::new(name, vec![rows, hidden], Kind::Table, init);
         let before = self.shape.learned_positions;
         let mut all = Vec::new();
         all.extend(before.map(|before| table(names.positions, before + positions)));
@@ -147,12 +136,12 @@ impl Layer for Stem {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { batch, weights, x, y, scratch, .. } = *pass;
-        let w = self.parts(weights);
+        let w = self.sorted(weights);
         let sum = if w.norm.is_some() { scratch.take_like(y) } else { y };
         self.sum(k, &w, sum, x, &batch);
-        if let Some((gamma, beta)) = w.norm {
+        if let Some(w) = w.norm {
             let statistics = scratch.take_floats(x.rows, 2);
-            k.norm(&norm(&self.shape, y, statistics, sum, gamma, beta));
+            k.norm(&self.shape.norm(y, statistics, sum, w));
         }
         let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
         if dropout.is_some() {
@@ -162,32 +151,20 @@ impl Layer for Stem {
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { batch, weights, gradients, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let w = self.parts(weights);
-        let d = self.parts(gradients);
+        let tensors = self.sorted(weights);
+        let d = self.sorted(gradients);
         let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
         let dx = dx.unwrap_or_else(|| scratch.take_like(dy));
-        if let (Some((gamma, beta)), Some((dgamma, dbeta))) = (w.norm, d.norm) {
+        if let (Some(w), Some(d)) = (tensors.norm, d.norm) {
             let sum = scratch.take_like(x);
             let y = scratch.take_like(x);
             let dsum = scratch.take_like(x);
             let statistics = scratch.take_floats(x.rows, 2);
-            self.sum(k, &w, sum, x, &batch);
-            k.norm(&norm(&self.shape, y, statistics, sum, gamma, beta));
+            self.sum(k, &tensors, sum, x, &batch);
+            k.norm(&self.shape.norm(y, statistics, sum, w));
             k.dropout(&ApplyDropout { y: dsum, x: dy, dropout });
-            let op = NormBackward {
-                dx,
-                dgamma: or_scratch(dgamma, gamma, scratch),
-                dbeta: dbeta.zip(beta).map(|(dbeta, beta)| or_scratch(dbeta, beta, scratch)),
-                residual: None,
-                dy: dsum,
-                x: sum,
-                statistics,
-                gamma,
-                gamma_offset: self.shape.norm_offset,
-                rms: self.shape.rms_norm,
-                accumulate,
-            };
-            k.norm_backward(&op, scratch);
+            let op = AffineBackward { dx, d, dy: dsum, x: sum, statistics, w, residual: None };
+            self.shape.norm_backward(k, &op, accumulate, scratch);
         } else {
             k.dropout(&ApplyDropout { y: dx, x: dy, dropout });
         }
@@ -195,37 +172,19 @@ impl Layer for Stem {
     }
 }
 
-/// A small gradient; of a frozen tensor in workspace, where nobody reads it.
-pub(super) fn or_scratch(gradient: Option<View>, tensor: View, scratch: &Scratch<'_>) -> View {
-    gradient.unwrap_or_else(|| scratch.take_floats(tensor.rows, tensor.columns))
-}
-
-/// The norm of a shape.
-fn norm(
-    shape: &Shape,
-    y: View,
-    statistics: View,
-    x: View,
-    gamma: View,
-    beta: Option<View>,
-) -> Norm {
-    let Shape { norm_epsilon: epsilon, rms_norm: rms, norm_offset, .. } = *shape;
-    Norm { y, statistics, x, gamma, gamma_offset: norm_offset, beta, epsilon, rms }
-}
-
 /// The norm in front of the head, or the head's transform.
 #[derive(Clone, Debug)]
 pub struct Final {
     /// The model.
     pub shape: Shape,
-    /// The adapter of its transform, if it has one.
+    /// The adapter of the transform, if it has one.
     pub adapters: Option<Adapters>,
 }
 
-/// The index for dropout of the transform's adapter: that of the stem, which has no adapters.
+/// The index for dropout of the transform's adapter. The stem has the same index and no adapters.
 const ADAPTER_INDEX: u32 = 1;
 
-/// Where the adapter's tensors begin among those of a transform.
+/// The number of a transform's tensors before those of its adapter.
 const ADAPTER_AT: usize = 4;
 
 impl Final {
@@ -234,7 +193,7 @@ impl Final {
         Final { shape, adapters: None }
     }
 
-    /// True when a family has such a layer.
+    /// True when models of this shape have such a layer.
     pub fn is_in(shape: &Shape) -> bool {
         shape.masked_head() || !shape.names.final_norm.is_empty()
     }
@@ -257,7 +216,8 @@ impl Final {
         Some(LowRank::new(k, adapters, chunk, ADAPTER_INDEX, size, scratch))
     }
 
-    /// What the norm reads: x, or its transform; and the transform before its activation function.
+    /// The norm's input, which is x or its transform; and the transform before its activation
+    /// function.
     fn norm_input(
         &self,
         k: &dyn Kernels,
@@ -280,9 +240,10 @@ impl Final {
         (activated, Some(sum))
     }
 
-    /// Where the norm's tensors begin among the views.
-    fn norm_at(&self) -> usize {
-        if self.shape.masked_head() { 2 } else { 0 }
+    /// The norm's tensors among the views: they follow those of a transform.
+    fn norm_of<V: Copy>(&self, views: &[V]) -> Affine<V> {
+        let at = if self.shape.masked_head() { 2 } else { 0 };
+        Affine { weight: views[at], bias: (!self.shape.rms_norm).then(|| views[at + 1]) }
     }
 }
 
@@ -292,16 +253,11 @@ impl Layer for Final {
         if !self.shape.masked_head() {
             return norm_tensors(names.final_norm, &self.shape);
         }
-        let part = |name: &str, shape: Vec<usize>, kind, init| Tensor {
-            name: format!("{}.{name}", names.transform),
-            shape,
-            kind,
-            init,
-            joined: false,
-        };
+        let transform = names.transform;
+        let init = Init::Normal(initializer_range);
         let mut all = vec![
-            part("weight", vec![c, c], Kind::Weight, Init::Normal(initializer_range)),
-            part("bias", vec![c], Kind::Bias, Init::Zeros),
+            Tensor::new(format!("{transform}.weight"), vec![c, c], Kind::Weight, init),
+            Tensor::new(format!("{transform}.bias"), vec![c], Kind::Bias, Init::Zeros),
         ];
         all.extend(norm_tensors(names.transform_norm, &self.shape));
         let adapters = self.adapters.iter();
@@ -323,16 +279,14 @@ impl Layer for Final {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { ref batch, weights, x, y, scratch, .. } = *pass;
-        let at = self.norm_at();
-        let gamma = weights[at];
-        let beta = weights.get(at + 1).copied();
+        let norm = self.norm_of(weights);
         for chunk in batch.chunks(Some(self.shape.chunk_positions)) {
             let scratch = &scratch.nested();
             let [x, y] = [x, y].map(|view| chunk.rows_of(view));
             let low_rank = self.low_rank(k, chunk, scratch);
             let (input, _) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
             let statistics = scratch.take_floats(x.rows, 2);
-            k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
+            k.norm(&self.shape.norm(y, statistics, input, norm));
         }
     }
 
@@ -354,7 +308,7 @@ impl Layer for Final {
 }
 
 impl Final {
-    /// Of one chunk, which `x`, `dy` and `dx` are of.
+    /// The backward of one chunk: `x`, `dy` and `dx` have its rows.
     fn chunk_backward(
         &self,
         k: &dyn Kernels,
@@ -366,27 +320,15 @@ impl Final {
     ) {
         let y = scratch.take_like(dy);
         let statistics = scratch.take_floats(x.rows, 2);
-        let at = self.norm_at();
-        let gamma = weights[at];
-        let beta = weights.get(at + 1).copied();
+        let w = self.norm_of(weights);
         let low_rank = self.low_rank(k, chunk, scratch);
         let (input, sum) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
-        k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
+        k.norm(&self.shape.norm(y, statistics, input, w));
         let dinput = if sum.is_some() { scratch.take_like(dy) } else { dx };
-        let op = NormBackward {
-            dx: dinput,
-            dgamma: or_scratch(d[at], gamma, scratch),
-            dbeta: beta.map(|beta| or_scratch(d[at + 1], beta, scratch)),
-            residual: None,
-            dy,
-            x: input,
-            statistics,
-            gamma,
-            gamma_offset: self.shape.norm_offset,
-            rms: self.shape.rms_norm,
-            accumulate,
-        };
-        k.norm_backward(&op, scratch);
+        let d_norm = self.norm_of(d);
+        let op =
+            AffineBackward { dx: dinput, d: d_norm, dy, x: input, statistics, w, residual: None };
+        self.shape.norm_backward(k, &op, accumulate, scratch);
         if let Some(sum) = sum {
             let activation = self.activation();
             let activate = ActivateBackward { dx: dinput, x: sum, activation };

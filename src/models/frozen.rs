@@ -1,22 +1,21 @@
-//! How frozen weights are stored on the host and sent to a device, where that is not as trained
-//! ones are.
+//! Formats of frozen weights on the host, if they are not stored as masters.
 //!
-//! What is stored is what is sent: a device's weight slot has the same bytes. A visit dequantises
-//! them into its workspace, unless they are of the device's dtype already.
+//! Frozen weights are sent to a device in the format in which they are stored. A visit dequantises
+//! them into its workspace, unless they have the device's dtype already.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
 use super::layer::{Kind, Tensor, tensor_ranges};
-use crate::tensor::{Dtype, Quantisation, View};
+use crate::tensor::{ALIGNED, Dtype, Quantisation, View};
 
 /// How frozen weights are stored.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Base {
-    /// As trained weights are: in f32.
+    /// In f32, as trained weights.
     #[default]
     AsIs,
     /// In bf16.
@@ -32,7 +31,7 @@ pub enum Base {
 /// How the elements of some frozen tensors are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WeightFormat {
-    /// In the device's dtype, which is this.
+    /// In the device's dtype.
     Plain(Dtype),
     /// In fewer bits.
     Quantised(Quantisation),
@@ -54,7 +53,7 @@ impl WeightFormat {
 }
 
 impl Base {
-    /// How a tensor is stored, for a device of this dtype. `None`: as trained ones are.
+    /// The format of a tensor, for a device of this dtype. `None`: it is stored as masters.
     fn format(self, tensor: &Tensor, dtype: Dtype) -> Option<WeightFormat> {
         let is_matrix = tensor.kind == Kind::Weight && tensor.shape.len() == 2;
         match self {
@@ -66,23 +65,23 @@ impl Base {
         }
     }
 
-    /// Whether it stores matrices in another way than all else.
+    /// Whether matrices have another format than all other tensors.
     pub(super) fn is_of_matrices(self) -> bool {
         matches!(self, Base::Int8 | Base::Nf4)
     }
 }
 
-/// A tensor of the frozen part that is quantised, or some joined tensors that are not.
+/// A quantised matrix of the frozen part, or joined tensors that are stored element by element.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct WeightPiece {
     /// The name of the first tensor.
     pub(crate) name: String,
-    /// Its elements, counted from the block's first.
+    /// The elements, counted from the begin of the block.
     pub(crate) elements: Range<usize>,
     pub(crate) rows: usize,
     pub(crate) columns: usize,
     pub(crate) format: WeightFormat,
-    /// Where it is stored, in floats from the begin of the stored part.
+    /// The floats that it takes, counted from the begin of the stored frozen part.
     pub(crate) floats: Range<usize>,
 }
 
@@ -92,12 +91,9 @@ pub(crate) struct FrozenPart {
     weights: Vec<Vec<WeightPiece>>,
 }
 
-/// Floats between the begins of pieces are multiples of this, as between those of tensors.
-const ALIGNED: usize = 16;
-
 impl FrozenPart {
-    /// How frozen tensors are stored that lie behind so many elements of their block. Empty if they
-    /// are stored as trained ones are.
+    /// The frozen part of a block with `behind` trained elements. It is empty if frozen tensors are
+    /// stored as masters.
     pub(super) fn new(tensors: &[Tensor], behind: usize, base: Base, dtype: Dtype) -> FrozenPart {
         let mut weights: Vec<Vec<WeightPiece>> = Vec::new();
         let mut end = 0;
@@ -133,24 +129,24 @@ impl FrozenPart {
         FrozenPart { weights }
     }
 
-    /// All pieces, in the order in which they are stored.
+    /// All pieces, in the order in which they lie.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = &WeightPiece> {
         self.weights.iter().flatten()
     }
 
-    /// Floats that it takes.
+    /// Floats of all pieces.
     pub(super) fn len(&self) -> usize {
         self.pieces().last().map_or(0, |piece| piece.floats.end)
     }
 
-    /// For each weight: where it is in a slot that has the stored part here.
+    /// The weights of the frozen part that lies at `stored`, in a device's slot.
     pub(super) fn views(&self, stored: View) -> impl Iterator<Item = StoredWeight<'_>> {
         self.weights.iter().map(move |pieces| StoredWeight { pieces, stored })
     }
 }
 
 impl WeightPiece {
-    /// Floats that it takes.
+    /// Floats that the piece takes.
     fn stored_len(&self) -> usize {
         let floats = match self.format {
             WeightFormat::Plain(dtype) => dtype.floats(self.rows * self.columns),
@@ -173,7 +169,7 @@ impl StoredWeight<'_> {
         [self.pieces.iter().map(|piece| piece.rows).sum(), self.pieces[0].columns]
     }
 
-    /// The view of its elements, if they are of the device's dtype.
+    /// The view of the elements, if they have the device's dtype.
     pub(crate) fn plain(&self) -> Option<View> {
         match self.pieces {
             [WeightPiece { format: WeightFormat::Plain(dtype), rows, columns, floats, .. }] => {
@@ -183,7 +179,7 @@ impl StoredWeight<'_> {
         }
     }
 
-    /// For each quantised matrix of it: the rows that it is, its storage, and how it is stored.
+    /// The quantised matrices of the weight: their rows in it, their storage and their format.
     pub(crate) fn quantised(
         &self,
     ) -> impl Iterator<Item = (Range<usize>, View, Quantisation)> + '_ {

@@ -1,34 +1,34 @@
-//! What a layer is: tensors, and what it does to one micro-batch forward and backward.
+//! Layers: their tensors, and their forward and backward on one micro-batch.
 //!
 //! A layer says which kernels run on which views; it holds no memory. Between forward and backward
-//! it keeps its input, and what it writes to `saved` when activations are not recomputed. So
-//! recomputation is one choice in one place, and gives the same bits.
+//! the ring keeps the layer's input, and the activations that it writes to `saved`. The backward
+//! recomputes the others with the same kernels, so recomputation changes no bits.
 
 use std::ops::Range;
 
 use super::ports::{LayerStep, PortViews, StepContext};
 use crate::kernels::{BatchView, CustomKernel, Kernels};
-use crate::tensor::{Dtype, Scratch, View};
+use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
 /// The initial values of a tensor in a model of random weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// 0.
+    /// All elements are 0.
     Zeros,
-    /// 1.
+    /// All elements are 1.
     Ones,
-    /// Normal, of this standard deviation.
+    /// Normal, with this standard deviation.
     Normal(f32),
-    /// Uniform in ± this bound.
+    /// Uniform between − and + this bound.
     Uniform(f32),
 }
 
 /// The kind of a tensor, for weight decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Of a matrix product inside the model.
+    /// The weight of a matrix product inside the model.
     Weight,
-    /// A table of embeddings, or the matrix of a head. Patterns name it `weight`, too; a rule for
+    /// A table of embeddings, or the matrix of a head. Patterns name it `weight`, too. A rule for
     /// matrices (Muon) leaves it to another rule.
     Table,
     /// A bias.
@@ -37,27 +37,27 @@ pub enum Kind {
     Norm,
 }
 
-/// Which activations are saved from forward to backward.
+/// The activations that are saved from forward to backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Save {
-    /// All.
+    /// All activations.
     All,
-    /// All but attention's: its norm, queries, keys, values and output are recomputed.
+    /// All but those of attention: its norm, queries, keys, values and output are recomputed.
     AllButAttention,
 }
 
 /// One tensor of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
-    /// Its name in a checkpoint.
+    /// The name in a checkpoint.
     pub name: String,
-    /// Its sizes, outermost first.
+    /// The sizes, outermost first.
     pub shape: Vec<usize>,
-    /// Its kind.
+    /// The kind, for weight decay and patterns.
     pub kind: Kind,
-    /// Its initial values.
+    /// The initial values.
     pub init: Init,
-    /// True when it lies right behind the one before, so that both are one matrix of a product.
+    /// True when it lies right behind the tensor before, so that both are one matrix of a product.
     pub joined: bool,
 }
 
@@ -69,7 +69,12 @@ impl Kind {
 }
 
 impl Tensor {
-    /// Its elements.
+    /// A tensor that is not joined to the tensor before.
+    pub fn new(name: impl Into<String>, shape: Vec<usize>, kind: Kind, init: Init) -> Tensor {
+        Tensor { name: name.into(), shape, kind, init, joined: false }
+    }
+
+    /// The number of elements.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -85,7 +90,7 @@ impl Tensor {
 pub struct Forward<'a> {
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// Which of the layer's [steps](Layer::steps) this is.
+    /// The index among the layer's [steps](Layer::steps).
     pub step: usize,
     /// The tensors of the step's blocks, in the layer's order. Joined tensors are one view.
     pub weights: &'a [View],
@@ -94,13 +99,14 @@ pub struct Forward<'a> {
     pub x: View,
     /// The first output that the step declares. (R, C).
     pub y: View,
-    /// All that the step reads and writes, by role.
+    /// All boundaries that the step reads and writes, by role.
     pub ports: PortViews<'a>,
-    /// Where to save activations, in floats, and which; `None`: all are recomputed.
+    /// Where to save activations, in floats, and which activations. `None`: all are recomputed.
     pub saved: Option<(Save, View)>,
     /// The KV cache, when tokens come a few at a time.
     pub kv_cache: Option<KvCache>,
-    /// What the chunks of a sequence leave to later chunks, as long as the layer asked for.
+    /// State that the chunks of a sequence pass on, of [`chunk_state_len`](Layer::chunk_state_len)
+    /// floats.
     pub chunk_state: View,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
@@ -120,13 +126,13 @@ pub struct KvCache {
 pub struct Backward<'a> {
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// Which of the layer's [steps](Layer::steps) this is.
+    /// The index among the layer's [steps](Layer::steps).
     pub step: usize,
     /// The tensors of the step's blocks, in the layer's order. Joined tensors are one view.
     pub weights: &'a [View],
-    /// For each of them its gradient, in floats; `None` where it is frozen.
+    /// The gradient of each tensor, in floats; `None` for a frozen tensor.
     pub gradients: &'a [Option<View>],
-    /// True when the gradients hold contributions of this step already.
+    /// True when the gradients already hold contributions of this step.
     pub accumulate: bool,
     /// The forward's first input. (R, C).
     pub x: View,
@@ -134,12 +140,12 @@ pub struct Backward<'a> {
     pub saved: Option<(Save, View)>,
     /// The gradient of the first output. (R, C).
     pub dy: View,
-    /// Where the gradient of `x` goes, if a layer below needs it.
+    /// The place for the gradient of `x`, if a layer below needs it.
     pub dx: Option<View>,
-    /// All that the step's backward reads and writes, by role: inputs of the forward, gradients of
-    /// its outputs, and gradients of its inputs.
+    /// All boundaries that the step's backward reads and writes, by role: inputs of the forward,
+    /// gradients of its outputs, and gradients of its inputs.
     pub ports: PortViews<'a>,
-    /// As in [`Forward`].
+    /// State that the chunks of a sequence pass on, as in [`Forward`].
     pub chunk_state: View,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
@@ -147,23 +153,23 @@ pub struct Backward<'a> {
 
 /// A layer of the stack: from hidden states to hidden states.
 ///
-/// `tensors`, `saved_len`, `forward` and `backward` are to be written. The defaults of all others
-/// are right for a layer that computes each position by itself, from tensors that each token is
-/// multiplied by. A layer that attends to other positions has a KV cache
-/// ([`kv_width`](Layer::kv_width)), or the model cannot generate text with one; a layer with
-/// dropout says its index.
+/// A layer must implement `tensors`, `saved_len`, `forward` and `backward`. The other methods have
+/// defaults that fit a layer which computes each position by itself and multiplies each token by all
+/// its weights. A layer that attends to other positions needs a KV cache
+/// ([`kv_width`](Layer::kv_width)), or the model cannot generate text. A layer with dropout has an
+/// index.
 pub trait Layer: Send + Sync {
-    /// Its tensors.
+    /// The tensors of the layer.
     fn tensors(&self) -> Vec<Tensor>;
 
-    /// How its tensors are cut into blocks: the number of tensors of each, in their order. A block
-    /// moves and is updated as a whole; joined tensors are of one block.
+    /// How the tensors are cut into blocks: the number of tensors of each, in their order. A block
+    /// moves and is updated as a whole. Joined tensors must be in one block.
     fn blocks(&self) -> Vec<usize> {
         vec![self.tensors().len()]
     }
 
-    /// Its visits in the forward pass, in order: what each needs, reads, writes and saves. By
-    /// default one, from hidden states to hidden states, with all blocks.
+    /// The steps of the layer in the forward pass, in order. By default there is one step, from
+    /// hidden states to hidden states, with all blocks.
     fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
         let StepContext { positions, dtype, save, .. } = *context;
         let mut step = LayerStep::on_hidden(context, (0..self.blocks().len()).collect());
@@ -173,57 +179,58 @@ pub trait Layer: Send + Sync {
         vec![step]
     }
 
-    /// Elements of weights that every token is multiplied by, for counting FLOPs.
+    /// The number of elements of weights that every token is multiplied by, for counting FLOPs.
     fn products(&self) -> usize {
         let weights = |tensor: &Tensor| if tensor.kind.is_weight() { tensor.len() } else { 0 };
         self.tensors().iter().map(weights).sum()
     }
 
-    /// Numbers that its KV cache holds for each position; 0: it has none.
+    /// Numbers of a position in the layer's KV cache. 0: it has no KV cache.
     fn kv_width(&self) -> usize {
         0
     }
 
-    /// Channels of its causal attention, for counting FLOPs.
+    /// Channels of causal attention, for counting FLOPs.
     fn attention_channels(&self) -> usize {
         0
     }
 
-    /// The index of its dropout masks, if it drops anything: each layer has its own, not 0.
+    /// The index of the layer's dropout masks, if it has dropout. Each layer needs an index of its
+    /// own, from 1.
     fn dropout_index(&self) -> Option<u32> {
         None
     }
 
-    /// Whether its backward accepts `dy` in floats on a device of another dtype, as a head's tiles
-    /// sum it.
+    /// Whether the backward accepts `dy` in floats on a device of another dtype. The tiles of a head
+    /// sum it in floats.
     fn takes_floats(&self) -> bool {
         false
     }
 
-    /// Whether a step can leave it out, so that hidden states pass it unchanged.
+    /// Whether a step can leave the layer out, so that hidden states pass it unchanged.
     fn is_optional(&self) -> bool {
         true
     }
 
-    /// Kernels of its own that it runs, so that a device can compile them.
+    /// Custom kernels that the layer runs. A device compiles them when it is opened.
     fn custom_kernels(&self) -> Vec<CustomKernel> {
         Vec::new()
     }
 
-    /// Floats that the [chunks](BatchView::chunks) of one sequence of so many `positions` leave to
-    /// each other, in training or without, for elements of this dtype. 0: it walks the whole
-    /// sequence at once, or its chunks leave nothing.
+    /// Floats that the [chunks](BatchView::chunks) of one sequence of `positions` pass on, with or
+    /// without training, for elements of this dtype. 0: the layer walks the whole sequence at once,
+    /// or its chunks pass nothing on.
     fn chunk_state_len(&self, _positions: usize, _trains: bool, _dtype: Dtype) -> usize {
         0
     }
 
-    /// Floats that the saved activations of one sequence of `positions` take, for elements of this
-    /// dtype. Those of a micro-batch take the sum over its sequences.
+    /// Floats of the saved activations of one sequence of `positions`, for elements of this dtype.
+    /// A micro-batch has the sum over its sequences.
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize;
 
-    /// Saves of what a ReLU reads only the positive numbers, up to this share of a row; signs alone
-    /// where the gradients of these trained tensors need no more; all with `None`. Whether it has
-    /// such a ReLU.
+    /// Sets how the input of a ReLU is saved: its positive numbers, up to this share of a row; or
+    /// signs alone, if the gradients of these trained tensors need no more. `None`: all numbers.
+    /// Returns whether the layer has such a ReLU.
     fn pack_relu(&mut self, _density: Option<f64>, _trained: &[Tensor]) -> bool {
         false
     }
@@ -231,22 +238,22 @@ pub trait Layer: Send + Sync {
     /// Computes `y`.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 
-    /// Computes `dx` and the gradients of the tensors that are trained.
+    /// Computes `dx`, and the gradients of trained tensors.
     fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>);
 }
 
-/// Where a block's tensors lie in it, in their order: each aligned, or joined to the one before.
+/// Where the tensors of a block lie, in their order: each aligned, or joined to the tensor before.
 pub fn tensor_ranges(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0_usize;
     tensors.iter().map(move |tensor| {
-        let from = if tensor.joined { end } else { end.next_multiple_of(16) };
+        let from = if tensor.joined { end } else { end.next_multiple_of(ALIGNED) };
         end = from + tensor.len();
         from..end
     })
 }
 
-/// Views of a block's tensors, in their order. Joined tensors are one view, with the rows of all;
-/// or, where they are vectors, with the elements of all.
+/// Views of a block's tensors, in their order. Joined tensors are one view, with the rows of all, or
+/// with the elements of all if they are vectors.
 pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
     let mut views: Vec<View> = Vec::new();
     for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
@@ -265,7 +272,7 @@ pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
 
 /// Elements of a block with these tensors.
 pub fn block_len(tensors: &[Tensor]) -> usize {
-    tensor_ranges(tensors).last().map_or(0, |range| range.end.next_multiple_of(16))
+    tensor_ranges(tensors).last().map_or(0, |range| range.end.next_multiple_of(ALIGNED))
 }
 
 /// The tensors of each of a layer's blocks.

@@ -1,6 +1,6 @@
 //! The adapters of a layer's products, forward and backward.
 //!
-//! An adapter recomputes the little that its backward needs from the product's input.
+//! The backward of an adapter recomputes its activations from the product's input: they are small.
 
 use super::adapters::Adapters;
 use crate::kernels::{
@@ -18,26 +18,26 @@ pub(super) struct Adapter<V> {
     pub(super) b: V,
     /// The module's first column in the product's output.
     pub(super) first: usize,
-    /// Its columns.
+    /// The number of the module's columns.
     pub(super) outputs: usize,
-    /// Which of the layer's modules it is, for dropout.
+    /// The index of the module in its layer, for dropout.
     pub(super) site: u32,
 }
 
-/// The adapters of a layer, on a micro-batch or on a chunk of it.
+/// The adapters of a layer on a micro-batch or a chunk, with their workspace.
 pub(super) struct LowRank<'a> {
     k: &'a dyn Kernels,
     adapters: &'a Adapters,
     batch: BatchView<'a>,
     /// The layer's index, for dropout.
     index: u32,
-    /// Whether the products' rows are the sequences, and not their positions.
+    /// Whether the rows of products are sequences instead of positions.
     of_sequences: bool,
-    /// What A reads: the product's input behind dropout. (R, C).
+    /// The input of A: the product's input behind dropout. (R, C).
     dropped: View,
-    /// What B reads. (R, r).
+    /// The input of B. (R, r).
     low: View,
-    /// What B writes. (R, outputs).
+    /// The output of B. (R, outputs).
     sum: View,
 }
 
@@ -49,10 +49,10 @@ pub(super) struct ProductSize {
     pub(super) outputs: usize,
 }
 
-/// The dropouts of adapters are numbered apart from those of layers.
+/// Added to a layer's index for the dropout of its adapters, so that their masks are others.
 const FIRST_INDEX: u32 = 1 << 24;
 
-/// The first rows of so many columns in a vector.
+/// The first `rows` × `columns` elements of a vector.
 fn columns(vector: View, rows: usize, columns: usize) -> View {
     vector.part(0..rows * columns).with_columns(columns)
 }
@@ -73,19 +73,19 @@ impl<'a> LowRank<'a> {
         LowRank { k, adapters, batch, index, of_sequences: false, dropped, low, sum }
     }
 
-    /// The same, of which each row is a sequence.
+    /// Adapters of products whose rows are sequences.
     pub(super) fn of_sequences(self) -> LowRank<'a> {
         LowRank { of_sequences: true, ..self }
     }
 
-    /// The dropout of what an adapter reads.
+    /// The dropout of an adapter's input.
     fn dropout(&self, site: u32) -> Option<Dropout<'a>> {
         let dropout = self.batch.dropout(self.adapters.dropout, FIRST_INDEX + self.index, site)?;
         let rows = if self.of_sequences { MaskRows::Sequences } else { dropout.rows };
         Some(Dropout { rows, ..dropout })
     }
 
-    /// What A and B of an adapter read.
+    /// The inputs of A and B of an adapter.
     fn inputs(&self, one: &Adapter<View>, x: View) -> [View; 2] {
         let low = columns(self.low, x.rows, self.adapters.rank);
         let mut input = x;
@@ -99,7 +99,7 @@ impl<'a> LowRank<'a> {
         [input, low]
     }
 
-    /// Adds what a product's adapters compute to its output.
+    /// Adds the outputs of a product's adapters to the product's output.
     pub(super) fn add(&self, y: View, x: View, adapters: &[Adapter<View>]) {
         for one in adapters {
             let [_, low] = self.inputs(one, x);
@@ -112,7 +112,8 @@ impl<'a> LowRank<'a> {
         }
     }
 
-    /// Adds to `dx` what a product's adapters do, and computes the gradients of their tensors.
+    /// Adds the contribution of a product's adapters to `dx`, and computes the gradients of their
+    /// tensors.
     pub(super) fn backward(
         &self,
         [dx, dy, x]: [View; 3],

@@ -1,4 +1,5 @@
-//! Models: what layers there are and what each does, without saying where.
+//! Models: their layers, the computation of each, and the tensors of blocks. Where a layer computes is
+//! decided elsewhere.
 
 pub(crate) mod adapters;
 mod block;
@@ -12,6 +13,7 @@ mod layer;
 mod low_rank;
 mod masters;
 mod model;
+mod norms;
 mod ports;
 mod room;
 mod selection;

@@ -23,9 +23,9 @@ use crate::tensor::Dtype;
 /// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
-    /// Its first row.
+    /// The first row.
     pub first: usize,
-    /// Its rows.
+    /// The number of rows.
     pub rows: usize,
 }
 
@@ -42,18 +42,41 @@ pub enum ModelLayer {
 }
 
 impl ModelLayer {
-    /// True for a head.
+    /// The layer, if it is one of the stack.
+    pub fn stack(&self) -> Option<&dyn Layer> {
+        match self {
+            ModelLayer::Stack(layer) => Some(&**layer),
+            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => None,
+        }
+    }
+
+    /// True for a layer that devices compute: the embedding is computed by the host.
+    pub fn is_on_device(&self) -> bool {
+        !matches!(self, ModelLayer::Embedding)
+    }
+
+    /// True for a tile of the head, and for a head of classes.
     pub fn is_head(&self) -> bool {
         matches!(self, ModelLayer::Head(_) | ModelLayer::Classes(_))
     }
+
+    /// What the layer is, in a word for reports.
+    pub fn name(&self) -> &'static str {
+        match self {
+            ModelLayer::Embedding => "embedding",
+            ModelLayer::Stack(_) => "stack",
+            ModelLayer::Head(_) => "head",
+            ModelLayer::Classes(_) => "classes",
+        }
+    }
 }
 
-/// A model. Its blocks are the embedding's tiles, those of the stack in order, and the head's tiles
-/// where they are not the embedding's.
+/// A model. Its blocks are the embedding's tiles, the blocks of the stack in order, and the head's
+/// tiles unless they are tied to the embedding's.
 pub struct Model {
-    /// Its shape.
+    /// The sizes of the model.
     pub shape: Shape,
-    /// Its layers in forward order, as the ring visits them.
+    /// The layers in forward order, as the ring visits them.
     pub layers: Vec<ModelLayer>,
     /// The blocks of each layer.
     pub layer_blocks: Vec<Vec<BlockId>>,
@@ -63,26 +86,25 @@ pub struct Model {
     pub tiles: Vec<Tile>,
     /// The loss of a labelled position.
     pub loss: Box<dyn Loss>,
-    /// ε of label smoothing in training: the share of all classes in a label. See
-    /// [`Smoothing`](crate::kernels::Smoothing).
+    /// ε of [label smoothing](crate::kernels::Smoothing) in training.
     pub label_smoothing: f32,
 }
 
-/// What every token is multiplied by at a layer.
+/// The products of a layer for each token, for counting FLOPs.
 #[derive(Clone, Copy, Debug, Default)]
 struct Products {
-    /// Elements of weights.
+    /// Elements of weights that the token is multiplied by.
     weights: f64,
-    /// Those that are trained.
+    /// The trained elements among them.
     trained: f64,
     /// Channels of causal attention.
     channels: f64,
 }
 
-/// Bytes of a number of the head's statistics and logits.
+/// Bytes of a logit.
 const FLOAT: usize = size_of::<f32>();
 
-/// The least bytes of a vocabulary tile.
+/// The least bytes of a vocabulary tile: smaller transfers do not use the whole rate of a link.
 const TILE_BYTES: usize = 4 << 20;
 
 /// Cuts the vocabulary by shape: a tile is as large as a block, or 4 MiB if that is more.
@@ -99,8 +121,8 @@ impl Model {
         Model::of(shape, Model::stack_of(shape, &|_| None))
     }
 
-    /// The layers between the embedding and the head of a shape. `adapters` gives those of a
-    /// layer's modules.
+    /// The layers between the embedding and the head of a shape. `adapters` gives the adapters of
+    /// a layer with these modules.
     pub(super) fn stack_of(
         shape: Shape,
         adapters: &dyn Fn(Vec<String>) -> Option<Adapters>,
@@ -123,15 +145,15 @@ impl Model {
     }
 
     /// A model of these layers, between an embedding and a head of this shape's vocabulary and
-    /// width. Each layer with dropout must have an index of its own, for its masks; not 0,
-    /// which is that of a head of classes.
+    /// width. Each layer with dropout must have an index of its own, for its masks. Index 0 belongs
+    /// to the head of classes.
     pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
         let largest = largest_block(&stack);
         Model::with_tiles(shape, stack, None, largest)
     }
 
-    /// The same, with the adapters of a head of classes, and with tiles of the vocabulary of so
-    /// many elements.
+    /// A model of these layers, whose vocabulary tiles have up to `tile_elements` elements.
+    /// `adapters` are those of a head of classes.
     pub(super) fn with_tiles(
         shape: Shape,
         stack: Vec<Box<dyn Layer>>,
@@ -142,16 +164,10 @@ impl Model {
         let names = shape.names;
         let table = |name: &str, tile: &Tile, is_head: bool| {
             let init = Init::Normal(shape.initializer_range);
-            let tensor = |name: &str, shape: Vec<usize>, kind, init| Tensor {
-                name: name.into(),
-                shape,
-                kind,
-                init,
-                joined: false,
-            };
-            let mut all = vec![tensor(name, vec![tile.rows, shape.hidden], Kind::Table, init)];
+            let rows = vec![tile.rows, shape.hidden];
+            let mut all = vec![Tensor::new(name, rows, Kind::Table, init)];
             if is_head && shape.masked_head() {
-                all.push(tensor(names.head_bias, vec![tile.rows], Kind::Bias, Init::Zeros));
+                all.push(Tensor::new(names.head_bias, vec![tile.rows], Kind::Bias, Init::Zeros));
             }
             all
         };
@@ -186,22 +202,22 @@ impl Model {
         Model { shape, layers, layer_blocks, blocks, tiles, loss, label_smoothing: 0.0 }
     }
 
-    /// The trained tensors of a block whose gradient a device computes. An embedding's own gradient
-    /// is computed by the host, row by row: none.
+    /// The trained tensors of a block whose gradient a device computes. There are none in a tile of
+    /// the embedding alone: the host computes its gradient, row by row.
     pub(crate) fn computed_gradient(&self, id: BlockId) -> &[Tensor] {
         let mut visited = self.layers.iter().zip(&self.layer_blocks);
         let is_computed =
-            visited.any(|(part, ids)| !matches!(part, ModelLayer::Embedding) && ids.contains(&id));
+            visited.any(|(layer, blocks)| layer.is_on_device() && blocks.contains(&id));
         if is_computed { self.blocks[id.0 as usize].trained() } else { &[] }
     }
 
-    /// What its layers are told of a step that trains on sequences of up to `positions` tokens.
+    /// The context of a training step on sequences of up to `positions` tokens.
     pub fn context(&self, positions: usize, dtype: Dtype, save: Option<Save>) -> StepContext {
         StepContext::new(self.shape.hidden, positions, dtype, save)
     }
 
-    /// The model as the ring schedules it: its blocks, and the steps that its layers declare.
-    /// Blocks have no optimizer state: see `plan`.
+    /// The model as the ring schedules it: its blocks, and the steps that its layers declare. The
+    /// plan adds the optimizer states of blocks.
     pub fn for_ring(&self, context: &StepContext) -> RingModel {
         let block = |tensors: &BlockTensors| {
             let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
@@ -218,8 +234,8 @@ impl Model {
                 frozen: tensors.trained().is_empty() && !tensors.is_empty(),
             }
         };
-        let layers = self.layers.iter().zip(&self.layer_blocks).map(|(part, blocks)| {
-            let kind = match part {
+        let layers = self.layers.iter().zip(&self.layer_blocks).map(|(layer, blocks)| {
+            let kind = match layer {
                 ModelLayer::Embedding => VisitKind::Gather,
                 ModelLayer::Stack(_) => VisitKind::Layer,
                 ModelLayer::Head(_) | ModelLayer::Classes(_) => VisitKind::Tile,
@@ -228,7 +244,7 @@ impl Model {
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
                 RingStep { kind, needs, reads, writes, saves }
             };
-            RingLayer { steps: self.steps(part, blocks, context).into_iter().map(step).collect() }
+            RingLayer { steps: self.steps(layer, blocks, context).into_iter().map(step).collect() }
         });
         RingModel {
             blocks: self.blocks.iter().map(block).collect(),
@@ -237,16 +253,26 @@ impl Model {
         }
     }
 
-    /// The steps of a layer.
+    /// The numbers of a position in the KV cache of each layer, as its steps declare them.
+    pub(crate) fn kv_widths(&self, dtype: Dtype) -> Vec<usize> {
+        let context = StepContext { cached: Some(0), ..self.context(1, dtype, None) };
+        let width = |layer: &ModelLayer| {
+            let steps = layer.stack().map_or_else(Vec::new, |layer| layer.steps(&context));
+            let mut written = steps.iter().flat_map(|step| &step.writes);
+            written.find(|boundary| boundary.role == Role::NewKv).map_or(0, Boundary::width)
+        };
+        self.layers.iter().map(width).collect()
+    }
+
     fn steps(
         &self,
-        part: &ModelLayer,
+        layer: &ModelLayer,
         blocks: &[BlockId],
         context: &StepContext,
     ) -> Vec<LayerStep> {
         let blocks = (0..blocks.len()).collect();
         let statistics = context.statistics();
-        let logits = match part {
+        let logits = match layer {
             ModelLayer::Stack(layer) => return layer.steps(context),
             ModelLayer::Embedding => {
                 let writes = vec![context.hidden(), statistics];
@@ -262,7 +288,7 @@ impl Model {
         vec![LayerStep { blocks, reads, writes, saves: None }]
     }
 
-    /// The dtype of the head's gradient: tiles sum theirs in floats.
+    /// The dtype of the head's gradient. Tiles of the vocabulary add to it in floats.
     pub fn head_gradient(&self, dtype: Dtype) -> Dtype {
         if self.shape.scores_vocabulary() { Dtype::F32 } else { dtype }
     }
@@ -275,7 +301,7 @@ impl Model {
         self.training_flops_of(&LayerSelection::default(), lengths, labelled)
     }
 
-    /// The same for a step that uses these layers; the selection must have been checked.
+    /// Model FLOPs of a step that uses these layers. The selection must have been checked.
     pub(crate) fn training_flops_of(
         &self,
         layers: &LayerSelection,
@@ -296,7 +322,6 @@ impl Model {
         layers.ring_layers(self).into_iter().map(of_layer).sum()
     }
 
-    /// The blocks of a layer.
     pub(crate) fn blocks_of(&self, layer: usize) -> impl Iterator<Item = &BlockTensors> {
         self.layer_blocks[layer].iter().map(|id| &self.blocks[id.0 as usize])
     }
@@ -306,7 +331,6 @@ impl Model {
         blocks.iter().any(|block| !self.blocks[block.0 as usize].trained().is_empty())
     }
 
-    /// What every token is multiplied by at a layer.
     fn products(&self, layer: usize) -> Products {
         let weights_of = |tensors: fn(&BlockTensors) -> &[Tensor]| -> f64 {
             let all = self.blocks_of(layer).flat_map(tensors);
@@ -328,8 +352,8 @@ impl Model {
         }
     }
 
-    /// FLOPs of the products of a visit: of sequences of these lengths at a layer, which saves so
-    /// much of its activations. Every position of a head is counted.
+    /// FLOPs of the products of a visit: of sequences of these lengths at a layer that saves these
+    /// activations. In a head, all positions count.
     pub(crate) fn visit_flops(
         &self,
         layer: usize,
@@ -337,7 +361,7 @@ impl Model {
         lengths: impl IntoIterator<Item = usize>,
         save: Option<Save>,
     ) -> f64 {
-        let part = &self.layers[layer];
+        let visited = &self.layers[layer];
         let Products { weights, trained, channels } = self.products(layer);
         let mut forward = 0.0;
         let mut of_gradients = 0.0;
@@ -346,11 +370,11 @@ impl Model {
             forward += 2.0 * (weights * length + channels * length * length);
             of_gradients += 2.0 * (trained * length + channels * length * length);
         }
-        let again = match (part.is_head(), save) {
+        let again = match (visited.is_head(), save) {
             // A head's backward computes its logits, too.
             (true, _) | (_, None) => 1.0,
             (_, Some(Save::All)) => 0.0,
-            // Attention's products are about a third of a block's.
+            // Attention has about a third of a block's products.
             (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
         };
         match phase {
@@ -366,8 +390,7 @@ impl Model {
     /// Two tensors have one name, or one has no sizes; two layers have one index.
     pub(crate) fn check_names(&self) -> Result<(), Error> {
         let mut indices = BTreeMap::from([(0, "the head of classes")]);
-        for part in &self.layers {
-            let ModelLayer::Stack(layer) = part else { continue };
+        for layer in self.layers.iter().filter_map(ModelLayer::stack) {
             let Some(index) = layer.dropout_index() else { continue };
             if let Some(other) = indices.insert(index, "another layer") {
                 let what = format_args!(
@@ -392,12 +415,12 @@ impl Model {
         Ok(())
     }
 
-    /// The number of its parameters that are trained.
+    /// The number of parameters that are trained.
     pub fn trained_parameters(&self) -> usize {
         self.blocks.iter().flat_map(BlockTensors::trained).map(Tensor::len).sum()
     }
 
-    /// The number of its parameters, each counted once.
+    /// The number of parameters. Tied parameters count once.
     pub fn parameters(&self) -> usize {
         self.blocks.iter().flat_map(BlockTensors::iter).map(Tensor::len).sum()
     }

@@ -1,6 +1,6 @@
-//! What a layer declares of its visits: the blocks that each step needs, what it reads and what it
-//! writes. Schedule, plan, memory and lanes follow from the declaration, so a layer of another
-//! shape changes none of them.
+//! The steps that a layer declares: the blocks that each needs, and the boundaries that it reads,
+//! writes and saves. Schedule, plan, memory and lanes follow from the declaration, so a layer of
+//! another shape changes none of them.
 
 use l2l_actors::schedule::{Boundary, Input, Role};
 
@@ -11,14 +11,14 @@ use crate::tensor::{Dtype, View};
 /// One visit of a layer in the forward pass. The backward pass visits the layer's steps in reverse.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerStep {
-    /// The blocks it needs, as indices among the [blocks](super::Layer::blocks) of the layer. A
-    /// block that is trained is needed by one step.
+    /// The blocks that the step needs, as indices among the [blocks](super::Layer::blocks) of the
+    /// layer. Only one step may need a block that is trained.
     pub blocks: Vec<usize>,
-    /// What it reads. The first is `x` of [`Forward`](super::Forward).
+    /// The boundaries that the step reads. The first is `x` of [`Forward`](super::Forward).
     pub reads: Vec<Input>,
-    /// What it writes. The first is `y` of [`Forward`](super::Forward).
+    /// The boundaries that the step writes. The first is `y` of [`Forward`](super::Forward).
     pub writes: Vec<Boundary>,
-    /// Activations that its forward leaves to its backward; `None`: they are recomputed.
+    /// Activations that the forward saves for the backward; `None`: they are recomputed.
     pub saves: Option<Boundary>,
 }
 
@@ -31,7 +31,7 @@ impl LayerStep {
     }
 }
 
-/// What layers are told of a step of the ring when they declare theirs.
+/// The step of the ring for which layers declare their steps.
 #[derive(Clone, Copy, Debug)]
 pub struct StepContext {
     /// Tokens of the longest sequence.
@@ -51,7 +51,7 @@ pub struct StepContext {
 }
 
 impl StepContext {
-    /// Of a step that trains on sequences of up to `positions` tokens.
+    /// The context of a training step on sequences of up to `positions` tokens.
     pub(crate) fn new(
         channels: usize,
         positions: usize,
@@ -69,7 +69,7 @@ impl StepContext {
         self.hidden
     }
 
-    /// Hidden states as a layer of the stack reads them. Its backward writes their gradient.
+    /// Hidden states as a layer of the stack reads them: its backward writes their gradient.
     pub fn hidden_input(&self) -> Input {
         let gradient = Boundary { role: Role::HiddenGradient, ..self.hidden };
         Input { boundary: self.hidden, gradient: Some(gradient) }
@@ -80,7 +80,7 @@ impl StepContext {
         Boundary::of_tokens(Role::Own(number), width, self.dtype.size())
     }
 
-    /// That tensor as a layer reads it. Its backward writes the tensor's gradient.
+    /// The tensor of [`own`](Self::own) as a layer reads it: its backward writes the gradient.
     pub fn own_input(&self, number: u8, width: usize) -> Input {
         let boundary = self.own(number, width);
         let gradient = Boundary { role: Role::OwnGradient(number), ..boundary };
@@ -88,7 +88,7 @@ impl StepContext {
     }
 
     /// Saved activations of `floats` for each sequence of up to [`positions`](Self::positions)
-    /// tokens; none for 0.
+    /// tokens. `None` for 0.
     pub fn saved(&self, floats: usize) -> Option<Boundary> {
         let boundary = Boundary::of_sequences(Role::SavedActivations, floats, Dtype::F32.size());
         (floats > 0).then_some(boundary)
@@ -99,7 +99,7 @@ impl StepContext {
         Boundary::of_tokens(Role::Statistics, STATISTICS, Dtype::F32.size())
     }
 
-    /// The hidden states as a head reads them, whose gradient is of this dtype.
+    /// The hidden states as a head reads them. Their gradient has this dtype.
     pub(crate) fn head_input(&self, gradient: Dtype) -> Input {
         let gradient = Boundary::of_tokens(Role::HeadGradient, self.channels, gradient.size());
         Input { boundary: self.hidden, gradient: Some(gradient) }
@@ -117,7 +117,7 @@ impl StepContext {
     }
 }
 
-/// A boundary of a visit, and where a micro-batch of it lies: in floats, whatever it holds.
+/// A boundary of a visit, and the floats in which a micro-batch of it lies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Port {
     pub(crate) boundary: Boundary,
@@ -137,32 +137,32 @@ pub struct PortViews<'a> {
 }
 
 impl PortViews<'_> {
-    /// Without any.
+    /// A visit without boundaries.
     pub(crate) const NONE: PortViews<'static> =
         PortViews { reads: &[], writes: &[], rows: 0, sequences: 0, dtype: Dtype::F32 };
 
-    /// What the visit reads of this role: (R, its width), or (B, its width).
+    /// The boundary of this role that the visit reads: (R, its width), or (B, its width).
     pub fn read(&self, role: Role) -> Option<View> {
         self.find(self.reads, |of| of == role)
     }
 
-    /// What the visit writes of this role: (R, its width), or (B, its width).
+    /// The boundary of this role that the visit writes: (R, its width), or (B, its width).
     pub fn written(&self, role: Role) -> Option<View> {
         self.find(self.writes, |of| of == role)
     }
 
-    /// The first that is read of such a role.
-    pub(crate) fn first_read(&self, is_one: impl Fn(Role) -> bool) -> Option<View> {
-        self.find(self.reads, is_one)
+    /// The first boundary that the visit reads whose role fits.
+    pub(crate) fn first_read(&self, fits: impl Fn(Role) -> bool) -> Option<View> {
+        self.find(self.reads, fits)
     }
 
-    /// The first that is written of such a role.
-    pub(crate) fn first_written(&self, is_one: impl Fn(Role) -> bool) -> Option<View> {
-        self.find(self.writes, is_one)
+    /// The first boundary that the visit writes whose role fits.
+    pub(crate) fn first_written(&self, fits: impl Fn(Role) -> bool) -> Option<View> {
+        self.find(self.writes, fits)
     }
 
-    fn find(&self, ports: &[Port], is_one: impl Fn(Role) -> bool) -> Option<View> {
-        ports.iter().find(|port| is_one(port.boundary.role)).map(|port| self.view(port))
+    fn find(&self, ports: &[Port], fits: impl Fn(Role) -> bool) -> Option<View> {
+        ports.iter().find(|port| fits(port.boundary.role)).map(|port| self.view(port))
     }
 
     fn view(&self, &Port { boundary, view }: &Port) -> View {

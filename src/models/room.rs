@@ -1,7 +1,7 @@
 //! Room for layers that are added while a model is trained.
 //!
-//! The ring has a model with the most layers that there can be. Everything else sees a model with
-//! today's layers. Their tensors are in the same blocks; the blocks of later layers are empty.
+//! The ring has a model with all layers that will ever be added. All other code sees a model with the
+//! present layers. Their tensors are in the same blocks, and the blocks of later layers are empty.
 
 use l2l_actors::schedule::BlockId;
 
@@ -12,8 +12,7 @@ use super::training::Training;
 use crate::error::Error;
 
 impl Model {
-    /// The model of this shape, whose blocks have the ids that they have in a model of so many
-    /// layers.
+    /// The model of this shape. Its blocks have the ids that they have in a model of `max_layers`.
     pub(crate) fn with_room(
         shape: Shape,
         max_layers: usize,

@@ -1,4 +1,4 @@
-//! Which layers of the stack a step uses.
+//! The layers of the stack that a step uses.
 
 use std::collections::BTreeSet;
 
@@ -26,10 +26,10 @@ impl LayerSelection {
         LayerSelection { layers: Some(layers.into()), frozen: Vec::new() }
     }
 
-    /// Refuses layers that the model has not, or that are named twice.
+    /// Refuses layers that the model does not have, or that are named twice.
     ///
     /// # Errors
-    /// The layer.
+    /// The message names the layer.
     pub fn check(&self, model: &Model) -> Result<(), Error> {
         let optional = model.optional_layers();
         let count = optional.len();
@@ -92,7 +92,7 @@ impl Model {
     /// The layers of the stack that a step can leave out, in order.
     pub(crate) fn optional_layers(&self) -> Vec<LayerId> {
         let is_optional =
-            |layer: &ModelLayer| matches!(layer, ModelLayer::Stack(layer) if layer.is_optional());
+            |layer: &ModelLayer| layer.stack().is_some_and(|layer| layer.is_optional());
         let layers = (0..).zip(&self.layers).filter(|(_, layer)| is_optional(layer));
         layers.map(|(index, _)| LayerId(index)).collect()
     }

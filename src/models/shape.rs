@@ -1,4 +1,4 @@
-//! The shape of a model as plain data: sizes, and which of the shared parts it is made of.
+//! The shape of a model as plain data: its sizes, and its choice among the parts that families share.
 
 use super::families::Names;
 use crate::kernels::Activation;
@@ -7,26 +7,26 @@ use crate::kernels::Rotary;
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Dropouts {
-    /// Of the embedding's output.
+    /// For the embedding's output.
     pub embedding: f32,
-    /// Of attention's probabilities.
+    /// For attention's probabilities.
     pub attention: f32,
-    /// Of attention's output.
+    /// For attention's output.
     pub projection: f32,
-    /// Of the feed-forward's output.
+    /// For the feed-forward's output.
     pub feed_forward: f32,
-    /// In the head of classes.
+    /// For the head of classes.
     pub classifier: f32,
 }
 
-/// What a model predicts, and by which head.
+/// The head of a model, and its predictions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Head {
     /// The next token, by a table of the vocabulary.
     Tokens,
     /// Masked tokens, by a transform, a table of the vocabulary and a bias for each token.
     Masked,
-    /// The class of a whole sequence, or a value of it.
+    /// The class of a whole sequence, or one value for it.
     Classes {
         /// The number of scores.
         labels: usize,
@@ -45,9 +45,9 @@ pub enum Head {
 pub struct Window {
     /// How many positions a position sees at most, itself included.
     pub positions: usize,
-    /// The first block that has it.
+    /// The first block with the window.
     pub from: usize,
-    /// Every so many blocks one has none: the last of them. 0: all from the first on have it.
+    /// The last of every `but_every` blocks has no window. 0: all blocks from the first on have it.
     pub but_every: usize,
 }
 
@@ -57,7 +57,7 @@ impl Window {
         Window { positions, from: 0, but_every: 0 }
     }
 
-    /// Whether a block has it.
+    /// Whether a block has the window.
     pub fn is_of(&self, block: usize) -> bool {
         block >= self.from && (self.but_every == 0 || !(block + 1).is_multiple_of(self.but_every))
     }
@@ -92,9 +92,9 @@ pub struct Shape {
     pub rotary: Option<Rotary>,
     /// True when a position sees no later one.
     pub causal: bool,
-    /// Rotary positions of the blocks with a window, where those are others.
+    /// Rotary positions of the blocks with a window, if they differ from those of other blocks.
     pub window_rotary: Option<Rotary>,
-    /// How many positions a position sees at most, itself included; and of which blocks.
+    /// The window of attention, and the blocks that have it.
     pub window: Option<Window>,
     /// True for a norm by root mean square alone (Zhang and Sennrich 2019).
     pub rms_norm: bool,
@@ -102,7 +102,7 @@ pub struct Shape {
     pub post_norm: bool,
     /// True when a branch's output is normed before it is added to the residual stream.
     pub branch_norm: bool,
-    /// What is added to the scales of norms: 1 where they are stored as their differences from 1.
+    /// Added to the scales of norms: 1 if they are stored as differences from 1.
     pub norm_offset: f32,
     /// Added to the variance, or the mean square, of a norm.
     pub norm_epsilon: f32,
@@ -112,27 +112,27 @@ pub struct Shape {
     pub biases: [bool; 3],
     /// The feed-forward's activation function.
     pub activation: Activation,
-    /// True when the feed-forward multiplies a gate with what it gates (Shazeer 2020).
+    /// True when the feed-forward multiplies its up projection by a gate (Shazeer 2020).
     pub gated: bool,
     /// True when weights of products are (outputs, inputs), as in PyTorch's linear layers.
     pub transposed: bool,
-    /// Positions of one sequence that a layer computes at once, at most, where no position sees a
-    /// later one. All layers of a model have the same.
+    /// The most positions of one sequence that a layer of a causal model computes at once. All layers
+    /// of a model have the same number.
     pub chunk_positions: usize,
     /// Probabilities of dropout.
     pub dropout: Dropouts,
-    /// What embeddings are multiplied by.
+    /// The factor of embeddings.
     pub embedding_scale: f32,
     /// True when the head's table is the embedding's.
     pub tied: bool,
-    /// What it predicts.
+    /// The head, and its predictions.
     pub head: Head,
     /// The standard deviation of initial weights.
     pub initializer_range: f32,
 }
 
 impl Shape {
-    /// `chunk_positions`, where a config does not say another number.
+    /// The default of `chunk_positions`.
     pub const CHUNK_POSITIONS: usize = 8192;
 
     /// Positions of the largest tile of attention on any device: chunks are of whole tiles.
@@ -155,7 +155,6 @@ impl Shape {
         matches!(self.head, Head::Tokens | Head::Masked)
     }
 
-    /// The probability of dropout in the head.
     pub(crate) fn head_dropout(&self) -> f32 {
         match self.head {
             Head::TokenClasses { .. } if !self.names.token_classifier_dropout => {
@@ -175,7 +174,7 @@ impl Shape {
         self.heads * self.head_size
     }
 
-    /// Channels of the feed-forward before its activation function, those of a gate included.
+    /// Channels of the feed-forward before its activation function, with those of a gate.
     pub fn up(&self) -> usize {
         self.intermediate * if self.gated { 2 } else { 1 }
     }

@@ -1,4 +1,4 @@
-//! Which tensors of a model are trained: those that patterns name, or adapters beside frozen ones.
+//! The choice of the tensors that are trained: by patterns of their names, or adapters.
 
 use l2l_actors::schedule::BlockId;
 
@@ -14,14 +14,14 @@ use crate::error::Error;
 use crate::kernels::packed_row;
 use crate::tensor::Dtype;
 
-/// What is trained of a model, and how the rest is stored. Without any of it, everything is.
+/// The tensors of a model that are trained, and how tensors are stored. The default trains all.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Training {
-    /// Patterns of tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with `*` for
-    /// any text. With adapters, of those that are trained beside them. Empty: all; with adapters:
-    /// none but the head of classes.
+    /// Patterns of trained tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with `*`
+    /// for any text. Adapters are trained in any case. Empty: all tensors; with adapters, only the
+    /// head of classes.
     pub only: Vec<String>,
-    /// Patterns of tensors that are not trained, whatever `only` says.
+    /// Patterns of tensors that are not trained. They prevail over `only`.
     pub frozen: Vec<String>,
     /// Adapters.
     pub lora: Option<Lora>,
@@ -31,7 +31,7 @@ pub struct Training {
     pub dtype: Dtype,
     /// How masters are stored.
     pub masters: MasterFormat,
-    /// Of what feed-forwards of ReLU read, only positive numbers are saved, up to this share.
+    /// Saves only the positive numbers of the input of each ReLU, up to this share.
     pub relu_density: Option<f64>,
 }
 
@@ -40,18 +40,18 @@ pub struct Training {
 pub struct Lora {
     /// r.
     pub rank: usize,
-    /// What an adapter computes is multiplied by alpha ÷ r.
+    /// The output of an adapter is multiplied by alpha ÷ r.
     pub alpha: f64,
-    /// True: by alpha ÷ √r instead (Kalajdzievski 2023).
+    /// True: the factor is alpha ÷ √r (Kalajdzievski 2023).
     pub rank_stabilised: bool,
-    /// Probability of dropout of what an adapter reads.
+    /// Probability of dropout of an adapter's input.
     pub dropout: f32,
     /// Patterns of modules: parts of names, or names with `*`. `all-linear`: all.
     pub targets: Vec<String>,
 }
 
 impl Lora {
-    /// The factor of what an adapter computes.
+    /// The factor of an adapter's output.
     pub fn scale(&self) -> f64 {
         let rank = self.rank as f64;
         self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
@@ -62,12 +62,11 @@ impl Lora {
         self.targets.iter().any(|target| target == ALL_LINEAR) || self.names(module)
     }
 
-    /// Whether a target names a module.
     fn names(&self, module: &str) -> bool {
         self.targets.iter().any(|target| matches(target, module))
     }
 
-    /// The adapters of those of a layer's modules that are targets, if any is.
+    /// The adapters of a layer with these modules, if any of them is a target.
     fn adapters(&self, mut modules: Vec<String>) -> Option<Adapters> {
         modules.retain(|name| self.targets(name));
         let rank = self.rank;
@@ -78,7 +77,7 @@ impl Lora {
 }
 
 impl Training {
-    /// The transform of a head of classes, if a target names it and it is not trained itself.
+    /// The transform of a head of classes, if a target names it and it is not trained as a whole.
     fn adapted_transform(&self, shape: &Shape) -> Option<String> {
         let is_of_sequences = matches!(shape.head, Head::Classes { .. });
         let lora = self.lora.as_ref().filter(|_| is_of_sequences)?;
@@ -89,20 +88,20 @@ impl Training {
     }
 }
 
-/// The target that stands for all products of transformer blocks, and the transform of a masked
-/// head. The transform of a head of classes gets an adapter where a target names it; else it is
-/// trained with the head.
+/// The target for all products of transformer blocks, and the transform of a masked head. The
+/// transform of a head of classes gets an adapter only if a target names it. Otherwise it is trained
+/// with the head.
 const ALL_LINEAR: &str = "all-linear";
 
-/// Whether a pattern names a tensor or a module: one with `*` stands for whole names, in which `*`
-/// is any text; one without for names that have its parts, which dots separate, one behind the
-/// other. So `q_proj` and `layers.3` are patterns of `model.layers.3.self_attn.q_proj.weight`.
+/// Whether a pattern names a tensor or a module. A pattern with `*` must match the whole name, and `*`
+/// matches any text. A pattern without `*` must be among the name's parts, which dots separate. So
+/// `q_proj` and `layers.3` are patterns of `model.layers.3.self_attn.q_proj.weight`.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     if pattern.contains('*') {
         return matches_text(pattern, name);
     }
-    let (parts, names): (Vec<&str>, Vec<&str>) =
-        (pattern.split('.').collect(), name.split('.').collect());
+    let parts: Vec<&str> = pattern.split('.').collect();
+    let names: Vec<&str> = name.split('.').collect();
     names.windows(parts.len()).any(|some| some == parts)
 }
 
@@ -148,15 +147,15 @@ impl Model {
         if training.base == Base::AsIs {
             return Ok(model);
         }
-        // Tiles of the vocabulary take as many bytes as the layers do now.
+        // Tiles of the vocabulary get the size of the largest block as it is stored now.
         let layers = model.layers.iter().zip(&model.layer_blocks);
-        let layers = layers.filter(|(part, _)| matches!(part, ModelLayer::Stack(_)));
+        let layers = layers.filter(|(layer, _)| layer.stack().is_some());
         let blocks = layers.flat_map(|(_, blocks)| blocks);
         let floats = blocks.map(|id| model.blocks[id.0 as usize].published_len(training.dtype));
         of_tiles(floats.max().unwrap_or(0) * Dtype::F32.size() / training.dtype.size())
     }
 
-    /// Sets which tensors are trained. Adapters, if there are any, are.
+    /// Sets which tensors are trained. Adapters are always trained.
     ///
     /// # Errors
     /// A pattern names nothing, nothing is trained, nothing is frozen that could be stored in
@@ -180,7 +179,7 @@ impl Model {
         self.check_patterns("train.only", only)?;
         self.check_patterns("train.frozen", frozen)?;
         let classes = self.layers.iter().zip(&self.layer_blocks);
-        let classes = classes.filter(|(part, _)| matches!(part, ModelLayer::Classes(_)));
+        let classes = classes.filter(|(layer, _)| matches!(layer, ModelLayer::Classes(_)));
         let classes: Vec<usize> =
             classes.flat_map(|(_, blocks)| blocks).map(|id| id.0 as usize).collect();
         let adapted: Vec<String> = self.adapted_modules().map(String::from).collect();
@@ -217,12 +216,12 @@ impl Model {
         if is_stored { Ok(()) } else { Err(no_base("no matrix is frozen")) }
     }
 
-    /// Saves only positive numbers of what feed-forwards of ReLU read.
+    /// Saves only the positive numbers of each ReLU's input.
     fn pack_relu(&mut self, training: &Training) -> Result<(), Error> {
         let &Training { relu_density: density, dtype, .. } = training;
         let mut is_packed = false;
-        for (part, blocks) in self.layers.iter_mut().zip(&self.layer_blocks) {
-            if let ModelLayer::Stack(layer) = part {
+        for (layer, blocks) in self.layers.iter_mut().zip(&self.layer_blocks) {
+            if let ModelLayer::Stack(layer) = layer {
                 let of_block = |id: &BlockId| self.blocks[id.0 as usize].trained();
                 let trained: Vec<Tensor> = blocks.iter().flat_map(of_block).cloned().collect();
                 is_packed |= layer.pack_relu(density, &trained);
@@ -259,7 +258,7 @@ impl Model {
         }
     }
 
-    /// All tensors; each tile of the vocabulary has some.
+    /// All tensors. The name of a table occurs once in each tile of the vocabulary.
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.blocks.iter().flat_map(BlockTensors::iter)
     }
@@ -277,7 +276,7 @@ impl Model {
         all
     }
 
-    /// Refuses adapters of no module, and those that are larger than what they adapt.
+    /// Refuses targets that name no module, and ranks above the size of a module.
     fn check_adapters(&self, lora: &Lora) -> Result<(), Error> {
         let linear = self.linear_modules();
         let mut names: Vec<String> = Vec::new();
@@ -326,13 +325,12 @@ impl Model {
         blocks.flat_map(|block| block.linear_modules()).chain(of_head).collect()
     }
 
-    /// The modules that have adapters.
     pub(crate) fn adapted_modules(&self) -> impl Iterator<Item = &str> {
         self.tensors().filter_map(|tensor| tensor.name.strip_suffix(adapters::ENDS[0]))
     }
 }
 
-/// Refuses to store frozen weights in another way, where there are none.
+/// The error of a base without frozen weights.
 fn no_base(why: &str) -> Error {
     let problem = format_args!(
         "is for weights that are not trained, and {why}: set train.lora, train.only or \

@@ -1,4 +1,4 @@
-//! One micro-batch at one visit: which views are the inputs and outputs of the visited layer.
+//! One micro-batch at one visit: the views of the visited layer's inputs and outputs.
 
 use l2l_actors::schedule::{
     BlockId, BoundaryId, Phase, RingModel, Role, Schedule, Selection, Visit, relay,
@@ -17,32 +17,31 @@ use crate::tensor::{Dtype, Scratch, View};
 /// The arguments of a visit for one micro-batch.
 pub(crate) struct VisitArgs<'a> {
     pub(crate) batch: BatchView<'a>,
-    /// Its positions that have a label.
+    /// Positions of the micro-batch that have a label.
     pub(crate) labelled: usize,
     /// The dtype of weights and activations.
     pub(crate) dtype: Dtype,
     /// The slots of the visit's blocks, in its order.
     pub(crate) blocks: Vec<BlockViews>,
-    /// Whether gradients are added to what their accumulators hold, or replace it.
+    /// True to add gradients to their accumulators; false to overwrite those.
     pub(crate) accumulate: bool,
-    /// Boundaries that the visit reads, and those that it writes.
+    /// Boundaries that the visit reads and writes.
     pub(crate) reads: Vec<Port>,
     pub(crate) writes: Vec<Port>,
     /// 1 ÷ labelled positions of the step.
     pub(crate) scale: f32,
-    /// Which activations are saved, if any are.
+    /// The activations that are saved, if any are.
     pub(crate) save: Save,
     pub(crate) workspace: View,
-    /// What the chunks of a long sequence leave to each other.
+    /// State that the chunks of a long sequence pass on.
     pub(crate) chunk_state: View,
 }
 
-/// A block of a visit, in floats whatever it holds.
+/// The slots of a visit's block, in floats.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockViews {
-    /// Its weight slot.
     pub(crate) weights: View,
-    /// Its accumulator, if the visit adds to its gradient.
+    /// The accumulator, if the visit adds to the block's gradient.
     pub(crate) gradient: Option<View>,
 }
 
@@ -57,13 +56,13 @@ impl VisitArgs<'_> {
         }
     }
 
-    /// What the visit writes of this role, if it does.
+    /// The boundary of this role that the visit writes.
     pub(crate) fn written(&self, role: Role) -> Option<View> {
         self.ports().written(role)
     }
 }
 
-/// A boundary that the schedule gives every visit of this kind.
+/// A boundary that every visit of this kind has.
 fn given(view: Option<View>) -> View {
     view.expect("the schedule gives each visit the boundaries of its kind")
 }
@@ -78,7 +77,6 @@ pub(crate) fn run(
     VisitRun::new(model, visit, kernels, args).run()
 }
 
-/// A visit while it runs.
 struct VisitRun<'r> {
     model: &'r Model,
     visit: &'r Visit,
@@ -118,18 +116,18 @@ impl<'r> VisitRun<'r> {
         self.scratch.peak()
     }
 
-    /// The tensors of the step's blocks, and where they are.
+    /// The tensors of the step's blocks, and their slots.
     fn blocks(&self) -> impl Iterator<Item = (&'r BlockTensors, BlockViews)> {
         let tensors = |id: &BlockId| &self.model.blocks[id.0 as usize];
         self.visit.blocks.iter().map(tensors).zip(self.args.blocks.iter().copied())
     }
 
-    /// What the visit reads of this role.
+    /// The boundary of this role that the visit reads.
     fn read(&self, role: Role) -> View {
         given(self.ports.read(role))
     }
 
-    /// The gradient that a head's visit writes: in workspace, where nobody reads it.
+    /// The place for the gradient of a head's input: in workspace, if no layer below needs it.
     fn head_gradient(&self) -> View {
         self.ports.written(Role::HeadGradient).unwrap_or_else(|| {
             let dtype = self.model.head_gradient(self.args.dtype);
@@ -139,7 +137,7 @@ impl<'r> VisitRun<'r> {
         })
     }
 
-    /// A weight in the device's dtype: where it lies, or in workspace.
+    /// A weight in the device's dtype: in its slot, or dequantised to workspace.
     fn ready(&self, weight: SlotWeight<'_>) -> View {
         let stored = match weight {
             SlotWeight::Ready(view) => return view,
@@ -161,9 +159,10 @@ impl<'r> VisitRun<'r> {
     fn layer_forward(&self, layer: &dyn Layer) {
         let VisitArgs { batch, save, chunk_state, .. } = *self.args;
         let ports = self.ports;
-        let width = layer.kv_width();
-        let cached = ports.read(Role::CachedKv).map(|view| view.with_columns(width));
-        let kv_cache = ports.written(Role::NewKv).map(|new| KvCache { new, cached });
+        let kv_cache = ports.written(Role::NewKv).map(|new| {
+            let cached = ports.read(Role::CachedKv).map(|view| view.with_columns(new.columns));
+            KvCache { new, cached }
+        });
         let saved = ports.written(Role::SavedActivations);
         let pass = Forward {
             batch,
@@ -202,8 +201,8 @@ impl<'r> VisitRun<'r> {
         layer.backward(self.k, &pass);
     }
 
-    /// The gradient that a head hands to this layer: cast to the device's dtype, unless it is of
-    /// that dtype or the layer takes floats.
+    /// The gradient of the head's input, for the layer below the head. It is cast to the device's
+    /// dtype, unless it has this dtype or the layer takes floats.
     fn head_gradient_for(&self, layer: &dyn Layer, dy: View) -> View {
         if dy.dtype == self.args.dtype || layer.takes_floats() {
             return dy;
@@ -226,8 +225,8 @@ impl<'r> VisitRun<'r> {
         classes.forward(self.k, &pass, &self.scratch);
     }
 
-    /// The statistics over the whole head, for its backward: those that this visit completes, or
-    /// those that a visit before it completed.
+    /// The statistics over the whole head, for its backward. This visit or an earlier one completes
+    /// them.
     fn complete_statistics(&self) -> View {
         let completed = self.ports.written(Role::Statistics);
         completed.unwrap_or_else(|| self.read(Role::Statistics))
@@ -251,7 +250,7 @@ impl<'r> VisitRun<'r> {
         classes.backward(self.k, &pass, &self.scratch);
     }
 
-    /// A tile's score.
+    /// The arguments of a tile's score.
     fn score(&self, tile: Tile) -> Score {
         Score {
             out: given(self.ports.written(Role::Statistics)),
@@ -310,22 +309,22 @@ impl<'r> VisitRun<'r> {
     }
 }
 
-/// What workspace is measured for.
+/// The visits for which workspace is measured.
 #[derive(Clone, Copy)]
 pub(crate) struct Measured<'m> {
     pub(crate) model: &'m Model,
     pub(crate) dtype: Dtype,
-    /// Which activations wait for the backward pass.
+    /// The activations that are saved for the backward pass.
     pub(crate) save: Option<Save>,
     /// Whether there are backward passes.
     pub(crate) trains: bool,
-    /// Whether layers may be passed by gradients without being trained.
+    /// Whether gradients may pass layers that are not trained.
     pub(crate) freezes: bool,
 }
 
-/// Floats of workspace that one micro-batch of sequences of these sizes needs: the most of all
-/// visits that its layers declare. The chunks of a sequence that is cut may need less than the
-/// longest sequence that is not. `kernels` have no memory.
+/// The most floats of workspace that a visit needs for a micro-batch of sequences of these sizes. The
+/// longest sequence that is not cut into chunks may need more than a longer one, so both are measured.
+/// `kernels` have no memory.
 pub(crate) fn workspace(kernels: &dyn Kernels, measured: Measured<'_>, rows: Rows) -> usize {
     let chunk_positions = measured.model.shape.chunk_positions;
     let positions = [rows.positions, rows.positions.min(chunk_positions)];
@@ -353,18 +352,16 @@ impl Measured<'_> {
         needs.max().unwrap_or(0)
     }
 
-    /// A visit as steps may have it: whether it hands a gradient on, and whether its blocks are
-    /// trained.
+    /// The variants of a visit in different steps: it may hand a gradient on or not, and its blocks
+    /// may be trained or not.
     fn variants(
         self,
         schedule: &Schedule,
         visit: &Visit,
     ) -> impl Iterator<Item = (Visit, bool)> + use<> {
         let is_backward = visit.phase == Phase::Backward;
-        let is_optional = match &self.model.layers[visit.layer.0 as usize] {
-            ModelLayer::Stack(layer) => layer.is_optional(),
-            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => false,
-        };
+        let layer = self.model.layers[visit.layer.0 as usize].stack();
+        let is_optional = layer.is_some_and(|layer| layer.is_optional());
         let passed = (is_backward && self.freezes && is_optional).then_some(false);
         let is_last = is_backward && self.ends_above_embedding();
         let ends = is_last.then(|| {
@@ -378,12 +375,12 @@ impl Measured<'_> {
         })
     }
 
-    /// Whether a backward pass may end above the embedding, at a layer that hands no gradient on.
+    /// Whether the backward pass may end above the embedding, at a layer that hands no gradient on.
     fn ends_above_embedding(self) -> bool {
         self.model.blocks_of(0).all(|block| block.trained().is_empty())
     }
 
-    /// Floats of workspace that one visit needs. Its views overlap nothing.
+    /// Floats of workspace that one visit needs. All views of the visit lie apart.
     fn visit(
         self,
         kernels: &dyn Kernels,
@@ -430,10 +427,9 @@ impl Measured<'_> {
         };
         let reads = ports(&visit.reads);
         let writes = ports(&visit.writes);
-        let chunk_state = match &model.layers[visit.layer.0 as usize] {
-            ModelLayer::Stack(layer) => layer.chunk_state_len(rows.positions, backward, dtype),
-            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => 0,
-        };
+        let layer = model.layers[visit.layer.0 as usize].stack();
+        let chunk_state =
+            layer.map_or(0, |layer| layer.chunk_state_len(rows.positions, backward, dtype));
         let args = VisitArgs {
             batch: batch.view(),
             labelled: rows.count(),

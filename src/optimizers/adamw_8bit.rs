@@ -13,7 +13,7 @@ use crate::models::Tensor;
 /// keep moments of floats.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdamW8bit {
-    /// Its hyperparameters.
+    /// The hyperparameters.
     pub adamw: AdamW,
     /// Elements of a tensor that share a factor: a power of two from 16 to
     /// [`LARGEST_BLOCK`](AdamW8bit::LARGEST_BLOCK).

@@ -13,7 +13,7 @@ use crate::random;
 /// vocabulary draw the same numbers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdamWBf16 {
-    /// Its hyperparameters.
+    /// The hyperparameters.
     pub adamw: AdamW,
     /// The seed of the random numbers.
     pub seed: u64,

@@ -41,7 +41,7 @@ pub(crate) struct BlockUpdate<'a, 's> {
     pub(crate) masters: BlockMasters<'a>,
     /// One run of floats for each state.
     pub(crate) states: &'a mut [&'s mut [f32]],
-    /// Where the states of each tensor lie in the runs.
+    /// The places of each tensor's states in the runs.
     pub(crate) layout: &'a BlockStates,
     pub(crate) gradient: &'a [f32],
     /// Holds the masters of one tensor as f32, where they are stored otherwise.

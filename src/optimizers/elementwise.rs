@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::{CHUNK, Masters, SplitMasters, Update};
 
-/// From a parameter, its `N` states and its gradient to the new parameter.
+/// A function from a parameter, its `N` states and its gradient to the new parameter.
 pub(super) trait ElementRule<const N: usize>:
     Fn(f32, [&mut f32; N], f32) -> f32 + Copy + Send
 {

@@ -8,7 +8,7 @@ pub struct Group {
     /// Patterns of its tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with `*`
     /// for any text.
     pub patterns: Vec<String>,
-    /// Its rule.
+    /// The rule of the group.
     pub rule: Box<dyn UpdateRule>,
     /// The factor of the step's learning rate.
     pub rate: f64,

@@ -22,8 +22,8 @@ pub enum Masters<'a> {
     Split {
         /// The halves.
         halves: SplitMasters<'a>,
-        /// Where [`join`](Masters::join) puts the halves together. It may be empty for a rule that
-        /// does not [join masters](super::UpdateRule::joins_masters).
+        /// The memory in which [`join`](Masters::join) puts the halves together. It may be empty
+        /// for a rule that does not [join masters](super::UpdateRule::joins_masters).
         room: &'a mut [f32],
     },
 }
@@ -83,7 +83,7 @@ impl<'a> From<&'a mut [f32]> for Masters<'a> {
 #[derive(Debug)]
 pub struct Joined<'a> {
     values: &'a mut [f32],
-    /// Where the values are split to at the end.
+    /// The halves to which the values are split at the end.
     halves: Option<SplitMasters<'a>>,
 }
 

@@ -10,7 +10,7 @@ use super::{AdamW, CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay, s
 use crate::models::{Kind, Tensor};
 use crate::simd::Level;
 
-/// How Muon's learning rate follows from the sizes of a matrix of A rows and B columns.
+/// The factor of Muon's learning rate for a matrix of A rows and B columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MuonRate {
     /// Times √max(1, A ÷ B), as its author has it. Rates are far above those of AdamW (0.02).

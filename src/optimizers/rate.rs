@@ -1,6 +1,6 @@
 //! Learning-rate schedules: a linear warm-up, then one of four shapes.
 
-/// How the learning rate changes after the warm-up.
+/// The course of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
     /// It stays at the peak.

@@ -33,13 +33,13 @@ impl StateDtype {
 /// One state of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuleState {
-    /// Its name in a checkpoint, behind the tensor's.
+    /// The name of the state in a checkpoint, behind the tensor's.
     pub name: &'static str,
     /// The type of its elements. In memory they begin a slice of floats, in the machine's byte
     /// order.
     pub dtype: StateDtype,
-    /// Its sizes, outermost first. The states of a tensor that is cut into tiles are joined along
-    /// the first size.
+    /// The sizes of the state, outermost first. The states of a tensor that is cut into tiles are
+    /// joined along the first size.
     pub shape: Vec<usize>,
 }
 
@@ -49,7 +49,7 @@ impl RuleState {
         RuleState { name, dtype: StateDtype::F32, shape: tensor.shape.clone() }
     }
 
-    /// Its bytes.
+    /// The bytes of the state.
     pub fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.size()
     }

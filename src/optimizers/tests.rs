@@ -6,6 +6,9 @@ use crate::models::{Init, Kind, MasterFormat};
 const BETAS: (f64, f64) = (0.9, 0.99);
 const EPSILON: f64 = 1e-8;
 
+/// The value between tensors, in masters and gradients. No rule may change it.
+const PADDING: f32 = 9.0;
+
 fn numbers(value: &serde_json::Value) -> Vec<f64> {
     let list = value.as_array().expect("a list").iter();
     list.map(|number| number.as_f64().expect("a number")).collect()
@@ -103,7 +106,7 @@ fn every_rule_is_pytorchs_or_the_papers() {
         let tensors = [tensor("w", &matrix, Kind::Weight), tensor("b", &[7], Kind::Bias)];
         let ranges: Vec<Range<usize>> = tensor_ranges(&tensors).collect();
         let spread = |packed: &[f64]| {
-            let mut block = vec![0.0_f32; 80];
+            let mut block = vec![PADDING; 80];
             let mut packed = packed.iter();
             for range in &ranges {
                 let values = block[range.clone()].iter_mut().zip(&mut packed);
@@ -129,6 +132,8 @@ fn every_rule_is_pytorchs_or_the_papers() {
             if splits {
                 SplitMasters::of(&mut place).join_to(&mut p);
             }
+            let is_padding = |at: &usize| !ranges.iter().any(|range| range.contains(at));
+            assert!((0..p.len()).filter(is_padding).all(|at| p[at] == PADDING), "{name}");
             let found = ranges.iter().flat_map(|range| &p[range.clone()]);
             for (at, (found, expected)) in found.zip(&expected).enumerate() {
                 let error = (f64::from(*found) - expected).abs();

@@ -1,19 +1,21 @@
-//! What a plan refuses.
+//! Sizes and dtypes that a plan refuses.
 
 use l2l_actors::schedule::{BlockId, Encoding};
 
 use super::StepShape;
-use super::sizing::Sizing;
+use super::spec::PlanSpec;
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, StashDtype};
 use crate::error::Error;
 use crate::models::Model;
 use crate::tensor::{Dtype, Packing};
 
-impl Sizing<'_> {
+impl PlanSpec<'_> {
     /// Refuses a rank at which no matrix is compressed.
     pub(super) fn check_rank(&self) -> Result<(), Error> {
-        let Some(Compression::PowerSgd { rank }) = self.compression() else { return Ok(()) };
+        let Some(Compression::PowerSgd { rank }) = self.settings.compression() else {
+            return Ok(());
+        };
         let blocks = (0..self.model.blocks.len() as u32).map(BlockId);
         let trained = blocks.flat_map(|id| self.model.computed_gradient(id));
         let most = trained.filter_map(compression::matrix_of);
@@ -32,16 +34,17 @@ impl Sizing<'_> {
         Err(Error::config("compression.rank", problem))
     }
 
+    /// Refuses a dtype or an encoding of the stash that does not fit the model's width.
     pub(super) fn check_dtype(&self) -> Result<(), Error> {
         let width = self.model.shape.hidden;
-        let dtype = self.config.device.dtype;
+        let dtype = self.settings.config.device.dtype;
         if dtype != Dtype::F32 && !width.is_multiple_of(2) {
             let problem =
                 format_args!("is {dtype}, and the model's width of {width} is odd: set \"f32\"");
             return Err(Error::config("device.dtype", problem));
         }
-        let block = self.config.stash.block_size as usize;
-        if self.config.stash.dtype == StashDtype::Int8 && !width.is_multiple_of(block) {
+        let block = self.settings.config.stash.block_size as usize;
+        if self.settings.config.stash.dtype == StashDtype::Int8 && !width.is_multiple_of(block) {
             let nearest = (1..=width.min(block)).rev().find(|&block| width.is_multiple_of(block));
             let problem = format_args!(
                 "is {block}, which does not divide the model's width of {width}: set {}",
@@ -54,7 +57,7 @@ impl Sizing<'_> {
             let packing = Packing { dtype, encoding: encoding(block), columns: width };
             packing.floats(1) < dtype.floats(width)
         };
-        if self.config.stash.dtype == StashDtype::Int8 && !is_smaller(block) {
+        if self.settings.config.stash.dtype == StashDtype::Int8 && !is_smaller(block) {
             let least = (block..=width).find(|&b| width.is_multiple_of(b) && is_smaller(b));
             let remedy = least.map_or("leave out stash.dtype".into(), |b| format!("set {b}"));
             let problem = format_args!(
@@ -66,13 +69,16 @@ impl Sizing<'_> {
     }
 }
 
-/// Refuses what no machine could hold before anything is sized by it.
+/// Refuses steps that no machine could hold. Nothing is sized before this check, so sums of sizes
+/// do not overflow.
 pub(super) fn check_sizes(
     config: &Config,
     model: &Model,
     StepShape { sequences, positions, .. }: StepShape,
 ) -> Result<(), Error> {
+    // A schedule of more visits would take gigabytes.
     const VISITS: u128 = 1 << 22;
+    // 64 TiB: more than the memory of any host.
     const FLOATS: u128 = 1 << 44;
     let shape = &model.shape;
     let devices = config.devices();

@@ -1,5 +1,6 @@
-//! Whether a plan fits: its ceiling, the host, what the system lets this process have, the disk.
-//! All of it is known before a run, so no run is killed for it.
+//! Whether a plan fits its ceiling, the host, the limits of this process and the disk.
+//!
+//! All limits are checked before a run, so that no run is killed in the middle of its work.
 
 use std::path::Path;
 
@@ -11,22 +12,21 @@ use crate::models::{Model, Shape};
 use crate::optimizers::UpdateRule;
 use crate::plan::{Plan, Term};
 
-/// What a process takes beside its plan: code, stacks, batches on their way, what is told of it.
+/// Bytes of a process beside its plan: code, stacks, batches that were drawn ahead, telemetry.
 const PROGRAM: u64 = 150 << 20;
 
-/// Bytes of a GPU that are left to its driver: for code that it loads later, and its libraries.
+/// Bytes of a GPU that are left to its driver, which loads code and libraries later.
 const DRIVER: u64 = 1 << 30;
 
-/// The stack of a thread, of which there are some for kernels and some for data.
+/// Bytes of a thread's stack, counted for the threads of kernels and of data.
 const STACKS: u64 = 4 << 20;
 
-/// Files that are open at once, beside those that are open already.
+/// Files that a run opens at once.
 const FILES: u64 = 64;
 
-/// What a plan was found to need, so that what does not fit can be told.
 impl Plan {
-    /// Everything that does not fit: into the ceiling, or into this machine; each with what is
-    /// largest in it and what would do.
+    /// All limits of the config and of this machine that the plan exceeds. Each names the largest
+    /// term and a remedy.
     pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<Misfit> {
         let all = [self.device_misfit(model, rule), self.host_misfit(model), self.disk_misfit()];
         all.into_iter().flatten().chain(files_misfit()).collect()
@@ -45,8 +45,8 @@ impl Plan {
             largest(&self.device),
         );
         let cuts = self.has_smaller_chunks(model);
-        if self.trains {
-            let least = Plan::least(&self.config, model, rule);
+        if self.trains() {
+            let least = Plan::least(&self.settings.config, model, rule);
             what += &match (self.largest_micro_batch(model, rule, ceiling), least) {
                 (Some(most), _) => format!(": step.micro_batch = {most} would fit"),
                 (None, Some(least)) if least.device_bytes() <= ceiling => format!(
@@ -70,10 +70,10 @@ impl Plan {
         Some(Misfit { resource, largest_term, needed, available: ceiling, text })
     }
 
-    /// Bytes of the smallest GPU that it is for, where the driver tells, without those that the
-    /// driver and its libraries take.
+    /// Bytes of the config's smallest GPU, without those that its driver takes. `None` without a
+    /// GPU or a driver.
     pub(crate) fn gpu_bytes(&self) -> Option<u64> {
-        let device = &self.config.device;
+        let device = &self.settings.config.device;
         let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
         let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory.saturating_sub(DRIVER));
         device.gpus().into_iter().filter_map(memory).min()
@@ -82,18 +82,18 @@ impl Plan {
     /// Whether most of the device's memory is a decoder's workspace, which smaller chunks make
     /// smaller.
     fn has_smaller_chunks(&self, model: &Model) -> bool {
-        let chunk = self.positions.min(model.shape.chunk_positions);
+        let chunk = self.batch.positions.min(model.shape.chunk_positions);
         let is_cut = model.shape.causal && chunk > Shape::CHUNK_TILE;
         is_cut && largest(&self.device).name == "workspace"
     }
 
     fn host_misfit(&self, model: &Model) -> Option<Misfit> {
         // The CPU device's memory is the host's.
-        let is_shared = self.config.device.kind == DeviceKind::Cpu;
-        let devices = u64::from(self.devices);
+        let is_shared = self.settings.config.device.kind == DeviceKind::Cpu;
+        let devices = u64::from(self.devices());
         let of_devices = if is_shared { self.device_bytes().saturating_mul(devices) } else { 0 };
         let planned = of_devices.saturating_add(self.host_bytes());
-        let threads = self.config.device.threads.unwrap_or_else(machine::cores) as u64;
+        let threads = self.settings.config.device.threads.unwrap_or_else(machine::cores) as u64;
         let all = planned.saturating_add(PROGRAM + threads * STACKS);
         let (available, by) = machine::memory_limit()?;
         if available >= all {
@@ -103,7 +103,7 @@ impl Plan {
         let [device, host] = terms;
         let remedy = match host.name {
             "masters" | "optimizer_states" | "gradient_regions"
-                if self.config.compression().is_some() =>
+                if self.settings.config.compression().is_some() =>
             {
                 "without compression, or with fewer parallel.groups, it is smaller"
             }
@@ -141,11 +141,11 @@ impl Plan {
     }
 
     fn disk_misfit(&self) -> Option<Misfit> {
-        let path = self.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
+        let path = self.settings.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
         let needed = self.file_bytes();
-        // What is there of a run before is used again, or makes way; of a model at rest it stays.
+        // A training run overwrites an earlier run's file; a run that does not train adds a file.
         let there = std::fs::metadata(path.join("blocks")).map_or(0, |file| file.len());
-        let there = if self.trains { there } else { 0 };
+        let there = if self.trains() { there } else { 0 };
         let free = machine::free_disk(nearest(path))?.saturating_add(there);
         let term = largest(&self.file);
         (free < needed).then(|| Misfit {
@@ -163,8 +163,8 @@ impl Plan {
         })
     }
 
-    /// The smallest plan of the same step: micro-batches and depths of 1, recomputing, with the
-    /// stash on the host.
+    /// The smallest plan of this model's training: one sequence, depths of 1, recomputation, and
+    /// the stash on the host.
     pub fn least(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Option<Plan> {
         let mut least = config.clone();
         least.step.micro_batch = 1;
@@ -176,8 +176,8 @@ impl Plan {
         Plan::new(&least, model, rule).ok()
     }
 
-    /// Sequences of the largest micro-batch with which this plan's device fits a ceiling, if one
-    /// does.
+    /// Sequences of the largest micro-batch with which the device's memory fits a ceiling. `None`
+    /// if one sequence does not fit.
     pub fn largest_micro_batch(
         &self,
         model: &Model,
@@ -185,9 +185,10 @@ impl Plan {
         ceiling: u64,
     ) -> Option<usize> {
         let fits = |sequences: usize| {
-            let mut config = self.config.clone();
+            let mut config = self.settings.config.clone();
             config.step.micro_batch = sequences;
-            // Where nothing of the device grows with the batch, the smallest tells.
+            // A smaller batch is planned faster. It is enough if the device's memory does not grow
+            // with the batch.
             let grows = config.stash.place == crate::config::StashPlace::Device
                 || config.schedule.kind != crate::config::ScheduleKind::Relay;
             config.step.batch = if grows { config.step.batch.max(sequences) } else { sequences };
@@ -210,7 +211,7 @@ impl Plan {
     }
 }
 
-/// The nearest folder above that is there.
+/// The nearest folder above a path that exists.
 fn nearest(path: &Path) -> &Path {
     let there = path.ancestors().find(|path| path.exists());
     there.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))

@@ -2,180 +2,96 @@
 //! allocated; and where in the device's memory each slot lies.
 
 mod checks;
+mod config;
 mod fit;
+mod memory;
 mod pipelines;
+mod pools;
 mod regions;
 mod room;
 mod share;
-mod sizing;
+mod spec;
 mod step;
+mod traffic;
 
 use std::fmt;
-use std::sync::Arc;
 
-use l2l_actors::schedule::{BlockId, Pipeline, Pools};
+use l2l_actors::schedule::{BlockId, LayerId, Pipeline, Pools};
 
 pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Regions, Side};
 pub use room::Room;
 pub(crate) use share::DealtStep;
-pub use share::{FabricBytes, RankShare};
-use sizing::Sizing;
+pub use share::RankShare;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
+pub use traffic::{FabricBytes, LinkBytes, Traffic};
 
+use self::config::Settings;
+use self::room::KvCache;
+use self::spec::PlanSpec;
 use crate::config::{ByteSize, Config, Deal, GradientDtype};
 use crate::error::Error;
-use crate::models::{Model, ModelLayer};
+use crate::models::Model;
 use crate::optimizers::{StateLayout, UpdateRule};
 use crate::tensor::Dtype;
 
-/// What holds memory, and how much.
+/// A line of the plan: a name and its bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Term {
-    /// Its name.
+    /// What the memory is for.
     pub name: &'static str,
-    /// Its bytes.
+    /// The number of bytes.
     pub bytes: u64,
 }
 
-/// Bytes that one device moves.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LinkBytes {
-    /// From the host to it.
-    pub upload: u64,
-    /// From it to the host.
-    pub download: u64,
-    /// To it from other devices.
-    pub peers: u64,
+impl fmt::Display for Term {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.name, ByteSize::from(self.bytes))
+    }
 }
 
-impl LinkBytes {
-    /// Its bytes and another's.
-    pub(crate) fn plus(self, other: LinkBytes) -> LinkBytes {
-        LinkBytes {
-            upload: self.upload + other.upload,
-            download: self.download + other.download,
-            peers: self.peers + other.peers,
-        }
-    }
+/// Sizes of the batches that a plan has room for.
+#[derive(Clone, Debug)]
+pub struct BatchSizes {
+    /// Tokens of the longest sequence.
+    pub positions: usize,
+    /// Sequences of each micro-batch of a step.
+    pub micro_batches: Vec<u32>,
+    /// The most sequences of a step.
+    pub(crate) sequences: usize,
+    pub(crate) most_micro_batches: usize,
 }
 
 /// What a run will hold and move.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The device's memory, term by term.
+    /// The memory of a device, term by term.
     pub device: Vec<Term>,
-    /// The host's.
+    /// The memory of the host.
     pub host: Vec<Term>,
-    /// That of files, with the EPS there.
+    /// The files of the EPS, if it is on file.
     pub file: Vec<Term>,
-    /// Of the host's bytes those that a GPU copies from and to, to be pinned where the system lets
-    /// them.
+    /// Bytes of the host that a GPU copies from and to. They are pinned where the system allows it.
     pub pinned_bytes: u64,
-    /// Bytes to the devices in a step of the longest sequences.
-    pub upload_bytes: u64,
-    /// Bytes from them.
-    pub download_bytes: u64,
-    /// The same for each device.
-    pub link_bytes: Vec<LinkBytes>,
-    /// What this process sends to the others in such a step.
-    pub fabric_bytes: FabricBytes,
-    /// Bytes that such a step reads from the EPS's file.
-    pub read_bytes: u64,
-    /// Bytes that it writes there.
-    pub written_bytes: u64,
-    /// The longest sequence.
-    pub positions: usize,
-    /// Sequences of each micro-batch of a step.
-    pub micro_batches: Vec<u32>,
-    /// Sequences of a step, at most.
-    pub(crate) sequences: usize,
-    /// Micro-batches of the step that has most of them.
-    pub(crate) most_micro_batches: usize,
-    /// Which process this is, where several share steps.
-    pub(crate) share: RankShare,
-    pub(crate) received: ReceivedFloats,
-    /// Devices, of which each has as much memory.
-    pub(crate) devices: u32,
+    /// Bytes that a step moves.
+    pub traffic: Traffic,
+    /// Sizes of the batches.
+    pub batch: BatchSizes,
     pub(crate) pools: Pools,
-    /// Who holds memory, and where.
+    /// Where each holder's memory is.
     pub(crate) regions: Regions,
-    /// Keys and values, where text is generated.
-    cache: Option<KvCache>,
-    /// False for evaluation and generation: no gradients and no optimizer states are held.
-    trains: bool,
-    /// What weights and activations are.
-    pub(crate) dtype: Dtype,
-    /// What gradients are on their way to the host.
-    pub(crate) gradient_dtype: GradientDtype,
-    pub(crate) stash_on_device: bool,
-    pub(crate) deferred: bool,
-    /// The optimizer's states of what this process has of each block.
+    share: RankShare,
+    /// The optimizer's states of this rank's part of each block.
     pub(crate) states: StateLayout,
-    /// Floats of the largest gradient.
-    pub(crate) largest_gradient: usize,
-    /// Elements of the largest tensor that is trained.
-    pub(crate) largest_tensor: usize,
-    /// Tiles whose gradients are joined, from the head and the embedding.
-    tied_tiles: usize,
-    /// The pipeline of a file, where the config names one.
-    pub(crate) pipeline: Option<Arc<Pipeline>>,
-    config: Config,
-}
-
-/// Floats of memory for numbers from other ranks.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct ReceivedFloats {
-    /// Their shares of this rank's part of a gradient.
-    pub(crate) gradient: usize,
-    /// Their rows of the embedding's gradient.
-    pub(crate) embedding_rows: usize,
-}
-
-/// The KV cache on the host, in floats: by layer, sequence and position.
-#[derive(Clone, Copy, Debug)]
-struct KvCache {
-    layers: usize,
-    sequences: usize,
-    capacity: usize,
-    width: usize,
-}
-
-/// The largest steps of generation in a room: that of the prompts, and the last one.
-fn generation(room: Room) -> [StepShape; 2] {
-    let Room { prompts: sequences, prompt, tokens } = room;
-    let purpose = Purpose::Generate { cached: 0 };
-    let first = StepShape { sequences, positions: prompt, purpose };
-    let purpose = Purpose::Generate { cached: tokens.saturating_sub(1) };
-    [first, StepShape { sequences, positions: 1, purpose }]
-}
-
-impl KvCache {
-    fn new(config: &Config, model: &Model, room: Room) -> Result<KvCache, Error> {
-        let widths = model.layers.iter().filter_map(|part| match part {
-            ModelLayer::Stack(layer) => Some(config.device.dtype.floats(layer.kv_width())),
-            _ => None,
-        });
-        let widths: Vec<usize> = widths.filter(|&floats| floats > 0).collect();
-        let width = widths.iter().copied().max().unwrap_or(0);
-        if widths.iter().any(|&floats| floats != width) {
-            let problem = "the model cannot generate text: the keys and values of its layers have \
-                           different widths";
-            return Err(Error::argument(problem));
-        }
-        let Room { prompts: sequences, tokens: capacity, .. } = room;
-        Ok(KvCache { layers: widths.len(), sequences, capacity, width })
-    }
-
-    fn floats(&self) -> usize {
-        (self.layers * self.sequences * self.capacity * self.width).next_multiple_of(16)
-    }
+    /// Keys and values, if the run generates text.
+    cache: Option<KvCache>,
+    settings: Settings,
 }
 
 impl Plan {
     /// Sums everything that training holds.
     ///
     /// # Errors
-    /// The shapes cannot be: a sequence longer than the model's positions, absurd sizes.
+    /// A sequence is longer than the model's positions, or another size cannot be planned for.
     pub fn new(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Result<Plan, Error> {
         Plan::of_rank(config, model, rule, RankShare::WHOLE)
     }
@@ -183,7 +99,7 @@ impl Plan {
     /// Sums everything that one of several processes holds while it trains.
     ///
     /// # Errors
-    /// As [`new`](Plan::new); or so many processes cannot share a step.
+    /// As [`new`](Plan::new); or this number of processes cannot share a step.
     pub fn of_rank(
         config: &Config,
         model: &Model,
@@ -193,7 +109,7 @@ impl Plan {
         Plan::of_run(config, model, rule, share, None)
     }
 
-    /// The same for a run that also generates between its steps, in a room.
+    /// Sums everything that a run holds which may also generate between its steps, in a room.
     pub(crate) fn of_run(
         config: &Config,
         model: &Model,
@@ -203,18 +119,18 @@ impl Plan {
     ) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
         let train = StepShape { sequences: config.step.batch, positions, purpose: Purpose::Train };
-        // Between steps, scoring a prompt fits, too.
+        // A prompt is scored between steps.
         let sequences = if model.shape.scores_vocabulary() { 1 } else { config.step.batch };
         let score = StepShape { sequences, purpose: Purpose::Score, ..train };
-        // Each process evaluates whole batches, of which it trains on a part.
+        // Each rank trains on a part of a batch, and evaluates whole batches.
         let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
         let mut steps = vec![train, score];
         steps.extend((share.ranks > 1).then_some(evaluate));
-        let cache = room.map(|room| KvCache::new(config, model, room)).transpose()?;
-        steps.extend(room.into_iter().flat_map(generation));
-        let mut sizing = Sizing::new(config, model, Some(rule), &steps, share);
-        sizing.cache = cache;
-        sizing.plan()
+        let dtype = config.device.dtype;
+        let cache = room.map(|room| KvCache::new(model, room, dtype)).transpose()?;
+        steps.extend(room.into_iter().flat_map(Room::steps));
+        let spec = PlanSpec::new(config, model, Some(rule), &steps, share);
+        PlanSpec { cache, ..spec }.plan()
     }
 
     /// Sums everything that evaluation holds.
@@ -226,7 +142,7 @@ impl Plan {
         let has_scores = !model.shape.scores_vocabulary();
         let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
         let step = StepShape { sequences: config.step.batch, positions, purpose };
-        Sizing::new(config, model, None, &[step], RankShare::WHOLE).plan()
+        PlanSpec::new(config, model, None, &[step], RankShare::WHOLE).plan()
     }
 
     /// Sums everything that generating in a room holds.
@@ -234,10 +150,10 @@ impl Plan {
     /// # Errors
     /// As [`new`](Plan::new).
     pub fn of_generation(config: &Config, model: &Model, room: Room) -> Result<Plan, Error> {
-        let steps = &generation(room);
-        let mut sizing = Sizing::new(config, model, None, steps, RankShare::WHOLE);
-        sizing.cache = Some(KvCache::new(config, model, room)?);
-        sizing.plan()
+        let steps = &room.steps();
+        let spec = PlanSpec::new(config, model, None, steps, RankShare::WHOLE);
+        let cache = Some(KvCache::new(model, room, config.device.dtype)?);
+        PlanSpec { cache, ..spec }.plan()
     }
 
     /// The order in which each device does a step's work, each layer a stage.
@@ -245,67 +161,80 @@ impl Plan {
     /// # Errors
     /// The schedule cannot be, or its layers are on several devices each.
     pub fn order(&self, model: &Model) -> Result<Pipeline, Error> {
-        if self.config.parallel.deal == Deal::Sequences {
+        if self.settings.config.parallel.deal == Deal::Sequences {
             let problem = "is \"sequences\": each layer is on every device, which a table of \
                            stages cannot say";
             return Err(Error::config("parallel.deal", problem));
         }
-        let sequences = self.sequences;
-        let positions = self.positions;
+        let BatchSizes { sequences, positions, .. } = self.batch;
         let step = StepShape { sequences, positions, purpose: Purpose::Train };
-        let mut order = Pipeline::of(&schedule_of(&self.config, model, self.step(step))?);
-        order.devices.resize(self.devices as usize, Vec::new());
+        let mut order = Pipeline::of(&schedule_of(&self.settings.config, model, self.step(step))?);
+        order.devices.resize(self.devices() as usize, Vec::new());
         Ok(order)
     }
 
     /// What the schedule of a step of all layers is made of.
     pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
-        let states = &self.states;
-        let share = self.share;
-        let file = self.pipeline.as_deref();
-        StepSpec { shape, layers: None, states, share, file }
+        let file = self.settings.pipeline.as_deref();
+        StepSpec { shape, layers: None, states: &self.states, share: self.share, file }
     }
 
-    /// Floats of the stash.
     pub(crate) fn stash_floats(&self) -> usize {
-        let place = if self.stash_on_device { Side::Device } else { Side::Host };
+        let place = if self.stash_on_device() { Side::Device } else { Side::Host };
         self.regions.slots(Holder::Stash, place).floats()
     }
 
-    /// Whether it is training's: with gradients and the optimizer's state.
+    /// Whether the plan is for training, with gradients and the optimizer's states.
     pub fn trains(&self) -> bool {
-        self.trains
+        self.settings.trains
+    }
+
+    /// Whether updates wait for the global norm.
+    pub(crate) fn deferred(&self) -> bool {
+        self.settings.deferred()
+    }
+
+    /// The dtype of weights and activations.
+    pub(crate) fn dtype(&self) -> Dtype {
+        self.settings.config.device.dtype
+    }
+
+    /// The dtype of gradients on their way to the host.
+    pub(crate) fn gradient_dtype(&self) -> GradientDtype {
+        self.settings.config.device.gradient_dtype
+    }
+
+    pub(crate) fn stash_on_device(&self) -> bool {
+        self.settings.stash_on_device()
     }
 
     /// Whether a block's gradient waits in a region.
     pub(crate) fn has_region(&self, id: BlockId) -> bool {
-        self.trains && (self.deferred || (id.0 as usize) < self.tied_tiles)
+        self.settings.has_region(id.0 as usize)
     }
 
-    /// Where the KV cache of a position begins, in floats behind the cache's first.
-    pub(crate) fn cached_at(&self, layer: usize, sequence: usize, position: usize) -> usize {
-        let cache = self.cache.expect("who generates has planned for it");
-        let KvCache { layers, sequences, capacity, width } = cache;
-        assert!(layer < layers && sequence < sequences && position < capacity, "{cache:?}");
-        ((layer * sequences + sequence) * capacity + position) * width
+    /// The first float of a position in the KV cache, counted from the begin of the cache.
+    pub(crate) fn cached_at(&self, layer: LayerId, sequence: usize, position: usize) -> usize {
+        let cache = self.cache.as_ref().expect("a run that generates has planned a KV cache");
+        cache.at(layer, sequence, position)
     }
 
-    /// The ceiling that was set for the device, if one was.
+    /// The ceiling of a device's memory, if the config sets one.
     pub fn budget(&self) -> Option<u64> {
-        self.config.device.memory.bytes()
+        self.settings.config.device.memory.bytes()
     }
 
-    /// Which process this is, where several share steps.
+    /// Which rank this is.
     pub fn share(&self) -> RankShare {
         self.share
     }
 
-    /// How many devices there are.
+    /// The number of devices.
     pub fn devices(&self) -> u32 {
-        self.devices
+        self.settings.config.devices()
     }
 
-    /// Bytes of a device.
+    /// Bytes of one device.
     pub fn device_bytes(&self) -> u64 {
         self.device.iter().map(|term| term.bytes).sum()
     }
@@ -315,8 +244,8 @@ impl Plan {
         self.host.iter().map(|term| term.bytes).sum()
     }
 
-    /// What the EPS holds, on the host or on file: bytes of master weights, of the optimizer's
-    /// states, and of gradients that wait.
+    /// Bytes that the EPS holds, on the host or on file: of masters, of the optimizer's states, and
+    /// of gradient regions.
     pub fn eps_bytes(&self) -> [u64; 3] {
         ["masters", "optimizer_states", "gradient_regions"].map(|name| {
             let terms = self.host.iter().chain(&self.file);
@@ -327,11 +256,5 @@ impl Plan {
     /// Bytes of files.
     pub fn file_bytes(&self) -> u64 {
         self.file.iter().map(|term| term.bytes).sum()
-    }
-}
-
-impl fmt::Display for Term {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.name, ByteSize::from(self.bytes))
     }
 }

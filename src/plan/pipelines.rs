@@ -11,13 +11,13 @@ use l2l_actors::schedule::{
 use crate::config::{Config, ScheduleKind};
 use crate::error::Error;
 
-/// Files of pipelines are small; a larger one is something else.
+/// The largest file that is read as a pipeline. A table of stages is far smaller.
 const LARGEST: u64 = 64 << 20;
 
 /// The pipeline of the config's file, if it names one.
 ///
 /// # Errors
-/// There is no such file, or it is of something else, or of other devices.
+/// The file cannot be read, is no table of a pipeline, or has another number of devices.
 pub(super) fn read(config: &Config) -> Result<Option<Pipeline>, Error> {
     let Some(path) = config.schedule.path.as_ref() else { return Ok(None) };
     let refused = |problem: String| {
@@ -45,8 +45,8 @@ fn read_text(path: &Path) -> Result<String, String> {
     }
 }
 
-/// The schedule of the config's pipeline; `file`: the one of its file. A step that trains nothing
-/// has no backward passes, and any number of micro-batches.
+/// The schedule of the config's pipeline, which is `file` if the config names one. A step that does
+/// not train has no backward passes, and may have another number of micro-batches than the file.
 pub(super) fn schedule_of(
     config: &Config,
     ring: &RingModel,

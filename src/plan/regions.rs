@@ -1,10 +1,10 @@
-//! The one list of memory: who holds how much, and where. Addresses, the plan's terms, the pinned
-//! share and the high-water marks all follow from it.
+//! The one list of memory regions. Addresses, the plan's terms, the pinned share and the high-water
+//! marks all follow from it.
 
 use super::Term;
-use crate::tensor::{ArenaPlan, Slots, View};
+use crate::tensor::{ALIGNED, ArenaPlan, Slots, View};
 
-/// Who holds memory.
+/// What a memory region is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
     /// Published blocks on the device.
@@ -21,7 +21,7 @@ pub(crate) enum Holder {
     Workspace,
     /// Elements of 16 bits, widened to floats for one operation of a CPU device.
     Widened,
-    /// What a device takes for itself.
+    /// Memory that a device needs beside that of the ring.
     Overhead,
     /// Boundaries between visits.
     Stash,
@@ -29,9 +29,9 @@ pub(crate) enum Holder {
     KvCache,
     /// Landing blocks: gradients on their way to the EPS.
     Landing,
-    /// Gradients of groups of micro-batches that are kept for those of later groups.
+    /// Gradients of earlier groups of micro-batches, which wait for those of later groups.
     Parts,
-    /// Blocks read from the EPS's file, or completed of the parts of all processes.
+    /// Blocks that were read from the EPS's file, or completed from the parts of all ranks.
     FileReads,
     /// Blocks with their optimizer states, read from the EPS's file to be updated.
     FileStates,
@@ -41,52 +41,50 @@ pub(crate) enum Holder {
     Masters,
     /// The optimizer's states.
     OptimizerStates,
-    /// Gradients that wait for the norm, or for another contribution.
+    /// Gradients that wait for the global norm, or for another contribution.
     GradientRegions,
-    /// What compression lost of gradients, and factors of matrices.
+    /// Error feedback of compression, and factors of matrices.
     GradientErrors,
-    /// Split masters as f32, for an update rule that wants them whole.
+    /// Masters of other formats as f32, for update rules that need whole floats.
     UnpackedMasters,
-    /// What an update rule works in.
+    /// Workspace of the update rule.
     UpdateWorkspace,
-    /// What other processes send: parts of a gradient, and rows of the embedding's gradient.
-    Received,
+    /// Shares of this rank's part of a gradient that other ranks send. With compression: its
+    /// workspace.
+    ReceivedGradient,
+    /// Rows of the embedding's gradient that other ranks send.
+    ReceivedRows,
     /// Lengths, kinds and documents of micro-batches, on their way to a device.
     BatchMetadata,
 }
 
-/// Where memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     /// The device's arena.
     Device,
     /// The worker's arena on the host.
     Host,
-    /// Elsewhere on the host: the EPS's own, or the device's.
+    /// Other memory of the host: that of the EPS, of updates or of a device's driver.
     HostOwn,
-    /// A file.
     File,
 }
 
-/// Memory of one holder.
+/// The memory of one holder in one place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) holder: Holder,
     pub(crate) place: Side,
-    /// Its address in the arena, if it is in one.
+    /// Its address in the arena, if the place has one.
     pub(crate) slots: Slots,
 }
 
-/// See the [module](self).
+/// All regions, in the order in which they lie in their arenas.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Regions {
     list: Vec<Region>,
     device_end: usize,
     host_end: usize,
 }
-
-/// Regions begin at a multiple of so many floats: a cache line.
-const ALIGNED: usize = 16;
 
 /// Names of the terms of each place, in the order in which plans show them.
 pub(crate) const DEVICE_TERMS: [&str; 8] = [
@@ -117,7 +115,7 @@ const FILE_TERMS: [&str; 3] = ["masters", "optimizer_states", "gradient_regions"
 const FLOAT: u64 = size_of::<f32>() as u64;
 
 impl Holder {
-    /// The plan's term it counts to: a name that tools rely on.
+    /// The term of the plan that the region counts to: a name that tools rely on.
     fn term(self) -> &'static str {
         match self {
             Holder::Weights => "weights",
@@ -135,14 +133,15 @@ impl Holder {
             Holder::Masters => "masters",
             Holder::OptimizerStates => "optimizer_states",
             Holder::GradientRegions | Holder::GradientErrors => "gradient_regions",
-            Holder::UnpackedMasters | Holder::UpdateWorkspace | Holder::Received => {
-                "update_workspace"
-            }
+            Holder::UnpackedMasters
+            | Holder::UpdateWorkspace
+            | Holder::ReceivedGradient
+            | Holder::ReceivedRows => "update_workspace",
             Holder::BatchMetadata => "batch_metadata",
         }
     }
 
-    /// The ring's pool that hands its slots out, if one does.
+    /// The ring's pool that hands out its slots.
     fn pool(self) -> Option<&'static str> {
         match self {
             Holder::Weights | Holder::Gradients | Holder::Inputs | Holder::Outputs => {
@@ -154,7 +153,7 @@ impl Holder {
 }
 
 impl Regions {
-    /// Adds a region, behind those of its arena that were added before.
+    /// Adds a region behind the other regions of its arena.
     pub(super) fn add(&mut self, holder: Holder, place: Side, count: usize, slot_floats: usize) {
         let end = match place {
             Side::Device => &mut self.device_end,
@@ -166,7 +165,7 @@ impl Regions {
         self.list.push(Region { holder, place, slots });
     }
 
-    /// Adds a region that is told of only if there is something in it.
+    /// Adds a region, unless it is empty. Then the plan does not list it.
     pub(super) fn add_if_any(&mut self, holder: Holder, place: Side, floats: usize) {
         if floats > 0 {
             self.add(holder, place, 1, floats);
@@ -177,7 +176,7 @@ impl Regions {
         self.list.iter().find(|region| region.holder == holder && region.place == place)
     }
 
-    /// A holder's slots in an arena; of one that holds nothing there, none.
+    /// A holder's slots in a place. There are none if it has no region there.
     pub(crate) fn slots(&self, holder: Holder, place: Side) -> Slots {
         self.find(holder, place).map_or(Slots::default(), |region| region.slots)
     }
@@ -225,8 +224,8 @@ impl Regions {
         ]
     }
 
-    /// High-water marks of the device's terms: slots that pools handed out at once, at most;
-    /// floats of workspace that were in use at once; all of what is always in use.
+    /// High-water marks of the device's terms. `slots_of_pool` gives the most slots that a pool
+    /// handed out at once, and `workspace` the most floats. All other regions are always in use.
     pub(crate) fn peaks(
         &self,
         slots_of_pool: impl Fn(&str) -> usize,
@@ -240,7 +239,7 @@ impl Regions {
         self.sums(&DEVICE_TERMS, &[Side::Device], used)
     }
 
-    /// A term for each name that has a region, even an empty one, in these places.
+    /// A term for each name that has a region in these places, even an empty one.
     fn sums(
         &self,
         names: &[&'static str],
@@ -282,8 +281,7 @@ mod tests {
         assert_eq!((regions.device_floats(), regions.arena(Side::Host).floats), (176, 32));
         let [device, host, file] = regions.terms();
         let named: Vec<_> = device.iter().map(|term| (term.name, term.bytes)).collect();
-        // What counts to one term is summed; an empty region is shown, and one that is not added is
-        // not.
+        // Regions of one term are summed, and a term of an empty region is listed.
         assert_eq!(named, [("weights", 384), ("outputs", 320), ("stash", 0)]);
         assert_eq!(device.iter().map(|term| term.bytes).sum::<u64>(), 176 * FLOAT);
         assert_eq!(host.len() + file.len(), 2);

@@ -1,21 +1,36 @@
-//! The room that generation has.
+//! The room that generation has, and the KV cache in it.
 
+use l2l_actors::schedule::LayerId;
+
+use super::step::{Purpose, StepShape};
 use crate::error::Error;
 use crate::models::{Head, Model};
+use crate::tensor::{ALIGNED, Dtype};
 
-/// What generation has room for.
+/// The largest generation that a plan has memory for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Prompts at once.
+    /// The number of prompts that are continued at once.
     pub prompts: usize,
-    /// Tokens of the longest.
+    /// Tokens of the longest prompt.
     pub prompt: usize,
-    /// Tokens of a prompt and what is generated behind it.
+    /// Tokens of a prompt and of its continuation, in all.
     pub tokens: usize,
 }
 
 impl Room {
-    /// Refuses a room that a model cannot fill.
+    /// The two largest steps: the first one reads whole prompts, and the last one has the most
+    /// cached positions.
+    pub(super) fn steps(self) -> [StepShape; 2] {
+        let Room { prompts: sequences, prompt, tokens } = self;
+        let step = |positions, cached| {
+            let purpose = Purpose::Generate { cached };
+            StepShape { sequences, positions, purpose }
+        };
+        [step(prompt, 0), step(1, tokens.saturating_sub(1))]
+    }
+
+    /// Refuses a room that does not fit a model.
     pub(crate) fn check(self, model: &Model) -> Result<(), Error> {
         if model.shape.head != Head::Tokens {
             return Err(Error::argument("tokens are drawn from models that predict the next one"));
@@ -32,5 +47,50 @@ impl Room {
             return Err(Error::argument(format_args!("there is no room in {self:?}")));
         }
         Ok(())
+    }
+}
+
+/// The KV cache on the host: by layer, sequence and position, in floats.
+#[derive(Clone, Debug)]
+pub(super) struct KvCache {
+    /// The layers that have keys and values, in order.
+    layers: Vec<LayerId>,
+    sequences: usize,
+    /// Positions of a sequence.
+    capacity: usize,
+    /// Floats of a position.
+    width: usize,
+}
+
+impl KvCache {
+    /// The cache of a room.
+    ///
+    /// # Errors
+    /// The layers that have a cache need different widths.
+    pub(super) fn new(model: &Model, room: Room, dtype: Dtype) -> Result<KvCache, Error> {
+        let widths = model.kv_widths(dtype).into_iter().map(|numbers| dtype.floats(numbers));
+        let cached: Vec<(LayerId, usize)> =
+            (0..).map(LayerId).zip(widths).filter(|&(_, floats)| floats > 0).collect();
+        let width = cached.first().map_or(0, |&(_, floats)| floats);
+        if cached.iter().any(|&(_, floats)| floats != width) {
+            let problem = "the model cannot generate text: the keys and values of its layers have \
+                           different widths";
+            return Err(Error::argument(problem));
+        }
+        let Room { prompts: sequences, tokens: capacity, .. } = room;
+        let layers = cached.into_iter().map(|(layer, _)| layer).collect();
+        Ok(KvCache { layers, sequences, capacity, width })
+    }
+
+    pub(super) fn floats(&self) -> usize {
+        (self.layers.len() * self.sequences * self.capacity * self.width).next_multiple_of(ALIGNED)
+    }
+
+    /// The first float of a position, counted from the begin of the cache.
+    pub(super) fn at(&self, layer: LayerId, sequence: usize, position: usize) -> usize {
+        let KvCache { ref layers, sequences, capacity, width } = *self;
+        assert!(sequence < sequences && position < capacity, "{self:?}");
+        let layer = layers.binary_search(&layer).expect("the layer has keys and values");
+        ((layer * sequences + sequence) * capacity + position) * width
     }
 }

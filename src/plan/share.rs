@@ -1,48 +1,45 @@
-//! What one process of a run has of a step.
+//! What one rank has of a step.
 //!
-//! A step that trains is dealt: each rank computes groups of its own, which are a subtree of the
-//! tree in which groups' gradients are added. All other steps are computed whole by each rank.
+//! A training step is dealt: each rank computes groups of its own, which are a subtree of the tree
+//! in which groups' gradients are added. Every rank computes all other steps whole.
 
 use std::ops::Range;
 
-use l2l_actors::schedule::{Fetch, Reduction, StepPlan, group_spans};
+use l2l_actors::schedule::{BlockId, Fetch, Reduction, StepPlan, group_spans};
 
 use super::Purpose;
-use crate::compression::Compression;
 use crate::config::{Config, Deal};
+use crate::eps::cut;
 use crate::error::Error;
 use crate::fabric::Rank;
 use crate::models::{MasterFormat, Model};
 use crate::optimizers::UpdateRule;
 
-/// Which process of how many this is.
+/// A rank of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankShare {
-    /// From 0.
+    /// The number of the rank, from 0.
     pub rank: Rank,
-    /// How many there are.
+    /// The number of ranks.
     pub ranks: u32,
 }
 
-/// How a step that trains is dealt to the ranks.
+/// How a training step is dealt to the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DealtStep {
-    /// The groups of each rank.
     pub(crate) groups: Vec<Range<u32>>,
-    /// The sequences of each rank, which follow each other.
     pub(crate) sequences: Vec<Range<usize>>,
 }
 
 impl RankShare {
-    /// The only process.
+    /// The only rank of a run with one process.
     pub const WHOLE: RankShare = RankShare { rank: 0, ranks: 1 };
 
-    /// True if other processes compute other groups of a step.
+    /// True if other ranks compute other groups of a step.
     pub(crate) fn deals(self, purpose: Purpose) -> bool {
         self.ranks > 1 && purpose.trains()
     }
 
-    /// How a step of so many sequences is dealt.
     pub(crate) fn deal(self, config: &Config, sequences: usize) -> Result<DealtStep, Error> {
         let groups = config.parallel.groups;
         let ranks = self.ranks;
@@ -108,7 +105,7 @@ impl RankShare {
             return Err(Error::config("optimizer.masters", problem));
         }
         let most = model.blocks.iter().map(|tensors| {
-            let parts = crate::eps::cut(tensors, self.ranks);
+            let parts = cut(tensors, self.ranks);
             (0..self.ranks).filter(|&rank| !parts.of(rank).is_empty()).count()
         });
         if most.max().unwrap_or(0) < self.ranks as usize {
@@ -122,68 +119,27 @@ impl RankShare {
     }
 }
 
-/// Bytes that a process sends to the others in a step that trains.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FabricBytes {
-    /// Its parts of blocks, each time that a block is completed.
-    pub blocks: u64,
-    /// The others' parts of gradients. Rows of the embedding's gradient come to it.
-    pub gradients: u64,
+/// What ranks exchange in a step, in order. All ranks must exchange the same.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Exchanged {
+    /// Blocks that are completed.
+    pub(super) blocks: Vec<BlockId>,
+    /// Blocks whose gradients are exchanged; `None`: rows of the embedding's gradient.
+    pub(super) gradients: Vec<Option<BlockId>>,
 }
 
-impl RankShare {
-    /// What this process sends in a step, but for rows of the embedding's gradient.
-    pub(super) fn sends(
-        self,
-        plan: &StepPlan,
-        model: &Model,
-        compression: Option<Compression>,
-    ) -> FabricBytes {
-        let others = u64::from(self.ranks - 1);
-        if others == 0 {
-            return FabricBytes::default();
-        }
-        let part = |block: u32, bytes: u64, is_gradient: bool| {
-            let tensors = &model.blocks[block as usize];
-            let len = if is_gradient { tensors.trained_len() } else { tensors.len() };
-            let cut = crate::eps::cut(tensors, self.ranks).clipped(len);
-            let element = bytes / cut.len().max(1) as u64;
-            let own = cut.of(self.rank).len() as u64 * element;
-            [own, bytes - own]
-        };
-        let block = |id: u32| &plan.schedule.blocks[id as usize];
-        let gradient = |id: u32| match compression {
-            None => part(id, block(id).gradient_bytes, true)[1],
-            Some(kind) => {
-                let block = &model.blocks[id as usize];
-                kind.sent_bytes(block, &crate::eps::cut(block, self.ranks), self.rank, self.ranks)
-            }
-        };
-        let (fetched, dealt) = exchanges(plan);
-        let dealt = dealt.into_iter().filter(|&id| id != SCATTER);
-        FabricBytes {
-            blocks: fetched
-                .into_iter()
-                .map(|id| others * part(id, block(id).weight_bytes, false)[0])
-                .sum(),
-            gradients: dealt.map(gradient).sum(),
-        }
+impl Exchanged {
+    /// The exchanges of a step that is walked like this.
+    pub(super) fn of(walked: &StepPlan) -> Exchanged {
+        let blocks = walked.fetches.iter().filter_map(|fetch| match fetch {
+            Fetch::Read { block, .. } => Some(*block),
+            Fetch::Gather { .. } => None,
+        });
+        let gradients = walked.reductions.iter().filter_map(|reduction| match reduction {
+            Reduction::Gradient { block, join, .. } => (!join.keeps).then_some(Some(*block)),
+            Reduction::Scatter { .. } => Some(None),
+            Reduction::Loss { .. } => None,
+        });
+        Exchanged { blocks: blocks.collect(), gradients: gradients.collect() }
     }
-}
-
-/// A scatter, among the gradients that ranks exchange.
-const SCATTER: u32 = u32::MAX;
-
-/// What ranks exchange in a step, in order: blocks that are completed, and gradients.
-pub(super) fn exchanges(plan: &StepPlan) -> (Vec<u32>, Vec<u32>) {
-    let fetched = plan.fetches.iter().filter_map(|fetch| match fetch {
-        Fetch::Read { block, .. } => Some(block.0),
-        Fetch::Gather { .. } => None,
-    });
-    let dealt = plan.reductions.iter().filter_map(|reduction| match reduction {
-        Reduction::Gradient { block, join, .. } => (!join.keeps).then_some(block.0),
-        Reduction::Scatter { .. } => Some(SCATTER),
-        Reduction::Loss { .. } => None,
-    });
-    (fetched.collect(), dealt.collect())
 }

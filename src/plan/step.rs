@@ -1,4 +1,4 @@
-//! The schedule of a step: its purpose, and what the config makes of the model's layers.
+//! The schedule of a step, from its purpose, the config and the steps that layers declare.
 
 use l2l_actors::schedule::{
     self, BlockId, Boundary, Encoding, Pipeline, Ranks, RingModel, Schedule, Selection,
@@ -10,20 +10,22 @@ use crate::eps::cut;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, StepContext};
 use crate::optimizers::StateLayout;
-use crate::tensor::{Packing, packed_bf16};
+use crate::stash;
+use crate::tensor::{ALIGNED, Packing, packed_bf16};
 
 /// What a step of the ring is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Loss, gradients and updates.
     Train,
-    /// The loss alone; without dropout, as all that follow.
+    /// The loss alone. This purpose and those below have no dropout.
     Evaluate,
-    /// What the head reads: the hidden states of the last layer.
+    /// The hidden states that the head reads.
     Encode,
     /// Logits of one labelled position a sequence, or the scores of each sequence beside its loss.
     Score,
-    /// The same, with a KV cache: new keys and values leave, cached ones come.
+    /// Logits as in `Score`, with a KV cache: the step reads cached keys and values and adds new
+    /// ones.
     Generate {
         /// Positions that the longest sequence has in the cache, or more.
         cached: usize,
@@ -58,26 +60,44 @@ pub(crate) struct StepShape {
     pub(crate) purpose: Purpose,
 }
 
-/// Sequences of each micro-batch.
+/// The schedules of all steps of a run, and the most that they need.
+#[derive(Default)]
+pub(super) struct Schedules {
+    pub(super) all: Vec<Schedule>,
+    /// Floats of an input or output slot.
+    pub(super) boundary: usize,
+    pub(super) stash: usize,
+}
+
+impl Schedules {
+    pub(super) fn add(&mut self, schedule: Schedule) {
+        let sequences = schedule.micro_batches.iter().copied().max().unwrap_or(1);
+        let tokens = u64::from(sequences) * u64::from(schedule.positions);
+        let bytes = |boundary: &Boundary| boundary.bytes(sequences.into(), tokens) as usize;
+        let largest = schedule.boundaries.iter().map(bytes).max().unwrap_or(0);
+        let floats = (largest / size_of::<f32>()).next_multiple_of(ALIGNED);
+        self.boundary = self.boundary.max(floats);
+        self.stash = self.stash.max(stash::layout(&schedule).floats);
+        self.all.push(schedule);
+    }
+}
+
 fn micro_batches(batch: usize, micro_batch: usize) -> Vec<u32> {
     (0..batch).step_by(micro_batch).map(|at| micro_batch.min(batch - at) as u32).collect()
 }
 
-/// What the schedule of a step is made of, beside config and model.
+/// What the schedule of a step is made from, beside config and model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepSpec<'a> {
     pub(crate) shape: StepShape,
-    /// The layers; `None`: all.
     pub(crate) layers: Option<&'a LayerSelection>,
-    /// The optimizer's states of what this process has of each block.
+    /// The optimizer's states of this rank's part of each block.
     pub(crate) states: &'a StateLayout,
-    /// Which process this is, where several share steps.
     pub(crate) share: RankShare,
-    /// The pipeline of the config's file, if it names one.
+    /// The pipeline of the file that the config names, if it does.
     pub(crate) file: Option<&'a Pipeline>,
 }
 
-/// The schedule of a step.
 pub(crate) fn schedule_of(
     config: &Config,
     model: &Model,
@@ -116,7 +136,8 @@ pub(crate) fn schedule_of(
         Deal::Layers => schedule::deal(schedule, config.devices()),
         Deal::Sequences => {
             let dealt = schedule::deal_groups(schedule, &config.device_weights());
-            // Steps of few sequences leave a device without a group: blocks come whole.
+            // A step of few sequences leaves a device without a group. It could not upload its
+            // shard, so blocks come whole.
             let is_sharded =
                 config.parallel.transfer == Transfer::Sharded && dealt.keeps_busy(config.devices());
             Schedule { shards: if is_sharded { config.devices() } else { 1 }, ..dealt }
@@ -146,7 +167,7 @@ fn ring_model(
         if let (Some(kind), Some(_)) = (config.compression(), states) {
             let RankShare { rank, ranks } = share;
             let sent = kind.sent_bytes(tensors, &cut(tensors, ranks), rank, ranks);
-            // As if each of the ranks sent as much.
+            // All ranks are assumed to send as much as this one.
             let others = u64::from(ranks - 1).max(1);
             block.reduce_scatter_bytes = sent / others * u64::from(ranks);
             block.encoded = true;
@@ -163,8 +184,8 @@ fn ring_model(
     ring
 }
 
-/// What the model's layers are told of the step. Hidden states and their gradients are packed for
-/// the stash where that makes them smaller.
+/// The context in which the model's layers declare their steps. Hidden states and their gradients
+/// are packed for the stash if that makes them smaller.
 fn context(config: &Config, model: &Model, shape: StepShape) -> StepContext {
     let StepShape { positions, purpose, .. } = shape;
     let dtype = config.device.dtype;

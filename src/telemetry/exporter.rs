@@ -11,7 +11,7 @@ use super::{Observe, Server, Watch};
 use crate::config::MetricsConfig;
 use crate::error::Error;
 
-/// How long a run that ended waits for a last scrape.
+/// The time that a run that ended waits for a last scrape.
 const LAST_SCRAPE: Duration = Duration::from_secs(15);
 
 /// The server and the file that a config asks for, both optional.

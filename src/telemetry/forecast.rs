@@ -12,32 +12,34 @@ use super::{Ledger, Slice, SliceKind, Tally};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
-use crate::hf::shape_of;
 use crate::models::{LayerSelection, Model};
-use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::plan::{Holder, Plan, Purpose, Side, StepShape, StepSpec, schedule_of};
+use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
     /// Seconds of one sequence in a layer and a phase.
     compute: HashMap<(u32, Phase), f64>,
-    /// Of blocks to the device, and of gradients from it.
+    /// The rate of blocks to the device, and of gradients from it.
     pub(super) link: [f64; 2],
-    /// Of copies between devices.
+    /// The rate of copies between devices.
     pub(super) peers: f64,
-    /// Of boundaries to the device, and from it, when the stash is on the host.
+    /// The rates of boundaries to the device, and from it, if the stash is on the host.
     pub(super) boundaries: [f64; 2],
-    /// Of boundaries from the stash to the slots, and back, when the stash is on the device.
+    /// The rates of boundaries from the stash to the slots, and back, if the stash is on the
+    /// device.
     pub(super) on_device: [f64; 2],
     /// Seconds of one sequence on the host lane: gathers and losses.
     host: f64,
-    /// Of sums of gradients, and of scatters.
+    /// The rate of sums of gradients, and of scatters.
     pub(super) reduce: f64,
-    /// Of updates.
+    /// The rate of updates.
     pub(super) update: f64,
-    /// Of the EPS's file.
+    /// The rate of the EPS's file.
     pub(super) file: f64,
-    /// From the other processes of a run, on each of the two lanes of exchanges.
+    /// The rate at which data come from the other processes of a run, on each of the two lanes of
+    /// exchanges.
     pub(super) fabric: f64,
 }
 
@@ -129,7 +131,8 @@ impl Rates {
             rates.boundaries = rates.link;
         }
         rates.measure_sequences(slices, plan);
-        let block = plan.largest_gradient as f64 * size_of::<f32>() as f64;
+        let gradients = plan.regions.slots(Holder::Gradients, Side::Device);
+        let block = gradients.slot_floats as f64 * size_of::<f32>() as f64;
         let reduces = &[WorkKind::Reduce, WorkKind::Scatter][..];
         let updates = &[WorkKind::Update][..];
         for (rate, kinds) in [(&mut rates.reduce, reduces), (&mut rates.update, updates)] {
@@ -145,7 +148,7 @@ impl Rates {
     fn measure_sequences(&mut self, slices: &[Slice], plan: &Plan) {
         let sequences = |slice: &Slice| {
             let micro_batch = slice.micro_batch.map_or(0, |m| m as usize);
-            plan.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
+            plan.batch.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
         };
         let mut layers: HashMap<(u32, Phase), PerSequence> = HashMap::new();
         let mut host = PerSequence::default();
@@ -249,7 +252,7 @@ const ENDLESS: Duration = Duration::from_secs(1 << 32);
 /// A step in virtual time.
 #[derive(Clone, Debug)]
 pub struct Forecast {
-    /// From the end of one step to the end of the next, once the ring is warm.
+    /// Seconds from the end of one step to the end of the next, once the ring is warm.
     pub seconds: f64,
     /// The operations of that step.
     pub slices: Vec<Slice>,
@@ -291,7 +294,7 @@ impl Forecast {
     ) -> Result<Forecast, Error> {
         let step = StepShape {
             sequences: config.step.batch,
-            positions: plan.positions,
+            positions: plan.batch.positions,
             purpose: Purpose::Train,
         };
         let begins_with = match config.model.max_layers {
@@ -301,7 +304,7 @@ impl Forecast {
         let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
         let schedule = schedule_of(config, model, step)?;
         let rates = rates.clone();
-        let on_device = plan.stash_on_device;
+        let on_device = plan.stash_on_device();
         let run = virtual_time::run(
             ring_config(model, plan, None),
             move |operation| rates.time(operation, on_device),

@@ -52,7 +52,8 @@ impl Hiding {
         // In a relay of one sequence, each layer has one visit forward and one backward.
         let mut config = config.clone();
         config.schedule.kind = ScheduleKind::Relay;
-        let step = StepShape { sequences: 1, positions: plan.positions, purpose: Purpose::Train };
+        let step =
+            StepShape { sequences: 1, positions: plan.batch.positions, purpose: Purpose::Train };
         let step = StepSpec { file: None, share: RankShare::WHOLE, ..plan.step(step) };
         let schedule = schedule_of(&config, model, step)?;
         let on_file = config.eps.tier == EpsTier::File;
@@ -83,7 +84,7 @@ impl Hiding {
         let all = (0..2).flat_map(|phase| (0..LANES.len()).map(move |lane| (phase, lane)));
         let most = all.map(needed).max_by(|one, other| one.0.total_cmp(&other.0));
         let (sequences, phase, lane) = most.expect("there are lanes");
-        let tokens = (sequences * plan.positions as f64).ceil();
+        let tokens = (sequences * plan.batch.positions as f64).ceil();
         Ok(Hiding {
             lane: LANES[lane],
             phase: ["forward", "backward"][phase],
@@ -92,7 +93,7 @@ impl Hiding {
     }
 }
 
-/// When blocks are updated, and where their masters lie.
+/// The time of updates in a step, and the place of masters.
 #[derive(Clone, Copy)]
 struct Updates {
     deferred: bool,
@@ -107,7 +108,7 @@ fn moves(
     rates: &Rates,
     Updates { deferred, on_file }: Updates,
 ) -> [Moves; LANES.len()] {
-    let [up, down] = if plan.stash_on_device { rates.on_device } else { rates.boundaries };
+    let [up, down] = if plan.stash_on_device() { rates.on_device } else { rates.boundaries };
     // The part of a block that this process has; it receives the rest.
     let own = 1.0 / f64::from(plan.share().ranks);
     let of_blocks = visit.blocks.iter().map(|&id| schedule.block(id));

@@ -15,7 +15,7 @@ pub enum MetricKind {
 }
 
 impl MetricKind {
-    /// Its name in Prometheus's text format.
+    /// The name of the kind in Prometheus's text format.
     pub fn name(self) -> &'static str {
         ["counter", "gauge", "histogram"][self as usize]
     }
@@ -39,13 +39,13 @@ pub enum Unit {
 /// One metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
-    /// Its name.
+    /// The name of the metric.
     pub name: &'static str,
-    /// Its kind.
+    /// The kind of the metric.
     pub kind: MetricKind,
     /// The unit of its value.
     pub unit: Unit,
-    /// Its labels, beside `run`.
+    /// The labels of the metric, beside `run`.
     pub labels: &'static [&'static str],
     /// Upper bounds of a histogram's buckets.
     pub buckets: &'static [f64],

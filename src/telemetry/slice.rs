@@ -19,7 +19,7 @@ pub enum SliceKind {
 }
 
 impl SliceKind {
-    /// Its name in timelines and JSON: the name of the work, or `checkpoint`.
+    /// The name of the kind in timelines and JSON: the name of the work, or `checkpoint`.
     pub fn name(self) -> &'static str {
         match self {
             SliceKind::Work(kind) => kind.name(),

@@ -39,7 +39,7 @@ impl State {
         State::Failed,
     ];
 
-    /// Its name in metrics.
+    /// The name of the state in metrics.
     pub fn name(self) -> &'static str {
         ["starting", "training", "validating", "checkpointing", "ended", "failed"][self as usize]
     }

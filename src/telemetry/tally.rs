@@ -39,7 +39,7 @@ impl WaitCause {
         WaitCause::Ring,
     ];
 
-    /// Its name in metrics and events.
+    /// The name of the cause in metrics and events.
     pub fn name(self) -> &'static str {
         ["upload", "download", "host", "update", "file", "devices", "fabric", "ring"][self as usize]
     }
@@ -99,7 +99,7 @@ impl LayerTally {
 /// The work of one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DeviceTally {
-    /// By [`Lane`]; the host's lanes are zero.
+    /// The work of each [`Lane`]; the host's lanes are zero.
     pub lanes: [LaneTally; Lane::ALL.len()],
     /// Time in which its compute lane was idle within steps, by [`WaitCause`].
     pub waited: [Duration; WaitCause::ALL.len()],
@@ -108,18 +108,18 @@ pub struct DeviceTally {
 /// All sums of a run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// By [`Lane`], the sum over all devices.
+    /// The work of each [`Lane`], the sum over all devices.
     pub lanes: [LaneTally; Lane::ALL.len()],
     /// Time in which a compute lane was idle within steps, by [`WaitCause`], the mean over the
     /// devices.
     pub waited: [Duration; WaitCause::ALL.len()],
-    /// By device.
+    /// The work of each device.
     pub devices: Vec<DeviceTally>,
     /// Time outside steps in which the run waited for a checkpoint.
     pub checkpoints: Duration,
     /// Time outside steps: between the end of one and the begin of the next.
     pub outside: Duration,
-    /// By layer.
+    /// The work for each layer.
     pub layers: Vec<LayerTally>,
 }
 

@@ -25,7 +25,7 @@ use crate::fabric::{ClockOffset, Exchanges, Lost, Rank};
 /// The most slices that wait to be written.
 const QUEUE: usize = 1 << 14;
 
-/// How long the end of a run waits for the rest of the file.
+/// The time that the end of a run waits for the rest of the file.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The most bytes of another rank's events that are sent at once.

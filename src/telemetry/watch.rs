@@ -45,7 +45,7 @@ pub(crate) struct Watched {
 pub struct RunView {
     /// The run's name.
     pub run: String,
-    /// Its present state.
+    /// The present state of the run.
     pub state: State,
     /// The time at which it began, in Unix time.
     pub started: f64,
@@ -168,7 +168,7 @@ impl RunView {
 /// A holder of memory.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MemoryView {
-    /// Its name in the plan.
+    /// The name of the holder in the plan.
     pub kind: &'static str,
     /// The most bytes it used so far.
     pub used: u64,
@@ -179,7 +179,7 @@ pub struct MemoryView {
 /// A pool of slots.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct ChannelView {
-    /// Its name.
+    /// The name of the pool.
     pub name: &'static str,
     /// Slots in use.
     pub depth: usize,
@@ -192,7 +192,7 @@ pub struct ChannelView {
 /// An actor's time.
 #[derive(Clone, Debug, Serialize)]
 pub struct ActorView {
-    /// Its name.
+    /// The name of the role.
     pub name: String,
     /// The time it ran.
     pub busy: f64,
@@ -205,7 +205,7 @@ pub struct ActorView {
 /// A device's work.
 #[derive(Clone, Debug, Serialize)]
 pub struct DeviceView {
-    /// Its name, such as `cpu0`.
+    /// The name of the device, such as `cpu0`.
     pub name: String,
     /// The time that each of its lanes worked.
     pub lanes: Vec<(&'static str, f64)>,
@@ -216,7 +216,7 @@ pub struct DeviceView {
 /// A lane's work.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaneView {
-    /// Its name.
+    /// The name of the lane.
     pub name: &'static str,
     /// The time it worked.
     pub busy: f64,
@@ -227,7 +227,7 @@ pub struct LaneView {
 /// A layer's work.
 #[derive(Clone, Debug, Serialize)]
 pub struct LayerView {
-    /// Its index, padded with zeros so that names sort.
+    /// The index of the layer, padded with zeros so that names sort.
     pub layer: String,
     /// True when the device computes it.
     pub on_device: bool,

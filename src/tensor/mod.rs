@@ -18,3 +18,6 @@ pub use quantised::{NotQuantisable, Quantisation};
 pub use scratch::Scratch;
 pub(crate) use slots::{ArenaPlan, Slots};
 pub use view::{Dtype, View};
+
+/// Tensors, slots and regions begin at multiples of this many floats: a cache line.
+pub(crate) const ALIGNED: usize = 16;

@@ -49,7 +49,7 @@ macro_rules! half_element {
 half_element!(bf16);
 half_element!(f16);
 
-/// How rows of numbers are packed on their way between a device and the host.
+/// The format of rows of numbers on their way between a device and the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packing {
     /// The numbers' dtype on the device.

@@ -31,7 +31,7 @@ use rayon::prelude::*;
 
 use crate::simd::Level;
 
-/// How a frozen weight is stored.
+/// The storage format of a frozen weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Quantisation {
     /// 4-bit `NormalFloat` in blocks of 64, with double quantisation: 4.127 bits an element.
@@ -46,9 +46,9 @@ pub enum Quantisation {
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 #[error("row {row}, column {column} (from 0) is {value}, which cannot be quantised")]
 pub struct NotQuantisable {
-    /// From 0.
+    /// The row, from 0.
     pub row: usize,
-    /// From 0.
+    /// The column, from 0.
     pub column: usize,
     /// NaN or infinite.
     pub value: f32,
@@ -109,7 +109,7 @@ const NF4_PAIRS: [[f32; 2]; 256] = {
 };
 
 impl Quantisation {
-    /// All of them.
+    /// All formats.
     #[cfg(test)]
     pub(crate) const ALL: [Quantisation; 3] =
         [Quantisation::Nf4, Quantisation::Int8, Quantisation::Bf16];

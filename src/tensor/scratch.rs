@@ -18,8 +18,8 @@ pub struct Scratch<'a> {
 }
 
 impl Scratch<'_> {
-    /// All of a workspace, which is a vector of floats. [`take`](Scratch::take) returns elements of
-    /// `dtype`.
+    /// A stack on all of a workspace, which is a vector of floats. [`take`](Scratch::take) returns
+    /// elements of `dtype`.
     pub fn new(workspace: View, dtype: Dtype) -> Scratch<'static> {
         assert_eq!(workspace.dtype, Dtype::F32, "a workspace holds floats");
         let used = Cell::new(0);

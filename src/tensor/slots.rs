@@ -2,7 +2,7 @@
 
 use super::view::View;
 
-/// Where a region's slots lie in its arena. All sizes are in floats.
+/// The places of a region's slots in its arena. All sizes are in floats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Slots {
     /// The first float of the first slot.

@@ -47,7 +47,7 @@ impl fmt::Display for Dtype {
 /// A matrix in a device's memory: rows of columns, without gaps. A vector is one row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
-    /// Its first element, counted in elements of its own dtype from the begin of the memory.
+    /// The first element, counted in elements of its own dtype from the begin of the memory.
     pub at: usize,
     /// Rows. Tensors of more dimensions have all but the last here: (B, T, C) has B · T rows.
     pub rows: usize,
@@ -63,7 +63,7 @@ impl View {
         View { at, rows: 1, columns: len, dtype: Dtype::F32 }
     }
 
-    /// Its rows and columns.
+    /// The number of rows, and that of columns.
     pub fn shape(self) -> [usize; 2] {
         [self.rows, self.columns]
     }

@@ -1,63 +1,61 @@
-//! What a trainer is made of, chosen one by one before it starts.
+//! The parts of a trainer and its options, chosen one by one before it starts.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::Trainer;
-use super::start::Checked;
+use super::start::start;
 use crate::blocking::unblock;
 use crate::config::{Config, EpsTier};
 use crate::data::{Batches, Dataset};
 use crate::eps;
 use crate::error::Error;
 use crate::fabric::{Exchanges, Fabric};
-use crate::hf::shape_of;
-use crate::models::Model;
+use crate::models::{Model, Shape};
 use crate::optimizers::UpdateRule;
 use crate::plan::Room;
+use crate::resolve::shape_of;
 use crate::telemetry::{Observe, Trace};
 
-/// What a trainer is made of. What is not given comes from the config.
+/// The parts of a trainer. The config decides the parts that a program does not give.
 pub struct Builder {
     pub(super) config: Config,
     pub(super) model: Option<Model>,
     pub(super) rule: Option<Box<dyn UpdateRule>>,
+    pub(super) options: StartOptions,
+}
+
+/// The options of a run beside its config, model and update rule.
+#[derive(Default)]
+pub(super) struct StartOptions {
+    /// The steps of the run; the config decides when absent.
     pub(super) steps: Option<u64>,
+    /// The fingerprint of the training data, or empty.
     pub(super) data: String,
+    /// The checkpoint that the run resumes from.
     pub(super) resume: Option<PathBuf>,
-    /// Whether the checkpoint was compared with its seal already.
+    /// True if that checkpoint was compared with its seal already.
     pub(super) resume_is_checked: bool,
+    /// True if the run resumes from the state that `eps.path` holds.
     pub(super) resumes_file: bool,
+    /// True if some keys may differ from those of the run that it resumes.
     pub(super) changes: bool,
+    /// True if the run leaves no file of the EPS behind.
     pub(super) is_trial: bool,
-    pub(super) copies: bool,
+    /// True if only the first step copies between host and device.
+    pub(super) without_copies: bool,
     pub(super) observers: Vec<Arc<dyn Observe>>,
     pub(super) trace: Option<Arc<Trace>>,
+    /// The prompts and tokens that the run has room to generate.
     pub(super) room: Option<Room>,
-    /// Those with the other processes, if there are any.
+    /// The exchanges with the other processes, if there are any.
     pub(super) exchanges: Option<Arc<Exchanges>>,
 }
 
 impl Builder {
     pub(super) fn new(config: Config) -> Builder {
-        Builder {
-            config,
-            model: None,
-            rule: None,
-            steps: None,
-            data: String::new(),
-            resume: None,
-            resume_is_checked: false,
-            resumes_file: false,
-            changes: false,
-            is_trial: false,
-            copies: true,
-            observers: Vec::new(),
-            trace: None,
-            room: None,
-            exchanges: None,
-        }
+        Builder { config, model: None, rule: None, options: StartOptions::default() }
     }
 
     /// A model of one's own.
@@ -72,117 +70,125 @@ impl Builder {
         self
     }
 
-    /// Steps of the run, for the learning rate's shape.
+    /// The number of steps of the run, which a decaying learning rate depends on.
     pub fn steps(mut self, steps: u64) -> Builder {
-        self.steps = Some(steps);
+        self.options.steps = Some(steps);
         self
     }
 
-    /// The name of the training data. Checkpoints keep it, and a run that resumes must have the
-    /// same. See [`Dataset::fingerprint`](crate::data::Dataset::fingerprint).
+    /// The name of the training data, such as
+    /// [`Dataset::fingerprint`](crate::data::Dataset::fingerprint). Checkpoints keep it, and a run
+    /// that resumes must have the same.
     pub fn data(mut self, data: impl Into<String>) -> Builder {
-        self.data = data.into();
+        self.options.data = data.into();
         self
     }
 
-    /// Resumes from a checkpoint: the run continues bit for bit as if it had not ended.
+    /// Resumes from a checkpoint. The run continues bit for bit as if it had not ended.
     pub fn resume(mut self, checkpoint: impl Into<PathBuf>) -> Builder {
-        self.resume = Some(checkpoint.into());
+        self.options.resume = Some(checkpoint.into());
         self
     }
 
-    /// The same, from a checkpoint that was compared with its seal before.
+    /// Resumes from a checkpoint that was compared with its seal already.
     pub(super) fn resume_checked(mut self, checkpoint: PathBuf) -> Builder {
-        self.resume_is_checked = true;
+        self.options.resume_is_checked = true;
         self.resume(checkpoint)
     }
 
-    /// Resumes from the state that `eps.path` holds, as [`resume`](Builder::resume) does from a
-    /// checkpoint. See [`state_on_file`].
+    /// Resumes from the state in `eps.path`, as [`resume`](Builder::resume) does from a checkpoint.
+    /// [`state_on_file`] says whether there is one.
     pub fn resume_file(mut self) -> Builder {
-        self.resumes_file = true;
+        self.options.resumes_file = true;
         self
     }
 
-    /// Allows the run to resume one with other values of some keys: of the learning rate and the
-    /// other settings of the optimizer but its rule, of `step.batch`, `step.micro_batch`,
-    /// `step.chunk_positions`, the number of steps, the data. Weights, states of the optimizer and
-    /// the number of steps done are kept; the next batch is that of the next step, by the new
-    /// settings. See [`Trainer::changes`](Trainer::changes).
+    /// Allows the run to resume a run that had other values of some keys: the learning rate and all
+    /// settings of the optimizer except its rule, `step.batch`, `step.micro_batch`,
+    /// `step.chunk_positions`, the number of steps, the data. The run keeps the weights, the
+    /// optimizer's states and the number of steps done, and continues with the next step's batch by
+    /// the new settings. [`Trainer::changes`] lists the changes.
     pub fn with_changes(mut self) -> Builder {
-        self.changes = true;
+        self.options.changes = true;
         self
     }
 
-    /// Leaves nothing behind: with `eps.tier = "file"`, the run has an unnamed file of its own, and
-    /// the state that `eps.path` holds stays.
+    /// Leaves no file behind. With `eps.tier = "file"` the run uses an unnamed file, and the state
+    /// in `eps.path` stays.
     pub fn trial(mut self) -> Builder {
-        self.is_trial = true;
+        self.options.is_trial = true;
         self
     }
 
-    /// Leaves out all copies between host and device but those of the first step, to measure the
-    /// time that copies cost. Such a run computes nothing of use, and its losses are 0.
+    /// Leaves out all copies between host and device except those of the first step, to measure the
+    /// time that copies cost. The results of the run are useless, and its losses are 0.
     pub fn without_copies(mut self) -> Builder {
-        self.copies = false;
+        self.options.without_copies = true;
         self.trial()
     }
 
-    /// Trains in several processes, the ranks of this fabric. All of them make the same trainer and
-    /// the same calls; each holds a part of every block, and computes some of each step's groups
+    /// Trains in several processes, the ranks of this fabric. All ranks make the same trainer and
+    /// the same calls. Each holds a part of every block, and computes some of each step's groups
     /// (`parallel.groups`). With `eps.tier = "file"` each has a folder of its own in `eps.path`.
     pub fn fabric(mut self, fabric: Arc<dyn Fabric>) -> Builder {
         if fabric.ranks() > 1 {
             let patience = Duration::from_secs_f64(self.config.watchdog.seconds);
             let path = &mut self.config.eps.path;
             *path = path.take().map(|path| eps::rank_folder(&path, fabric.rank()));
-            self.exchanges = Some(Arc::new(Exchanges::new(fabric, patience)));
+            self.options.exchanges = Some(Arc::new(Exchanges::new(fabric, patience)));
         }
         self
     }
 
-    /// Makes room in the plan for [`Trainer::generate`]: for a KV cache, beside all that training
-    /// holds. Prompts are at most as long as sequences (`data.sequence_length`), and as many as
-    /// those of a step (`step.batch`).
+    /// Makes room in the plan for [`Trainer::generate`]: for a KV cache, beside the memory of
+    /// training. Prompts are at most as long as sequences (`data.sequence_length`), and at most
+    /// `step.batch` at once.
     pub fn generates(mut self, room: Room) -> Builder {
-        self.room = Some(room);
+        self.options.room = Some(room);
         self
     }
 
     /// Adds an observer, which receives every operation as it ends.
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
-        self.observers.push(observer);
+        self.options.observers.push(observer);
         self
     }
 
-    /// Writes a timeline, which is ended with [`Trace::finish`] after the run. With several
-    /// processes, the first has [`Trace::create`] and the others [`Trace::unnamed`]. Then
-    /// [`Trainer::stop`] brings the events of all into the first one's file, in the time of its
-    /// clock.
+    /// Writes a timeline. The caller ends it with [`Trace::finish`] after the run. With several
+    /// ranks, rank 0 has [`Trace::create`] and the others [`Trace::unnamed`], and [`Trainer::stop`]
+    /// brings the events of all ranks into the file of rank 0, in the time of its clock.
     pub fn trace(mut self, trace: Arc<Trace>) -> Builder {
-        self.trace = Some(trace.clone());
+        self.options.trace = Some(trace.clone());
         self.observe(trace)
     }
 
-    /// Whether [`resume`](Builder::resume) or [`resume_file`](Builder::resume_file) was called.
-    pub(super) fn says_where_it_begins(&self) -> bool {
-        self.resume.is_some() || self.resumes_file
+    /// The shape that the model begins with.
+    pub(super) fn shape(&self) -> Result<Shape, Error> {
+        match &self.model {
+            Some(model) => Ok(model.shape),
+            None => shape_of(&self.config),
+        }
     }
 
-    /// Checks everything, then makes it: memory, weights, threads, tasks on the caller's tokio.
+    /// True if [`resume`](Builder::resume) or [`resume_file`](Builder::resume_file) was called.
+    pub(super) fn says_where_it_begins(&self) -> bool {
+        self.options.resume.is_some() || self.options.resumes_file
+    }
+
+    /// Checks everything, then makes memory, weights, threads, and tasks on the caller's tokio.
     ///
     /// # Errors
-    /// What is wrong with the config or what it names; nothing was started then.
+    /// The config, or a file or a device that it names, cannot be used. Nothing was started.
     ///
     /// # Panics
     /// There is no tokio runtime.
     pub async fn start(self) -> Result<Trainer, Error> {
-        unblock(|| Checked::new(self)?.make()).await
+        unblock(|| start(self)).await
     }
 
-    /// Opens the training data of the config, and makes a trainer of it and its batches. The
-    /// trainer knows the number of steps, also of `step.epochs`, and the data. The first batch is
-    /// that of its next step.
+    /// Opens the training data of the config, and makes a trainer and its batches. The trainer
+    /// knows the data and the number of steps, even if the config has `step.epochs`. The first
+    /// batch is that of the trainer's next step.
     ///
     /// # Errors
     /// As [`start`](Builder::start); or the data cannot be trained on.
@@ -192,15 +198,12 @@ impl Builder {
     pub async fn open(self) -> Result<(Trainer, Batches), Error> {
         unblock(|| {
             let config = self.config.clone();
-            let shape = match &self.model {
-                Some(model) => model.shape,
-                None => shape_of(&config)?,
-            };
+            let shape = self.shape()?;
             let (data, _) = Dataset::open(&config, &shape)?;
             let steps = config.steps(data.len())?;
             Batches::check(&config, &data, steps)?;
             let builder = self.steps(steps).data(data.fingerprint());
-            let trainer = Checked::new(builder)?.make()?;
+            let trainer = start(builder)?;
             let batches = Batches::start(&config, data, trainer.progress().step)?;
             Ok((trainer, batches))
         })
@@ -208,8 +211,8 @@ impl Builder {
     }
 }
 
-/// Training steps of the state that a config's `eps.path` holds; `None` where there is no state, or
-/// where the model is in memory.
+/// The number of training steps of the state in a config's `eps.path`; `None` if there is no state,
+/// or if the model is in memory.
 ///
 /// # Errors
 /// There is a state, and it is damaged.

@@ -4,8 +4,8 @@ use crate::config::DepthConfig;
 use crate::models::LayerSelection;
 use crate::random;
 
-/// The layers of step `step` (from 0) of a run: a function of the seed, the step and the config, so
-/// a run that resumes goes on as it would have. At least the first layer is used.
+/// The layers of training step `step` (from 0). They follow from the seed, the step and the config,
+/// so a run that resumes chooses the same. At least the first layer is used.
 pub(super) fn selection(
     depth: &DepthConfig,
     seed: u64,
@@ -27,7 +27,8 @@ pub(super) fn selection(
     LayerSelection::of(left)
 }
 
-/// Makes these random numbers others than those of the data and of dropout.
+/// Makes these random numbers differ from those of the data and of dropout, which have the same
+/// seed.
 const DEPTH: u64 = 0x6465_7074_6820_6472;
 
 #[cfg(test)]
@@ -38,7 +39,8 @@ mod tests {
     #[test]
     fn layers_stay_as_often_as_the_config_says() {
         let depth = DepthConfig { drop: 0.3, rule: DropRule::Uniform, ..DepthConfig::default() };
-        let (steps, layers) = (4000, 6);
+        let steps = 4000;
+        let layers = 6;
         let mut stayed = [0; 6];
         for step in 0..steps {
             let chosen = selection(&depth, 1, step, layers);

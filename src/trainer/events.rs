@@ -1,5 +1,5 @@
-//! What a run reports, as JSON: one object for each step, each validation and the end. Names of
-//! fields are a contract with the tools that read them.
+//! The events of a run as JSON: one object for each step, each validation and the end. Other
+//! programs read the fields, so their names do not change.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::inference::Evaluation;
 use crate::machine;
 
 impl StepReport {
-    /// The step as an event, with the memory that the process has now.
+    /// The step as an event, with the memory that the process has in use now.
     pub fn event(&self) -> Value {
         let mut event = json!({
             "event": "step",
@@ -37,7 +37,7 @@ impl StepReport {
 }
 
 impl Evaluation {
-    /// The evaluation as a validation event, after a training step.
+    /// The evaluation as the event of a validation after training step `step`.
     pub fn event(&self, step: u64) -> Value {
         let mut event = json!({ "event": "validation", "step": step });
         if let Some(set) = &self.set {

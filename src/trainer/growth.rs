@@ -1,16 +1,16 @@
 //! Layers that are added while a model is trained.
 
-use l2l_actors::schedule::BlockId;
-
 use std::sync::Arc;
+
+use l2l_actors::schedule::BlockId;
 
 use super::Trainer;
 use crate::checkpoint::{self, LayerCount};
 use crate::config::{Config, NewLayers};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
-use crate::hf::{self, shape_of};
 use crate::models::{Base, Model, Shape};
+use crate::resolve::{shape_of, training_of};
 use crate::worker::Worker;
 
 /// A layer to add on top of the others.
@@ -18,54 +18,53 @@ use crate::worker::Worker;
 pub struct NewLayer {
     /// The layer whose parameters it begins with. The optimizer's states begin at zero.
     pub copy_of: usize,
-    /// Whether the parameters that end its residual branches are zeros, so that it passes hidden
+    /// True if the parameters that end its residual branches begin as zeros. Then it passes hidden
     /// states on unchanged until it has been trained.
     pub zero_residual: bool,
 }
 
-/// The layers that a run begins with, if it can add some.
+/// The layers that a new run begins with, if it can add some.
 pub(super) fn first_layers(config: &Config) -> Result<Option<LayerCount>, Error> {
     let Some(_) = config.model.max_layers else { return Ok(None) };
     let first = shape_of(config)?.layers;
     Ok(Some(LayerCount { first, now: first }))
 }
 
-/// The model of these layers. `ring` is the model with all layers that there is room for.
+/// The model of these layers. `largest` is the model with all layers that there is room for.
 pub(super) fn model_of(
     config: &Config,
-    ring: &Arc<Model>,
+    largest: &Arc<Model>,
     layers: Option<LayerCount>,
 ) -> Result<Arc<Model>, Error> {
-    let most = config.model.max_layers;
-    let (Some(most), Some(LayerCount { now, .. })) = (most, layers) else {
-        return Ok(ring.clone());
+    let Some((most, LayerCount { now, .. })) = config.model.max_layers.zip(layers) else {
+        return Ok(largest.clone());
     };
     if !(1..=most).contains(&now) {
         let problem = format_args!("is {most}, and the run to go on with has {now} layers");
         return Err(Error::config("model.max_layers", problem));
     }
     let shape = Shape { layers: now, ..shape_of(config)? };
-    Ok(Arc::new(Model::with_room(shape, most, &hf::training_of(config)?)?))
+    Ok(Arc::new(Model::with_room(shape, most, &training_of(config)?)?))
 }
 
 impl Trainer {
-    /// Adds layers on top of those that there are. The model must have room for them
-    /// (`model.max_layers`). Waits for the updates of the last step.
+    /// Adds layers on top of the others. The model must have room for them (`model.max_layers`).
+    /// Waits for the updates of the last step.
     ///
     /// # Errors
-    /// There is no room, a layer to copy is not there, or residual branches of this family cannot
-    /// be zeros; nothing was done. Or the ring failed, or the file under the EPS.
+    /// The model has no room, a layer to copy does not exist, or residual branches of this family
+    /// cannot be zeros; nothing was done. Or the ring or the file under the EPS failed.
     pub async fn add_layers(&mut self, new: &[NewLayer]) -> Result<(), Error> {
         if new.is_empty() {
             return Ok(());
         }
-        if self.config.train.base != Base::AsIs {
+        if self.run.config.train.base != Base::AsIs {
             let problem = "stores layers so that a copy of one is not the same: leave it out of a \
                            run that adds layers";
             return Err(Error::config("train.base", problem));
         }
-        let layers = self.model.shape.layers;
-        let most = self.config.model.max_layers.unwrap_or(layers);
+        let layers = self.run.model.shape.layers;
+        let most = self.run.config.model.max_layers.unwrap_or(layers);
         if layers + new.len() > most {
             let what = format_args!(
                 "{} layers more: the model has {layers}, and room for {most}: set model.max_layers",
@@ -81,24 +80,26 @@ impl Trainer {
             );
             return Err(Error::argument(what));
         }
-        if self.model.shape.post_norm && new.iter().any(|new| new.zero_residual) {
+        if self.run.model.shape.post_norm && new.iter().any(|new| new.zero_residual) {
             let what = "a new layer with zeroed residual branches must pass hidden states on \
                         unchanged, and this model's norms behind the branches change them: copy \
                         layers";
             return Err(Error::argument(what));
         }
-        self.end_checkpoint().await?; // it is of the layers before
+        // A checkpoint that is being written has the layers before.
+        self.end_checkpoint().await?;
         self.last_checkpoint = None;
         self.settle().await?;
         let first = self.progress.layers.map_or(layers, |layers| layers.first);
         let count = LayerCount { first, now: layers + new.len() };
-        let grown = model_of(&self.config, &self.engine.model, Some(count))?;
-        let (model, new) = (grown.clone(), new.to_vec());
+        let grown = model_of(&self.run.config, &self.engine.model, Some(count))?;
+        let model = grown.clone();
+        let new = new.to_vec();
         let copy_all = move |worker: &Worker| {
             (layers..).zip(new).try_for_each(|(layer, new)| copy(worker.eps(), &model, layer, new))
         };
         self.engine.between_steps(copy_all).await?;
-        self.model = grown;
+        self.run.model = grown;
         self.engine.use_layers(count.now);
         self.progress.layers = Some(count);
         self.remember();
@@ -109,11 +110,11 @@ impl Trainer {
         sealed.map_err(|error| Error::storage("eps.path", error))
     }
 
-    /// Adds the layers that `depth.stack_at` asks for after so many steps.
+    /// Adds the layers that `depth.stack_at` asks for before the next step.
     pub(super) async fn grow(&mut self) -> Result<(), Error> {
-        let depth = &self.config.depth;
-        let (Some(most), Some(LayerCount { first, now: layers })) =
-            (self.config.model.max_layers, self.progress.layers)
+        let Config { depth, model, .. } = &self.run.config;
+        let Some((most, LayerCount { first, now: layers })) =
+            model.max_layers.zip(self.progress.layers)
         else {
             return Ok(());
         };
@@ -127,15 +128,15 @@ impl Trainer {
         self.add_layers(&new).await
     }
 
-    /// Sets the run's record in an EPS on file: the next seal writes it.
+    /// Sets the run's record in an EPS on file. The next seal writes it.
     pub(super) fn remember(&self) {
         if let Some(file) = self.worker().eps().file() {
-            file.set_run(checkpoint::remembered(self.identity(), &self.progress));
+            file.set_run(checkpoint::remembered(&self.run, &self.progress));
         }
     }
 }
 
-/// Fills the blocks of a new layer.
+/// Copies the blocks of a layer to a new layer.
 fn copy(eps: &Eps, model: &Model, layer: usize, new: NewLayer) -> Result<(), Error> {
     let blocks = model.blocks_of_layer(layer).iter().zip(model.blocks_of_layer(new.copy_of));
     blocks.into_iter().try_for_each(|(&to, &from)| copy_block(eps, model, layer, new, to, from))

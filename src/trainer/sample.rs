@@ -1,4 +1,4 @@
-//! Text and encodings from a model in training. Each token takes one step of the ring.
+//! Text and encodings from a model in training.
 
 use super::Trainer;
 use crate::data::Batch;
@@ -8,8 +8,8 @@ use crate::models::Head;
 use crate::plan::Purpose;
 
 impl Trainer {
-    /// The last hidden states of a batch, which the head reads, token by token and sequence by
-    /// sequence: (tokens, channels). Nothing of the training changes.
+    /// The hidden states that the head reads, for each token of a batch: (tokens, channels). The
+    /// training does not change.
     ///
     /// # Errors
     /// As [`step`](Trainer::step).
@@ -19,10 +19,10 @@ impl Trainer {
 
     /// Continues prompts with a KV cache, as
     /// [`Generator::generate`](crate::inference::Generator::generate) does. The run has
-    /// [room](crate::Builder::generates) for it. Nothing of the training changes.
+    /// [room](crate::Builder::generates) for it. The training does not change.
     ///
     /// # Errors
-    /// There is no room; or as [`Generator::generate`](crate::inference::Generator::generate).
+    /// The run has no room; or as [`Generator::generate`](crate::inference::Generator::generate).
     pub async fn generate(
         &mut self,
         prompts: &[Vec<u32>],
@@ -35,18 +35,17 @@ impl Trainer {
             let what = "the run has no room to generate: tell its builder (Builder::generates)";
             return Err(Error::argument(what));
         };
-        let done = generate(&mut self.engine, room, prompts, most, (how, ends), each).await;
-        self.refresh();
-        done.inspect_err(|error| self.note_failure(error))
+        let done = generate(&mut self.engine, room, prompts, most, how, ends, each).await;
+        self.count(done)
     }
 
-    /// Continues a prompt by `count` tokens, without a KV cache: each costs a walk over the whole
-    /// text, needs no room beside that of training, and follows from the last
-    /// `data.sequence_length` tokens. Nothing of the training changes.
+    /// Continues a prompt by `count` tokens without a KV cache. Each token costs a step of the ring
+    /// on the last `data.sequence_length` tokens, and needs no memory beside that of training. The
+    /// training does not change.
     ///
     /// # Errors
-    /// The prompt is empty or has a token outside the vocabulary; `how` is no way to draw; the ring
-    /// failed.
+    /// The prompt is empty or has a token outside the vocabulary; `how` has an invalid value; the
+    /// ring failed.
     pub async fn sample(
         &mut self,
         prompt: &[u32],
@@ -57,13 +56,14 @@ impl Trainer {
             return Err(Error::argument("a prompt has at least one token"));
         }
         how.check()?;
-        if self.model.shape.head != Head::Tokens {
+        if self.run.model.shape.head != Head::Tokens {
             return Err(Error::argument("tokens are drawn from models that predict the next one"));
         }
-        let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(how, 0));
+        let mut tokens = prompt.to_vec();
+        let mut dice = Dice::new(how, 0);
         dice.see(prompt);
         for _ in 0..count {
-            let length = tokens.len().min(self.plan.positions);
+            let length = tokens.len().min(self.plan.batch.positions);
             let batch = Batch::for_generation(&[&tokens[tokens.len() - length..]]);
             let logits = self.run(batch, Purpose::Score).await?.logits;
             tokens.push(dice.draw(&logits));

@@ -1,35 +1,31 @@
 //! Checkpoints, which are written while training goes on: block by block, each before its next
-//! update. One that was begun is completed also when nobody waits for it any more.
+//! update. A checkpoint that was begun is completed even if no future waits for it.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use l2l_actors::schedule::{BlockId, Version};
 use l2l_actors::work::Lane;
-use serde_json::Value;
 use tokio::task::JoinHandle;
 
 use super::Trainer;
 use crate::checkpoint::{self, Draft, Identity, Progress};
-use crate::config::Config;
 use crate::eps::{Eps, Saving};
 use crate::error::Error;
 use crate::folder;
 use crate::machine;
-use crate::models::Model;
-use crate::telemetry::{Ledger, Slice, SliceKind, State, Watch, unix_seconds};
+use crate::telemetry::{Slice, SliceKind, State, Watch, unix_seconds};
 use crate::worker::{Worker, throttle};
 
-/// A checkpoint that was begun and is not known to have ended.
+/// A checkpoint that is being written, as far as the trainer knows.
 pub(super) struct Begun {
     directory: PathBuf,
     written: JoinHandle<Result<(), Error>>,
 }
 
 impl Trainer {
-    /// Writes everything that a run resumes from to a new directory, and waits for it. The
-    /// directory appears when it is complete.
+    /// Writes everything that a run resumes from to a new directory, and waits until it is
+    /// complete. Then the directory appears.
     ///
     /// # Errors
     /// The ring failed, or a file cannot be written.
@@ -38,52 +34,45 @@ impl Trainer {
         self.end_checkpoint().await
     }
 
-    /// Begins a checkpoint of the steps done so far. It is written while further steps run: an
-    /// update waits where its block is not written yet. With several processes it is complete when
-    /// this returns. One that was begun before is waited for.
+    /// Begins a checkpoint of the steps done so far, once the checkpoint before is complete. It is
+    /// written while further steps run: an update waits until its block is written. With several
+    /// ranks the checkpoint is complete when this returns.
     ///
     /// # Errors
-    /// The ring failed, or that one failed.
+    /// The ring failed, or the checkpoint before could not be written.
     pub async fn begin_checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.end_checkpoint().await?;
         self.refresh();
         let writing = Writing {
             directory: directory.to_path_buf(),
             before: self.last_checkpoint.take(),
-            // One that is taken away from now on is not made again.
+            // A folder that is removed later is not made again.
             makes_folder: !folder::parent(directory).is_dir(),
-            config: self.config.clone(),
-            model: self.model.clone(),
-            source_config: self.source_config.clone(),
-            steps: self.learning_rate.steps,
-            data: self.data.clone(),
+            run: self.run.clone(),
             progress: self.progress.clone(),
-            disk_rate: self.disk_rate,
-            is_backward: !self.plan.deferred,
+            is_backward: !self.plan.deferred(),
             begun: self.engine.begun(),
             begin: self.engine.now(),
             watch: self.watch.clone(),
-            ledger: self.ledger.clone(),
         };
         if self.worker().eps().parts().is_some() {
             self.settle().await?;
             let write = move |worker: &Worker| writing.write(worker.eps(), None);
             let began = Instant::now();
             let written = self.engine.between_steps(write).await;
-            self.ledger.waited_for_checkpoint(began.elapsed());
+            self.watch.0.ledger.waited_for_checkpoint(began.elapsed());
             self.last_checkpoint = written.is_ok().then(|| directory.to_path_buf());
             return written;
         }
-        let write = move |worker: &Worker, saving: &Saving| {
-            writing.write(worker.eps(), Some(saving)) // the last look at `saving`
-        };
+        let write =
+            move |worker: &Worker, saving: &Saving| writing.write(worker.eps(), Some(saving));
         let written = self.engine.save_beside(write).await;
-        let written = written.inspect_err(|error| self.note_failure(error))?;
+        let written = self.count(written)?;
         self.writing = Some(Begun { directory: directory.to_path_buf(), written });
         Ok(())
     }
 
-    /// Waits until the checkpoint that was begun last is complete.
+    /// Waits until the checkpoint that was begun is complete.
     ///
     /// # Errors
     /// It could not be written.
@@ -93,7 +82,7 @@ impl Trainer {
         let before = std::mem::replace(&mut self.watch.status().state, State::Checkpointing);
         let done = written.await;
         self.watch.status().state = before;
-        self.ledger.waited_for_checkpoint(began.elapsed());
+        self.watch.0.ledger.waited_for_checkpoint(began.elapsed());
         self.last_checkpoint = matches!(done, Ok(Ok(()))).then(|| std::mem::take(directory));
         self.writing = None;
         match done {
@@ -110,39 +99,34 @@ impl Trainer {
     }
 }
 
-/// A checkpoint with all that it needs.
+/// The inputs of a checkpoint, which is written on a thread of its own.
 struct Writing {
     directory: PathBuf,
-    /// A complete checkpoint with the same frozen tensors.
+    /// A complete checkpoint, to whose files unchanged files can be links.
     before: Option<PathBuf>,
-    /// Whether the folder that it is in is to be made.
+    /// True if the folder above must be made.
     makes_folder: bool,
-    config: Config,
-    model: Arc<Model>,
-    source_config: Value,
-    steps: u64,
-    data: String,
+    run: Identity,
     progress: Progress,
-    disk_rate: Option<f64>,
-    /// Whether the next step updates the last blocks first.
+    /// True if the next step updates the last blocks first.
     is_backward: bool,
-    /// Steps of the ring that began before.
+    /// The number of steps of the ring that began before.
     begun: Version,
-    /// The time on the lanes' clock.
+    /// The time at which the checkpoint began, by the lanes' clock.
     begin: Duration,
     watch: Watch,
-    ledger: Arc<Ledger>,
 }
 
 impl Writing {
-    /// Writes the checkpoint, and shows that in the run's status and timeline.
+    /// Writes the checkpoint, and notes it in the run's status and timeline.
     fn write(self, eps: &Eps, saving: Option<&Saving>) -> Result<(), Error> {
-        let (began, mut bytes) = (Instant::now(), 0);
+        let began = Instant::now();
+        let mut bytes = 0;
         let written = eps.once(|| {
             bytes = self.write_all(eps, saving, began)?;
             Ok(())
         });
-        self.ledger.heard(&Slice {
+        self.watch.0.ledger.heard(&Slice {
             number: None,
             lane: Lane::File,
             device: None,
@@ -172,30 +156,25 @@ impl Writing {
         written
     }
 
-    /// Writes block by block, in the order of the next updates, then all else.
+    /// Writes the blocks in the order of their next updates, then the other files. Returns the
+    /// number of bytes.
     fn write_all(&self, eps: &Eps, saving: Option<&Saving>, began: Instant) -> Result<u64, Error> {
-        let run = Identity {
-            config: &self.config,
-            model: &self.model,
-            source_config: &self.source_config,
-            steps: self.steps,
-            data: &self.data,
-            changes: false,
-        };
+        let run = &self.run;
+        let disk_rate = run.config.disk_bytes_per_second()?;
         if self.makes_folder {
             let made = folder::create(folder::parent(&self.directory));
             made.map_err(|error| Error::storage(self.directory.display(), error))?;
         }
         let draft =
             Draft::begin(&self.directory, self.before.as_deref(), run, eps, &self.progress)?;
-        let mut blocks: Vec<BlockId> = (0..self.model.blocks.len() as u32).map(BlockId).collect();
+        let mut blocks: Vec<BlockId> = (0..run.model.blocks.len() as u32).map(BlockId).collect();
         if self.is_backward {
             blocks.reverse();
         }
         let mut bytes = 0;
         for id in blocks {
             bytes += draft.write_block(id, eps)?;
-            throttle(began, || bytes, self.disk_rate);
+            throttle(began, || bytes, disk_rate);
             if let Some(saving) = saving {
                 saving.saved(id);
             }

@@ -143,8 +143,8 @@ impl<'a> Compressor<'a> {
         threads.sum_groups(rights, factors.right_len);
         let right = &rights[..factors.right_len];
         own.for_each(|group| runs[2 * group + 1].copy_from_slice(right));
-        let sum = (&mut landed[part.clone()], part);
-        threads.install(|| power.write(&factors, sum, left, right));
+        let sum = &mut landed[part.clone()];
+        threads.install(|| power.write(&factors, sum, part, left, right));
         if complete.is_some() {
             let mut vectors = &left[factors.left_len..];
             for range in &factors.vectors {

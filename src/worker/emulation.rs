@@ -97,7 +97,7 @@ impl Emulated {
     fn crosses_link(&self, operation: &Operation) -> bool {
         let is_boundary =
             matches!(operation.work(), Work::UploadBoundary { .. } | Work::DownloadBoundary { .. });
-        !is_boundary || !self.worker.plan().stash_on_device
+        !is_boundary || !self.worker.plan().stash_on_device()
     }
 
     /// FLOPs of an operation of the compute lane.

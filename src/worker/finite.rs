@@ -48,7 +48,7 @@ impl Worker {
             step.plan.schedule.device_visits().filter(is_one).filter_map(Visit::device).collect();
         let names: Vec<String> = devices.iter().map(|device| device.to_string()).collect();
         match &names[..] {
-            names if names.is_empty() || self.shared.plan.devices == 1 => String::new(),
+            names if names.is_empty() || self.shared.plan.devices() == 1 => String::new(),
             [one] => format!("; device {one} computed it"),
             several => format!("; devices {} computed it", several.join(", ")),
         }

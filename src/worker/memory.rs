@@ -38,7 +38,7 @@ impl Memory {
         let no_memory = |error| Error::system(format_args!("no memory: {error}"));
         let (arena, from) = match devices[0].shared() {
             Some(arena) => {
-                (arena.clone(), devices::host_from(plan.devices, regions.device_floats()))
+                (arena.clone(), devices::host_from(plan.devices(), regions.device_floats()))
             }
             None => {
                 let arena = Arena::planned(&regions.arena(Side::Host));
@@ -51,7 +51,7 @@ impl Memory {
             let slots = regions.slots(holder, Side::Host);
             Slots { at: from + slots.at, ..slots }
         };
-        let stashed = |holder| match plan.stash_on_device {
+        let stashed = |holder| match plan.stash_on_device() {
             true => regions.slots(holder, Side::Device),
             false => on_host(holder),
         };

@@ -95,8 +95,9 @@ impl Worker {
             eps.memory().pin_masters(|masters| devices[0].pin(masters));
         }
         let used = Arc::new(Used::of(devices.len()));
+        let received_rows = plan.regions.slots(Holder::ReceivedRows, Side::HostOwn).floats();
         let shared = Arc::new(Shared {
-            embedding_rows: RwLock::new(vec![0.0; plan.received.embedding_rows]),
+            embedding_rows: RwLock::new(vec![0.0; received_rows]),
             model,
             plan,
             eps,

@@ -18,6 +18,7 @@ use crate::eps::RankParts;
 use crate::fabric::Channel;
 use crate::fabric::parts::Parts;
 use crate::optimizers::{chunks, sum_of_chunks};
+use crate::plan::{Holder, Side};
 
 /// The number under which rows are exchanged among the gradients of blocks.
 const ROWS: u64 = u64::MAX;
@@ -33,7 +34,8 @@ pub(super) struct RankLanes {
 impl RankLanes {
     pub(super) fn new(shared: Arc<Shared>) -> RankLanes {
         let is_alone = shared.eps.parts().is_none();
-        let received = if is_alone { 0 } else { shared.plan.received.gradient };
+        let planned = shared.plan.regions.slots(Holder::ReceivedGradient, Side::HostOwn).floats();
+        let received = if is_alone { 0 } else { planned };
         RankLanes { shared, received: Mutex::new(vec![0.0; received]) }
     }
 
@@ -84,7 +86,7 @@ impl RankLanes {
             slot[own].copy_from_slice(&published[..len]);
         }
         let exchanges = &parts.exchanges;
-        Ok(exchanges.complete(Channel::Blocks, u64::from(block.0), &cut, slot, beat)?)
+        Ok(exchanges.all_gather(Channel::Blocks, u64::from(block.0), &cut, slot, beat)?)
     }
 
     /// Leaves this rank's part of a gradient's sum at the begin of its landing block.
@@ -109,7 +111,7 @@ impl RankLanes {
             let received = &mut received[..own.len() * (ranks - 1)];
             let sent = bytemuck::cast_slice(gradient);
             let to = bytemuck::cast_slice_mut(received);
-            parts.exchanges.deal(block, &cut.in_bytes(size_of::<f32>()), sent, to, beat)?;
+            parts.exchanges.all_to_all(block, &cut.in_bytes(size_of::<f32>()), sent, to, beat)?;
             let mut sums: Vec<&mut [f32]> = received.chunks_mut(own.len().max(1)).collect();
             sums.resize_with(ranks - 1, Default::default);
             sums.insert(rank, &mut gradient[own.clone()]);
@@ -148,7 +150,7 @@ impl RankLanes {
                 let parts = Parts::new((1..=ranks as usize).map(|rank| rank * each).collect());
                 let bytes = bytemuck::cast_slice_mut(all);
                 let subject = u64::from(block.0);
-                exchanges.complete(Channel::Gradients, subject, &parts, bytes, beat)
+                exchanges.all_gather(Channel::Gradients, subject, &parts, bytes, beat)
             };
             compressor.factorise(gradient, own.clone(), &self.received, Some(&complete))?;
             gradient.copy_within(own, 0);
@@ -161,7 +163,7 @@ impl RankLanes {
         let received = &mut received[..(ranks as usize - 1) * packed.len()];
         let sent = bytemuck::cast_slice(&gradient[..packed_parts.len()]);
         let to = bytemuck::cast_slice_mut(received);
-        exchanges.deal(block, &packed_parts.in_bytes(size_of::<f32>()), sent, to, beat)?;
+        exchanges.all_to_all(block, &packed_parts.in_bytes(size_of::<f32>()), sent, to, beat)?;
         let chunks: Vec<Range<usize>> = chunks(compressor.tensors())
             .filter(|chunk| own.contains(&chunk.start))
             .map(|chunk| chunk.start - own.start..chunk.end - own.start)
@@ -209,7 +211,7 @@ impl RankLanes {
             rows[at..][..bytes].copy_from_slice(&stashed[..bytes]);
             at += bytes;
         }
-        Ok(exchanges.complete(Channel::Gradients, ROWS, &cut, rows, beat)?)
+        Ok(exchanges.all_gather(Channel::Gradients, ROWS, &cut, rows, beat)?)
     }
 
     /// The sum of the losses of all micro-batches, in their order.

@@ -41,7 +41,7 @@ impl Shared {
 
     /// Floats of a block that a device receives.
     pub(super) fn published_len(&self, block: BlockId) -> usize {
-        self.model.blocks[block.0 as usize].published_len(self.plan.dtype)
+        self.model.blocks[block.0 as usize].published_len(self.plan.dtype())
     }
 
     /// Elements of a block's gradient.
@@ -62,7 +62,7 @@ impl Shared {
     /// How the stash packs a boundary of hidden states or their gradients. Others are plain.
     pub(super) fn packing(&self, boundary: &Boundary) -> Packing {
         let encoding = boundary.encoding;
-        Packing { dtype: self.plan.dtype, encoding, columns: boundary.width() }
+        Packing { dtype: self.plan.dtype(), encoding, columns: boundary.width() }
     }
 
     /// True if a gradient of this norm leaves the model as it is.

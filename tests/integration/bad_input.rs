@@ -109,8 +109,8 @@ fn shapes_and_budgets() {
     let budget = "device.memory = \"1MiB\"";
     refused(&folder, budget, &["device.memory is", "the plan needs", "most of it for", "give it"]);
     refused(&folder, "model.layers = 1000\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);
-    refused(&folder, "model.layers = 99999\nmodel.hidden = 16384\nmodel.heads = 64", &["smaller"]);
-    let turns = "model.layers = 99999\nstep = { batch = 1048576, micro_batch = 1 }";
+    refused(&folder, "model.layers = 9999\nmodel.hidden = 16384\nmodel.heads = 64", &["smaller"]);
+    let turns = "model.layers = 9\nstep = { batch = 1048576, micro_batch = 1 }";
     refused(&folder, turns, &["step.micro_batch larger"]);
     refused(&folder, "watchdog.seconds = 1e20", &["watchdog.seconds must be at most"]);
     refused(&folder, "optimizer.epsilon = 1e-50", &["optimizer.epsilon must be"]);
@@ -292,7 +292,10 @@ fn flags_and_environment() {
         ),
         (vec!["train", "--set", "step.batch=0"], "--set step.batch=0: step.batch must be at least"),
         (vec!["plan", "--set", "model.heads=7"], "model.hidden is 256, model.heads 7"),
-        (vec!["train", "--resume"], "--resume: from where? Set checkpoint.directory"),
+        (
+            vec!["train", "--resume"],
+            "--resume: the config names no place to resume from: set checkpoint.directory",
+        ),
         (vec!["train", "--set", "checkpoint.directory=/dev/null/x"], "cannot be written to"),
         (vec!["train", "--format", "xml"], "invalid value 'xml'"),
         (vec!["train", "--metrics", "here"], "--metrics: metrics.listen is \"here\""),

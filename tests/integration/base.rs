@@ -144,7 +144,7 @@ fn a_base_takes_its_bytes() {
         config.step.batch = 1;
         let lora = LoraConfig { rank: Some(4), ..LoraConfig::default() };
         config.train = TrainConfig { lora: Some(lora), base, ..TrainConfig::default() };
-        let model = hf::model_of(&config, shape_of(&config).expect("a preset")).expect("ours");
+        let model = l2l::model_of(&config, shape_of(&config).expect("a preset")).expect("ours");
         let plan = Plan::new(&config, &model, &config.update_rule()).expect("ours");
         (plan, model)
     };
@@ -165,7 +165,8 @@ fn a_base_takes_its_bytes() {
         let expected = matrices as f64 * (4.0 - bytes);
         assert!((saved / expected - 1.0).abs() < 1e-3, "{base:?}: {saved} of {expected}");
         assert!(
-            plan.upload_bytes < as_is.upload_bytes && plan.device_bytes() < as_is.device_bytes()
+            plan.traffic.upload_bytes < as_is.traffic.upload_bytes
+                && plan.device_bytes() < as_is.device_bytes()
         );
     }
     let (half, _) = plan(Base::Bf16);
@@ -197,7 +198,7 @@ fn bases_without_frozen_weights_are_refused() {
         let (mut config, _) = pytorch::case("llama");
         config.train.base = Base::Nf4;
         change(&mut config.train);
-        let made = shape_of(&config).and_then(|shape| hf::model_of(&config, shape));
+        let made = shape_of(&config).and_then(|shape| l2l::model_of(&config, shape));
         match config.check().and(made) {
             Ok(_) => panic!("{:?} is accepted", config.train),
             Err(error) => error.to_string(),

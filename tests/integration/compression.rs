@@ -73,7 +73,8 @@ fn ranks_send_the_plans_bytes() {
             for ((rank, found), exact) in (0..ranks).zip(sent(kind)).zip(&exact) {
                 let share = RankShare { rank, ranks };
                 let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
-                let FabricBytes { blocks, gradients } = plan.expect("a plan of ours").fabric_bytes;
+                let FabricBytes { blocks, gradients } =
+                    plan.expect("a plan of ours").traffic.fabric_bytes;
                 let rows = u64::from(8 / ranks * 7 * 24 * 4 * (ranks - 1));
                 assert_eq!(found, [STEPS * blocks, STEPS * (gradients + rows)], "{kind:?}");
                 assert!(found[1] < exact[1], "{kind:?}: {found:?} of {exact:?}");

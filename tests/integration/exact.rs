@@ -12,7 +12,7 @@ use l2l::config::{
 use l2l::data::Batches;
 use l2l::models::Base;
 use l2l::plan::LinkBytes;
-use l2l::{Config, Plan, Trainer, hf, shape_of};
+use l2l::{Config, Plan, Trainer, shape_of};
 use proptest::prelude::*;
 
 use crate::compression::{Encodings, encodings, possible};
@@ -321,7 +321,7 @@ impl Ways {
 
 /// The bytes that so many steps move, by device, as the plan says.
 pub(crate) fn planned(config: &Config, steps: u64) -> Vec<LinkBytes> {
-    let model = hf::model_of(config, shape_of(config).expect("a shape of ours"));
+    let model = l2l::model_of(config, shape_of(config).expect("a shape of ours"));
     let model = model.expect("a model of ours");
     let plan = Plan::new(config, &model, &config.update_rule()).expect("a plan of ours");
     let all = |link: LinkBytes| LinkBytes {
@@ -329,7 +329,7 @@ pub(crate) fn planned(config: &Config, steps: u64) -> Vec<LinkBytes> {
         download: steps * link.download,
         peers: steps * link.peers,
     };
-    plan.link_bytes.into_iter().map(all).collect()
+    plan.traffic.link_bytes.into_iter().map(all).collect()
 }
 
 proptest! {

@@ -169,7 +169,7 @@ async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
 
 /// What a config that is refused says.
 fn refusal(config: &Config) -> String {
-    let made = shape_of(config).and_then(|shape| hf::model_of(config, shape));
+    let made = shape_of(config).and_then(|shape| l2l::model_of(config, shape));
     match config.check().and(made) {
         Ok(_) => panic!("{:?} is accepted", config.train),
         Err(error) => error.to_string(),

@@ -7,7 +7,7 @@ use l2l::config::{Dtype, LossScaleKind, MasterDtype, NonFinite};
 use l2l::data::{Batch, Batches, Sequence};
 use l2l::optimizers::LossScale;
 use l2l::plan::Term;
-use l2l::{Config, Plan, StepReport, Trainer, hf, shape_of};
+use l2l::{Config, Plan, StepReport, Trainer, shape_of};
 use serde_json::Value;
 
 use crate::exact::{self, SMALL, baseline};
@@ -254,7 +254,7 @@ fn sixteen_bits_take_less_memory() {
         config.model.hidden = Some(96);
         (config.device.dtype, config.optimizer.masters) = (dtype, masters);
         let shape = shape_of(&config).expect("a shape of ours");
-        let model = hf::model_of(&config, shape).expect("a model of ours");
+        let model = l2l::model_of(&config, shape).expect("a model of ours");
         let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
         let parameters: usize = model.blocks.iter().map(|block| block.len()).sum();
         let of = |terms: &[Term], name| {

@@ -180,9 +180,12 @@ async fn long_sequences_are_pytorchs() {
     config.data.sequence_length = Some(4200);
     config.step.chunk_positions = 2048;
     check(config.clone(), &golden).await;
-    config.schedule.recompute = Recompute::ATTENTION;
-    config.step.micro_batch = 1;
-    check(config, &golden).await;
+    // That attention alone is recomputed with the same bits is shown by `exact`, on short chunks.
+    if crate::whole() {
+        config.schedule.recompute = Recompute::ATTENTION;
+        config.step.micro_batch = 1;
+        check(config, &golden).await;
+    }
 }
 
 /// Scores sequences one by one, without padding. When the mean log-probability is close to

@@ -179,8 +179,8 @@ fn bytes_are_the_schedules() {
     };
     assert_eq!(moved([WorkKind::Weights, WorkKind::Input]), view.bytes_uploaded);
     assert_eq!(moved([WorkKind::Output, WorkKind::Gradient]), view.bytes_downloaded);
-    assert_eq!(view.bytes_uploaded, 4 * plan.upload_bytes);
-    assert_eq!(view.bytes_downloaded, 4 * plan.download_bytes);
+    assert_eq!(view.bytes_uploaded, 4 * plan.traffic.upload_bytes);
+    assert_eq!(view.bytes_downloaded, 4 * plan.traffic.download_bytes);
 }
 
 /// A run has at most ten series a layer, and 5,000 in all with 384 layers. Every metric of the list

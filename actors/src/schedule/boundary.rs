@@ -80,7 +80,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// How the stash holds a boundary.
+/// The format of a boundary in the stash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Encoding {
     /// As it lies in its slots on the device.
@@ -100,7 +100,7 @@ pub enum Encoding {
 pub struct Boundary {
     /// The role of its content.
     pub role: Role,
-    /// How the stash holds it.
+    /// The format in the stash.
     pub encoding: Encoding,
     /// Bytes of one of its numbers, in its slots.
     pub element_bytes: u8,

@@ -10,7 +10,7 @@ use super::{BlockId, Phase, Pools, Schedule, Visit};
 pub struct DeviceVisit {
     /// Index in [`Schedule::visits`].
     pub visit: usize,
-    /// Its blocks and their slots, in the order of the visit's blocks.
+    /// The visit's blocks and their slots, in the visit's order.
     pub residences: Vec<Residence>,
     /// Blocks whose gradient it adds to, and whether it is the first of its group to do so. The
     /// visit's other blocks are frozen.

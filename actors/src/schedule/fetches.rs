@@ -33,7 +33,7 @@ pub enum Fetch {
     Gather {
         /// Index of the host visit.
         visit: usize,
-        /// Which share.
+        /// The share.
         share: Share,
     },
 }

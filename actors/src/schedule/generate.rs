@@ -75,7 +75,7 @@ pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule
 #[derive(Clone, Copy)]
 struct Chained<'m> {
     layer: LayerId,
-    /// Which step of the layer.
+    /// The index of the step among those of the layer.
     index: u8,
     step: &'m RingStep,
 }
@@ -93,9 +93,9 @@ struct Wiring<'m> {
     schedule: Schedule,
     /// The steps of all selected layers, in forward order.
     chain: Vec<Chained<'m>>,
-    /// Where in the chain the backward pass ends; none: nothing trains.
+    /// The place in the chain where the backward pass ends; `None`: nothing trains.
     lowest: Option<usize>,
-    /// For each step of the chain.
+    /// The boundaries of each step of the chain.
     met: Vec<Met>,
     /// The boundary of each role that was written last.
     latest: BTreeMap<Role, BoundaryId>,

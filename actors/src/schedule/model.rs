@@ -45,7 +45,7 @@ impl RingModel {
 /// One layer of a model, as the generators see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingLayer {
-    /// Its visits in the forward pass, in order. The backward pass has them in reverse.
+    /// The layer's visits in the forward pass, in order. The backward pass has them in reverse.
     pub steps: Vec<RingStep>,
 }
 
@@ -76,9 +76,9 @@ pub struct RingStep {
     pub kind: VisitKind,
     /// Blocks it needs. A block that several layers need is trained by one of them at most.
     pub needs: Vec<BlockId>,
-    /// Its inputs: of each role, the boundary that an earlier step wrote last.
+    /// The inputs: of each role, the boundary that an earlier step wrote last.
     pub reads: Vec<Input>,
-    /// Its outputs.
+    /// The outputs.
     pub writes: Vec<Boundary>,
     /// Activations that its backward visit reads in place of recomputing them.
     pub saves: Option<Boundary>,

@@ -28,7 +28,7 @@ pub struct Action {
 /// The order in which each device runs its stages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pipeline {
-    /// For each device its actions, in order.
+    /// The actions of each device, in order.
     pub devices: Vec<Vec<Action>>,
 }
 

@@ -23,7 +23,7 @@ pub enum Reduction {
         group: GroupId,
         /// The device that it comes from.
         device: DeviceId,
-        /// How it is added to others on the host.
+        /// The join with other gradients of the block.
         join: Join,
         /// True when a scatter follows.
         scattered: bool,

@@ -79,9 +79,9 @@ struct OfDevice {
     staged: usize,
     /// Blocks that were uploaded, or their shards.
     uploaded: usize,
-    /// For each weight slot, which of these fetches it holds.
+    /// The fetches that each weight slot holds.
     tenants: BTreeMap<u32, usize>,
-    /// For each visit that was announced, how many blocks were uploaded for it and for earlier
+    /// For each announced visit, the number of blocks that were uploaded for it and for earlier
     /// visits.
     needs: Vec<usize>,
     piece: usize,
@@ -92,7 +92,7 @@ struct OfDevice {
     input_slots: u32,
     /// The Executor's visit, among the device's.
     visit: usize,
-    /// Its next micro-batch within it.
+    /// The next micro-batch of that visit.
     operation: usize,
     gradient_slots: u32,
     /// Gradients that were sent to the Reducer.

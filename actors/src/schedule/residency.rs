@@ -14,7 +14,7 @@ use super::BlockId;
 pub struct Residence {
     /// The block.
     pub block: BlockId,
-    /// Its weight slot.
+    /// The weight slot of the block.
     pub slot: u32,
     /// True when it is uploaded for this visit; false when the slot holds it already.
     pub upload: bool,

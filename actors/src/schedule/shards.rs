@@ -21,10 +21,10 @@ pub struct Shard {
 const ALIGNED: u64 = 256;
 
 impl Shard {
-    /// All of a block.
+    /// The shard that is all of a block.
     pub const WHOLE: Shard = Shard { index: 0, of: 1 };
 
-    /// Its range in a block of `bytes` bytes.
+    /// The range of the shard in a block of `bytes` bytes.
     pub fn range(self, bytes: u64) -> Range<u64> {
         if self == Shard::WHOLE {
             return 0..bytes;
@@ -34,7 +34,7 @@ impl Shard {
         end(self.index.into())..end(u64::from(self.index) + 1)
     }
 
-    /// Its bytes in a block of `bytes` bytes.
+    /// The bytes of the shard in a block of `bytes` bytes.
     pub fn bytes(self, bytes: u64) -> u64 {
         let Range { start, end } = self.range(bytes);
         end - start
@@ -67,7 +67,7 @@ impl Schedule {
     }
 }
 
-/// Where blocks are sharded, all devices upload the same blocks in the same order.
+/// Checks that all devices upload the same blocks in the same order, if blocks are sharded.
 pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Result<(), Refusal> {
     let shards = schedule.shards;
     let devices = schedule.devices();

@@ -37,7 +37,7 @@ pub(super) fn open_gradients(schedule: &Schedule) -> u32 {
     levels.max().unwrap_or(0)
 }
 
-/// How the gradient that one group contributes to a block is added to others on the host.
+/// The join of one group's gradient of a block with those of other groups, on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Join {
     /// The number of the block's kept gradients that are added to it, the youngest first.

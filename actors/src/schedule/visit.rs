@@ -62,7 +62,7 @@ impl fmt::Display for Phase {
 /// One stay of a device, or of the host lane, at one layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Visit {
-    /// Its kind.
+    /// The kind of the visit.
     pub kind: VisitKind,
     /// The layer visited.
     pub layer: LayerId,

@@ -99,7 +99,7 @@ impl VirtualLanes {
         queue.running = Some(Running { operation, begin, end });
     }
 
-    /// When the queue's running operation ends.
+    /// The time at which the queue's running operation ends.
     pub(super) fn end_of(&self, queue: Queue) -> Option<Duration> {
         self.lock().queues[&queue].running.as_ref().map(|running| running.end)
     }

@@ -47,7 +47,7 @@ pub enum WorkKind {
 }
 
 impl WorkKind {
-    /// Its name in timelines.
+    /// The name of the kind in timelines.
     pub fn name(self) -> &'static str {
         match self {
             WorkKind::Weights => "weights",

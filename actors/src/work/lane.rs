@@ -30,7 +30,7 @@ pub enum Lane {
 pub struct Queue {
     /// The lane.
     pub lane: Lane,
-    /// Its device; `None`: the host.
+    /// The device; `None`: the host.
     pub device: Option<DeviceId>,
 }
 
@@ -79,7 +79,7 @@ impl Lane {
         Lane::Exchange,
     ];
 
-    /// Its name in metrics and timelines.
+    /// The name of the lane in metrics and timelines.
     pub fn name(self) -> &'static str {
         match self {
             Lane::Upload => "upload",

@@ -30,7 +30,7 @@ pub struct Placed {
 pub struct BlockUse {
     /// The block.
     pub block: BlockId,
-    /// Its weight slot.
+    /// The weight slot of the block.
     pub weights: u32,
     /// The accumulator of its gradient; `None`: the operation computes no gradient of the block.
     pub gradient: Option<Accumulator>,
@@ -198,7 +198,7 @@ enum Moves {
 pub struct Row {
     /// The lane it belongs on.
     pub lane: Lane,
-    /// Its kind on the timeline.
+    /// The kind on the timeline.
     pub kind: WorkKind,
     title: &'static str,
     subject: Subject,

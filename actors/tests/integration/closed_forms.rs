@@ -16,7 +16,8 @@ fn stack(layers: u32, micro_batches: u32) -> Schedule {
 }
 
 fn config_of_cases() -> ProptestConfig {
-    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) }
+    let cases = if whole() { 300 } else { 100 };
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 /// Begin of the first and end of the last operation of a layer's backward visit.

@@ -191,7 +191,7 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
 
 /// No file of failing cases: a case prints itself, and belongs into a test of its own.
 fn config_of_cases() -> ProptestConfig {
-    let cases = ProptestConfig::with_cases(2000);
+    let cases = ProptestConfig::with_cases(if whole() { 2000 } else { 400 });
     ProptestConfig { failure_persistence: None, max_global_rejects: 100_000, ..cases }
 }
 

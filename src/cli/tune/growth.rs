@@ -3,7 +3,7 @@
 
 use l2l::models::{Model, Shape};
 use l2l::plan::Term;
-use l2l::{Config, Plan, hf};
+use l2l::{Config, Plan, model_of};
 
 use super::trial::Settings;
 
@@ -16,7 +16,7 @@ const DEEP: usize = 8;
 pub(super) fn of(config: &Config, model: &Model, settings: Settings) -> Vec<Term> {
     let at = |layers: usize| {
         let shape = Shape { layers, ..model.shape };
-        let deeper = hf::model_of(config, shape).ok()?;
+        let deeper = model_of(config, shape).ok()?;
         let mut settings = settings;
         // A device of a pipeline holds all its layers, also those that a deeper model adds.
         if settings.layout.kind.is_pipeline() {
@@ -47,7 +47,7 @@ mod tests {
         config.data.train = "random".into();
         change(&mut config);
         let shape = largest_shape_of(&config).expect("a shape of ours");
-        let model = hf::model_of(&config, shape).expect("a model of ours");
+        let model = model_of(&config, shape).expect("a model of ours");
         of(&config, &model, Settings::of(&config)).into_iter().map(|term| term.name).collect()
     }
 

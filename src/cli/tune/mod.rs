@@ -19,7 +19,7 @@ use l2l::config::{Format, StashPlace};
 use l2l::data::{Batch, Batches};
 use l2l::models::Model;
 use l2l::telemetry::{Forecast, Observe, Rates, Slice};
-use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, hf, largest_shape_of};
+use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of, model_of};
 
 use super::common::BUILT_IN;
 use super::output::{OutputFile, has_ended, lose, print};
@@ -61,7 +61,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     config.step.steps = Some(steps + 1);
     config.step.epochs = None;
     let run = || {
-        let model = hf::model_of(&config, largest_shape_of(&config)?)?;
+        let model = model_of(&config, largest_shape_of(&config)?)?;
         let batches = runtime()?.block_on(first_batches(&config, steps + 1))?;
         let search = Search { config: &config, model, batches, prints_all: to.is_none() };
         let Some(Found { trials, checkpoint }) = search.run(saves.as_deref(), *rounds)? else {

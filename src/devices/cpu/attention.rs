@@ -91,12 +91,12 @@ impl<'a> Head<'a> {
         self.first_row + position - self.before
     }
 
-    /// Where this head's columns of a query begin in a (R, H D) tensor.
+    /// The begin of this head's columns of a query in a (R, H D) tensor.
     fn at(&self, position: usize) -> usize {
         self.row(position) * self.channels() + self.head * self.size.head_size
     }
 
-    /// Where this head's query of a position begins.
+    /// The begin of this head's query of a position.
     fn at_query(&self, position: usize) -> usize {
         self.row(position) * self.size.qkv_width() + self.head * self.size.head_size
     }
@@ -106,7 +106,7 @@ impl<'a> Head<'a> {
         if self.own_kv { self.size.kv_width() } else { self.size.qkv_width() }
     }
 
-    /// Where this head's key (0) or value (1) of a position begins.
+    /// The begin of this head's key (0) or value (1) of a position.
     fn at_key(&self, position: usize, which: usize) -> usize {
         let AttentionShape { heads, kv_heads, head_size, .. } = *self.size;
         let queries = if self.own_kv { 0 } else { heads };

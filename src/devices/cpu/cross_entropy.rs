@@ -275,7 +275,7 @@ fn add_rows(sum: &mut [f32], x: &[f32], accumulate: bool) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::oracle::{Bench, close, differences, noise};
+    use super::super::oracle::{Bench, Noise, close, differences, noise};
     use super::*;
     use crate::kernels::{CrossEntropy, Loss};
 
@@ -346,6 +346,65 @@ mod tests {
         }
     }
 
+    /// Statistics, dh, dw and dbias of a vocabulary that is scored tile by tile.
+    fn scored(
+        level: Level,
+        smoothing: Smoothing,
+        [h, w, bias]: [&Noise; 3],
+        labels: &[i32],
+        tile: usize,
+    ) -> [Vec<f32>; 4] {
+        let rows = labels.len();
+        let c = h.narrow.len() / rows;
+        let vocabulary = bias.narrow.len();
+        let label = |label: &i32| [f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(*label as u32)];
+        let statistics: Vec<f32> = labels.iter().flat_map(label).collect();
+        let mut bench = Bench::new();
+        let [h, w, bias] =
+            [(h, c), (w, c), (bias, 1)].map(|(of, columns)| bench.tensor(columns, &of.narrow));
+        let [dw, dbias] = [c, 1].map(|columns| bench.nan(vocabulary, columns));
+        let as_row = |view: View| Some(view.with_columns(view.len()));
+        let tiles = || (0..vocabulary).step_by(tile).map(|at| at..vocabulary.min(at + tile));
+        let mut statistics = bench.tensor(STATISTICS, &statistics);
+        for tile in tiles() {
+            let op = Score {
+                out: bench.nan(rows, STATISTICS),
+                statistics,
+                h,
+                w: w.row_range(tile.clone()),
+                bias: as_row(bias.row_range(tile.clone())),
+                first: tile.start,
+                labelled: rows,
+                smoothing,
+            };
+            bench.run(level, |k, scratch| k.score(&op, scratch));
+            statistics = op.out;
+        }
+        let mut dh_before = None;
+        for tile in tiles().collect::<Vec<_>>().into_iter().rev() {
+            let op = ScoreBackward {
+                dh: bench.nan(rows, c),
+                dw: Some(dw.row_range(tile.clone())),
+                dbias: as_row(dbias.row_range(tile.clone())),
+                dh_before,
+                statistics,
+                h,
+                w: w.row_range(tile.clone()),
+                bias: as_row(bias.row_range(tile.clone())),
+                loss: &CrossEntropy,
+                smoothing,
+                scale: 0.5,
+                first: tile.start,
+                labelled: rows,
+                accumulate: false,
+            };
+            bench.run(level, |k, scratch| k.score_backward(&op, scratch));
+            dh_before = Some(op.dh);
+        }
+        let dh = dh_before.expect("there are tiles");
+        [statistics, dh, dw, dbias].map(|view| bench.values(view))
+    }
+
     #[test]
     fn tiles_are_one_softmax_forward_and_backward() {
         for (rows, c, vocabulary, tile) in [(3, 5, 7, 7), (6, 4, 11, 3), (300, 3, 20, 8)] {
@@ -355,73 +414,16 @@ mod tests {
             let label =
                 |row: usize| if row % 3 == 1 { -100 } else { (row * 5 % vocabulary) as i32 };
             let labels: Vec<i32> = (0..rows).map(label).collect();
-            let tile_at = |first| (first, tile.min(vocabulary - first));
-            let tiles: Vec<_> = (0..vocabulary).step_by(tile).map(tile_at).collect();
             let ways = [Smoothing::NONE, Smoothing::of(0.2, vocabulary)];
             let levels = Level::all().into_iter();
             for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
-                let mut statistics = vec![0.0; rows * STATISTICS];
-                let positions = statistics.chunks_exact_mut(STATISTICS).zip(&labels);
-                positions.for_each(|(statistics, &label)| {
-                    let label = f32::from_bits(label as u32);
-                    statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, label]);
-                });
-                let mut bench = Bench::new();
-                let h_view = bench.tensor(c, &h.narrow);
-                let w_view = bench.tensor(c, &w.narrow);
-                let bias_view = bench.tensor(1, &bias.narrow);
-                let dw = bench.nan(vocabulary, c);
-                let dbias = bench.nan(vocabulary, 1);
-                let of_tile = |view: View, tile: &(usize, usize)| {
-                    Some(view.row_range(tile.0..tile.0 + tile.1).with_columns(tile.1))
-                };
-                let tile_of =
-                    |view: View, tile: &(usize, usize)| view.row_range(tile.0..tile.0 + tile.1);
-                let mut out = bench.tensor(STATISTICS, &statistics);
-                for tile in &tiles {
-                    let op = Score {
-                        out: bench.nan(rows, STATISTICS),
-                        statistics: out,
-                        h: h_view,
-                        w: tile_of(w_view, tile),
-                        bias: of_tile(bias_view, tile),
-                        first: tile.0,
-                        labelled: rows,
-                        smoothing,
-                    };
-                    bench.run(level, |k, scratch| k.score(&op, scratch));
-                    out = op.out;
-                }
-                let statistics = bench.values(out);
+                let [statistics, dh, dw, dbias] =
+                    scored(level, smoothing, [&h, &w, &bias], &labels, tile);
                 let labelled = statistics.chunks_exact(STATISTICS).filter(|of| label_of(of) >= 0);
                 let losses = labelled.map(|of| CrossEntropy.value(of[0] + of[1].ln(), of[2]));
                 let loss: f64 = losses.map(f64::from).sum();
                 let expected = plain([&h.wide, &w.wide, &bias.wide], &labels, c, smoothing);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
-
-                let mut dh_before = None;
-                for tile in tiles.iter().rev() {
-                    let op = ScoreBackward {
-                        dh: bench.nan(rows, c),
-                        dw: Some(tile_of(dw, tile)),
-                        dbias: of_tile(dbias, tile),
-                        dh_before,
-                        statistics: out,
-                        h: h_view,
-                        w: tile_of(w_view, tile),
-                        bias: of_tile(bias_view, tile),
-                        loss: &CrossEntropy,
-                        smoothing,
-                        scale: 0.5,
-                        first: tile.0,
-                        labelled: rows,
-                        accumulate: false,
-                    };
-                    bench.run(level, |k, scratch| k.score_backward(&op, scratch));
-                    dh_before = Some(op.dh);
-                }
-                let dh = bench.values(dh_before.expect("there are tiles"));
-                let [dw, dbias] = [dw, dbias].map(|view| bench.values(view));
                 let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();
                 let by_w = |w: &[f64]| plain([&h.wide, w, &bias.wide], &labels, c, smoothing);
                 let by_bias = |bias: &[f64]| plain([&h.wide, &w.wide, bias], &labels, c, smoothing);

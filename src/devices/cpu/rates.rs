@@ -22,7 +22,7 @@ const ROUNDS: usize = 8;
 pub struct KernelRate {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// Its speed.
+    /// The speed of the kernel.
     pub rate: Rate,
 }
 

@@ -82,7 +82,8 @@ mod tests {
         }
     }
 
-    /// Of transformers' llama3 scaling: theta 500000, factor 8, low 1, high 4, 8192 positions.
+    /// The expected numbers are those of transformers' llama3 scaling: theta 500000, factor 8, low
+    /// 1, high 4, 8192 positions.
     #[test]
     fn stretched_frequencies_are_transformers() {
         let scaling = RotaryScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, positions: 8192 };

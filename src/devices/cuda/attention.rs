@@ -1,8 +1,8 @@
 //! Attention in tiles.
 
 use super::driver::Argument;
-use super::kernels::On;
-use super::launches::{attention_words, int};
+use super::kernels::{On, arguments};
+use super::launches::attention_words;
 use super::texts::AMPERE;
 use crate::kernels::{Attention, AttentionBackward, AttentionShape, ChunkKv};
 use crate::tensor::{Scratch, View};
@@ -139,44 +139,33 @@ impl On<'_> {
     pub(super) fn attention(&self, op: &Attention<'_>) {
         let Attention { y, lse, qkv, kv, ref shape } = *op;
         let [forward, ..] = self.passes(shape.head_size);
-        let kv = self.at_if(kv);
         let starts = self.metadata.starts(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
         let sizes = attention_words(shape);
-        let arguments: [&dyn Argument; 7] =
-            [&self.at(y), &self.at(lse), &self.at(qkv), &kv, &starts, &documents, &sizes];
-        self.tiles(forward, shape, shape.batch.longest(), shape.heads, &arguments);
+        let arguments = arguments!(self; y, lse, qkv, kv, starts, documents, sizes);
+        self.tiles(forward, shape, shape.batch.longest(), shape.heads, arguments);
     }
 
     pub(super) fn attention_backward(&self, op: &AttentionBackward<'_>, [delta, parts]: [View; 2]) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
         let [_, to_keys, to_queries] = self.passes(shape.head_size);
         let sizes = attention_words(shape);
-        let dqkv_at = self.at(dqkv);
-        let dy = self.at(dy);
-        let lse = self.at(lse);
-        let heads = delta.len();
-        let delta = self.at(delta);
-        let qkv = self.at(qkv);
         let starts = self.metadata.starts(&shape.batch);
-        let arguments: [&dyn Argument; 5] = [&delta, &self.at(y), &dy, &starts, &sizes];
-        let grid = [heads.div_ceil(8), 1, 1];
-        self.queue.launch("attention_delta", grid, [256, 1, 1], 0, &arguments);
-        let kv = self.at_if(chunk_kv.map(|one| one.kv));
+        let documents = self.metadata.documents(&shape.batch);
+        let arguments = arguments!(self; delta, y, dy, starts, sizes);
+        let grid = [delta.len().div_ceil(8), 1, 1];
+        self.queue.launch("attention_delta", grid, [256, 1, 1], 0, arguments);
+        let kv = chunk_kv.map(|one| one.kv);
         let shares = shares_of(shape);
         let dkv = if shares > 1 { Some(parts) } else { chunk_kv.map(|one| one.dkv) };
-        let dkv = self.at_if(dkv);
         let has_sum = chunk_kv.is_some_and(|one| one.accumulate);
-        let accumulate = i32::from(has_sum && shares == 1);
-        let documents = self.metadata.documents(&shape.batch);
+        let accumulate = has_sum && shares == 1;
         let queries = shape.batch.longest();
         let keys = shape.batch.same_positions_before() + queries;
-        let inputs: [&dyn Argument; 8] =
-            [&dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes];
-        let outputs: [&dyn Argument; 2] = [&dqkv_at, &dkv];
-        let of_shares: [&dyn Argument; 2] = [&accumulate, &int(shares)];
-        let arguments = [&outputs[..], &inputs[..], &of_shares[..]].concat();
-        self.tiles(to_keys, shape, keys, shape.kv_heads * shares, &arguments);
+        let arguments = arguments!(
+            self; dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, sizes, accumulate, shares
+        );
+        self.tiles(to_keys, shape, keys, shape.kv_heads * shares, arguments);
         match chunk_kv {
             _ if shares == 1 => {}
             Some(ChunkKv { dkv, .. }) => {
@@ -185,9 +174,8 @@ impl On<'_> {
             }
             None => self.recall(dqkv, parts, shape, shares),
         }
-        let arguments: [&dyn Argument; 9] =
-            [&dqkv_at, &dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes];
-        self.tiles(to_queries, shape, queries, shape.heads, &arguments);
+        let arguments = arguments!(self; dqkv, dy, lse, delta, qkv, kv, starts, documents, sizes);
+        self.tiles(to_queries, shape, queries, shape.heads, arguments);
     }
 
     /// Launches a block for each tile of positions of each head. Heads come first in the grid, so

@@ -64,8 +64,8 @@ impl DeviceMetadata {
         assert_eq!([self.sequences, self.rows], of_batch, "kernels run on another micro-batch");
     }
 
-    /// Where the rows of each sequence begin, and where those of the last end. Null for a chunk:
-    /// all of its rows are of one sequence.
+    /// The first row of each sequence, and the row behind the last. Null for a chunk: all of its
+    /// rows are of one sequence.
     pub(super) fn starts(&self, batch: &BatchView<'_>) -> Address {
         self.check(batch);
         if batch.chunk().is_some() { NULL } else { self.word(0) }

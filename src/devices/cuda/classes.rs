@@ -1,8 +1,6 @@
 //! Positions that stand for their sequences, and losses of whole sequences or of tokens.
 
-use super::driver::Argument;
-use super::kernels::On;
-use super::launches::int;
+use super::kernels::{On, arguments};
 use crate::kernels::{
     BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples,
     Smoothing,
@@ -28,42 +26,38 @@ impl On<'_> {
         pool: Pooling,
         batch: &BatchView<'_>,
     ) {
-        let blocks = to.rows;
-        let channels = to.columns;
-        let [b, r, c] = [batch.sequences(), batch.rows(), channels].map(int);
-        let from = self.at(from);
-        let last = i32::from(pool == Pooling::Last);
-        let arguments: [&dyn Argument; 7] =
-            [&self.at(to), &from, &self.metadata.starts(batch), &b, &r, &c, &last];
-        self.queue.columns(kernel, [blocks, 1], channels, &arguments);
+        let [blocks, channels] = to.shape();
+        let starts = self.metadata.starts(batch);
+        let b = batch.sequences();
+        let is_last = pool == Pooling::Last;
+        let arguments = arguments!(self; to, from, starts, b, batch.rows(), channels, is_last);
+        self.queue.columns(kernel, [blocks, 1], channels, arguments);
     }
 
     pub(super) fn class_loss(&self, op: &ClassLoss<'_>) {
         let ClassLoss { out, statistics, scores, samples, is_value, ref batch, .. } = *op;
         let Smoothing { own, each } = op.smoothing;
         self.copy(out, statistics);
-        let grid = [scores.rows, 1, 1];
-        let [b, r, labels] = [sequences(samples, batch), batch.rows(), scores.columns].map(int);
-        let scores = self.at(scores);
+        let [samples_count, labels] = scores.shape();
         let starts = self.metadata.starts(batch);
-        let arguments: [&dyn Argument; 9] =
-            [&self.at(out), &scores, &starts, &b, &r, &labels, &i32::from(is_value), &own, &each];
-        self.queue.launch("class_loss", grid, [32, 1, 1], 0, &arguments);
+        let b = sequences(samples, batch);
+        let arguments =
+            arguments!(self; out, scores, starts, b, batch.rows(), labels, is_value, own, each);
+        self.queue.launch("class_loss", [samples_count, 1, 1], [32, 1, 1], 0, arguments);
     }
 
     pub(super) fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
         let ClassLossBackward { dscores, scores, statistics, scale, ref batch, .. } = *op;
         let ClassLossBackward { samples, is_value, .. } = *op;
         let Smoothing { own, each } = op.smoothing;
-        let grid = [scores.rows, 1, 1];
-        let [b, r, labels] = [sequences(samples, batch), batch.rows(), scores.columns].map(int);
-        let d = self.at(dscores);
-        let scores = self.at(scores);
-        let s = self.at(statistics);
+        let [samples_count, labels] = scores.shape();
         let starts = self.metadata.starts(batch);
-        let arguments: [&dyn Argument; 11] =
-            [&d, &scores, &s, &scale, &starts, &b, &r, &labels, &i32::from(is_value), &own, &each];
-        self.queue.launch("class_loss_backward", grid, [32, 1, 1], 0, &arguments);
+        let b = sequences(samples, batch);
+        let r = batch.rows();
+        let arguments = arguments!(
+            self; dscores, scores, statistics, scale, starts, b, r, labels, is_value, own, each
+        );
+        self.queue.launch("class_loss_backward", [samples_count, 1, 1], [32, 1, 1], 0, arguments);
     }
 }
 

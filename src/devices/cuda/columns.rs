@@ -1,8 +1,6 @@
 //! Some columns of a tensor.
 
-use super::driver::Argument;
-use super::kernels::On;
-use super::launches::int;
+use super::kernels::{On, arguments};
 use crate::kernels::{AddColumns, TakeColumns};
 use crate::tensor::View;
 
@@ -24,9 +22,7 @@ impl On<'_> {
         scale: f32,
     ) {
         let rows = y.rows;
-        let [r, width, columns, first] = [rows, all, some, first].map(int);
-        let arguments: [&dyn Argument; 7] =
-            [&self.at(y), &self.at(x), &r, &width, &columns, &first, &scale];
-        self.queue.columns(kernel, [rows, 1], some, &arguments);
+        let arguments = arguments!(self; y, x, rows, all, some, first, scale);
+        self.queue.columns(kernel, [rows, 1], some, arguments);
     }
 }

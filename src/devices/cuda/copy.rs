@@ -1,6 +1,6 @@
 //! Copies between dtypes, and zeros.
 
-use super::kernels::On;
+use super::kernels::{On, arguments};
 use super::launches::{NEIGHBOURS, long};
 use crate::kernels::Cast;
 use crate::tensor::{Dtype, View};
@@ -12,12 +12,12 @@ impl On<'_> {
             (Dtype::F32, _) => "to_floats",
             _ => "from_floats",
         };
-        self.queue.each(kernel, x.len(), NEIGHBOURS, &[&self.at(y), &self.at(x), &long(x.len())]);
+        self.queue.each(kernel, x.len(), NEIGHBOURS, arguments!(self; y, x, long(x.len())));
     }
 
     /// y = 0.
     pub(super) fn clear(&self, y: View) {
         let kernel = if y.dtype == Dtype::F32 { "clear_floats" } else { "clear" };
-        self.queue.each(kernel, y.len(), NEIGHBOURS, &[&self.at(y), &long(y.len())]);
+        self.queue.each(kernel, y.len(), NEIGHBOURS, arguments!(self; y, long(y.len())));
     }
 }

@@ -3,11 +3,11 @@
 
 use std::ops::Range;
 
-use super::driver::{Address, Argument};
-use super::kernels::On;
-use super::launches::{int, parts_of};
+use super::driver::Address;
+use super::kernels::{On, arguments};
+use super::launches::parts_of;
 use super::linear::Table;
-use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize, Smoothing};
+use crate::kernels::{Logits, Score, ScoreBackward, Smoothing};
 use crate::tensor::{Scratch, View};
 
 /// Positions that are scored at once, from shapes alone. Each time, the weights of a tile and their
@@ -18,8 +18,8 @@ fn chunk_of(rows: usize) -> usize {
 
 /// Elements from a row of a tile's logits to the next. A multiple of 8, so that products read
 /// aligned rows for every size of a tile.
-fn stride_of(size: &ScoreSize) -> usize {
-    size.tile.next_multiple_of(8)
+fn stride_of(tile: usize) -> usize {
+    tile.next_multiple_of(8)
 }
 
 /// Workspace of a tile.
@@ -33,17 +33,17 @@ pub(super) struct Labelled {
     logits: View,
 }
 
-fn labelled_scratch(size: &ScoreSize, scratch: &Scratch<'_>) -> Labelled {
-    let chunk = chunk_of(size.rows);
+fn labelled_scratch(h: View, w: View, scratch: &Scratch<'_>) -> Labelled {
+    let chunk = chunk_of(h.rows);
     Labelled {
         places: scratch.take_floats(1, chunk),
-        h: scratch.take(chunk, size.channels),
-        logits: scratch.take_floats(chunk, stride_of(size)),
+        h: scratch.take(chunk, h.columns),
+        logits: scratch.take_floats(chunk, stride_of(w.rows)),
     }
 }
 
 pub(super) fn score_scratch(op: &Score, scratch: &Scratch<'_>) -> Labelled {
-    labelled_scratch(&op.size(), scratch)
+    labelled_scratch(op.h, op.w, scratch)
 }
 
 /// The rows that have a label, and these rows side by side.
@@ -64,39 +64,35 @@ pub(super) struct BackwardScratch {
 }
 
 pub(super) fn backward_scratch(op: &ScoreBackward<'_>, scratch: &Scratch<'_>) -> BackwardScratch {
-    let size = op.size();
-    let chunk = chunk_of(size.rows);
+    let chunk = chunk_of(op.h.rows);
     let sums = op.dbias.map_or(0, |_| parts_of(chunk));
     BackwardScratch {
-        labelled: labelled_scratch(&size, scratch),
-        dlogits: scratch.take(chunk, stride_of(&size)),
-        dh: scratch.take_floats(chunk, size.channels),
-        parts: scratch.take_floats(sums, size.tile),
+        labelled: labelled_scratch(op.h, op.w, scratch),
+        dlogits: scratch.take(chunk, stride_of(op.w.rows)),
+        dh: scratch.take_floats(chunk, op.h.columns),
+        parts: scratch.take_floats(sums, op.w.rows),
     }
 }
 
-/// Labelled rows that are scored at once.
-fn chunks(size: &ScoreSize) -> impl Iterator<Item = Range<usize>> {
-    let rows = size.labelled;
-    let chunk = chunk_of(size.rows).max(1);
-    (0..rows).step_by(chunk).map(move |from| from..rows.min(from + chunk))
+/// Ranges of `labelled` rows that are scored at once, of `rows` rows in all.
+fn chunks(labelled: usize, rows: usize) -> impl Iterator<Item = Range<usize>> {
+    let chunk = chunk_of(rows).max(1);
+    (0..labelled).step_by(chunk).map(move |from| from..labelled.min(from + chunk))
 }
 
 impl On<'_> {
     /// Finds the labelled rows of this range, among all labelled rows.
     fn find(&self, places: View, statistics: View, rows: usize, of: &Range<usize>) -> Address {
         let to = self.at(places).at;
-        let [rows, first, count] = [rows, of.start, of.len()].map(int);
-        let arguments: [&dyn Argument; 5] = [&to, &self.at(statistics), &rows, &first, &count];
-        self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, &arguments);
+        let arguments = arguments!(self; to, statistics, rows, of.start, of.len());
+        self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, arguments);
         to
     }
 
     /// Copies the rows that were found side by side.
     fn gather(&self, to: View, x: View, places: Address, [count, channels]: [usize; 2]) {
-        let arguments: [&dyn Argument; 5] =
-            [&self.at(to), &self.at(x), &places, &int(count), &int(channels)];
-        self.queue.columns("gather_rows", [count, 1], channels, &arguments);
+        let arguments = arguments!(self; to, x, places, count, channels);
+        self.queue.columns("gather_rows", [count, 1], channels, arguments);
     }
 
     /// Copies some labelled rows side by side and computes their logits. Returns the numbers of
@@ -105,7 +101,7 @@ impl On<'_> {
         &self,
         [statistics, h, w]: [View; 3],
         rows: &Range<usize>,
-        to: &Labelled,
+        to: Labelled,
     ) -> Address {
         let places = self.find(to.places, statistics, h.rows, rows);
         self.gather(to.h, h, places, [rows.len(), h.columns]);
@@ -119,17 +115,15 @@ impl On<'_> {
     /// Adds a tile to the statistics of each labelled position.
     pub(super) fn score(&self, op: &Score, scratch: Labelled) {
         let Score { out, statistics, h, w, bias, smoothing: Smoothing { own, each }, .. } = *op;
-        let size = &op.size();
         self.copy(out, statistics);
-        for rows in chunks(size) {
-            let places = self.logits_of([statistics, h, w], &rows, &scratch);
-            let logits = self.at(scratch.logits);
-            let bias = self.at_if(bias);
-            let [r, tile, stride, first] =
-                [rows.len(), size.tile, stride_of(size), size.first].map(int);
-            let arguments: [&dyn Argument; 10] =
-                [&self.at(out), &logits, &bias, &places, &r, &tile, &stride, &first, &own, &each];
-            self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
+        for rows in chunks(op.labelled, h.rows) {
+            let places = self.logits_of([statistics, h, w], &rows, scratch);
+            let count = rows.len();
+            let stride = stride_of(w.rows);
+            let arguments = arguments!(
+                self; out, scratch.logits, bias, places, count, w.rows, stride, op.first, own, each
+            );
+            self.queue.launch("score_rows", [count, 1, 1], [256, 1, 1], 0, arguments);
         }
     }
 
@@ -144,9 +138,8 @@ impl On<'_> {
         let factors = [Table::of(gathered), Table::of(w).transposed()];
         self.product(Table::of(y), factors, [count, c, v], None, false);
         if let Some(bias) = bias {
-            let arguments: [&dyn Argument; 5] =
-                [&self.at(y), &self.at(bias), &int(count), &int(v), &int(v)];
-            self.queue.columns("add_bias_to_floats", [count, 1], v, &arguments);
+            let arguments = arguments!(self; y, bias, count, v, v);
+            self.queue.columns("add_bias_to_floats", [count, 1], v, arguments);
         }
     }
 
@@ -160,7 +153,7 @@ impl On<'_> {
         if op.labelled == 0 && !accumulate {
             [dw, dbias].into_iter().flatten().for_each(|gradient| self.clear(gradient));
         }
-        for rows in chunks(&op.size()) {
+        for rows in chunks(op.labelled, op.h.rows) {
             self.score_backward_of(op, &rows, scratch, accumulate);
             accumulate = true;
         }
@@ -178,21 +171,18 @@ impl On<'_> {
         let r = rows.len();
         let c = h.columns;
         let v = w.rows;
-        let places = self.logits_of([statistics, h, w], rows, &scratch.labelled);
-        let to = self.at(scratch.dlogits);
-        let from = self.at(scratch.labelled.logits);
-        let s = self.at(statistics);
-        let bias = self.at_if(bias);
-        let [count, tile, stride, first] = [r, v, scratch.dlogits.columns, first].map(int);
+        let places = self.logits_of([statistics, h, w], rows, scratch.labelled);
+        let BackwardScratch { labelled: Labelled { logits, .. }, dlogits, .. } = scratch;
         let Smoothing { own, each } = op.smoothing;
-        let arguments: [&dyn Argument; 12] =
-            [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale, &own, &each];
-        self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
-        let dlogits = Table::of(scratch.dlogits);
+        let arguments = arguments!(
+            self; dlogits, statistics, logits, bias, places, r, v, dlogits.columns, first, scale,
+            own, each
+        );
+        self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, arguments);
+        let dlogits = Table::of(dlogits);
         self.product(Table::of(scratch.dh), [dlogits, Table::of(w)], [r, v, c], None, false);
-        let arguments: [&dyn Argument; 5] =
-            [&self.at(dh), &self.at(scratch.dh), &places, &count, &int(c)];
-        self.queue.columns("add_rows", [r, 1], c, &arguments);
+        let arguments = arguments!(self; dh, scratch.dh, places, r, c);
+        self.queue.columns("add_rows", [r, 1], c, arguments);
         if let Some(dw) = dw {
             let factors = [dlogits.transposed(), Table::of(scratch.labelled.h)];
             self.product(Table::of(dw), factors, [v, r, c], None, accumulate);

@@ -1,8 +1,8 @@
 //! Dropout, and sums on the residual stream.
 
-use super::driver::{Address, Argument, Place};
-use super::kernels::On;
-use super::launches::{NULL, dropout_words, int, wide};
+use super::driver::{Address, Place};
+use super::kernels::{On, arguments};
+use super::launches::{NULL, dropout_words, wide};
 use crate::kernels::{ApplyDropout, Dropout, MaskRows, Residual};
 use crate::tensor::View;
 
@@ -19,7 +19,7 @@ impl On<'_> {
         }
     }
 
-    /// Where the sequences of a mask's rows begin, and how many there are.
+    /// The first rows of the sequences of a mask, and the number of sequences.
     pub(super) fn mask_sequences(
         &self,
         dropout: Option<Dropout<'_>>,
@@ -34,13 +34,10 @@ impl On<'_> {
 
     /// y = a + dropout(x), without `a` where that is null.
     fn add_dropout(&self, y: View, a: Place, x: View, dropout: Option<Dropout<'_>>) {
-        let rows = y.rows;
-        let channels = y.columns;
-        let (starts, sequences) = self.mask_sequences(dropout, rows);
-        let [b, r, c] = [sequences, rows, channels].map(int);
-        let wide = wide(y.dtype);
-        let arguments: [&dyn Argument; 8] =
-            [&self.at(y), &self.at(x), &a, &starts, &b, &r, &c, &dropout_words(dropout)];
-        self.queue.wide_columns("drop", [rows, 1], channels, wide, &arguments);
+        let [rows, channels] = y.shape();
+        let (starts, b) = self.mask_sequences(dropout, rows);
+        let words = dropout_words(dropout);
+        let arguments = arguments!(self; y, x, a, starts, b, rows, channels, words);
+        self.queue.wide_columns("drop", [rows, 1], channels, wide(y.dtype), arguments);
     }
 }

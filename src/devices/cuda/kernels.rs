@@ -1,8 +1,8 @@
 //! The operations of layers as launches: views become addresses, and workspace is taken.
 
 use super::batch_metadata::DeviceMetadata;
-use super::driver::{Address, Place};
-use super::launches::Queue;
+use super::driver::{Address, Argument, Place};
+use super::launches::{Queue, Words, int};
 use super::{attention, cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
@@ -39,6 +39,64 @@ impl On<'_> {
         self.queue.copy(self.at(to), self.at(from), to.len());
     }
 }
+
+/// A value that is passed to a kernel: a view as its address, a size as an `int` of the text.
+pub(super) trait ToArgument {
+    fn argument(self, on: &On<'_>) -> impl Argument;
+}
+
+impl ToArgument for View {
+    fn argument(self, on: &On<'_>) -> impl Argument {
+        on.at(self)
+    }
+}
+
+impl ToArgument for Option<View> {
+    fn argument(self, on: &On<'_>) -> impl Argument {
+        on.at_if(self)
+    }
+}
+
+impl ToArgument for usize {
+    fn argument(self, _: &On<'_>) -> impl Argument {
+        int(self)
+    }
+}
+
+impl ToArgument for bool {
+    fn argument(self, _: &On<'_>) -> impl Argument {
+        i32::from(self)
+    }
+}
+
+impl<const N: usize> ToArgument for Words<N> {
+    fn argument(self, _: &On<'_>) -> impl Argument {
+        self
+    }
+}
+
+/// Values that are arguments already.
+macro_rules! passed_unchanged {
+    ($($value:ty),*) => {$(
+        impl ToArgument for $value {
+            fn argument(self, _: &On<'_>) -> impl Argument {
+                self
+            }
+        }
+    )*};
+}
+
+passed_unchanged!(i32, i64, f32, Address, Place);
+
+/// The arguments of a launch, in the order of the kernel's parameters.
+macro_rules! arguments {
+    ($on:ident; $($value:expr),*) => {
+        &[$(&$crate::devices::cuda::kernels::ToArgument::argument($value, $on)
+            as &dyn $crate::devices::cuda::driver::Argument),*]
+    };
+}
+
+pub(super) use arguments;
 
 impl<'a> CudaKernels<'a> {
     /// Kernels on a driver's device.

@@ -1,8 +1,7 @@
 //! The KV cache: copies of keys and values, and attention to cached ones.
 
-use super::driver::Argument;
-use super::kernels::On;
-use super::launches::{attention_words, int, long};
+use super::kernels::{On, arguments};
+use super::launches::{attention_words, long};
 use crate::kernels::{AttentionShape, CachedAttention, ReadKv, WriteKv};
 use crate::tensor::View;
 
@@ -10,9 +9,8 @@ impl On<'_> {
     pub(super) fn write_kv(&self, &WriteKv { kv, qkv, ref shape }: &WriteKv<'_>) {
         let rows = kv.rows;
         let width = shape.kv_width();
-        let arguments: [&dyn Argument; 5] =
-            [&self.at(kv), &self.at(qkv), &long(rows), &int(shape.qkv_width()), &int(width)];
-        self.queue.columns("remember", [rows, 1], width, &arguments);
+        let arguments = arguments!(self; kv, qkv, long(rows), shape.qkv_width(), width);
+        self.queue.columns("remember", [rows, 1], width, arguments);
     }
 
     pub(super) fn read_kv(&self, &ReadKv { qkv, kv, ref shape }: &ReadKv<'_>) {
@@ -24,23 +22,18 @@ impl On<'_> {
     pub(super) fn recall(&self, to: View, from: View, shape: &AttentionShape<'_>, shares: usize) {
         let rows = to.rows;
         let width = shape.kv_width();
-        let w = int(width);
-        let arguments: [&dyn Argument; 6] =
-            [&self.at(to), &self.at(from), &long(rows), &int(shape.qkv_width()), &w, &int(shares)];
-        self.queue.columns("recall", [rows, 1], width, &arguments);
+        let arguments = arguments!(self; to, from, long(rows), shape.qkv_width(), width, shares);
+        self.queue.columns("recall", [rows, 1], width, arguments);
     }
 
     pub(super) fn cached_attention(&self, op: &CachedAttention<'_>) {
         let CachedAttention { y, qkv, cache, ref shape } = *op;
-        let grid = [y.rows, shape.heads, 1];
-        let y = self.at(y);
-        let qkv = self.at(qkv);
-        let kv = self.at(cache);
         let cached = self.metadata.cached(&shape.batch);
-        let sizes = attention_words(shape);
         let starts = self.metadata.starts(&shape.batch);
-        let arguments: [&dyn Argument; 7] =
-            [&y, &qkv, &kv, &starts, &cached, &int(cache.rows / shape.batch.sequences()), &sizes];
-        self.queue.launch("attention_to_past", grid, [256, 1, 1], 0, &arguments);
+        let room = cache.rows / shape.batch.sequences();
+        let sizes = attention_words(shape);
+        let arguments = arguments!(self; y, qkv, cache, starts, cached, room, sizes);
+        let grid = [y.rows, shape.heads, 1];
+        self.queue.launch("attention_to_past", grid, [256, 1, 1], 0, arguments);
     }
 }

@@ -69,6 +69,7 @@ impl Argument for f32 {
 }
 
 /// A struct of the text, in words of four bytes.
+#[derive(Clone, Copy)]
 pub(super) struct Words<const N: usize> {
     name: &'static str,
     words: [u32; N],

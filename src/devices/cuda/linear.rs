@@ -1,8 +1,8 @@
 //! Products, and sums over rows.
 
-use super::driver::{Argument, Matrix, Product};
-use super::kernels::On;
-use super::launches::{PART, int, parts_of};
+use super::driver::{Matrix, Product};
+use super::kernels::{On, arguments};
+use super::launches::{PART, parts_of};
 use crate::kernels::{Linear, LinearBackward, LinearSize};
 use crate::tensor::{Scratch, View};
 
@@ -15,7 +15,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// All of a view.
+    /// The table of a whole view.
     pub(super) fn of(view: View) -> Table {
         Table { view, stride: view.columns, transposed: false }
     }
@@ -82,11 +82,9 @@ impl On<'_> {
         accumulate: bool,
     ) {
         let count = parts_of(rows);
-        let to = self.at(parts);
-        let [r, c, stride, part] = [rows, columns, x.stride, PART].map(int);
-        let arguments: [&dyn Argument; 6] = [&to, &self.at(x.view), &r, &c, &stride, &part];
-        self.queue.columns("column_parts", [count, 1], columns, &arguments);
-        self.queue.fold(self.at(out), to, [count, columns, columns], accumulate);
+        let arguments = arguments!(self; parts, x.view, rows, columns, x.stride, PART);
+        self.queue.columns("column_parts", [count, 1], columns, arguments);
+        self.queue.fold(self.at(out), self.at(parts), [count, columns, columns], accumulate);
     }
 }
 

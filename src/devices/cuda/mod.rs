@@ -241,10 +241,8 @@ pub(super) fn open(
     floats: usize,
     overhead: View,
 ) -> Result<Box<dyn Device>, Error> {
-    let custom = model.layers.iter().flat_map(|part| match part {
-        ModelLayer::Stack(layer) => layer.custom_kernels(),
-        _ => Vec::new(),
-    });
+    let layers = model.layers.iter().filter_map(ModelLayer::stack);
+    let custom = layers.flat_map(|layer| layer.custom_kernels());
     let driver = driver(config, ordinal, &custom.collect::<Vec<_>>())?;
     let chosen = Chosen::read(config.device.kernel_cache.as_deref(), driver.product_library());
     let made = Cuda::new(driver, floats, overhead);

@@ -34,7 +34,7 @@ pub(super) struct Pinned(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// Where each pinned part begins.
+    /// The address of each pinned part.
     parts: Vec<usize>,
     bytes: u64,
     refused: u64,

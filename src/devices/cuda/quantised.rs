@@ -1,8 +1,7 @@
 //! Frozen weights that are stored in fewer bits.
 
-use super::driver::Argument;
-use super::kernels::On;
-use super::launches::{int, long, wide};
+use super::kernels::{On, arguments};
+use super::launches::{long, wide};
 use crate::kernels::Dequantise;
 use crate::tensor::Quantisation;
 
@@ -13,29 +12,21 @@ impl On<'_> {
     pub(super) fn dequantise(&self, &Dequantise { y, x, quantisation }: &Dequantise) {
         let parts = quantisation.parts(y.rows, y.columns);
         let [codes, scales, groups, offset, _] = parts.map(|part| self.at(x).behind(part));
-        let to = self.at(y);
         let codes = codes.at;
         let n = long(y.len());
+        let [rows, columns] = y.shape();
+        let wide = wide(y.dtype);
         match quantisation {
             Quantisation::Nf4 => {
-                let scales = scales.at;
-                let arguments: [&dyn Argument; 6] = [&to, &codes, &scales, &groups, &offset, &n];
-                self.queue.each("dequantise_nf4", y.len(), OF_THREAD, &arguments);
+                let arguments = arguments!(self; y, codes, scales.at, groups, offset, n);
+                self.queue.each("dequantise_nf4", y.len(), OF_THREAD, arguments);
             }
             Quantisation::Int8 => {
-                let [rows, columns] = [y.rows, y.columns].map(int);
-                let arguments: [&dyn Argument; 5] = [&to, &codes, &scales, &rows, &columns];
-                let wide = wide(y.dtype);
-                self.queue.wide_columns(
-                    "dequantise_int8",
-                    [y.rows, 1],
-                    y.columns,
-                    wide,
-                    &arguments,
-                );
+                let arguments = arguments!(self; y, codes, scales, rows, columns);
+                self.queue.wide_columns("dequantise_int8", [rows, 1], columns, wide, arguments);
             }
             Quantisation::Bf16 => {
-                self.queue.each("dequantise_bf16", y.len(), wide(y.dtype), &[&to, &codes, &n]);
+                self.queue.each("dequantise_bf16", y.len(), wide, arguments!(self; y, codes, n));
             }
         }
     }

@@ -398,7 +398,7 @@ impl Drop for Real {
             return;
         }
         self.products = None;
-        // SAFETY: each was made, is destroyed once, and is not in use: the device was waited for before.
+        // SAFETY: each was made, is destroyed once, and is not in use: all streams were waited for.
         unsafe {
             for event in self.events.get_mut().expect("nothing panics inside").drain(..) {
                 _ = result::event::destroy(event_of(event));

@@ -1,7 +1,6 @@
 //! Positions by rotation: a block for each row.
 
-use super::driver::Argument;
-use super::kernels::On;
+use super::kernels::{On, arguments};
 use super::launches::{attention_words, frequencies};
 use crate::kernels::Rotate;
 
@@ -13,9 +12,8 @@ impl On<'_> {
         let starts = self.metadata.starts(&shape.batch);
         let cached = self.metadata.cached(&shape.batch);
         let sizes = attention_words(shape);
-        let inverse = i32::from(inverse);
-        let arguments: [&dyn Argument; 7] =
-            [&self.at(qkv), &frequencies, &starts, &documents, &cached, &sizes, &inverse];
-        self.queue.launch("rotate", [qkv.rows, 1, 1], [256, 1, 1], 0, &arguments);
+        let arguments =
+            arguments!(self; qkv, frequencies, starts, documents, cached, sizes, inverse);
+        self.queue.launch("rotate", [qkv.rows, 1, 1], [256, 1, 1], 0, arguments);
     }
 }

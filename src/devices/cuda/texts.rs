@@ -84,7 +84,7 @@ impl Target {
     }
 }
 
-/// Where three parts of attention's text begin: without tensor cores, with them, and the kernels
+/// The begins of three parts of attention's text: without tensor cores, with them, and the kernels
 /// for sm_70 and sm_75 that end it.
 const PARTS: [&str; 3] = [
     "// Attention without tensor cores.",

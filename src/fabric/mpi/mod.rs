@@ -1,9 +1,9 @@
 //! The fabric of MPI: one thread makes all calls, for MPI moves bytes only while it is called.
 //!
 //! A message is cut into pieces, each of which is copied from or to memory of the fabric. So MPI
-//! never has memory of a caller, and a caller may give up at any time. The first piece begins with
-//! the message's header. On a channel two ranks have at most [`WINDOW`] pieces on their way, in
-//! each direction.
+//! never touches memory of a caller, and a caller may give up at any time. The first piece begins
+//! with the message's header. On a channel, at most [`WINDOW`] pieces are on their way from one rank
+//! to another.
 //!
 //! After a failure MPI is neither called nor finalized: the process ends with another status than
 //! 0, and the launcher ends the others.
@@ -25,13 +25,13 @@ use crate::error::Error;
 /// Bytes of a header: number, subject and length.
 const HEADER: usize = 24;
 
-/// Pieces on their way.
+/// The most pieces of a message that are on their way: one moves while the next one is copied.
 const WINDOW: usize = 2;
 
 /// How long a caller waits before it asks again whether to go on.
 const PATIENCE: Duration = Duration::from_millis(10);
 
-/// See the [module](self).
+/// This rank's side of the fabric. Its thread makes the calls.
 struct Mpi {
     rank: Rank,
     ranks: u32,
@@ -42,7 +42,7 @@ struct Mpi {
     patience: Duration,
     /// One exchange at a time on each channel.
     channels: [Mutex<()>; Channel::ALL.len()],
-    /// Pieces that nobody uses.
+    /// Pieces that are not in use.
     free: Mutex<Vec<Piece>>,
     has_failed: AtomicBool,
 }
@@ -52,7 +52,7 @@ struct Mpi {
 /// long as `patience`: they need not start at the same time.
 ///
 /// # Errors
-/// MPI says no, or was opened before; or another rank does not start.
+/// MPI refuses, or was opened before; or another rank does not start.
 pub fn open(patience: Duration) -> Result<Box<dyn Fabric>, Error> {
     static OPENED: AtomicBool = AtomicBool::new(false);
     if OPENED.swap(true, Relaxed) {
@@ -98,7 +98,7 @@ pub fn open(patience: Duration) -> Result<Box<dyn Fabric>, Error> {
 /// One message of an exchange, on its way.
 struct Sending<'m> {
     rank: Rank,
-    /// Its header; `None` when it was posted.
+    /// The header, until it is posted.
     header: Option<[u8; HEADER]>,
     left: &'m [u8],
     posted: usize,
@@ -108,7 +108,7 @@ struct Sending<'m> {
 struct Receiving<'m, 'b> {
     rank: Rank,
     to: &'m mut &'b mut [u8],
-    /// Bytes that came; `None`: not even the header.
+    /// Bytes that have come; `None` until the header has come.
     came: Option<usize>,
     /// Pieces that were posted and have not come.
     posted: usize,
@@ -147,7 +147,7 @@ impl Fabric for Mpi {
 }
 
 impl Mpi {
-    /// Posts pieces and takes what came of them, until all messages have gone and come.
+    /// Posts pieces and takes replies, until all messages have been sent and received.
     fn move_all(
         &self,
         tag: Tag,
@@ -234,7 +234,6 @@ impl Sending<'_> {
         self.header.is_none() && self.left.is_empty() && self.posted == 0
     }
 
-    /// The next piece, if one is left.
     fn next(&mut self, room: impl FnOnce() -> Piece) -> Option<Piece> {
         if self.header.is_none() && self.left.is_empty() {
             return None;
@@ -326,7 +325,7 @@ impl Drop for Mpi {
         if fails || self.asks.send(Ask::End).is_err() {
             return;
         }
-        // All exchanges are made: a rank that is lost now must not keep this one.
+        // All exchanges are made, so the wait for a rank that is lost now has a limit.
         _ = self.ended.recv_timeout(self.patience);
     }
 }

@@ -13,17 +13,17 @@ use crate::fabric::{Channel, Rank};
 /// Bytes of a piece: MPI counts in 32 bits, and large messages hang in some of its libraries.
 pub(super) const PIECE: usize = 4 << 20;
 
-/// What the thread of MPI is asked for.
+/// A request to the thread of MPI.
 pub(super) enum Ask {
     Post(Post),
     /// Finalize MPI.
     End,
 }
 
-/// Memory for a piece, which is made once and used again.
+/// Memory for a piece. It is allocated once and used again.
 pub(super) struct Piece {
     pub(super) memory: Box<[u8]>,
-    /// Bytes of it that are sent, or that came.
+    /// Bytes of the memory that are sent, or that have come.
     pub(super) filled: usize,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Post {
     pub(super) reply: Sender<Reply>,
 }
 
-/// What came of a piece: the piece, or MPI's error.
+/// The answer to a post: the piece, or MPI's error.
 pub(super) struct Reply {
     pub(super) sends: bool,
     pub(super) place: Place,
@@ -65,7 +65,7 @@ struct OnItsWay {
     post: Post,
 }
 
-/// MPI's side: lives on the one thread that calls it.
+/// MPI, on the one thread that calls it.
 pub(super) struct World {
     pub(super) rank: Rank,
     pub(super) ranks: u32,
@@ -112,7 +112,7 @@ impl World {
         Ok(World { rank: rank as Rank, ranks: ranks as u32, on_their_way: Vec::new() })
     }
 
-    /// Does what it is asked for until the end.
+    /// Serves requests until the end.
     pub(super) fn serve(&mut self, asks: &Receiver<Ask>) {
         let mut idle = 0;
         loop {
@@ -139,7 +139,7 @@ impl World {
                 _ => thread::sleep(Duration::from_micros(50)),
             }
         }
-        // SAFETY: see above. An error at the very end has nobody to be told.
+        // SAFETY: see above. Nothing can be done about an error of the last call.
         _ = unsafe { ffi::MPI_Finalize() };
     }
 
@@ -167,7 +167,7 @@ impl World {
         }
     }
 
-    /// Ends what has arrived; false: nothing has.
+    /// Ends all posts that MPI has done with. Returns whether there were any.
     fn progress(&mut self) -> bool {
         let before = self.on_their_way.len();
         let mut nth = 0;
@@ -185,7 +185,7 @@ impl World {
 }
 
 impl OnItsWay {
-    /// The bytes that were received, or any number for what was sent, if MPI has done with it.
+    /// `None` while MPI still needs the piece; then the number of bytes that were received.
     fn test(&mut self) -> Result<Option<usize>, String> {
         let mut status = std::mem::MaybeUninit::<ffi::MPI_Status>::zeroed();
         let mut is_done = 0;
@@ -205,13 +205,13 @@ impl OnItsWay {
 }
 
 impl Post {
-    /// Says that it is done; `count` bytes came, if it receives.
+    /// Replies that the piece is done. A piece that receives has `count` bytes.
     fn end(self, count: usize) {
         let Post { sends, mut piece, place, reply, .. } = self;
         if !sends {
             piece.filled = count;
         }
-        // Whoever gave up does not listen any more.
+        // A caller that gave up does not listen any more.
         _ = reply.send(Reply { sends, place, done: Ok(piece) });
     }
 

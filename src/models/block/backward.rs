@@ -2,29 +2,29 @@
 
 use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
 use super::saved::Branch;
-use super::tensors::{Affine, Gradients, Product};
+use super::tensors::{Gradients, Product};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, Dropout, GateBackward,
-    HeadNormBackward, LinearBackward, NormBackward, QueryKey, ReadKv, Residual, Rotate,
+    HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate,
 };
-use crate::models::ends::or_scratch;
 use crate::models::layer::Save;
+use crate::models::norms::{AffineBackward, or_scratch};
 use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
 
-/// What a chunk's backward is given beside its forward.
+/// The arguments of a chunk's backward, beside those of its forward.
 pub(super) struct ChunkGradients<'a> {
     /// Gradients of the block's tensors.
     pub(super) d: &'a Gradients,
     /// The gradient of the chunk's output. (R, C).
     pub(super) dy: View,
-    /// Where the gradient of its input goes. (R, C).
+    /// The place for the gradient of its input. (R, C).
     pub(super) dx: View,
     /// Keys, values and their gradients, for a chunk of a longer sequence.
     pub(super) chunk_kv: Option<ChunkKv>,
-    /// What was saved; `None`: nothing.
+    /// The activations that were saved. `None`: all are recomputed.
     pub(super) save: Option<Save>,
-    /// Whether gradients of tensors are added to.
+    /// True to add to the gradients of tensors; false to overwrite them.
     pub(super) accumulate: bool,
 }
 
@@ -41,18 +41,6 @@ struct Buffers {
     dattention_sum: View,
 }
 
-/// The backward of a norm with scale and shift `w`, whose gradients are `d`.
-#[derive(Clone, Copy)]
-struct AffineBackward {
-    dx: View,
-    d: Affine<Option<View>>,
-    dy: View,
-    x: View,
-    statistics: View,
-    w: Affine<View>,
-    residual: Option<View>,
-}
-
 /// The backward of a product with some weights, whose gradients are `d`.
 #[derive(Clone, Copy)]
 struct ProductBackward<'a> {
@@ -61,8 +49,8 @@ struct ProductBackward<'a> {
     dy: View,
     x: View,
     w: &'a Product<View>,
-    /// The activation function behind the product, if its backward is still to come: then `dy`
-    /// holds the gradient of its output, and becomes that of its input.
+    /// The activation function behind the product. Then `dy` is the gradient of its output, and its
+    /// backward runs first and overwrites `dy`.
     activate: Option<ActivateBackward>,
 }
 
@@ -120,29 +108,11 @@ impl ChunkPass<'_> {
         }
     }
 
-    /// The backward of a norm. Gradients of frozen tensors go to workspace.
     fn norm_backward(&self, g: &ChunkGradients<'_>, op: &AffineBackward, scratch: &Scratch<'_>) {
-        let AffineBackward { dx, d, dy, x, statistics, w, residual } = *op;
-        let scratch = &scratch.nested();
-        let dbeta = w.bias.zip(d.bias).map(|(beta, dbeta)| or_scratch(dbeta, beta, scratch));
-        let op = NormBackward {
-            dx,
-            dgamma: or_scratch(d.weight, w.weight, scratch),
-            dbeta,
-            residual,
-            dy,
-            x,
-            statistics,
-            gamma: w.weight,
-            gamma_offset: self.block.shape.norm_offset,
-            rms: self.block.shape.rms_norm,
-            accumulate: g.accumulate,
-        };
-        self.k.norm_backward(&op, scratch);
+        self.block.shape.norm_backward(self.k, op, g.accumulate, &scratch.nested());
     }
 
-    /// Back over the dropout of a branch's output: to `dx`; where nothing is dropped, it is `dy`
-    /// itself.
+    /// The backward of the dropout of a branch's output, to `dx`. Without dropout it returns `dy`.
     fn dropout_backward(&self, dx: View, dy: View, dropout: Option<Dropout<'_>>) -> View {
         if dropout.is_none() {
             return dy;
@@ -151,8 +121,7 @@ impl ChunkPass<'_> {
         dx
     }
 
-    /// Back over the norm of a branch's output, where there is one: from `dy` to the gradient of
-    /// that output.
+    /// The backward of the norm of a branch's output. Without this norm it returns `dy`.
     fn branch_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -164,16 +133,12 @@ impl ChunkPass<'_> {
         let (Some(w), Some(d), Some(branches)) = norms else { return dy };
         let Branch { output: x, statistics } = branches[which];
         let dx = scratch.take_like(dy);
-        let residual = None;
-        let d = d[which];
-        let w = w[which];
-        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        let op = AffineBackward { dx, d: d[which], dy, x, statistics, w: w[which], residual: None };
         self.norm_backward(g, &op, scratch);
         dx
     }
 
-    /// Back over the norm behind the feed-forward's sum, where there is one: the gradient of the
-    /// sum.
+    /// The gradient of the feed-forward's sum: through the norm behind the sum, if there is one.
     fn last_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -195,20 +160,21 @@ impl ChunkPass<'_> {
             self.norm_sum(output, saved.norm2, &sum, w.norm2);
         }
         let dsum = scratch.take_like(buffers.dbranch);
-        let d = g.d.norm2;
-        let w = w.norm2;
-        let statistics = saved.norm2;
-        let dx = dsum;
-        let dy = g.dy;
-        let x = sum;
-        let residual = None;
-        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        let op = AffineBackward {
+            dx: dsum,
+            d: g.d.norm2,
+            dy: g.dy,
+            x: sum,
+            statistics: saved.norm2,
+            w: w.norm2,
+            residual: None,
+        };
         self.norm_backward(g, &op, scratch);
         dsum
     }
 
-    /// From the gradient of the sum behind the feed-forward to that of what the feed-forward read,
-    /// in `dbranch`.
+    /// The gradient of the feed-forward's input, to `dbranch`, from the gradient of the sum behind the
+    /// feed-forward.
     fn feed_forward_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -222,25 +188,27 @@ impl ChunkPass<'_> {
         let dropped = self.dropout_backward(dbranch, dsum, block.feed_forward_dropout(batch));
         let doutput = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
         let dactivated = if gated { scratch.take_like(activated) } else { dup };
-        let dx = dactivated;
-        let dy = doutput;
-        let x = activated;
-        let op = ProductBackward { dx, d: &g.d.down, dy, x, w: &w.down, activate: None };
+        let op = ProductBackward {
+            dx: dactivated,
+            d: &g.d.down,
+            dy: doutput,
+            x: activated,
+            w: &w.down,
+            activate: None,
+        };
         self.product_backward(g, &op, scratch);
         let x = saved.up;
         if gated {
             k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x, activation });
         }
         let activate = (!gated).then_some(ActivateBackward { dx: dup, x, activation });
-        let dx = dbranch;
-        let dy = dup;
-        let x = hidden;
-        let op = ProductBackward { dx, d: &g.d.up, dy, x, w: &w.up, activate };
+        let op =
+            ProductBackward { dx: dbranch, d: &g.d.up, dy: dup, x: hidden, w: &w.up, activate };
         self.product_backward(g, &op, scratch);
     }
 
-    /// From the gradient of what the feed-forward read, in `dbranch`, to that of the sum behind
-    /// attention.
+    /// The gradient of the sum behind attention, from the gradient of the feed-forward's input in
+    /// `dbranch`.
     fn middle_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -257,16 +225,20 @@ impl ChunkPass<'_> {
         } else {
             (g.d.norm2, w.norm2, saved.norm2)
         };
-        let dx = buffers.dattention_sum;
-        let dy = dbranch;
-        let x = saved.attention_sum;
-        let residual = (!post_norm).then_some(dsum);
-        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        let op = AffineBackward {
+            dx: buffers.dattention_sum,
+            d,
+            dy: dbranch,
+            x: saved.attention_sum,
+            statistics,
+            w,
+            residual: (!post_norm).then_some(dsum),
+        };
         self.norm_backward(g, &op, scratch);
     }
 
-    /// From the gradient of the sum behind attention to that of queries, keys and values as they
-    /// were projected.
+    /// The gradient of the projected queries, keys and values, from the gradient of the sum behind
+    /// attention.
     fn attention_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -279,12 +251,14 @@ impl ChunkPass<'_> {
         let dprojected = self.branch_norm_backward(g, dropped, ATTENTION, scratch);
         let y = saved.attention_output;
         let doutput = scratch.take_like(y);
-        let dx = doutput;
-        let dy = dprojected;
-        let x = y;
-        let d = &g.d.projection;
-        let w = &w.projection;
-        let op = ProductBackward { dx, d, dy, x, w, activate: None };
+        let op = ProductBackward {
+            dx: doutput,
+            d: &g.d.projection,
+            dy: dprojected,
+            x: y,
+            w: &w.projection,
+            activate: None,
+        };
         self.product_backward(g, &op, scratch);
         let dqkv = scratch.take_like(saved.qkv);
         let shape = block.attention(batch);
@@ -296,12 +270,10 @@ impl ChunkPass<'_> {
             saved.qkv
         };
         let chunk_kv = g.chunk_kv;
-        let dy = doutput;
-        let lse = saved.lse;
-        let op = AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape };
+        let op = AttentionBackward { dqkv, chunk_kv, dy: doutput, y, lse: saved.lse, qkv, shape };
         k.attention_backward(&op, scratch);
         if let Some(ChunkKv { dkv, .. }) = chunk_kv {
-            // Later queries have contributed before; these are the last.
+            // Later queries have contributed before. The queries of this chunk are the last.
             let kv = dkv.row_range(dkv.rows - dqkv.rows..dkv.rows);
             k.read_kv(&ReadKv { qkv: dqkv, kv, shape });
         }
@@ -330,7 +302,7 @@ impl ChunkPass<'_> {
         dqkv
     }
 
-    /// From the gradient of queries, keys and values to that of the chunk's input.
+    /// The gradient of the chunk's input, from the gradient of queries, keys and values.
     fn qkv_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -340,26 +312,24 @@ impl ChunkPass<'_> {
     ) {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let Buffers { dbranch, dattention_sum, .. } = buffers;
-        let dx = dbranch;
-        let dy = dqkv;
-        let activate = None;
-        let product = ProductBackward { dx, d: &g.d.qkv, dy, x, w: &w.qkv, activate };
+        let d = &g.d.qkv;
+        let product = ProductBackward { dx: dbranch, d, dy: dqkv, x, w: &w.qkv, activate: None };
         if block.shape.post_norm {
             self.product_backward(g, &product, scratch);
-            let y = g.dx;
-            let a = dattention_sum;
-            k.residual(&Residual { y, a, x: dbranch, dropout: None });
+            k.residual(&Residual { y: g.dx, a: dattention_sum, x: dbranch, dropout: None });
             return;
         }
         self.norm(hidden, saved.norm1, x, w.norm1);
         self.product_backward(g, &ProductBackward { x: hidden, ..product }, scratch);
-        let d = g.d.norm1;
-        let w = w.norm1;
-        let statistics = saved.norm1;
-        let dx = g.dx;
-        let dy = dbranch;
-        let residual = Some(dattention_sum);
-        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        let op = AffineBackward {
+            dx: g.dx,
+            d: g.d.norm1,
+            dy: dbranch,
+            x,
+            statistics: saved.norm1,
+            w: w.norm1,
+            residual: Some(dattention_sum),
+        };
         self.norm_backward(g, &op, scratch);
     }
 }

@@ -1,32 +1,33 @@
-//! The forward of a block on one chunk of a micro-batch, and what its backward recomputes of it.
+//! The forward of a block on one chunk of a micro-batch, in pieces that its backward can recompute.
 
 use super::TransformerBlock;
 use super::saved::{Activations, Branch, Positive};
-use super::tensors::{Affine, Product, Weights};
+use super::tensors::{Product, Weights};
 use crate::kernels::{
-    Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, Norm,
-    PackPositive, Residual, Rotate, UnpackPositive, WriteKv,
+    Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, PackPositive,
+    Residual, Rotate, UnpackPositive, WriteKv,
 };
 use crate::models::low_rank::LowRank;
+use crate::models::norms::Affine;
 use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
 
-/// The place of attention and of the feed-forward among the branches.
+/// The indices of attention and of the feed-forward among the branches.
 pub(super) const ATTENTION: usize = 0;
 pub(super) const FEED_FORWARD: usize = 1;
 
-/// Where keys and values are, if not beside their queries alone.
+/// Views of keys and values, beside those in the projection.
 #[derive(Clone, Copy)]
 pub(super) struct KvViews {
-    /// Where those of these rows are written. (R, 2 K D).
+    /// The place for the keys and values of these rows. (R, 2 K D).
     pub(super) new: Option<View>,
-    /// Those of earlier positions, in the KV cache. (B P, 2 K D).
+    /// Keys and values of earlier positions, in the KV cache. (B P, 2 K D).
     pub(super) cached: Option<View>,
-    /// For a chunk: those of its sequence up to its last position. (before + T, 2 K D).
+    /// For a chunk: keys and values of its sequence up to its last position. (before + T, 2 K D).
     pub(super) chunk: Option<View>,
 }
 
-/// What forward and backward of a chunk share.
+/// A pass over a chunk, which forward and backward share.
 pub(super) struct ChunkPass<'a> {
     pub(super) block: &'a TransformerBlock,
     pub(super) k: &'a dyn Kernels,
@@ -34,15 +35,14 @@ pub(super) struct ChunkPass<'a> {
     pub(super) batch: BatchView<'a>,
     /// The chunk's input. (R, C).
     pub(super) x: View,
-    /// Activations, saved or recomputed.
     pub(super) saved: Activations,
-    /// Inputs and outputs of the branches, in turn. After [`recompute`](ChunkPass::recompute_all):
-    /// what the feed-forward reads. (R, C).
+    /// Inputs and outputs of the branches, in turn. After
+    /// [`recompute_all`](ChunkPass::recompute_all): the input of the feed-forward. (R, C).
     pub(super) hidden: View,
     /// Queries and keys that were normed and rotated, where their heads are normed.
     /// (R, (H + 2 K) D).
     pub(super) rotated: View,
-    /// Its adapters, if it has any.
+    /// The adapters, if the block has any.
     pub(super) low_rank: Option<LowRank<'a>>,
     pub(super) kv: KvViews,
 }
@@ -58,22 +58,15 @@ impl ChunkPass<'_> {
     }
 
     pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine<View>) {
-        self.k.norm(&self.norm_of(y, statistics, x, w));
-    }
-
-    fn norm_of(&self, y: View, statistics: View, x: View, w: Affine<View>) -> Norm {
-        let Affine { weight: gamma, bias: beta } = w;
-        let Shape { norm_epsilon: epsilon, rms_norm: rms, norm_offset, .. } = self.block.shape;
-        let gamma_offset = norm_offset;
-        Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms }
+        self.k.norm(&self.block.shape.norm(y, statistics, x, w));
     }
 
     /// The norm of a sum on the residual stream, to `y`.
     pub(super) fn norm_sum(&self, y: View, statistics: View, sum: &Residual<'_>, w: Affine<View>) {
-        self.k.residual_norm(sum, &self.norm_of(y, statistics, sum.y, w));
+        self.k.residual_norm(sum, &self.block.shape.norm(y, statistics, sum.y, w));
     }
 
-    /// A branch's output, normed where the family does: from a product of `x` to `y`.
+    /// The output of a branch, to `y`: the product of `x`, and its norm if the family has one.
     pub(super) fn branch(&self, y: View, x: View, product: &Product<View>, which: usize) {
         match (&self.w.branch_norms, &self.saved.branches) {
             (Some(norms), Some(branches)) => {
@@ -85,7 +78,7 @@ impl ChunkPass<'_> {
         }
     }
 
-    /// The chunk's output to `y`.
+    /// Computes the chunk's output, to `y`.
     pub(super) fn forward(&self, y: View, scratch: &Scratch<'_>) {
         self.recompute_all();
         let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
@@ -105,7 +98,7 @@ impl ChunkPass<'_> {
         self.norm_sum(y, saved.norm2, &sum, w.norm2);
     }
 
-    /// All activations that the backward needs, and what the feed-forward reads.
+    /// Computes all activations that the backward needs, and the feed-forward's input.
     pub(super) fn recompute_all(&self) {
         self.recompute_attention();
         let ChunkPass { block, w, x: a, ref saved, hidden, ref batch, .. } = *self;
@@ -117,7 +110,7 @@ impl ChunkPass<'_> {
         self.linear(saved.up, hidden, &w.up);
     }
 
-    /// Attention's activations, from the chunk's input to attention's output.
+    /// Computes attention's activations, from the chunk's input to attention's output.
     pub(super) fn recompute_attention(&self) {
         let ChunkPass { k, ref saved, kv, .. } = *self;
         let qkv = self.project_qkv();
@@ -169,21 +162,21 @@ impl ChunkPass<'_> {
         qkv
     }
 
-    /// What the feed-forward reads: the norm behind attention's sum, or before the feed-forward.
+    /// Computes the feed-forward's input: the norm of attention's sum.
     pub(super) fn recompute_feed_forward_input(&self) {
         let (statistics, norm) = self.feed_forward_norm();
         self.norm(self.hidden, statistics, self.saved.attention_sum, norm);
     }
 
-    /// The norm of what the feed-forward reads.
+    /// The norm in front of the feed-forward.
     fn feed_forward_norm(&self) -> (View, Affine<View>) {
         let ChunkPass { block, w, ref saved, .. } = *self;
         if block.shape.post_norm { (saved.norm1, w.norm1) } else { (saved.norm2, w.norm2) }
     }
 
-    /// The feed-forward before its ReLU, from the positive numbers that were saved. All others
-    /// become 0, which ReLU and its derivative do not tell apart. Where more were positive than
-    /// there was room for, it is recomputed.
+    /// The input of the ReLU, from the positive numbers that were saved. All others become 0: ReLU and
+    /// its derivative do not tell them apart. If there were more positive numbers than room, the
+    /// input is recomputed.
     pub(super) fn unpack_up(&self) {
         let Some(Positive { packed, room }) = self.saved.positive else { return };
         let y = self.saved.up;

@@ -1,5 +1,5 @@
-//! A transformer block: attention and feed-forward beside the residual stream, with norms before
-//! the branches or behind the sums, as the family has them.
+//! A transformer block: attention and feed-forward beside the residual stream. By family, norms stand
+//! before the branches or behind the sums.
 
 mod backward;
 mod chunk;
@@ -17,9 +17,9 @@ use super::shape::{Dropouts, Shape};
 use crate::kernels::{
     Activation, AttentionShape, BatchView, ChunkKv, Dropout, Kernels, Rotary, SequenceChunk,
 };
-use crate::tensor::{Dtype, Scratch, View};
+use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
-/// A block of a shape, by its number.
+/// The transformer block of a shape.
 #[derive(Clone, Debug)]
 pub struct TransformerBlock {
     /// The layer's index, for dropout.
@@ -28,14 +28,14 @@ pub struct TransformerBlock {
     pub number: usize,
     /// The model.
     pub shape: Shape,
-    /// The adapters of its modules, if it has any.
+    /// The adapters of the block's modules, if it has any.
     pub adapters: Option<Adapters>,
-    /// With a feed-forward of ReLU: of what that reads, only positive numbers are saved, so many of
-    /// a row at most. 0: signs alone. `None`: all are saved.
+    /// With ReLU: only the positive numbers of its input are saved, up to this many of a row. 0: signs
+    /// alone. `None`: all numbers are saved.
     pub relu_room: Option<usize>,
 }
 
-/// What a pass over one chunk starts from.
+/// The inputs of a pass over one chunk.
 #[derive(Clone, Copy)]
 struct ChunkInputs<'a> {
     weights: &'a Weights<View>,
@@ -52,7 +52,7 @@ impl TransformerBlock {
         TransformerBlock { index, number, shape, adapters: None, relu_room: None }
     }
 
-    /// Where the keys and values of a chunk go and come from.
+    /// The views of a chunk's keys and values.
     fn kv_views(
         &self,
         chunk: &BatchView<'_>,
@@ -73,7 +73,7 @@ impl TransformerBlock {
         KvViews { new, cached: None, chunk: Some(of_sequence.row_range(0..to)) }
     }
 
-    /// Where the gradients of a chunk's keys and values go.
+    /// The views of a chunk's keys and values and of their gradients, for the backward.
     fn chunk_kv(
         &self,
         chunk: &BatchView<'_>,
@@ -88,7 +88,7 @@ impl TransformerBlock {
         ChunkKv { kv, dkv, accumulate: !is_last }
     }
 
-    /// All rows at once, or chunk by chunk where no position sees a later one.
+    /// All rows at once; or, in a causal model, chunks of the sequences.
     fn chunks<'a>(&self, batch: &BatchView<'a>) -> Vec<BatchView<'a>> {
         let has_cached = batch.metadata().cached.iter().any(|cached| *cached > 0);
         let may_be_cut = self.shape.causal && !has_cached;
@@ -99,7 +99,6 @@ impl TransformerBlock {
         self.shape.window.is_some_and(|window| window.is_of(self.number))
     }
 
-    /// The rotary positions of the block.
     fn rotary(&self) -> Option<&Rotary> {
         let own = self.shape.window_rotary.as_ref().filter(|_| self.has_window());
         own.or(self.shape.rotary.as_ref())
@@ -128,7 +127,7 @@ impl TransformerBlock {
         batch.dropout(self.shape.dropout.feed_forward, self.index, 2)
     }
 
-    /// The adapters, if there are any, on a chunk.
+    /// The block's adapters on a chunk, if it has any.
     fn low_rank<'a>(
         &'a self,
         k: &'a dyn Kernels,
@@ -169,9 +168,9 @@ impl TransformerBlock {
 
     /// The backward of all chunks of one sequence, or of the whole micro-batch.
     ///
-    /// Chunks are walked from the end of the sequence. So the gradients of a chunk's keys and
-    /// values hold what all later queries contributed when the chunk is reached. All keys and
-    /// values are computed before.
+    /// Chunks are walked from the end of the sequence. So the gradients of a chunk's keys and values
+    /// hold the contributions of all later queries when the walk reaches the chunk. All keys and
+    /// values are computed before the walk.
     fn sequence_backward<'a>(
         &'a self,
         k: &'a dyn Kernels,
@@ -250,7 +249,7 @@ impl Layer for TransformerBlock {
         let numbers = positions * self.kv_width();
         let gradients = if trains { numbers } else { 0 };
         let [values, gradients] =
-            [dtype.floats(numbers), gradients].map(|floats| floats.next_multiple_of(16));
+            [dtype.floats(numbers), gradients].map(|floats| floats.next_multiple_of(ALIGNED));
         if is_cut { values + gradients } else { 0 }
     }
 
@@ -267,9 +266,9 @@ impl Layer for TransformerBlock {
             };
             trained.iter().any(is_of)
         };
-        // The gradient of the second product's weights needs the numbers.
+        // Only the gradient of the second product's weights needs the numbers.
         let room = |density: f64| (density * intermediate as f64).ceil() as usize;
-        let is_read = down.parts.iter().any(is_read);
+        let is_read = down.named.iter().any(is_read);
         self.relu_room = density.map(|density| if is_read { room(density) } else { 0 });
         true
     }

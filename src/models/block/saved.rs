@@ -7,7 +7,6 @@ use crate::kernels::{BatchView, packed_row};
 use crate::models::layer::Save;
 use crate::tensor::{Dtype, Scratch, View};
 
-/// Activations of one chunk.
 pub(super) struct Activations {
     /// Statistics of the first norm. (R, 2).
     pub(super) norm1: View,
@@ -26,34 +25,35 @@ pub(super) struct Activations {
     pub(super) norm2: View,
     /// The feed-forward before its activation function. (R, I or 2 I).
     pub(super) up: View,
-    /// The positive numbers of that, where they are saved in its place.
+    /// The positive numbers of `up`, if they are saved in its place.
     pub(super) positive: Option<Positive>,
-    /// The residual stream behind the feed-forward, where a norm follows. (R, C).
+    /// The residual stream behind the feed-forward, if a norm follows. (R, C).
     pub(super) feed_forward_sum: Option<View>,
-    /// The outputs of attention and of the feed-forward, where they are normed: each (R, C), with
-    /// statistics, (R, 2).
+    /// The outputs of attention and of the feed-forward, if they are normed.
     pub(super) branches: Option<[Branch; 2]>,
 }
 
-/// Positive numbers that are saved in place of all.
+/// Positive numbers that are saved in place of all numbers.
 #[derive(Clone, Copy)]
 pub(super) struct Positive {
     pub(super) packed: View,
-    /// Numbers of a row that there is room for.
+    /// The most numbers of a row.
     pub(super) room: usize,
 }
 
-/// What a branch adds to the residual stream, before its norm.
+/// The output of a branch before its norm.
 #[derive(Clone, Copy)]
 pub(super) struct Branch {
+    /// (R, C).
     pub(super) output: View,
+    /// Of the norm. (R, 2).
     pub(super) statistics: View,
 }
 
-/// Hands out places for activations: for the rows of a chunk, in the stash or in workspace.
+/// Takes places for the activations of a chunk, in the stash or in workspace.
 struct Places<'s> {
     chunk: &'s BatchView<'s>,
-    /// What is saved, of the whole micro-batch.
+    /// The saved activations of the whole micro-batch.
     stashed: Option<Scratch<'static>>,
     scratch: &'s Scratch<'s>,
 }
@@ -77,7 +77,7 @@ impl Places<'_> {
 }
 
 impl TransformerBlock {
-    /// Where a chunk's activations are: those that are saved in `saved`, the others in workspace.
+    /// The places of a chunk's activations: in `saved` if they are saved, and else in workspace.
     pub(super) fn activations(
         &self,
         chunk: &BatchView<'_>,
@@ -113,7 +113,6 @@ impl TransformerBlock {
         }
     }
 
-    /// The saved activations, as a boundary.
     pub(super) fn saved_activations(&self, save: Save, dtype: Dtype) -> Boundary {
         let shape = &self.shape;
         let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
@@ -132,7 +131,7 @@ impl TransformerBlock {
         let numbers = attention + up + sums;
         let floats = 4 + statistics + of_branches + packed;
         let token_bytes = (numbers * dtype.size() + floats * size_of::<f32>()) as u64;
-        // Each of at most thirteen views is aligned for itself; a sequence pays for all of it.
+        // Each of at most thirteen views is aligned by itself. The padding is counted by sequence.
         let views = if shape.branch_norm { 13 } else { 9 };
         let aligned = Boundary::of_sequences(Role::SavedActivations, views * 16, size_of::<f32>());
         Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned }

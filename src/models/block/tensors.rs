@@ -4,15 +4,9 @@ use super::TransformerBlock;
 use crate::kernels::QueryKey;
 use crate::models::layer::{Init, Kind, Tensor};
 use crate::models::low_rank::Adapter;
+use crate::models::norms::Affine;
 use crate::models::shape::Shape;
 use crate::tensor::View;
-
-/// Weight and bias of a product, or scale and shift of a norm.
-#[derive(Clone, Copy)]
-pub(super) struct Affine<V> {
-    pub(super) weight: V,
-    pub(super) bias: Option<V>,
-}
 
 /// A product, with the adapters of its modules.
 pub(super) struct Product<V> {
@@ -20,7 +14,7 @@ pub(super) struct Product<V> {
     pub(super) adapters: Vec<Adapter<V>>,
 }
 
-/// Views of a block's tensors, or of the gradients of those that are trained.
+/// Views of a block's tensors, or of their gradients.
 pub(super) struct Weights<V> {
     pub(super) norm1: Affine<V>,
     pub(super) qkv: Product<V>,
@@ -29,24 +23,23 @@ pub(super) struct Weights<V> {
     pub(super) norm2: Affine<V>,
     pub(super) up: Product<V>,
     pub(super) down: Product<V>,
-    /// The norms of the branches' outputs: of attention's and of the feed-forward's.
+    /// The norms of the outputs of attention and of the feed-forward.
     pub(super) branch_norms: Option<[Affine<V>; 2]>,
 }
 
-/// The gradients of a block's tensors: none of a frozen one.
+/// The gradients of a block's tensors: `None` for a frozen tensor.
 pub(super) type Gradients = Weights<Option<View>>;
 
 impl Weights<View> {
-    /// The norms of queries and keys.
     pub(super) fn qk_norm(&self) -> Option<QueryKey> {
         self.qk_norm.map(|[query, key]| QueryKey { query, key })
     }
 }
 
-/// Modules that read the same input: their weights lie one behind the other and are one product.
+/// Modules with the same input: their weights lie one behind the other and make one product.
 pub(super) struct Modules {
     /// The name and the outputs of each.
-    pub(super) parts: Vec<(String, usize)>,
+    pub(super) named: Vec<(String, usize)>,
     pub(super) inputs: usize,
     has_bias: bool,
     init: Init,
@@ -73,9 +66,9 @@ impl TransformerBlock {
             [one] => vec![(*one, self.shape.up())],
             both => both.iter().map(|name| (*name, intermediate)).collect(),
         };
-        let modules = |parts: Vec<(&str, usize)>, inputs, has_bias, init| {
-            let named = |(name, outputs)| (self.name(name), outputs);
-            Modules { parts: parts.into_iter().map(named).collect(), inputs, has_bias, init }
+        let modules = |modules: Vec<(&str, usize)>, inputs, has_bias, init| {
+            let modules = modules.into_iter().map(|(name, outputs)| (self.name(name), outputs));
+            Modules { named: modules.collect(), inputs, has_bias, init }
         };
         [
             modules(qkv, hidden, biases[0], weight),
@@ -87,58 +80,40 @@ impl TransformerBlock {
 
     /// Name, inputs and outputs of each module of the block's products.
     pub(crate) fn linear_modules(&self) -> Vec<(String, usize, usize)> {
-        let of = |Modules { parts, inputs, .. }: Modules| {
-            parts.into_iter().map(move |(name, outputs)| (name, inputs, outputs))
+        let of = |Modules { named, inputs, .. }: Modules| {
+            named.into_iter().map(move |(name, outputs)| (name, inputs, outputs))
         };
         self.modules().into_iter().flat_map(of).collect()
     }
 
     fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
-        let tensor = |part: &str, init| Tensor {
-            name: format!("{}.{part}", self.name(name)),
-            shape: vec![len],
-            kind: Kind::Norm,
-            init,
-            joined: false,
-        };
-        let shift = has_shift.then(|| tensor("bias", Init::Zeros));
-        let scale = if self.shape.norm_offset == 1.0 { Init::Zeros } else { Init::Ones };
-        [tensor("weight", scale)].into_iter().chain(shift).collect()
+        self.shape.norm_tensors(&self.name(name), len, has_shift)
     }
 
     fn product_tensors(&self, modules: &Modules) -> Vec<Tensor> {
-        let Modules { ref parts, inputs, has_bias, init } = *modules;
+        let Modules { ref named, inputs, has_bias, init } = *modules;
         let is_transposed = self.shape.transposed;
-        let weight = |index: usize| {
-            let (name, outputs) = &parts[index];
-            Tensor {
-                name: format!("{name}.weight"),
-                shape: if is_transposed { vec![*outputs, inputs] } else { vec![inputs, *outputs] },
-                kind: Kind::Weight,
-                init,
-                joined: index > 0,
-            }
+        let tensor = |index: usize, end: &str, shape, kind, init| {
+            let name = format!("{}.{end}", named[index].0);
+            Tensor { joined: index > 0, ..Tensor::new(name, shape, kind, init) }
         };
-        let bias = |index: usize| {
-            let (name, outputs) = &parts[index];
-            Tensor {
-                name: format!("{name}.bias"),
-                shape: vec![*outputs],
-                kind: Kind::Bias,
-                init: Init::Zeros,
-                joined: index > 0,
-            }
+        let weight = |(index, &(_, n)): (usize, &(String, usize))| {
+            let shape = if is_transposed { vec![n, inputs] } else { vec![inputs, n] };
+            tensor(index, "weight", shape, Kind::Weight, init)
         };
-        let biases = if has_bias { parts.len() } else { 0 };
-        (0..parts.len()).map(weight).chain((0..biases).map(bias)).collect()
+        let bias = |(index, &(_, n)): (usize, &(String, usize))| {
+            tensor(index, "bias", vec![n], Kind::Bias, Init::Zeros)
+        };
+        let biases = named.iter().enumerate().filter(|_| has_bias).map(bias);
+        named.iter().enumerate().map(weight).chain(biases).collect()
     }
 
-    /// Each module with its adapter's tensors, in order, if the block has adapters.
+    /// The tensors of the modules' adapters, in order.
     fn adapter_tensors(&self) -> impl Iterator<Item = Tensor> {
         let adapters = self.adapters.clone().into_iter();
         adapters.flat_map(|adapters| {
             let tensors = |modules: &Modules| -> Vec<Tensor> {
-                let has = modules.parts.iter().filter(|(name, _)| adapters.has(name));
+                let has = modules.named.iter().filter(|(name, _)| adapters.has(name));
                 has.flat_map(|(name, n)| adapters.tensors(name, modules.inputs, *n)).collect()
             };
             self.modules().iter().flat_map(tensors).collect::<Vec<Tensor>>()
@@ -162,7 +137,7 @@ impl TransformerBlock {
         all
     }
 
-    /// The tensors' views, or their gradients', by what they are.
+    /// Sorts the views of the tensors, or of their gradients, by name.
     pub(super) fn weights<V: Copy>(&self, views: &[V]) -> Weights<V> {
         let Shape { rms_norm, qk_norm, biases, .. } = self.shape;
         let mut views = views.iter().copied();
@@ -180,7 +155,7 @@ impl TransformerBlock {
         let mut product = |affine: Affine<V>, modules: Modules| {
             let mut adapters = Vec::new();
             let mut first = 0;
-            for (name, outputs) in modules.parts {
+            for (name, outputs) in modules.named {
                 if self.adapters.as_ref().is_some_and(|adapters| adapters.has(&name)) {
                     let a = next();
                     let b = next();

@@ -6,17 +6,17 @@ use crate::kernels::{
     Clear, Custom, CustomKernel, GateBackward, Kernels, LinearBackward, NormBackward, Residual,
     Rotate,
 };
-use crate::models::ends::or_scratch;
 use crate::models::layer::{
     Backward, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
 };
+use crate::models::norms::or_scratch;
 use crate::tensor::{Dtype, Scratch, View};
 
 /// The gradient of a value, as far as it is known.
 #[derive(Clone, Copy)]
 struct Gradient {
     view: View,
-    /// True: it may be overwritten, for nobody else reads it.
+    /// True: the view may be overwritten, because no other operation reads it.
     is_own: bool,
 }
 
@@ -24,16 +24,13 @@ struct Gradient {
 struct Walk<'a, 'n> {
     k: &'n dyn Kernels,
     forward: &'n Operations<'a>,
-    /// The gradient of each value.
     gradients: Vec<Option<Gradient>>,
-    /// Gradients of the tensors that are trained, and whether each holds contributions of this
-    /// step.
+    /// The gradient of each trained tensor, and whether it holds contributions of this step.
     tensors: Vec<(Option<View>, bool)>,
     scratch: &'n Scratch<'n>,
 }
 
 impl Walk<'_, '_> {
-    /// Adds to the gradient of a value.
     fn add(&mut self, to: Value, view: View, is_own: bool) {
         let Some(known) = self.gradients[to.0] else {
             self.gradients[to.0] = Some(Gradient { view, is_own });
@@ -77,7 +74,7 @@ impl Walk<'_, '_> {
         (views, accumulate)
     }
 
-    /// From the gradient of an operation's output to those of its inputs.
+    /// Computes the gradients of an operation's inputs from the gradient of its output.
     fn step(&mut self, operation: &Operation<'_>, dy: Gradient) {
         let k = self.k;
         let forward = self.forward;
@@ -206,7 +203,7 @@ impl<C: Composed> Derived<C> {
         (operations, y)
     }
 
-    /// Looks at its operations, which do not run.
+    /// Looks at the layer's operations without running them.
     fn inspect<T>(&self, look: impl FnOnce(&Operations<'_>) -> T) -> T {
         let batch = BatchMetadata {
             starts: &[0, 1],
@@ -223,7 +220,7 @@ impl<C: Composed> Derived<C> {
         look(&operations)
     }
 
-    /// Sums a number over its attentions, of which it has none, one or more.
+    /// Sums a number over the attentions of the layer.
     fn sum_attentions(&self, number: impl Fn(&AttentionShape<'_>) -> usize) -> usize {
         let of = |(operation, _): &(Operation<'_>, Value)| match operation {
             Operation::Attention { shape, .. } => Some(number(shape)),
@@ -254,7 +251,7 @@ impl<C: Composed> Layer for Derived<C> {
         self.0.custom_kernels()
     }
 
-    /// Nothing: its backward recomputes all activations.
+    /// The backward recomputes all activations.
     fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }

@@ -1,9 +1,9 @@
 //! Layers made of operations: the forward is written once, and the backward is derived from it.
 //!
-//! An operation runs its kernel at once and is recorded. The backward first runs the forward again
-//! (so nothing is saved), and then walks the recorded operations from their end: each computes the
-//! gradients of its inputs from the gradient of its output. So it costs what other layers cost that
-//! recompute their activations, and runs on every device.
+//! An operation runs its kernel at once and is recorded. The backward first runs the forward again, so
+//! nothing is saved. Then it walks the recorded operations from their end: each computes the gradients
+//! of its inputs from the gradient of its output. So a composed layer costs as much as any layer that
+//! recomputes its activations, and runs on every device.
 
 mod derived;
 
@@ -16,22 +16,22 @@ use crate::tensor::{Scratch, View};
 
 /// A layer that is described by its forward.
 pub trait Composed: Send + Sync {
-    /// The tensors of its block. Operations name them by their index; a joined tensor has the index
-    /// of the one before.
+    /// The tensors of the layer. Operations name them by their index. A joined tensor has the index
+    /// of the tensor before.
     fn tensors(&self) -> Vec<Tensor>;
 
-    /// The layer's index, for dropout; each layer has its own.
+    /// The layer's index, for dropout. Each layer needs an index of its own.
     fn index(&self) -> u32;
 
-    /// C, of its input and output.
+    /// C, the channels of input and output.
     fn channels(&self) -> usize;
 
-    /// Custom kernels that it runs, forward and backward.
+    /// Custom kernels that the layer runs, forward and backward.
     fn custom_kernels(&self) -> Vec<CustomKernel> {
         Vec::new()
     }
 
-    /// The output of an input, both (R, C).
+    /// Computes the output from the input. Both are (R, C).
     fn compose(&self, ops: &mut Operations<'_>, x: Value) -> Value;
 }
 
@@ -43,7 +43,7 @@ pub struct Derived<C>(pub C);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Value(usize);
 
-/// The heads of an attention, and which keys a query sees.
+/// The heads of an attention, and the keys that a query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
     /// H.
@@ -54,9 +54,9 @@ pub struct Heads {
     pub head_size: usize,
     /// True when a query sees no later position.
     pub causal: bool,
-    /// How many positions a query sees at most, its own included.
+    /// The most positions that a query sees, its own included.
     pub window: Option<usize>,
-    /// How queries and keys are rotated by their positions.
+    /// Rotary positions of queries and keys.
     pub rotary: Option<Rotary>,
     /// Dropout of the probabilities.
     pub dropout: f32,
@@ -70,18 +70,16 @@ pub struct Operations<'a> {
     weights: Vec<View>,
     scratch: &'a Scratch<'a>,
     layer: u32,
-    /// Dropouts so far.
+    /// The number of dropouts so far.
     sites: u32,
-    /// Whether one of them drops anything.
+    /// Whether a dropout has a probability above 0.
     drops: bool,
     kv_cache: Option<KvCache>,
-    /// The view of each value.
     values: Vec<View>,
-    /// Each operation and its output.
     recorded: Vec<(Operation<'a>, Value)>,
 }
 
-/// An operation, with what its backward reads.
+/// An operation, with the values that its backward reads.
 #[allow(clippy::large_enum_variant, reason = "a layer records a few dozen at most")]
 enum Operation<'a> {
     Linear {
@@ -282,7 +280,7 @@ impl<'a> Operations<'a> {
     }
 
     /// A custom kernel whose output has the shape of its input: it writes y and reads x. Its
-    /// backward writes dx and reads dy and x. Both are given the numbers.
+    /// backward writes dx and reads dy and x. Both get the numbers as arguments.
     pub fn custom(
         &mut self,
         kernel: &CustomKernel,

@@ -3,8 +3,10 @@
 
 use serde_json::{Value, json};
 
-use super::read::{Keys, activation, architecture, number, only, read_head, size, write_labels};
-use super::{NONE, Names};
+use super::read::{
+    Keys, SIZES, activation, architecture, number, only, read_head, size, sizes, write_keys,
+};
+use super::{NONE, Names, gpt2};
 use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names {
@@ -40,36 +42,15 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
     only(keys, "position_embedding_type", "absolute")?;
     only(keys, "is_decoder", false)?;
     only(keys, "tie_word_embeddings", true)?;
-    let hidden = size(keys, "hidden_size")?;
-    let heads = size(keys, "num_attention_heads")?;
     let residual = number(keys, "hidden_dropout_prob", 0.1)?;
     Ok(Shape {
         names,
-        layers: size(keys, "num_hidden_layers")?,
-        hidden,
-        heads,
-        kv_heads: heads,
-        head_size: hidden / heads.max(1),
-        intermediate: size(keys, "intermediate_size")?,
-        vocabulary: size(keys, "vocab_size")?,
-        positions: size(keys, "max_position_embeddings")?,
-        learned_positions: Some(0),
         token_types: size(keys, "type_vocab_size")?,
-        rotary: None,
         causal: false,
-        window_rotary: None,
-        window: None,
-        rms_norm: false,
         post_norm: true,
-        branch_norm: false,
-        norm_offset: 0.0,
         norm_epsilon: number(keys, "layer_norm_eps", 1e-12)?,
-        qk_norm: false,
-        biases: [true; 3],
         activation: activation(keys, "hidden_act", "gelu")?,
-        gated: false,
         transposed: true,
-        chunk_positions: Shape::CHUNK_POSITIONS,
         dropout: Dropouts {
             embedding: residual,
             attention: number(keys, "attention_probs_dropout_prob", 0.1)?,
@@ -77,34 +58,25 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
             feed_forward: residual,
             classifier: number(keys, "classifier_dropout", residual)?,
         },
-        tied: true,
         head: read_head(keys, Head::Masked)?,
-        embedding_scale: 1.0,
         initializer_range: number(keys, "initializer_range", 0.02)?,
+        ..gpt2(sizes(keys, SIZES)?)
     })
 }
 
 /// Writes the keys that [`read_shared`] reads.
 pub(super) fn write_shared(shape: &Shape, family: &str) -> Value {
-    let mut config = json!({
-        "architectures": [architecture(shape, family)],
+    let own = json!({
         "classifier_dropout": shape.dropout.classifier,
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocabulary,
         "max_position_embeddings": shape.positions + shape.learned_positions.unwrap_or(0),
         "type_vocab_size": shape.token_types,
         "layer_norm_eps": shape.norm_epsilon,
         "hidden_act": shape.activation.name(),
         "hidden_dropout_prob": shape.dropout.feed_forward,
         "attention_probs_dropout_prob": shape.dropout.attention,
-        "tie_word_embeddings": shape.tied,
         "initializer_range": shape.initializer_range,
     });
-    write_labels(shape, &mut config);
-    config
+    write_keys(shape, architecture(shape, family), SIZES, own)
 }
 
 fn read(keys: &Keys) -> Result<Shape, String> {

@@ -8,7 +8,7 @@ use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{
     Keys, activation, flag, given, layer_types, number, only, rotary_keys, rotary_of, size,
-    size_or_none, write_layer_types,
+    size_or_none, sliding_window, write_layer_types,
 };
 use crate::kernels::Rotary;
 use crate::models::{Head, Shape, Window};
@@ -77,13 +77,9 @@ fn rotaries(keys: &Keys) -> Result<(Rotary, Rotary), String> {
     Ok((rotary_of(keys, &full, theta)?, rotary_of(keys, &slides, local)?))
 }
 
-/// The window, which every so many blocks one does not have.
+/// The window. The last of every few blocks has none.
 fn window(keys: &Keys) -> Result<Option<Window>, String> {
-    let positions = match keys.contains_key("sliding_window") {
-        true => size_or_none(keys, "sliding_window")?,
-        false => Some(4096), // transformers' default
-    };
-    let Some(positions) = positions else { return Ok(None) };
+    let Some(positions) = sliding_window(keys)? else { return Ok(None) };
     let pattern = size_or_none(keys, "sliding_window_pattern")?.unwrap_or(6);
     let of = |but_every| Window { but_every, ..Window::of_all(positions) };
     let Some(slides) = layer_types(keys)? else { return Ok(Some(of(pattern))) };

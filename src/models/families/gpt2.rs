@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, write_labels,
+    Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, write_keys,
 };
 use super::{NONE, Names};
 use crate::kernels::Activation;
@@ -102,22 +102,14 @@ fn write(shape: &Shape) -> Value {
         Head::Tokens => "GPT2LMHeadModel".to_string(),
         _ => architecture(shape, "GPT2"),
     };
-    let mut config = json!({
-        "architectures": [architecture],
-        "n_layer": shape.layers,
-        "n_embd": shape.hidden,
-        "n_head": shape.heads,
-        "n_inner": shape.intermediate,
-        "n_positions": shape.positions,
-        "vocab_size": shape.vocabulary,
+    let own = json!({
         "activation_function": shape.activation.name(),
         "layer_norm_epsilon": shape.norm_epsilon,
         "embd_pdrop": shape.dropout.embedding,
         "attn_pdrop": shape.dropout.attention,
         "resid_pdrop": shape.dropout.feed_forward,
-        "tie_word_embeddings": shape.tied,
         "initializer_range": shape.initializer_range,
     });
-    write_labels(shape, &mut config);
-    config
+    let names = ["n_layer", "n_embd", "n_head", "n_inner", "vocab_size", "n_positions"];
+    write_keys(shape, architecture, names, own)
 }

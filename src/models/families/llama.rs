@@ -4,10 +4,10 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    Keys, activation, architecture, flag, number, only, read_head, rotary, size, size_or_none,
-    write_labels, write_rotary,
+    Keys, SIZES, activation, architecture, flag, number, only, read_head, rotary, size_or_none,
+    sizes, write_keys, write_rotary,
 };
-use super::{NONE, Names};
+use super::{NONE, Names, gpt2};
 use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names { family: "llama", read, write, ..SHARED };
@@ -35,35 +35,19 @@ pub(super) const SHARED: Names = Names {
 /// Reads the keys that Llama, Mistral and Qwen share: all but biases, norms of queries and keys,
 /// and sliding windows.
 pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Result<Shape, String> {
-    let hidden = size(keys, "hidden_size")?;
-    let heads = size(keys, "num_attention_heads")?;
+    let base = gpt2(sizes(keys, SIZES)?);
     Ok(Shape {
         names,
-        layers: size(keys, "num_hidden_layers")?,
-        hidden,
-        heads,
-        kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(heads),
-        head_size: size_or_none(keys, "head_dim")?.unwrap_or(hidden / heads.max(1)),
-        intermediate: size(keys, "intermediate_size")?,
-        vocabulary: size(keys, "vocab_size")?,
-        positions: size(keys, "max_position_embeddings")?,
+        kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(base.kv_heads),
+        head_size: size_or_none(keys, "head_dim")?.unwrap_or(base.head_size),
         learned_positions: None,
-        token_types: 0,
         rotary: Some(rotary(keys, theta)?),
-        causal: true,
-        window_rotary: None,
-        window: None,
         rms_norm: true,
-        post_norm: false,
-        branch_norm: false,
-        norm_offset: 0.0,
         norm_epsilon: number(keys, "rms_norm_eps", 1e-6)?,
-        qk_norm: false,
         biases: [false; 3],
         activation: activation(keys, "hidden_act", "silu")?,
         gated: true,
         transposed: true,
-        chunk_positions: Shape::CHUNK_POSITIONS,
         dropout: Dropouts {
             attention: number(keys, "attention_dropout", 0.0)?,
             classifier: number(keys, "classifier_dropout", 0.1)?,
@@ -71,33 +55,25 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
         },
         tied: flag(keys, "tie_word_embeddings", false)?,
         head: read_head(keys, Head::Tokens)?,
-        embedding_scale: 1.0,
         initializer_range: number(keys, "initializer_range", 0.02)?,
+        ..base
     })
 }
 
 /// Writes the keys that [`read_shared`] reads.
 pub(super) fn write_shared(shape: &Shape, family: &str) -> Value {
-    let mut config = json!({
-        "architectures": [architecture(shape, family)],
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
+    let own = json!({
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.positions,
         "rms_norm_eps": shape.norm_epsilon,
         "hidden_act": shape.activation.name(),
         "attention_dropout": shape.dropout.attention,
-        "tie_word_embeddings": shape.tied,
         "initializer_range": shape.initializer_range,
     });
+    let mut config = write_keys(shape, architecture(shape, family), SIZES, own);
     if let Some(rotary) = &shape.rotary {
         write_rotary(rotary, &mut config);
     }
-    write_labels(shape, &mut config);
     config
 }
 

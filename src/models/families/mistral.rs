@@ -4,17 +4,13 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, size_or_none};
+use super::read::{Keys, sliding_window};
 use crate::models::{Shape, Window};
 
 pub(super) static NAMES: Names = Names { family: "mistral", read, write, ..SHARED };
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    let window = match keys.contains_key("sliding_window") {
-        true => size_or_none(keys, "sliding_window")?,
-        false => Some(4096), // transformers' default
-    };
-    let window = window.map(Window::of_all);
+    let window = sliding_window(keys)?.map(Window::of_all);
     Ok(Shape { window, ..read_shared(keys, &NAMES, 10_000.0)? })
 }
 

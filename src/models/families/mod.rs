@@ -63,7 +63,7 @@ pub struct Names {
     pub head_bias: &'static str,
     /// The table of the LM head.
     pub head: &'static str,
-    /// The activation of the transform, if it is not that of the feed-forward.
+    /// The activation of the transform, if it differs from the feed-forward's.
     pub transform_activation: Option<Activation>,
     /// The first layer of a classifier, a dense layer on the first position (BERT's pooler). Empty:
     /// it has one layer, without a bias, on the last position.
@@ -135,7 +135,6 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-/// All families.
 static FAMILIES: [&Names; 11] = [
     &bert::NAMES,
     &distilbert::NAMES,

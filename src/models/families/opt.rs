@@ -3,11 +3,11 @@
 
 use serde_json::{Value, json};
 
-use super::gpt2::gpt2;
 use super::read::{
-    Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, write_labels,
+    Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, sizes,
+    write_keys,
 };
-use super::{NONE, Names};
+use super::{NONE, Names, gpt2};
 use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names {
@@ -36,6 +36,15 @@ pub(super) static NAMES: Names = Names {
 /// Unused rows of the table of positions. `config.json` has no key for them.
 const ROWS_BEFORE: usize = 2;
 
+const SIZES: [&str; 6] = [
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_dim",
+    "vocab_size",
+    "max_position_embeddings",
+];
+
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "enable_bias", true)?;
     only(keys, "layer_norm_elementwise_affine", true)?;
@@ -50,7 +59,6 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             .into());
     }
     let hidden = size(keys, "hidden_size")?;
-    let heads = size(keys, "num_attention_heads")?;
     let embedded = size_or_none(keys, "word_embed_proj_dim")?.unwrap_or(hidden);
     if embedded != hidden {
         return Err(format!(
@@ -66,14 +74,6 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         ));
     }
     let residual = number(keys, "dropout", 0.1)?;
-    let sizes = [
-        size(keys, "num_hidden_layers")?,
-        hidden,
-        heads,
-        size(keys, "ffn_dim")?,
-        size(keys, "vocab_size")?,
-        size(keys, "max_position_embeddings")?,
-    ];
     Ok(Shape {
         names: &NAMES,
         learned_positions: Some(ROWS_BEFORE),
@@ -88,26 +88,17 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         tied: flag(keys, "tie_word_embeddings", true)?,
         head: read_head(keys, Head::Tokens)?,
         initializer_range: number(keys, "init_std", 0.02)?,
-        ..gpt2(sizes)
+        ..gpt2(sizes(keys, SIZES)?)
     })
 }
 
 fn write(shape: &Shape) -> Value {
-    let mut config = json!({
-        "architectures": [architecture(shape, "OPT")],
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
+    let own = json!({
         "word_embed_proj_dim": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "ffn_dim": shape.intermediate,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.positions,
         "activation_function": shape.activation.name(),
         "dropout": shape.dropout.feed_forward,
         "attention_dropout": shape.dropout.attention,
-        "tie_word_embeddings": shape.tied,
         "init_std": shape.initializer_range,
     });
-    write_labels(shape, &mut config);
-    config
+    write_keys(shape, architecture(shape, "OPT"), SIZES, own)
 }

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, layer_types, size_or_none, write_layer_types};
+use super::read::{Keys, flag, layer_types, size_or_none, sliding_window, write_layer_types};
 use crate::models::{Shape, Window};
 
 pub(super) static NAMES: Names = Names { family: "qwen2", read, write, ..SHARED };
@@ -15,11 +15,7 @@ pub(super) fn window(keys: &Keys) -> Result<Option<Window>, String> {
     if !flag(keys, "use_sliding_window", false)? {
         return Ok(None);
     }
-    let positions = match keys.contains_key("sliding_window") {
-        true => size_or_none(keys, "sliding_window")?,
-        false => Some(4096), // transformers' default
-    };
-    let Some(positions) = positions else { return Ok(None) };
+    let Some(positions) = sliding_window(keys)? else { return Ok(None) };
     let Some(slides) = layer_types(keys)? else {
         let from = size_or_none(keys, "max_window_layers")?.unwrap_or(28);
         return Ok(Some(Window { from, ..Window::of_all(positions) }));

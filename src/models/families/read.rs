@@ -31,6 +31,33 @@ pub(super) fn size(keys: &Keys, key: &str) -> Result<usize, String> {
     size_or_none(keys, key)?.ok_or_else(|| format!("{key} is missing"))
 }
 
+/// The keys of [`sizes`] that most families have.
+pub(super) const SIZES: [&str; 6] = [
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+];
+
+/// The six sizes of a shape, in the order of [`gpt2`](super::gpt2), by their keys.
+pub(super) fn sizes(keys: &Keys, names: [&str; 6]) -> Result<[usize; 6], String> {
+    let mut sizes = [0; 6];
+    for (to, name) in sizes.iter_mut().zip(names) {
+        *to = size(keys, name)?;
+    }
+    Ok(sizes)
+}
+
+/// The positions of a sliding window; `None` when it is null. Absent: transformers' default.
+pub(super) fn sliding_window(keys: &Keys) -> Result<Option<usize>, String> {
+    match keys.contains_key("sliding_window") {
+        true => size_or_none(keys, "sliding_window"),
+        false => Ok(Some(4096)),
+    }
+}
+
 /// A number.
 pub(super) fn number(keys: &Keys, key: &str, default: f32) -> Result<f32, String> {
     let number = |value: &Value| {
@@ -46,7 +73,7 @@ pub(super) fn flag(keys: &Keys, key: &str, default: bool) -> Result<bool, String
     given(keys, key).map_or(Ok(default), flag)
 }
 
-/// Refuses a key with any value but the one that is built.
+/// Refuses every value of a key except the one that is built.
 pub(super) fn only(keys: &Keys, key: &str, value: impl Into<Value>) -> Result<(), String> {
     let value = value.into();
     match given(keys, key) {
@@ -126,7 +153,6 @@ pub(super) fn rotary_of(keys: &Keys, scaling: &Keys, theta: f32) -> Result<Rotar
     Ok(Rotary { theta, scaling })
 }
 
-/// The keys of rotary positions.
 pub(super) fn rotary_keys(rotary: &Rotary) -> Value {
     let mut parameters = serde_json::json!({ "rope_theta": rotary.theta, "rope_type": "default" });
     match rotary.scaling {
@@ -169,7 +195,6 @@ pub(super) fn layer_types(keys: &Keys) -> Result<Option<Vec<bool>>, String> {
     types.iter().map(slides).collect::<Result<Vec<_>, _>>().map(Some)
 }
 
-/// Writes `layer_types`.
 pub(super) fn write_layer_types(shape: &Shape, config: &mut Value) {
     let slides = |number: usize| shape.window.is_some_and(|window| window.is_of(number));
     let kind = |number| if slides(number) { "sliding_attention" } else { "full_attention" };
@@ -210,8 +235,28 @@ pub(super) fn architecture(shape: &Shape, family: &str) -> String {
     }
 }
 
+/// Writes the keys of a shape that all families have: the architecture, the sizes under the names
+/// with which [`sizes`] reads them, and the labels. `own` has the others.
+pub(super) fn write_keys(
+    shape: &Shape,
+    architecture: String,
+    names: [&str; 6],
+    own: Value,
+) -> Value {
+    let &Shape { layers, hidden, heads, intermediate, vocabulary, positions, .. } = shape;
+    let sizes = [layers, hidden, heads, intermediate, vocabulary, positions];
+    let mut config =
+        Keys::from_iter(names.into_iter().map(String::from).zip(sizes.map(Value::from)));
+    config.insert("architectures".into(), Value::from(vec![architecture]));
+    config.insert("tie_word_embeddings".into(), shape.tied.into());
+    config.extend(own.as_object().cloned().unwrap_or_default());
+    let mut config = Value::Object(config);
+    write_labels(shape, &mut config);
+    config
+}
+
 /// Writes the keys of a classifier, with transformers' generic names of the classes.
-pub(super) fn write_labels(shape: &Shape, config: &mut Value) {
+fn write_labels(shape: &Shape, config: &mut Value) {
     let (labels, kind) = match shape.head {
         Head::Classes { labels, is_value: true } => (labels, Some("regression")),
         Head::Classes { labels, .. } => (labels, Some("single_label_classification")),

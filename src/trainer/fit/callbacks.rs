@@ -1,5 +1,4 @@
-//! What a program hears from [`fit`](crate::Trainer::fit) while it trains, and how it asks for an
-//! early end.
+//! How a program follows a run of [`fit`](crate::Trainer::fit), and how it requests an early end.
 
 use std::net::SocketAddr;
 use std::ops::ControlFlow;
@@ -16,21 +15,21 @@ use crate::error::Error;
 use crate::inference::Evaluation;
 use crate::trainer::Trainer;
 
-/// Methods that [`fit`](crate::Trainer::fit) calls as it goes. Each does nothing by default; `()`
-/// has no other. They run between two steps, so training waits for them. An `impl` with
-/// [`step`](Callbacks::step) has the attribute `#[async_trait]`.
+/// The methods that [`fit`](crate::Trainer::fit) calls during a run. By default each does nothing,
+/// as all those of `()` do. They run between two steps, so training waits for them. An `impl` with
+/// [`step`](Callbacks::step) needs the attribute `#[async_trait]`.
 #[async_trait]
 pub trait Callbacks: Send {
-    /// Everything is made, and the first step of a run of `steps` comes next.
+    /// The trainer is made, and the first step of a run of `steps` comes next.
     fn started(&mut self, trainer: &Trainer, steps: u64) {
         _ = (trainer, steps);
     }
 
-    /// A training step ended. With the trainer it can evaluate, generate, or write a checkpoint.
-    /// [`Break`](ControlFlow::Break) ends the run, as a [`StopRequest`] does.
+    /// A training step ended. The method can use the trainer to evaluate, to generate, or to write
+    /// a checkpoint. [`Break`](ControlFlow::Break) ends the run, as a [`StopRequest`] does.
     ///
     /// # Errors
-    /// An error ends the run. What is no error of this crate becomes [`Error::Own`].
+    /// An error ends the run. Other errors than this crate's become [`Error::Own`].
     async fn step(
         &mut self,
         trainer: &mut Trainer,
@@ -50,18 +49,19 @@ pub trait Callbacks: Send {
         _ = directory;
     }
 
-    /// An event as JSON, as `log.file` has it: steps, validations, the summary and others. It comes
-    /// before the method for the same event.
+    /// An event as JSON, as in `log.file`: steps, validations, the summary and others. It is called
+    /// before the method of the same event.
     fn event(&mut self, event: &Value) {
         _ = event;
     }
 
-    /// Something that a person may want to read.
+    /// A message for people.
     fn message(&mut self, message: &RunMessage) {
         _ = message;
     }
 
-    /// The run is over. Called once if [`started`](Callbacks::started) was, also after an error.
+    /// The run is over, with or without an error. Called once if [`started`](Callbacks::started)
+    /// was called.
     fn ended(&mut self, outcome: Result<&Fitted, &Error>) {
         _ = outcome;
     }
@@ -69,16 +69,25 @@ pub trait Callbacks: Send {
 
 impl Callbacks for () {}
 
+impl dyn Callbacks + '_ {
+    pub(super) fn info(&mut self, text: impl Into<String>) {
+        self.message(&RunMessage::Info(text.into()));
+    }
+
+    pub(super) fn warn(&mut self, text: impl Into<String>) {
+        self.message(&RunMessage::Warning(text.into()));
+    }
+}
+
 /// A message for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunMessage {
-    /// What the run does: where it resumes, why it stops early.
+    /// What the run does, for instance where it resumes or why it stops early.
     Info(String),
-    /// What did not work as the config says, while the run goes on.
+    /// Something does not work as the config says, and the run goes on.
     Warning(String),
-    /// Which file of the run is not complete, because it could not be written, while the run goes
-    /// on.
+    /// A file of the run could not be written and is not complete, and the run goes on.
     Lost(String),
     /// The address at which metrics and the live page are served.
     Listening(SocketAddr),
@@ -89,17 +98,17 @@ pub enum RunMessage {
 pub struct StopRequest(Arc<AtomicBool>);
 
 impl StopRequest {
-    /// Nothing is requested yet.
+    /// Makes a request that is not made yet.
     pub fn new() -> StopRequest {
         StopRequest::default()
     }
 
-    /// Requests the end. Returns true when it had been requested before.
+    /// Requests the end. Returns true if it was requested before.
     pub fn stop(&self) -> bool {
         self.0.swap(true, Relaxed)
     }
 
-    /// Whether the end was requested.
+    /// True if the end was requested.
     pub fn is_requested(&self) -> bool {
         self.0.load(Relaxed)
     }

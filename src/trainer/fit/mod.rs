@@ -1,8 +1,7 @@
 //! A whole run as its config says: data, steps, validation, early stopping, checkpoints, the log
-//! and metrics. The command line's `train` is this, with the terminal as its callbacks.
+//! and metrics. The command `l2l train` calls it, and prints in its callbacks.
 //!
-//! A run is prepared first: what can be wrong with its data and directories is found before
-//! anything is made.
+//! A run is prepared first: an error in its data or directories is found before memory is taken.
 
 mod callbacks;
 mod resume;
@@ -23,10 +22,10 @@ use crate::devices;
 use crate::engine::Summary;
 use crate::eps::{agreed_step, lost};
 use crate::error::Error;
-use crate::hf::{self, shape_of};
+use crate::resolve::{largest_shape_of, model_of};
 use crate::telemetry::{EventLog, Exporter, Observe, Trace, made_up_name};
 
-/// A run that is about to be prepared. See [`Trainer::fit`].
+/// A run of [`Trainer::fit`] before it is prepared.
 pub struct Fit {
     builder: Builder,
     resume: Option<Resume>,
@@ -36,52 +35,49 @@ pub struct Fit {
 
 /// A run whose data and directories are open.
 pub struct Prepared {
-    builder: Builder,
+    fit: Fit,
     train: Dataset,
     steps: u64,
     between: Between,
     beginning: Beginning,
-    resumes: bool,
-    stop: StopRequest,
-    measures_peak: bool,
     warnings: Vec<String>,
 }
 
-/// What happens between training steps.
+/// The data and the directory that a run uses between training steps.
 struct Between {
     /// The validation sets. The first one decides which model is the best.
     validation: Vec<Dataset>,
-    /// Of the built-in text: the losses that counting bytes gives.
+    /// The losses that counting bytes gives, for a run on the built-in text.
     baseline: Option<Baseline>,
     keeper: Option<Arc<Keeper>>,
 }
 
-/// How a run ended well.
+/// The reason why a run ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// All its steps were done.
     Complete,
-    /// Validation brought nothing better for too long: `validation.patience`.
+    /// Too many validations in a row brought nothing better (`validation.patience`).
     Early,
     /// A [`StopRequest`] ended it.
     Stopped,
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fitted {
-    /// How it ended.
+    /// The reason why it ended.
     pub end: End,
-    /// Its last summary.
+    /// The summary of its steps.
     pub summary: Summary,
-    /// SHA-256 of all weights: see [`Trainer::digest`].
+    /// SHA-256 of all weights, as [`Trainer::digest`] gives it.
     pub weights_digest: String,
     /// The last validation loss, if there was a validation.
     pub validation_loss: Option<f64>,
 }
 
 impl Trainer {
-    /// A whole run as a config says. [`Fit::run`] trains on `data.train` for all steps, with
+    /// Begins a whole run of a config. [`Fit::run`] trains on `data.train` for all steps, and obeys
     /// `validation.*`, `checkpoint.*`, `log.*` and `metrics.*`.
     pub fn fit(config: Config) -> Fit {
         Trainer::builder(config).fit()
@@ -89,44 +85,44 @@ impl Trainer {
 }
 
 impl Builder {
-    /// A whole run of the trainer that this builder makes. See [`Trainer::fit`].
+    /// Begins a whole run of the trainer that this builder makes, as [`Trainer::fit`] does.
     pub fn fit(self) -> Fit {
         Fit { builder: self, resume: None, stop: StopRequest::new(), measures_peak: false }
     }
 }
 
 impl Fit {
-    /// Whether it resumes from the newest state of its `checkpoint.directory` or `eps.path`. Where
-    /// there is none yet, it begins.
+    /// If `resume` is true, the run resumes from the newest state in `checkpoint.directory` or
+    /// `eps.path`. A run that finds no state begins.
     pub fn resume(mut self, resume: bool) -> Fit {
         self.resume = resume.then(Resume::default);
         self
     }
 
-    /// Resumes, and fails where the newest state or checkpoint is damaged. Without it, the newest
-    /// that is not damaged is taken, with a warning.
+    /// Resumes, and fails if the newest state or checkpoint is damaged. [`resume`](Fit::resume)
+    /// takes an older one instead, with a warning.
     pub fn resume_strictly(mut self) -> Fit {
         self.resume = Some(Resume { strict: true });
         self
     }
 
-    /// Resumes, also where some keys have other values. See
-    /// [`with_changes`](Builder::with_changes).
+    /// Resumes even if some keys have other values than in the run before, as
+    /// [`with_changes`](Builder::with_changes) says.
     pub fn resume_with_changes(mut self) -> Fit {
         self.builder = self.builder.with_changes();
         self.resume.get_or_insert_default();
         self
     }
 
-    /// Ends the run after its step, with a checkpoint, once the request is made.
+    /// Ends the run after the current step, with a checkpoint, once the request is made.
     pub fn stop(mut self, stop: StopRequest) -> Fit {
         self.stop = stop;
         self
     }
 
     /// Measures the device's fastest matrix product before the run, so that its
-    /// [`Watch`](crate::telemetry::Watch) can compare. A run with `metrics.listen` or
-    /// `metrics.file` always does.
+    /// [`Watch`](crate::telemetry::Watch) can compare the run with it. A run with `metrics.listen`
+    /// or `metrics.file` always measures it.
     pub fn measure_peak(mut self) -> Fit {
         self.measures_peak = true;
         self
@@ -135,14 +131,11 @@ impl Fit {
     /// Opens data and directories, and finds where the run begins. It reads files and blocks.
     ///
     /// # Errors
-    /// What is wrong with the config or what it names; nothing was started.
+    /// The config, its data or its directories cannot be used. Nothing was started.
     pub fn prepare(mut self) -> Result<Prepared, Error> {
         self.builder.config.metrics.run.get_or_insert_with(made_up_name);
         let config = &self.builder.config;
-        let shape = match &self.builder.model {
-            Some(model) => model.shape,
-            None => shape_of(config)?,
-        };
+        let shape = self.builder.shape()?;
         let (train, validation) = Dataset::open(config, &shape)?;
         let steps = config.steps(train.len())?;
         Batches::check(config, &train, steps)?;
@@ -151,15 +144,31 @@ impl Fit {
             let problem = "needs a validation set: set data.validation or data.validation_split";
             return Err(Error::config("validation.every_steps", problem));
         }
-        let directory = config.checkpoint.directory.as_deref();
-        let exchanges = self.builder.exchanges.as_deref();
+        let keeper = self.open_keeper()?;
+        let mut warnings: Vec<String> = Vec::new();
+        for data in [&train].into_iter().chain(&validation) {
+            if !data.unused_columns().is_empty() {
+                let columns = data.unused_columns().join(", ");
+                warnings.push(format!("data {}: columns not used: {columns}", data.name()));
+            }
+        }
+        let beginning = self.beginning(keeper.as_ref(), &mut warnings)?;
+        let between = Between { validation, baseline, keeper: keeper.map(Arc::new) };
+        Ok(Prepared { fit: self, train, steps, between, beginning, warnings })
+    }
+
+    /// Opens `checkpoint.directory`, if it is set. Its disk must have room for the checkpoints.
+    fn open_keeper(&self) -> Result<Option<Keeper>, Error> {
+        let config = &self.builder.config;
+        let exchanges = self.builder.options.exchanges.as_deref();
         let is_first = exchanges.is_none_or(|exchanges| exchanges.rank() == 0);
+        let directory = config.checkpoint.directory.as_deref();
         let keeper = |at| match is_first {
             true => Keeper::open(at, config.checkpoint.keep),
             false => Ok(Keeper::peek(at)),
         };
         let keeper = directory.map(keeper).transpose();
-        // Nobody looks for checkpoints before the first process has repaired what a kill left.
+        // The other ranks look for checkpoints when rank 0 has repaired what a killed run left.
         if let Some(exchanges) = exchanges {
             let problem = keeper.as_ref().err().map(Error::to_string).unwrap_or_default();
             let problems = exchanges.meet(problem.as_bytes()).map_err(lost)?;
@@ -170,43 +179,30 @@ impl Fit {
         }
         let keeper = keeper?;
         if let (Some(directory), true, None) = (directory, is_first, &self.builder.model) {
-            let model = hf::model_of(config, hf::largest_shape_of(config)?)?;
+            let model = model_of(config, largest_shape_of(config)?)?;
             let space = Space::of(config, &model, &config.update_rule());
             if let Some(misfit) = space.and_then(|space| space.misfit(directory)) {
                 return Err(Error::DoesNotFit(misfit));
             }
         }
-        let mut warnings: Vec<String> =
-            [&train].into_iter().chain(&validation).fold(Vec::new(), |mut warnings, data| {
-                if !data.unused_columns().is_empty() {
-                    let columns = data.unused_columns().join(", ");
-                    warnings.push(format!("data {}: columns not used: {columns}", data.name()));
-                }
-                warnings
-            });
-        let mut warn = |warning| warnings.push(warning);
-        let beginning = match self.builder.says_where_it_begins() {
-            true => Beginning::AsBuilt,
-            false => {
-                let mut on_file = state_on_file(config);
-                if let Some(exchanges) = exchanges {
-                    let agreed = agreed_step(exchanges, on_file.as_ref().copied());
-                    on_file = on_file.and(agreed);
-                }
-                Beginning::find(config, keeper.as_ref(), on_file, self.resume, &mut warn)?
-            }
-        };
-        Ok(Prepared {
-            train,
-            steps,
-            between: Between { validation, baseline, keeper: keeper.map(Arc::new) },
-            beginning,
-            resumes: self.resume.is_some(),
-            stop: self.stop,
-            measures_peak: self.measures_peak,
-            warnings,
-            builder: self.builder,
-        })
+        Ok(keeper)
+    }
+
+    fn beginning(
+        &self,
+        keeper: Option<&Keeper>,
+        warnings: &mut Vec<String>,
+    ) -> Result<Beginning, Error> {
+        if self.builder.says_where_it_begins() {
+            return Ok(Beginning::AsBuilt);
+        }
+        let config = &self.builder.config;
+        let mut on_file = state_on_file(config);
+        if let Some(exchanges) = self.builder.options.exchanges.as_deref() {
+            let agreed = agreed_step(exchanges, on_file.as_ref().copied());
+            on_file = on_file.and(agreed);
+        }
+        Beginning::find(config, keeper, on_file, self.resume, &mut |text| warnings.push(text))
     }
 
     /// Prepares the run and trains, on the caller's tokio.
@@ -218,7 +214,7 @@ impl Fit {
     }
 }
 
-/// The losses to compare with, where a run trains on the built-in text.
+/// The losses that counting bytes gives, if the run trains on the built-in text.
 fn baseline(
     config: &Config,
     train: &Dataset,
@@ -233,15 +229,15 @@ fn baseline(
 }
 
 impl Prepared {
-    /// Lets an observer hear of every operation.
+    /// Adds an observer, which receives every operation as it ends.
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Prepared {
-        self.builder = self.builder.observe(observer);
+        self.fit.builder = self.fit.builder.observe(observer);
         self
     }
 
-    /// Writes a timeline. See [`Builder::trace`].
+    /// Writes a timeline, as [`Builder::trace`] does.
     pub fn trace(mut self, trace: Arc<Trace>) -> Prepared {
-        self.builder = self.builder.trace(trace);
+        self.fit.builder = self.fit.builder.trace(trace);
         self
     }
 
@@ -250,50 +246,48 @@ impl Prepared {
         self.steps
     }
 
-    /// Makes the trainer and trains, on the caller's tokio. A run that fails in a step for a reason
-    /// other than the ring writes a checkpoint of the steps before.
+    /// Makes the trainer and trains, on the caller's tokio. If a step fails and the ring does not,
+    /// the run writes a checkpoint of the steps before.
     ///
     /// # Errors
-    /// What the config asks for cannot be made, and no step was done; or training failed.
+    /// The trainer cannot be made, and no step was done; or training failed.
     ///
     /// # Panics
     /// There is no tokio runtime.
     pub async fn run(mut self, callbacks: &mut dyn Callbacks) -> Result<Fitted, Error> {
-        for warning in std::mem::take(&mut self.warnings) {
-            callbacks.message(&RunMessage::Warning(warning));
-        }
-        let config = self.builder.config.clone();
+        std::mem::take(&mut self.warnings).into_iter().for_each(|text| callbacks.warn(text));
+        let config = self.fit.builder.config.clone();
         let name = config.metrics.run.clone().expect("a prepared run has a name");
         let exporter = Exporter::open(&config.metrics, &name)?;
         if let Some(address) = exporter.address() {
             callbacks.message(&RunMessage::Listening(address));
         }
         let held = self.between.validation.iter().filter_map(Dataset::len).sum::<u64>();
-        let (sequences, steps) = (self.train.len(), self.steps);
+        let sequences = self.train.len();
+        let steps = self.steps;
         let (run, batches) = self.start(&exporter, callbacks).await?;
         if let Some(sequences) = sequences {
             let model = run.trainer.model();
-            run.callbacks.message(&RunMessage::Info(format!(
+            run.callbacks.info(format!(
                 "{sequences} sequences to train on, {held} held out; {steps} steps, {:.1} epochs; \
                  {} of {} parameters are trained",
                 (steps * config.step.batch as u64) as f64 / sequences.max(1) as f64,
                 model.trained_parameters(),
                 model.parameters()
-            )));
+            ));
             let OptimizerConfig { warmup_steps, learning_rate, .. } = config.optimizer;
             if warmup_steps > steps {
-                run.callbacks.message(&RunMessage::Warning(format!(
+                run.callbacks.warn(format!(
                     "optimizer.warmup_steps is {warmup_steps}, and the run has {steps} steps: the \
                      learning rate does not reach {learning_rate:e}"
-                )));
+                ));
             }
             let done = run.trainer.progress().step;
             if done >= steps {
-                let text = format!(
+                run.callbacks.warn(format!(
                     "the run is complete: it has done all of its {steps} steps; to train on, set \
                      more of them and resume with --resume-with-changes"
-                );
-                run.callbacks.message(&RunMessage::Warning(text));
+                ));
             }
         }
         let watch = run.trainer.watch();
@@ -303,21 +297,20 @@ impl Prepared {
             Err(_) => watch.set_failed(),
         }
         if let (Err(error), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
-            let text = if error.is_damage() {
+            callbacks.warn(if error.is_damage() {
                 "eps.path has a damaged block: remove the folder, and --resume goes on from the \
                  newest checkpoint"
                     .into()
             } else {
                 format!("eps.path holds the state after step {step}: continue with --resume")
-            };
-            callbacks.message(&RunMessage::Warning(text));
+            });
         }
         callbacks.ended(outcome.as_ref());
         if let Some(lost) = exporter.write_file() {
             callbacks.message(&RunMessage::Lost(lost));
         }
         if let Some(waits) = exporter.waits_for_last_scrape() {
-            callbacks.message(&RunMessage::Info(waits));
+            callbacks.info(waits);
             unblock(move || exporter.wait_for_last_scrape()).await;
         }
         outcome
@@ -329,40 +322,49 @@ impl Prepared {
         exporter: &Exporter,
         callbacks: &'r mut dyn Callbacks,
     ) -> Result<(Run<'r>, Batches), Error> {
-        let Prepared { builder, train, steps, between, beginning, stop, .. } = self;
+        let Prepared { fit, train, steps, between, beginning, .. } = self;
+        let Fit { builder, resume, stop, measures_peak } = fit;
         let config = builder.config.clone();
-        let measures_peak = self.measures_peak || exporter.is_active();
-        let peak = match measures_peak {
+        let peak = match measures_peak || exporter.is_active() {
             true => {
                 let config = config.clone();
                 Some(unblock(move || devices::device_flops_per_second(&config)).await?)
             }
             false => None,
         };
-        if self.resumes && matches!(beginning, Beginning::New) {
+        if resume.is_some() && matches!(beginning, Beginning::New) {
             let text = "--resume: there is no checkpoint yet, so this run begins";
-            callbacks.message(&RunMessage::Warning(text.into()));
+            callbacks.warn(text);
         }
         let keeps_state = between.keeper.is_some() || config.eps.tier == EpsTier::File;
         let data = keeps_state.then(|| train.fingerprint());
         let trainer = start_trainer(builder, steps, data, beginning, exporter).await?;
         if trainer.reads_through_cache() {
-            let text =
-                "eps.path: no direct requests there, so the file goes through the system's cache";
-            callbacks.message(&RunMessage::Warning(text.into()));
+            callbacks.warn(
+                "eps.path: no direct requests there, so the file goes through the system's cache",
+            );
         }
         peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());
         let log = EventLog::open(&config.log)?;
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
-        let (saved, writing, validated) = (None, None, None);
-        let run = Run { trainer, steps, between, log, callbacks, stop, saved, writing, validated };
+        let run = Run {
+            trainer,
+            steps,
+            between,
+            log,
+            callbacks,
+            stop,
+            saved: None,
+            writing: None,
+            validated: None,
+        };
         Ok((run, batches))
     }
 }
 
-/// Starts the trainer where the run begins.
+/// Starts the trainer at the place where the run begins.
 async fn start_trainer(
     builder: Builder,
     steps: u64,

@@ -10,14 +10,14 @@ use crate::error::Error;
 /// A run that resumes.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Resume {
-    /// Whether a damaged state or checkpoint is an error, and not passed over.
+    /// True if a damaged state or checkpoint is an error. Else a run skips it.
     pub(super) strict: bool,
 }
 
-/// See the [module](self).
+/// The place where a run begins.
 pub(super) enum Beginning {
     New,
-    /// Where the builder was told to resume from.
+    /// The place that the program gave to the builder.
     AsBuilt,
     Checkpoint(PathBuf),
     /// The state in the EPS's own file.
@@ -25,13 +25,12 @@ pub(super) enum Beginning {
 }
 
 impl Beginning {
-    /// What a run resumes from: of checkpoints and the state `on_file`, whichever has more steps. A
-    /// run that does not resume must not find the checkpoints of another. A damaged state or
-    /// checkpoint is passed over with a warning, unless the run is `strict`.
+    /// Chooses between the newest checkpoint and the state `on_file`: a run resumes from the one
+    /// with more steps. It skips a damaged state or checkpoint with a warning, unless it is strict.
     ///
     /// # Errors
-    /// There is nothing that it could ever resume from; there is a run that it would overwrite; all
-    /// checkpoints are damaged, or a strict run meets a damaged one.
+    /// The config names no place to resume from; a new run would overwrite the checkpoints of
+    /// another; all checkpoints are damaged, or a strict run finds a damaged one.
     pub(super) fn find(
         config: &Config,
         keeper: Option<&Keeper>,
@@ -40,7 +39,7 @@ impl Beginning {
         warn: &mut dyn FnMut(String),
     ) -> Result<Beginning, Error> {
         let Some(Resume { strict }) = resume else {
-            on_file?; // it must be readable, also for a run that does not use it
+            on_file?; // A new run, too, is refused beside a state that is damaged.
             return match keeper.map(Keeper::newest).transpose()?.flatten() {
                 None => Ok(Beginning::New),
                 Some(found) => Err(Error::config(
@@ -66,18 +65,18 @@ impl Beginning {
             return Ok(Beginning::StateOnFile);
         }
         if keeper.is_none() && config.eps.tier == EpsTier::Memory {
-            let what = "--resume: from where? Set checkpoint.directory, or eps.tier to file";
+            let what = "--resume: the config names no place to resume from: set \
+                        checkpoint.directory, or eps.tier = \"file\"";
             return Err(Error::argument(what));
         }
         Ok(checkpoint.map_or(Beginning::New, |(_, path)| Beginning::Checkpoint(path)))
     }
 }
 
-/// The newest checkpoint that is as it was written, with its step.
+/// The newest checkpoint that is not damaged, with its step.
 ///
 /// # Errors
-/// There are checkpoints, and none is; or the newest is not, and the run is strict; or the disk
-/// fails.
+/// All checkpoints are damaged, or the newest one is and the run is strict; or the disk fails.
 fn newest_undamaged(
     keeper: Option<&Keeper>,
     strict: bool,
@@ -102,7 +101,7 @@ fn newest_undamaged(
     damaged.map_or(Ok(None), Err)
 }
 
-/// Whether the disk failed. Then the state may be whole, and newer than any checkpoint.
+/// True if the disk failed. Then the state may be whole, and newer than any checkpoint.
 fn cannot_be_read(error: &Error) -> bool {
     matches!(error, Error::Storage { source, .. } if source.kind() != io::ErrorKind::InvalidData)
 }

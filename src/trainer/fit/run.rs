@@ -1,4 +1,4 @@
-//! A run on its way: steps, with validations and checkpoints between them, and a clean end.
+//! The loop of a run: steps, with validations and checkpoints between them, and a clean end.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::blocking::unblock;
-use crate::checkpoint::{self, Progress};
+use crate::checkpoint::{self, Keeper, Progress};
 use crate::config::{ByteSize, OnError};
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
@@ -15,11 +15,13 @@ use crate::plan::RankShare;
 use crate::telemetry::EventLog;
 use crate::trainer::Trainer;
 
-/// Bytes of the samples of the built-in text: during the run, and at its end.
+/// Bytes of a sample of the built-in text during the run: a line of a terminal.
 const SHORT_SAMPLE: u64 = 60;
+
+/// Bytes of the sample at the end of the run: a few lines.
 const LONG_SAMPLE: u64 = 240;
 
-/// See the [module](self).
+/// A run whose trainer is made.
 pub(super) struct Run<'r> {
     pub(super) trainer: Trainer,
     pub(super) steps: u64,
@@ -39,7 +41,7 @@ pub(super) struct Run<'r> {
 pub(super) struct Written {
     directory: PathBuf,
     progress: Progress,
-    /// Further checkpoints of the same state, which become links to this one.
+    /// Further checkpoints of the same state. They become links to this one.
     links: Vec<PathBuf>,
 }
 
@@ -48,13 +50,14 @@ impl Run<'_> {
     pub(super) async fn finish(mut self, mut batches: Batches) -> Result<Fitted, Error> {
         let first = self.trainer.progress().step;
         if first > 0 {
-            self.info(format!("resumes from step {first}"));
-            let changes = self.trainer.changes().to_vec();
-            changes.into_iter().for_each(|change| self.info(format!("changed: {change}")));
+            self.callbacks.info(format!("resumes from step {first}"));
+            for change in self.trainer.changes() {
+                self.callbacks.info(format!("changed: {change}"));
+            }
         }
         if !self.trainer.new_tensors().is_empty() {
             let new = self.trainer.new_tensors().join(", ");
-            self.info(format!(
+            self.callbacks.info(format!(
                 "model.path does not have these tensors, which begin at random: {new}"
             ));
         }
@@ -62,62 +65,61 @@ impl Run<'_> {
         drop(batches);
         let step = self.trainer.progress().step;
         if let Err(error) = trained {
-            // The model is whole unless the ring failed: the steps before need not be lost.
-            // Other processes may be in the middle of a step: none is saved with them.
+            // The model is whole unless the ring failed, so a checkpoint keeps the steps before.
+            // With several ranks there is none, because the others may be within a step.
             let is_alone = self.trainer.plan().share() == RankShare::WHOLE;
             if is_alone && !matches!(error, Error::Ring(_)) && step > first {
                 self.save().await?;
             }
-            // A state that was complete is written, also where the ring failed behind it.
+            // The checkpoint that is being written becomes complete, even if the ring failed since.
             if let Err(lost) = self.end_checkpoint().await {
-                self.callbacks.message(&RunMessage::Warning(lost.to_string()));
+                self.callbacks.warn(lost.to_string());
             }
             return Err(error);
         }
         if self.is_out_of_patience() {
-            self.info(format!("stops early at step {step}: no validation was better"));
+            self.callbacks.info(format!("stops early at step {step}: no validation was better"));
         }
         if step > first {
             self.save().await?;
         }
         self.validate_at_the_end(step).await?;
         self.end_checkpoint().await?;
-        let (is_stopped, is_early) = (self.is_stopped()?, self.is_out_of_patience());
+        let end = match (self.is_stopped()?, self.is_out_of_patience()) {
+            (true, _) => End::Stopped,
+            (false, true) => End::Early,
+            (false, false) => End::Complete,
+        };
         let link = self.trainer.config().device.link.clone();
         let Run { mut trainer, mut log, callbacks, validated, .. } = self;
         let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
         report(&mut log, callbacks, &summary.event(&weights_digest, link.as_deref()));
-        let end = match (is_stopped, is_early) {
-            (true, _) => End::Stopped,
-            (false, true) => End::Early,
-            (false, false) => End::Complete,
-        };
         let validation_loss = validated.map(|(_, loss)| loss);
         Ok(Fitted { end, summary, weights_digest, validation_loss })
     }
 
-    /// Whether too many validations in a row brought nothing better.
+    /// True if too many validations in a row brought nothing better.
     fn is_out_of_patience(&self) -> bool {
         let patience = self.trainer.config().validation.patience;
         patience.is_some_and(|most| self.trainer.progress().validations_since >= most)
     }
 
-    /// Whether a stop was requested, of any process of the run.
+    /// True if a stop was requested on any rank. Collective: every rank must call it.
     fn is_stopped(&self) -> Result<bool, Error> {
-        self.trainer.any(self.stop.is_requested())
+        self.trainer.any_rank(self.stop.is_requested())
     }
 
     /// All steps, with validations and checkpoints between them.
     async fn all_steps(&mut self, batches: &mut Batches) -> Result<(), Error> {
         let config = self.trainer.config();
-        let (validate_every, save_every) =
-            (config.validation.every_steps, config.checkpoint.every_steps);
+        let validate_every = config.validation.every_steps;
+        let save_every = config.checkpoint.every_steps;
         let is_due =
             |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
-        // A stop may have cut off the validation of the step that this run resumes from.
-        let (first, last) = (self.trainer.progress().step, self.trainer.progress().validated_at);
-        if first > 0 && is_due(validate_every, first) && last != Some(first) {
+        // The run before may have stopped in the validation after its last step.
+        let Progress { step: first, validated_at, .. } = *self.trainer.progress();
+        if first > 0 && is_due(validate_every, first) && validated_at != Some(first) {
             self.validate_and_note().await?;
         }
         let steps = self.steps;
@@ -130,7 +132,7 @@ impl Run<'_> {
                 if !self.validate_and_note().await? {
                     break;
                 }
-                // Somebody who tries the program sees how its text becomes better.
+                // On the built-in text, samples show how the model learns.
                 if self.between.baseline.is_some() && step < steps {
                     self.show_sample(SHORT_SAMPLE).await?;
                 }
@@ -145,13 +147,11 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// One training step; its number.
+    /// Trains one step, and returns its number.
     async fn step(&mut self, batches: &mut Batches) -> Result<u64, Error> {
         let report = self.trainer.step(batches.next().await?).await?;
         self.report(&report.event());
-        for warning in self.trainer.take_warnings() {
-            self.callbacks.message(&RunMessage::Warning(warning));
-        }
+        self.trainer.take_warnings().into_iter().for_each(|warning| self.callbacks.warn(warning));
         let then = self.callbacks.step(&mut self.trainer, &report).await?;
         if self.trainer.progress().step != report.step {
             let what = "a callback trained: fit has the batches of each step, and trains alone";
@@ -163,30 +163,32 @@ impl Run<'_> {
         Ok(report.step)
     }
 
-    /// A validation that counts for patience and for the best checkpoint. False when a stop cut it
-    /// off.
+    /// Validates, counts the result for patience, and begins the best checkpoint if it is the best.
+    /// Returns false if a stop cut the validation off.
     async fn validate_and_note(&mut self) -> Result<bool, Error> {
         let Some(evaluation) = self.validate().await? else { return Ok(false) };
         if self.trainer.record_validation(&evaluation) {
-            self.save_best().await?;
+            self.begin_checkpoint(Keeper::best_place).await?;
         }
         Ok(true)
     }
 
-    /// Evaluates on the validation sets. Returns what the first one gave; `None` when a stop cut
-    /// the validation off.
+    /// Evaluates on all validation sets. Returns the evaluation of the first one, or `None` if a
+    /// stop cut the validation off.
     async fn validate(&mut self) -> Result<Option<Evaluation>, Error> {
         let config = self.trainer.config();
-        let (batch, batches) = (config.step.batch, config.validation.batches);
-        // Several processes stop together, so none cuts its validation off.
-        let (stop, is_alone) = (self.stop.clone(), self.trainer.plan().share() == RankShare::WHOLE);
+        let batch = config.step.batch;
+        let batches = config.validation.batches;
+        let stop = self.stop.clone();
+        // Ranks stop together, so with several of them none cuts its validation off.
+        let is_alone = self.trainer.plan().share() == RankShare::WHOLE;
         let goes_on = || !is_alone || !stop.is_requested();
         let step = self.trainer.progress().step;
         let mut first = None;
         for data in &self.between.validation {
             let batches = data.in_order(batch, batches).take_while(|_| goes_on());
-            let (set, is_first) = (data.set_name(), first.is_none());
-            let evaluation = self.trainer.evaluate_set(set, is_first, batches).await?;
+            let set = data.set_name();
+            let evaluation = self.trainer.evaluate_set(set, first.is_none(), batches).await?;
             if !goes_on() {
                 return Ok(None);
             }
@@ -198,8 +200,8 @@ impl Run<'_> {
         Ok(first)
     }
 
-    /// The last validation, unless the last step had one, and what it is compared with. It may find
-    /// the best model.
+    /// Validates after the last step, unless the step had a validation already, and compares the
+    /// loss with the baseline of the built-in text.
     async fn validate_at_the_end(&mut self, step: u64) -> Result<(), Error> {
         if self.between.validation.is_empty() || self.is_stopped()? {
             return Ok(());
@@ -213,41 +215,35 @@ impl Run<'_> {
         }
     }
 
-    /// Begins a checkpoint of this step, unless there is one.
+    /// Begins a checkpoint of this step, unless it has one.
     async fn save(&mut self) -> Result<(), Error> {
-        let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
         let step = self.trainer.progress().step;
         if self.saved != Some(step) {
-            self.begin_checkpoint(keeper.place(step)).await?;
+            self.begin_checkpoint(Keeper::place).await?;
             self.saved = Some(step);
         }
         Ok(())
     }
 
-    /// Begins the best checkpoint, which replaces the one that was the best before.
-    async fn save_best(&mut self) -> Result<(), Error> {
+    /// Begins a checkpoint at this place in `checkpoint.directory`, if it is set. Waits until the
+    /// checkpoint before is complete.
+    async fn begin_checkpoint(&mut self, place: fn(&Keeper, u64) -> PathBuf) -> Result<(), Error> {
         let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
-        let step = self.trainer.progress().step;
-        self.begin_checkpoint(keeper.best_place(step)).await
-    }
-
-    /// Begins a checkpoint, once the one before is complete.
-    async fn begin_checkpoint(&mut self, directory: PathBuf) -> Result<(), Error> {
         let progress = self.trainer.progress().clone();
+        let directory = place(&keeper, progress.step);
         if let Some(same) = self.writing.as_mut().filter(|begun| begun.progress == progress) {
             same.links.push(directory);
             return Ok(());
         }
         self.end_checkpoint().await?;
-        if let Some(keeper) = &self.between.keeper {
-            keeper.still_held()?;
-        }
+        keeper.still_held()?;
         self.trainer.begin_checkpoint(&directory).await?;
         self.writing = Some(Written { directory, progress, links: Vec::new() });
         Ok(())
     }
 
-    /// Waits for the checkpoint that is being written, and removes those that it replaces.
+    /// Waits for the checkpoint that is being written, and removes the checkpoints that it
+    /// replaces.
     async fn end_checkpoint(&mut self) -> Result<(), Error> {
         let Some(written) = self.writing.take() else { return Ok(()) };
         let step = written.progress.step;
@@ -255,8 +251,8 @@ impl Run<'_> {
         match self.trainer.config().checkpoint.on_error {
             OnError::Stop => Err(error),
             OnError::Continue => {
-                let warning = format!("the checkpoint of step {step} was not written: {error}");
-                self.callbacks.message(&RunMessage::Warning(warning));
+                let text = format!("the checkpoint of step {step} was not written: {error}");
+                self.callbacks.warn(text);
                 Ok(())
             }
         }
@@ -265,7 +261,7 @@ impl Run<'_> {
     async fn complete(&mut self, written: Written) -> Result<(), Error> {
         let ended = self.trainer.end_checkpoint().await;
         if let Some(keeper) = &self.between.keeper {
-            keeper.still_held()?; // it says more than what failed because of it
+            keeper.still_held()?; // A lost directory explains the errors of its files.
         }
         ended?;
         let Written { directory, links, .. } = written;
@@ -284,26 +280,26 @@ impl Run<'_> {
         let disk = self.trainer.watch().status().checkpoint_disk;
         if let Some((bytes, free)) = disk.filter(|(bytes, free)| free < bytes) {
             let [bytes, free] = [bytes, free].map(ByteSize::from);
-            self.callbacks.message(&RunMessage::Warning(format!(
+            self.callbacks.warn(format!(
                 "the disk of checkpoint.directory has {free} free, and the next checkpoint needs \
                  {bytes}"
-            )));
+            ));
         }
         Ok(())
     }
 
-    /// Compares the model of the built-in text with counting, and shows a sample of what it writes.
+    /// Compares the loss on the built-in text with its baseline, and shows a sample of the model.
     async fn compare(&mut self, loss: f64, baseline: Baseline) -> Result<(), Error> {
         let Baseline { unigram, bigram } = baseline;
         self.report(&json!({ "event": "baseline", "unigram": unigram, "bigram": bigram }));
-        self.info(format!(
+        self.callbacks.info(format!(
             "held-out loss {loss:.4} nats a byte; counting bytes gives {unigram:.4}, counting \
              pairs {bigram:.4}"
         ));
         self.show_sample(LONG_SAMPLE).await
     }
 
-    /// Shows text that the model writes, so many bytes.
+    /// Shows `length` bytes of text from the model.
     async fn show_sample(&mut self, length: u64) -> Result<(), Error> {
         const PROMPT: &str = "//! The ";
         let mut tokens: Vec<u32> = PROMPT.bytes().map(u32::from).collect();
@@ -319,20 +315,16 @@ impl Run<'_> {
         let text: Vec<u8> = drawn.map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
         let text = String::from_utf8_lossy(&text);
         self.report(&json!({ "event": "sample", "prompt": PROMPT, "text": text }));
-        self.info(format!("a sample, from {PROMPT:?} on:\n{PROMPT}{text}"));
+        self.callbacks.info(format!("a sample, from {PROMPT:?} on:\n{PROMPT}{text}"));
         Ok(())
     }
 
     fn report(&mut self, event: &Value) {
         report(&mut self.log, self.callbacks, event);
     }
-
-    fn info(&mut self, text: String) {
-        self.callbacks.message(&RunMessage::Info(text));
-    }
 }
 
-/// Writes an event to the log, and hands it to the program.
+/// Writes an event to the log, and passes it to the callbacks.
 fn report(log: &mut EventLog, callbacks: &mut dyn Callbacks, event: &Value) {
     for lost in log.write(event) {
         callbacks.message(&RunMessage::Lost(lost));

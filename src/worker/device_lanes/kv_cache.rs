@@ -1,11 +1,9 @@
 //! Copies between a device and the KV cache.
 
 use l2l_actors::BoxedError;
-use l2l_actors::schedule::LayerId;
 
 use super::DeviceLanes;
 use super::side::DeviceSide;
-use crate::models::ModelLayer;
 use crate::tensor::View;
 use crate::worker::CacheSlot;
 use crate::worker::boundaries::Filled;
@@ -20,12 +18,11 @@ impl DeviceLanes {
     ) -> Result<(), BoxedError> {
         let shared = &*self.shared;
         let host = shared.memory.lease();
-        let layer = self.cache_layer(filled.layer);
         let slots = filled.state.cache_slots(filled.micro_batch);
         let width = slot.len() / slots.len();
         for (nth, cached) in slots.iter().enumerate() {
             let on_device = slot.part(nth * width..(nth + 1) * width);
-            let from = host.cached(shared.plan.cached_at(layer, cached.slot, 0), width);
+            let from = host.cached(shared.plan.cached_at(filled.layer, cached.slot, 0), width);
             side.upload(on_device, from, None)?;
         }
         Ok(())
@@ -41,29 +38,15 @@ impl DeviceLanes {
     ) -> Result<(), BoxedError> {
         let shared = &*self.shared;
         let host = shared.memory.lease();
-        let layer = self.cache_layer(filled.layer);
         let slots = filled.state.cache_slots(filled.micro_batch);
         let lengths = filled.state.lengths(filled.micro_batch);
         let mut from = 0;
         for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
-            let floats = shared.plan.dtype.floats(rows * self.kv_width(filled.layer));
-            let to = host.cached_mut(shared.plan.cached_at(layer, cache, cached), floats);
+            let floats = shared.plan.dtype().floats(rows * filled.declared().width());
+            let to = host.cached_mut(shared.plan.cached_at(filled.layer, cache, cached), floats);
             side.download(to, slot.part(from..from + floats), None)?;
             from += floats;
         }
         Ok(())
-    }
-
-    /// The place of a layer among the layers that have a KV cache.
-    fn cache_layer(&self, layer: LayerId) -> usize {
-        (0..layer.0).filter(|&before| self.kv_width(LayerId(before)) > 0).count()
-    }
-
-    /// Numbers that the KV cache of a layer holds for each position.
-    fn kv_width(&self, layer: LayerId) -> usize {
-        match &self.shared.model.layers[layer.0 as usize] {
-            ModelLayer::Stack(layer) => layer.kv_width(),
-            ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => 0,
-        }
     }
 }

@@ -77,7 +77,7 @@ impl DeviceLanes {
         by: impl FnOnce(Box<dyn Device>) -> Box<dyn Device>,
     ) {
         let side = self.sides.remove(index);
-        self.sides.insert(index, DeviceSide { device: by(side.device), ..side });
+        self.sides.insert(index, side.with(by));
     }
 
     /// Takes the hidden states that the head read, in the order of the micro-batches.
@@ -149,7 +149,7 @@ impl DeviceLanes {
                 let len = shared.trained_len(block);
                 let gradient = side.gradients.slot(gradients, len);
                 let landing = host.landing(reduced, len);
-                match shared.plan.gradient_dtype {
+                match shared.plan.gradient_dtype() {
                     GradientDtype::F32 => side.download(landing, gradient, None),
                     GradientDtype::Bf16 => {
                         let packed = &mut landing[len - packed_bf16(len)..];
@@ -210,7 +210,7 @@ impl DeviceLanes {
         let args = VisitArgs {
             batch: batch.view(),
             labelled: state.labelled(m),
-            dtype: shared.plan.dtype,
+            dtype: shared.plan.dtype(),
             blocks: blocks.iter().map(block).collect(),
             accumulate,
             reads: inputs.iter().map(|placed| port(&side.inputs, placed)).collect(),
@@ -247,7 +247,7 @@ impl DeviceLanes {
         let read = side.device.read_back(x)?;
         let mut hidden = self.hidden.lock().expect("nothing panics inside");
         let hidden = hidden.entry(m).or_default();
-        match self.shared.plan.dtype {
+        match self.shared.plan.dtype() {
             Dtype::F32 => hidden.extend(read),
             dtype => {
                 let halves: &[u16] = bytemuck::cast_slice(&read);

@@ -57,6 +57,12 @@ impl DeviceSide {
         }
     }
 
+    /// The same pools on another device.
+    #[cfg(test)]
+    pub(super) fn with(self, by: impl FnOnce(Box<dyn Device>) -> Box<dyn Device>) -> DeviceSide {
+        DeviceSide { device: by(self.device), ..self }
+    }
+
     /// True if a boundary stays in the stash while kernels read or write it.
     pub(super) fn stays_in_stash(&self, boundary: &Boundary) -> bool {
         self.reaches_stash && boundary.encoding == Encoding::Plain && !boundary.role.is_kv()

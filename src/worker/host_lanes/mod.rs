@@ -18,7 +18,8 @@ use super::compressed::Compressor;
 use super::shared::Shared;
 use crate::config::{Config, GradientDtype};
 use crate::error::Error;
-use crate::optimizers::{UpdateRule, chunk_squares, room_len};
+use crate::optimizers::{UpdateRule, chunk_squares};
+use crate::plan::{Holder, Side};
 use crate::tensor::widen_in_place;
 
 /// The work of the host lane and the update lane.
@@ -48,11 +49,10 @@ impl HostLanes {
         shared: Arc<Shared>,
     ) -> Result<HostLanes, Error> {
         let plan = &shared.plan;
-        let format = config.master_format()?;
-        let unpacked =
-            if plan.trains() { room_len(&*rule, format, plan.largest_tensor) } else { 0 };
+        let floats = |holder| plan.regions.slots(holder, Side::HostOwn).floats();
+        let unpacked = floats(Holder::UnpackedMasters);
         let is_alone = shared.eps.parts().is_none();
-        let workspace = if is_alone { plan.received.gradient } else { 0 };
+        let workspace = if is_alone { floats(Holder::ReceivedGradient) } else { 0 };
         Ok(HostLanes {
             rule,
             neftune_alpha: config.train.neftune_alpha,
@@ -115,7 +115,7 @@ impl HostLanes {
         let host = shared.memory.lease();
         let len = shared.trained_len(block);
         let landed = host.landing(reduced, len);
-        if shared.plan.gradient_dtype == GradientDtype::Bf16 {
+        if shared.plan.gradient_dtype() == GradientDtype::Bf16 {
             shared.threads.install(|| widen_in_place(landed));
         }
         let compressor = Compressor::of(shared, block);

@@ -15,14 +15,13 @@
 
 #undef _FORTIFY_SOURCE // its longjmp takes a change of stacks for an attack
 
-#include <algorithm>
+// <algorithm> and <memory> would take most of the time that a text compiles.
 #include <bit>
 #include <cmath>
 #include <csetjmp>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
-#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -114,6 +113,15 @@ struct Copy {
     int bytes;
 };
 
+// Memory that is not initialised, so that a stack takes the pages it uses and no others.
+struct Stack {
+    char* at = nullptr;
+
+    Stack() = default;
+    Stack(Stack&& other) noexcept : at(std::exchange(other.at, nullptr)) {}
+    ~Stack() { delete[] at; }
+};
+
 struct Fiber {
     std::jmp_buf place;
     State state;
@@ -121,12 +129,12 @@ struct Fiber {
     unsigned exchanges; // how many it took part in
     std::vector<Copy> copies; // begun and not awaited
     bool is_begun = false;
-    std::unique_ptr<char[]> stack;
+    Stack stack;
 };
 
 // What one thread of the host emulates with: fibers stay for the next block.
 struct Machine {
-    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Fiber> fibers;
     std::jmp_buf scheduler;
     Fiber* current;
     unsigned index; // of the current fiber in its block
@@ -142,8 +150,8 @@ struct Machine {
 };
 
 inline Machine& machine() {
-    static thread_local std::unique_ptr<Machine> one = std::make_unique<Machine>();
-    return *one;
+    static thread_local Machine one;
+    return one;
 }
 
 inline unsigned char* dynamic_shared() {
@@ -177,7 +185,7 @@ inline void fiber_main() {
 
 // Runs one fiber until it waits. A new one is entered once by ucontext, which is slow, and left for ever.
 inline void resume(Machine& m, unsigned index) {
-    Fiber& fiber = *m.fibers[index];
+    Fiber& fiber = m.fibers[index];
     m.current = &fiber;
     m.index = index;
     threadIdx = {index % blockDim.x, index / blockDim.x % blockDim.y, index / (blockDim.x * blockDim.y)};
@@ -185,16 +193,16 @@ inline void resume(Machine& m, unsigned index) {
         hazards_go_on(false);
         return;
     }
-    hazards_thread(index, fiber.stack.get(), STACK_BYTES);
+    hazards_thread(index, fiber.stack.at, STACK_BYTES);
     if (fiber.is_begun) {
         _longjmp(fiber.place, 1);
     }
     fiber.is_begun = true;
-    fiber.stack.reset(new char[STACK_BYTES]); // unlike make_unique, touches no page
-    hazards_thread(index, fiber.stack.get(), STACK_BYTES);
+    fiber.stack.at = new char[STACK_BYTES];
+    hazards_thread(index, fiber.stack.at, STACK_BYTES);
     static thread_local ucontext_t context, unused;
     getcontext(&context);
-    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_sp = fiber.stack.at;
     context.uc_stack.ss_size = STACK_BYTES;
     context.uc_link = nullptr;
     makecontext(&context, fiber_main, 0);
@@ -205,7 +213,7 @@ inline void resume(Machine& m, unsigned index) {
 inline bool release(Machine& m, unsigned from, unsigned to, State state) {
     int barrier = -1;
     for (unsigned i = from; i < to; ++i) {
-        const Fiber& fiber = *m.fibers[i];
+        const Fiber& fiber = m.fibers[i];
         // A block's barrier does not wait for threads that ended. A warp's needs all 32.
         if (fiber.state == State::Done && state == State::AtBlockBarrier) {
             continue;
@@ -216,7 +224,7 @@ inline bool release(Machine& m, unsigned from, unsigned to, State state) {
         barrier = fiber.barrier;
     }
     for (unsigned i = from; i < to; ++i) {
-        Fiber& fiber = *m.fibers[i];
+        Fiber& fiber = m.fibers[i];
         fiber.state = fiber.state == state ? State::Ready : fiber.state;
     }
     return barrier >= 0;
@@ -224,11 +232,11 @@ inline bool release(Machine& m, unsigned from, unsigned to, State state) {
 
 // Runs a warp as far as it can go without others.
 inline void run_warp(Machine& m, unsigned warp) {
-    const unsigned from = warp * LANES, to = std::min(from + LANES, m.threads);
+    const unsigned from = warp * LANES, to = from + LANES < m.threads ? from + LANES : m.threads;
     do {
         for (unsigned i = from; i < to && m.failure == 0; ++i) {
             const unsigned index = m.is_backwards ? to - 1 - (i - from) : i;
-            if (m.fibers[index]->state == State::Ready) {
+            if (m.fibers[index].state == State::Ready) {
                 resume(m, index);
             }
         }
@@ -237,26 +245,29 @@ inline void run_warp(Machine& m, unsigned warp) {
 
 inline void run_block(Machine& m, unsigned shared_bytes) {
     for (unsigned i = 0; i < m.threads; ++i) {
-        m.fibers[i]->state = State::Ready;
-        m.fibers[i]->exchanges = 0;
+        m.fibers[i].state = State::Ready;
+        m.fibers[i].exchanges = 0;
     }
     std::memset(m.shared, 0xFF, shared_bytes + GUARD_BYTES);
     hazards_block(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z), m.shared, shared_bytes);
-    const auto is_done = [](const std::unique_ptr<Fiber>& fiber) { return fiber->state == State::Done; };
     const unsigned warps = (m.threads + LANES - 1) / LANES;
     do {
         for (unsigned i = 0; i < warps; ++i) {
             run_warp(m, m.is_backwards ? warps - 1 - i : i);
         }
         hazards_barrier();
-        if (m.failure != 0 || std::all_of(m.fibers.begin(), m.fibers.begin() + m.threads, is_done)) {
+        unsigned done = 0;
+        for (unsigned i = 0; i < m.threads; ++i) {
+            done += m.fibers[i].state == State::Done;
+        }
+        if (m.failure != 0 || done == m.threads) {
             break;
         }
         m.failure = release(m, 0, m.threads, State::AtBlockBarrier) ? 0 : DEADLOCK;
     } while (m.failure == 0);
     const unsigned char* const guard = m.shared + shared_bytes;
-    if (m.failure == 0 && std::count(guard, guard + GUARD_BYTES, 0xFF) != GUARD_BYTES) {
-        m.failure = OUT_OF_SHARED;
+    for (std::size_t i = 0; i < GUARD_BYTES && m.failure == 0; ++i) {
+        m.failure = guard[i] == 0xFF ? 0 : OUT_OF_SHARED;
     }
     if (m.failure != 0) {
         m.fibers.clear(); // they stand in the midst of a kernel
@@ -531,8 +542,8 @@ EXPORTED int emulate(const char* kernel, const unsigned grid[3], const unsigned 
     }
     const std::size_t warps = (threads + LANES - 1) / LANES;
     m.exchanged.resize(2 * warps * LANES * EXCHANGED_BYTES);
-    while (m.fibers.size() < threads) {
-        m.fibers.push_back(std::make_unique<Fiber>());
+    if (m.fibers.size() < threads) {
+        m.fibers.resize(threads);
     }
     for (unsigned long long i = 0; i < blocks && m.failure == 0; ++i) {
         const unsigned long long index = m.is_backwards ? blocks - 1 - i : i;

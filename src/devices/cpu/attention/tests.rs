@@ -91,6 +91,12 @@ fn check(
     let c = h * d;
     let qkv = noise(r * size.qkv_width(), 1);
     let dy = noise(r * c, 2);
+    let expected = plain(&qkv.wide, &size);
+    let gradient = (r * c < 400).then(|| {
+        differences(&qkv.wide, |qkv| {
+            plain(qkv, &size).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum()
+        })
+    });
     for level in Level::all() {
         let mut bench = Bench::new();
         let pass = Pass {
@@ -101,13 +107,10 @@ fn check(
             dy: bench.tensor(c, &dy.narrow),
         };
         bench.run(level, |k, scratch| pass.run(k, scratch, None, size));
-        close(&bench.values(pass.y), &plain(&qkv.wide, &size), 1e-5);
+        close(&bench.values(pass.y), &expected, 1e-5);
         let dqkv = bench.values(pass.dqkv);
-        if r * c < 400 {
-            let loss = |qkv: &[f64]| {
-                plain(qkv, &size).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
-            };
-            close(&dqkv, &differences(&qkv.wide, loss), 1e-4);
+        if let Some(gradient) = &gradient {
+            close(&dqkv, gradient, 1e-4);
         }
         assert!(dqkv.iter().all(|value| value.is_finite()));
         if causal {
@@ -182,7 +185,7 @@ fn forward_and_backward_are_the_plain_ones() {
         for p in [0.0, 0.2] {
             check([1, 1], [1, 1, 8], causal, None, p, &[]);
             check([3, 5], [2, 2, 3], causal, None, p, &[]);
-            check([1, 67], [1, 1, 5], causal, None, p, &[]);
+            check([1, 67], [1, 1, 3], causal, None, p, &[]);
             check([2, 130], [2, 2, 13], causal, None, p, &[]);
         }
     }

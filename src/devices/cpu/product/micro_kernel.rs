@@ -6,11 +6,11 @@ use std::arch::x86_64::*;
 /// The largest tile of all: rows and columns.
 pub(super) const LARGEST: [usize; 2] = [14, 32];
 
-/// Where a tile of sums goes.
+/// The place that a tile of sums is written to.
 #[derive(Clone, Copy)]
 pub(super) struct Target {
     pub(super) at: *mut f32,
-    /// From one row to the next.
+    /// Floats from one row to the next.
     pub(super) by: usize,
     /// True when the sums are added to c; false when they replace it.
     pub(super) add: bool,

@@ -160,7 +160,7 @@ impl Task<'_> {
 /// A tile of c, whole or at an edge.
 struct Tile {
     c: *mut f32,
-    /// From one row to the next.
+    /// Floats from one row to the next.
     by: usize,
     rows: usize,
     columns: usize,

@@ -273,7 +273,10 @@ impl Batches {
             self.of(&[0, 3, 133, 200, 201], &[], &[]),
             self.of(&[0, 2, 5], &[], &[70, 3]),
         ];
-        let wide = self.of(&[0, 390, 401], &[], &[]).view();
+        // An emulated device takes seconds for what a GPU does at once: there, two tiles of queries
+        // and five of keys are enough.
+        let starts = if cfg!(test) { &[0, 150, 161] } else { &[0, 390, 401] };
+        let wide = self.of(starts, &[], &[]).view();
         let long = self.of(&[0, LONG], &[], &[]).view();
         let chunk = SequenceChunk { sequence: 1, from: 64, to: 134 };
         let chunk = self.of(&[0, 5, 139], &[], &[]).view().chunk_of(chunk);

@@ -1,4 +1,4 @@
-//! The shape of the model that a config names: a preset or a directory, with the config's changes.
+//! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
 use crate::config::{Config, DepthConfig, Labels, NewLayers, Task};
 use crate::error::Error;
@@ -21,11 +21,11 @@ pub fn shape_of(config: &Config) -> Result<Shape, Error> {
     })
 }
 
-/// The shape with all the layers that the config makes room for.
+/// The shape of a config's model with `model.max_layers` layers.
 ///
 /// # Errors
-/// As [`shape_of`]; or the model has more layers than there is room for, or its layers can never be
-/// added as the config says.
+/// As [`shape_of`]; or the model has more layers than that, or the layers that `depth` adds do not
+/// fit it.
 pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
     let shape = shape_of(config)?;
     let layers = config.model.max_layers.unwrap_or(shape.layers);
@@ -50,13 +50,13 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
     Ok(Shape { layers, ..shape })
 }
 
-/// Whether a config sets this key of its model.
+/// Whether a config sets this key of section `model`.
 fn is_set(config: &Config, key: &str) -> bool {
     let all = serde_json::to_value(&config.model).expect("a config is plain data");
     key.strip_prefix("model.").is_some_and(|key| !all[key].is_null())
 }
 
-/// Takes the shape of the preset or directory, and puts the config's own sizes in it.
+/// The shape of the preset or directory, with the config's sizes.
 fn resolve(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
     let preset = model.preset.as_deref().unwrap_or("gpt-small");
@@ -106,8 +106,8 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
             None => {}
         }
     }
-    // The head size follows from the sizes above, and the number of key-value heads changes with
-    // the heads where each head had its own.
+    // The head size follows from the sizes above. If each head had its own key-value head, it still
+    // has.
     if model.hidden.is_some() || model.heads.is_some() {
         shape.head_size = shape.hidden / shape.heads.max(1);
     }
@@ -123,7 +123,10 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     Ok(shape)
 }
 
-/// The head for the task that the config asks for, if the model's family has it.
+/// The head for the config's task.
+///
+/// # Errors
+/// The model's family cannot do this task, or the number of labels is out of range.
 fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let model = &config.model;
     let task_of = |head: Head| match head {
@@ -150,7 +153,9 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
             tasks.extend(classes.then_some(Task::SequenceClassification));
             tasks.extend(token_classes.then_some(Task::TokenClassification));
             let tasks: Vec<&str> = tasks.into_iter().map(Task::name).collect();
-            let (task, tasks, family) = (task.name(), tasks.join(" or "), shape.names.family);
+            let task = task.name();
+            let tasks = tasks.join(" or ");
+            let family = shape.names.family;
             return Err(Error::config(
                 "model.task",
                 format_args!("is {task:?}: models of the family {family} can only do {tasks}"),
@@ -164,7 +169,7 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     Ok(head)
 }
 
-/// No model has more layers.
+/// The most layers of a model: more than any has, and few enough to plan a step.
 const MOST_LAYERS: usize = 100_000;
 
 /// Refuses sizes that are out of range or contradict each other.
@@ -205,7 +210,7 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
 /// Refuses heads that do not fit the hidden size, or key-value heads that do not fit the heads.
 fn check_heads(shape: &Shape) -> Result<(), Error> {
     let Shape { hidden, heads, head_size, kv_heads, names, .. } = *shape;
-    // Where config.json does not name a head size, the heads share the channels evenly.
+    // In a family whose config.json has no head size, the heads share the channels evenly.
     let is_even = head_size.checked_mul(heads) == Some(hidden) || names.has_head_size();
     if !is_even || head_size > HEAD_LIMIT || head_size == 0 {
         let problem = format_args!(

@@ -1,0 +1,74 @@
+//! `[validation]`: the loss on data that is not trained on.
+
+use serde::{Deserialize, Serialize};
+
+use super::check::{must, refuse};
+use crate::error::Error;
+
+/// `[validation]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ValidationConfig {
+    /// Steps between validations; when absent, the only validation is at the end of the run.
+    pub every_steps: Option<u64>,
+    /// Batches of `step.batch` sequences in a validation; fewer if the validation set is smaller.
+    pub batches: u64,
+    /// Number of validations in a row without a better one after which training stops early; never
+    /// when absent.
+    pub patience: Option<u64>,
+    /// The metric that decides which checkpoint is the best, and that `patience` counts: `loss`;
+    /// for a model that classifies sequences also `accuracy`, `f1` or `matthews`; for a model that
+    /// predicts a value also `pearson` or `spearman`. The first validation set decides.
+    pub best: BestMetric,
+}
+
+/// The metric of a validation.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum BestMetric {
+    /// The loss. A lower loss is better.
+    #[default]
+    Loss,
+    /// The share of sequences whose predicted class is right.
+    Accuracy,
+    /// The F1 score.
+    F1,
+    /// Matthews' correlation.
+    Matthews,
+    /// Pearson's correlation.
+    Pearson,
+    /// Spearman's correlation.
+    Spearman,
+}
+
+impl BestMetric {
+    /// The name in config files and events.
+    pub fn name(self) -> &'static str {
+        ["loss", "accuracy", "f1", "matthews", "pearson", "spearman"][self as usize]
+    }
+
+    /// True if a lower value is better.
+    pub fn is_loss(self) -> bool {
+        self == BestMetric::Loss
+    }
+}
+
+impl Default for ValidationConfig {
+    fn default() -> ValidationConfig {
+        ValidationConfig { every_steps: None, batches: 8, patience: None, best: BestMetric::Loss }
+    }
+}
+
+impl ValidationConfig {
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let Self { every_steps, batches, patience, .. } = *self;
+        must(every_steps != Some(0), "validation.every_steps", "at least 1")?;
+        must(batches >= 1, "validation.batches", "at least 1")?;
+        must(batches <= 1 << 30, "validation.batches", "at most 1073741824")?;
+        must(patience != Some(0), "validation.patience", "at least 1")?;
+        let problem = "counts validations that never happen: set validation.every_steps";
+        refuse(patience.is_some() && every_steps.is_none(), "validation.patience", problem)
+    }
+}

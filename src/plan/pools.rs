@@ -1,0 +1,60 @@
+//! How many slots each pool of the ring has.
+
+use l2l_actors::schedule::{Capacities, Pools, Schedule, StepPlan};
+
+use super::share::{Exchanged, RankShare};
+use super::spec::PlanSpec;
+use crate::config::ChannelsConfig;
+use crate::error::Error;
+
+impl PlanSpec<'_> {
+    /// The pools of a schedule, at the depths of the config. All devices have the same number of
+    /// slots, even if the schedule leaves one out.
+    fn pools_of(&self, schedule: &Schedule) -> Pools {
+        let ChannelsConfig { weights, gradients, reduced, stash } = self.settings.config.channels;
+        let pools = Pools::of(schedule, &Capacities { weights, gradients, reduced, stash });
+        Pools { devices: self.settings.config.devices(), ..pools }
+    }
+
+    /// The pools of a run with these schedules.
+    pub(super) fn pools(&self, schedules: &[Schedule]) -> Pools {
+        let mut all = schedules.iter().map(|schedule| self.pools_of(schedule));
+        let first = all.next().expect("a plan has a step");
+        // Validation and scoring fit into the pools of training. A step with a KV cache, or one
+        // that every rank computes whole, may need more.
+        let others = all.filter(|_| self.cache.is_some() || self.share.ranks > 1);
+        others.fold(first, Pools::max)
+    }
+
+    /// Refuses a step in which ranks would not make the same exchanges in the same order.
+    ///
+    /// # Errors
+    /// The number of groups.
+    pub(super) fn check_exchanges(&self, walked: &StepPlan) -> Result<(), Error> {
+        let RankShare { rank: own, ranks } = self.share;
+        if ranks == 1 {
+            return Ok(());
+        }
+        let config = &self.settings.config;
+        let sequences = self.share.deal(config, self.steps[0].sequences)?.sequences;
+        let exchanged = Exchanged::of(walked);
+        let has_others =
+            |rank: &u32| sequences[*rank as usize].len() != sequences[own as usize].len();
+        for rank in (0..ranks).filter(has_others) {
+            let share = RankShare { rank, ranks };
+            let schedule = self.schedule(self.steps[0], share)?;
+            let pools = self.pools_of(&schedule);
+            if Exchanged::of(&StepPlan::new(schedule, pools)?) != exchanged {
+                let problem = format_args!(
+                    "is {}, of which {ranks} processes have different numbers, and their devices \
+                     would need blocks in different orders: set {ranks}, {} or another {ranks} \
+                     times a power of two (a relay with one device a process takes any number)",
+                    config.parallel.groups,
+                    2 * ranks
+                );
+                return Err(Error::config("parallel.groups", problem));
+            }
+        }
+        Ok(())
+    }
+}

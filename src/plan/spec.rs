@@ -1,0 +1,124 @@
+//! What a plan is made of, and how its parts follow from each other: the schedules of all steps,
+//! the pools that they need, the regions of memory, and the bytes that a step moves.
+
+use std::sync::Arc;
+
+use l2l_actors::schedule::{Schedule, StepPlan};
+
+use super::checks::check_sizes;
+use super::config::Settings;
+use super::room::KvCache;
+use super::share::RankShare;
+use super::step::{Schedules, StepShape, StepSpec, schedule_of};
+use super::traffic::Traffic;
+use super::{BatchSizes, Plan, pipelines};
+use crate::config::{Config, DeviceKind};
+use crate::eps::cut;
+use crate::error::Error;
+use crate::models::{BlockTensors, Model};
+use crate::optimizers::{StateLayout, UpdateRule};
+
+/// What a plan is made of.
+pub(super) struct PlanSpec<'a> {
+    pub(super) settings: Settings,
+    pub(super) model: &'a Model,
+    pub(super) rule: Option<&'a dyn UpdateRule>,
+    /// Steps that will be run. The first has the longest sequences.
+    pub(super) steps: &'a [StepShape],
+    pub(super) share: RankShare,
+    pub(super) cache: Option<KvCache>,
+    /// This rank's part of each block.
+    pub(super) own: Vec<BlockTensors>,
+    /// The optimizer's states of those parts.
+    pub(super) states: StateLayout,
+}
+
+impl<'a> PlanSpec<'a> {
+    /// Without a KV cache.
+    pub(super) fn new(
+        config: &Config,
+        model: &'a Model,
+        rule: Option<&'a dyn UpdateRule>,
+        steps: &'a [StepShape],
+        share: RankShare,
+    ) -> PlanSpec<'a> {
+        let RankShare { rank, ranks } = share;
+        let own = |block: &BlockTensors| block.part(cut(block, ranks).of(rank));
+        let own: Vec<BlockTensors> = match ranks {
+            1 => model.blocks.clone(),
+            _ => model.blocks.iter().map(own).collect(),
+        };
+        let states = rule.map_or_else(StateLayout::default, |rule| StateLayout::new(rule, &own));
+        let settings = Settings::new(config, model, rule.is_some());
+        PlanSpec { settings, model, rule, steps, share, cache: None, own, states }
+    }
+
+    /// Makes the plan.
+    ///
+    /// # Errors
+    /// The configuration, the model or the number of ranks cannot be planned for.
+    pub(super) fn plan(mut self) -> Result<Plan, Error> {
+        self.check()?;
+        self.settings.pipeline = pipelines::read(&self.settings.config)?.map(Arc::new);
+        let mut schedules = Schedules::default();
+        for step in self.steps {
+            schedules.add(self.schedule(*step, self.share)?);
+        }
+        let pools = self.pools(&schedules.all);
+        // The shown traffic is that of training, or of generation's last step, whose cache is full.
+        let shown = if self.settings.trains { 0 } else { self.steps.len() - 1 };
+        let walked = StepPlan::new(schedules.all[shown].clone(), pools)?;
+        self.check_exchanges(&walked)?;
+        self.check_dtype()?;
+        self.check_rank()?;
+        let regions = self.regions(&schedules, &pools)?;
+        let [device, host, file] = regions.terms();
+        let is_pinned = self.settings.config.device.kind == DeviceKind::Cuda;
+        let counts = schedules.all.iter().map(|schedule| schedule.micro_batches.len());
+        let batch = BatchSizes {
+            positions: self.steps[0].positions,
+            sequences: self.steps[0].sequences,
+            micro_batches: walked.schedule.micro_batches.clone(),
+            most_micro_batches: counts.max().unwrap_or(0),
+        };
+        let plan = Plan {
+            device,
+            host,
+            file,
+            pinned_bytes: if is_pinned { regions.copied_bytes() } else { 0 },
+            traffic: Traffic::of(&self, &walked),
+            batch,
+            pools,
+            regions,
+            share: self.share,
+            states: self.states,
+            cache: self.cache,
+            settings: self.settings,
+        };
+        // The arena of a device is allocated from the regions, and must be what was planned.
+        let arena_bytes = plan.regions.device_floats() * size_of::<f32>();
+        assert_eq!(plan.device_bytes(), arena_bytes as u64);
+        Ok(plan)
+    }
+
+    /// Refuses what cannot be planned, before anything is sized by it.
+    fn check(&self) -> Result<(), Error> {
+        let config = &self.settings.config;
+        check_sizes(config, self.model, self.steps[0])?;
+        self.share.check(config, self.model, self.rule)?;
+        if self.settings.trains {
+            config.check_training()?;
+        }
+        config
+            .optimizer
+            .groups
+            .iter()
+            .try_for_each(|group| self.model.check_patterns("optimizer.groups", &group.patterns))
+    }
+
+    pub(super) fn schedule(&self, shape: StepShape, share: RankShare) -> Result<Schedule, Error> {
+        let file = self.settings.pipeline.as_deref();
+        let spec = StepSpec { shape, layers: None, states: &self.states, share, file };
+        schedule_of(&self.settings.config, self.model, spec)
+    }
+}

@@ -1,0 +1,11 @@
+//! What a config names: the shape of its model, what of the model is trained, and the weights that
+//! it begins with. A config names a preset or a directory in transformers' format.
+
+mod model;
+mod shape;
+mod weights;
+
+pub(crate) use model::{freeze_own, label_names};
+pub use model::{model_of, training_of};
+pub use shape::{largest_shape_of, shape_of};
+pub(crate) use weights::{load_adapters, load_base};
