@@ -287,8 +287,8 @@ impl Reference {
 /// the micro-batch; the last of several sequences is shorter. Dropout is on, with the same masks in
 /// all passes.
 ///
-/// It also checks that the backward replaces a gradient or adds to it as `accumulate` says, and that
-/// it gives the same bits whether activations were saved or are recomputed.
+/// It also checks that the backward replaces a gradient or adds to it as `accumulate` says, and
+/// that it gives the same bits whether activations were saved or are recomputed.
 ///
 /// # Errors
 /// The first check that fails.

@@ -163,9 +163,9 @@ pub(crate) fn host_from(devices: u32, device_floats: usize) -> usize {
     devices as usize * stride(device_floats)
 }
 
-/// Opens the devices that a config names, each with the memory of `on_device`. `own` is the part that
-/// a device keeps for itself: a GPU's overhead, or a CPU's floats of 16-bit elements. Devices that
-/// share the host's memory hold the memory of `on_host`, too.
+/// Opens the devices that a config names, each with the memory of `on_device`. `own` is the part
+/// that a device keeps for itself: a GPU's overhead, or a CPU's floats of 16-bit elements. Devices
+/// that share the host's memory hold the memory of `on_host`, too.
 pub(crate) fn open(
     config: &Config,
     model: &Model,
@@ -243,8 +243,8 @@ pub(crate) fn overhead_on_host(config: &Config, rows: Rows) -> usize {
     }
 }
 
-/// The libraries that a CUDA device needs, the driver first. They are searched on the loader's path,
-/// then in a folder. The list is empty if this program was built without CUDA.
+/// The libraries that a CUDA device needs, the driver first. They are searched on the loader's
+/// path, then in a folder. The list is empty if this program was built without CUDA.
 pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
     cuda::libraries(folder).into()
 }
@@ -262,8 +262,8 @@ pub fn gpus() -> Result<Vec<Gpu>, Error> {
     }
 }
 
-/// Compares a group's kernels on the GPU that a config names with the CPU's kernels, at odd sizes, on
-/// random values of this seed. `each` is called for a kernel as soon as its cases have run. The
+/// Compares a group's kernels on the GPU that a config names with the CPU's kernels, at odd sizes,
+/// on random values of this seed. `each` is called for a kernel as soon as its cases have run. The
 /// check goes on after a kernel that fails, as long as the GPU answers.
 ///
 /// # Errors

@@ -214,7 +214,7 @@ impl Engine {
         let resolved = self.relay.step(plan, input).await;
         self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
-        self.worker().resolved(end);
+        self.worker().records().resolved(end);
         let resolved = resolved.map_err(|error| self.in_training_steps(error))?;
         let skipped = self.note(&resolved);
         let (logits, hidden) = self.worker().take_results();

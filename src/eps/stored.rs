@@ -13,20 +13,11 @@ use crate::optimizers::{BlockMasters, SplitMasters};
 use crate::tensor::{Dtype, Quantisation, narrow, widen};
 
 /// The rows of a tile of the vocabulary, as they are stored.
+#[derive(Clone, Copy)]
 pub(crate) enum TableRows<'t> {
     F32(&'t [f32]),
     Bf16(&'t [bf16]),
     F16(&'t [f16]),
-}
-
-impl TableRows<'_> {
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            TableRows::F32(rows) => rows.len(),
-            TableRows::Bf16(rows) => rows.len(),
-            TableRows::F16(rows) => rows.len(),
-        }
-    }
 }
 
 impl Eps {

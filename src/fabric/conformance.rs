@@ -106,7 +106,7 @@ fn channels_do_not_wait_for_each_other(fabric: &dyn Fabric, numbers: &Numbers) {
             let ended = ended.clone();
             scope.spawn(move || {
                 (0..50).for_each(|nth| everywhere(fabric, numbers.next(channel), 100 * nth));
-                _ = ended.send(()); // on half of the ranks nobody waits
+                _ = ended.send(()); // half of the ranks do not wait for it
             });
         }
         scope.spawn(move || {

@@ -1,5 +1,5 @@
-//! Moving averages of weights, which a checkpoint keeps beside the optimizer's states. An export may
-//! write them in place of the weights.
+//! Moving averages of weights, which a checkpoint keeps beside the optimizer's states. An export
+//! may write them in place of the weights.
 
 use std::path::Path;
 

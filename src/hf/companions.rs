@@ -32,8 +32,8 @@ const FILES: [&str; 15] = [
     "vocab.txt",
 ];
 
-/// Copies the files that exist, and the modules of sentence-transformers, and waits until they are on
-/// the disk.
+/// Copies the files that exist, and the modules of sentence-transformers, and waits until they are
+/// on the disk.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> io::Result<()> {
     for file in FILES.iter().filter(|file| from.join(file).is_file()) {
         copy(&from.join(file), &to.join(file))?;

@@ -90,7 +90,8 @@ impl Merge {
         in_file == name || name.strip_prefix(self.names.prefix) == Some(in_file)
     }
 
-    /// Whether the adapters' file has this tensor, and it belongs to a head, which a model may lack.
+    /// Whether the adapters' file has this tensor, and it belongs to a head, which a model may
+    /// lack.
     fn has(&self, name: &str) -> bool {
         let Names { class_dense, class_out, token_classes, head, .. } = self.names;
         is_in(name, &[class_dense, class_out, token_classes, head])

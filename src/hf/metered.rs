@@ -2,18 +2,18 @@
 //!
 //! The engine bounds how deep macros call each other. Its bound on instructions ("fuel") is not
 //! enough: one instruction may double a text, walk a lazy sequence of 10¹⁸ items, or wrap a list in
-//! a list until dropping it overflows the stack. So checks are added to the compiled program: before
-//! each instruction that may be expensive a check of its arguments, and behind it a check of its
-//! result. Each pass of a loop and each call of a macro counts the instructions of its body. The
-//! checks are filters of ours, which see the meter of this rendering.
+//! a list until dropping it overflows the stack. So checks are added to the compiled program:
+//! before each instruction that may be expensive a check of its arguments, and behind it a check of
+//! its result. Each pass of a loop and each call of a macro counts the instructions of its body.
+//! The checks are filters of ours, which see the meter of this rendering.
 //!
 //! Three rules give the bound. No value may be larger or nested deeper than the constants below,
-//! where a shared part counts as often as it occurs. The sizes of all values and texts that are made
-//! are summed, and so are those of all values that are read. Lazy sequences become lists as soon as
-//! they are made.
+//! where a shared part counts as often as it occurs. The sizes of all values and texts that are
+//! made are summed, and so are those of all values that are read. Lazy sequences become lists as
+//! soon as they are made.
 //!
-//! The engine's instructions are an unstable interface (`unstable_machinery`). So Cargo.toml accepts
-//! no later minor version.
+//! The engine's instructions are an unstable interface (`unstable_machinery`). So Cargo.toml
+//! accepts no later minor version.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,8 +33,8 @@ use super::metered_calls;
 /// of published models have 50 to 1,000 for a message: enough for chats of 10,000 messages.
 const MOST_INSTRUCTIONS: u64 = 10_000_000;
 
-/// The most bytes of all values and texts of one rendering. Every use of a message's text counts, so
-/// a chat of 10 MB can be rendered.
+/// The most bytes of all values and texts of one rendering. Every use of a message's text counts,
+/// so a chat of 10 MB can be rendered.
 pub(super) const MOST_BYTES: u64 = 256 << 20;
 
 /// The most bytes that all operations of one rendering may read, which takes some seconds.
@@ -47,8 +47,8 @@ const MOST_LEVELS: usize = 256;
 /// The bytes of an item of a list or a map.
 pub(super) const ITEM: u64 = 32;
 
-/// The engine's limit on depth. A macro's call takes 4 of it, so macros may call each other 50 levels
-/// deep. In published templates such calls follow the levels of a tool's JSON schema.
+/// The engine's limit on depth. A macro's call takes 4 of it, so macros may call each other 50
+/// levels deep. In published templates such calls follow the levels of a tool's JSON schema.
 const MOST_FRAMES: usize = 200;
 
 /// The bytes that building a macro counts for: it is rare, and copies a list of all macros.

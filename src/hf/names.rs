@@ -1,5 +1,5 @@
-//! Finds the model's tensors in weight files: by name, with or without the family's prefix, or by an
-//! old name.
+//! Finds the model's tensors in weight files: by name, with or without the family's prefix, or by
+//! an old name.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! [`Tokenizer`] and [`Template`] in a library without the feature `tokenizers`. These types have no
-//! values, so that callers need no `cfg`.
+//! [`Tokenizer`] and [`Template`] in a library without the feature `tokenizers`. These types have
+//! no values, so that callers need no `cfg`.
 
 use std::convert::Infallible;
 use std::path::Path;

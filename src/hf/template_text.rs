@@ -1,7 +1,7 @@
 //! Limits on the text of a chat template, checked before the engine parses it.
 //!
-//! The engine stops at 150 nested brackets and blocks. Without a limit, its parser and compiler also
-//! recurse for each operator of an expression and for each `elif`, and its compiler computes
+//! The engine stops at 150 nested brackets and blocks. Without a limit, its parser and compiler
+//! also recurse for each operator of an expression and for each `elif`, and its compiler computes
 //! expressions of constants. So this module counts these in the engine's tokens.
 
 use minijinja::machinery::{Token, WhitespaceConfig, tokenize};

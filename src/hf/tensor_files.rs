@@ -3,9 +3,9 @@
 //! All sizes are known at the start. So headers are written and space is reserved first, and a full
 //! disk is found then. A file gets its name when it is complete and on the disk.
 //!
-//! In a checkpoint, frozen tensors have files of their own. If the file system has hard links, these
-//! files are links to the files of the checkpoint before, and so are the files of layers that were
-//! not updated since.
+//! In a checkpoint, frozen tensors have files of their own. If the file system has hard links,
+//! these files are links to the files of the checkpoint before, and so are the files of layers that
+//! were not updated since.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -115,8 +115,8 @@ impl TensorFiles {
         })
     }
 
-    /// One file for each shard. If `link_from` returns a directory that has the same file, this file
-    /// is a link to it.
+    /// One file for each shard. If `link_from` returns a directory that has the same file, this
+    /// file is a link to it.
     fn in_shards<'p>(
         directory: &Path,
         shards: Vec<FileTensors>,
@@ -218,8 +218,8 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Writes a block's tensors to the files, and returns the number of bytes. Memory holds one part
-    /// of the block at a time.
+    /// Writes a block's tensors to the files, and returns the number of bytes. Memory holds one
+    /// part of the block at a time.
     ///
     /// # Errors
     /// The block cannot be read, or a file cannot be written.
@@ -239,8 +239,8 @@ impl TensorFiles {
         Ok(sum)
     }
 
-    /// Waits until the files are on the disk, and gives them their names. Older files of these names
-    /// stay until then. Returns the files that are links.
+    /// Waits until the files are on the disk, and gives them their names. Older files of these
+    /// names stay until then. Returns the files that are links.
     ///
     /// # Errors
     /// The disk fails.

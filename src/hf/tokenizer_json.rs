@@ -1,5 +1,5 @@
-//! Refuses a `tokenizer.json` that makes the library `tokenizers` panic, or texts grow without bound,
-//! before the library reads it.
+//! Refuses a `tokenizer.json` that makes the library `tokenizers` panic, or texts grow without
+//! bound, before the library reads it.
 
 use std::borrow::Cow;
 use std::collections::HashMap;

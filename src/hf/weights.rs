@@ -31,8 +31,8 @@ pub(super) struct FileTensor {
     pub(super) part: BlockRun,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// The tensor's rows, in order: a block, and a range of bytes in the block's part. A tensor that
-    /// is cut into tiles has several.
+    /// The tensor's rows, in order: a block, and a range of bytes in the block's part. A tensor
+    /// that is cut into tiles has several.
     pub(super) pieces: Vec<(BlockId, Range<usize>)>,
 }
 

@@ -23,7 +23,7 @@ pub use room::Room;
 pub(crate) use share::DealtStep;
 pub use share::RankShare;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
-pub use traffic::{FabricBytes, LinkBytes, StepTraffic};
+pub use traffic::{FabricBytes, LinkBytes, PlannedTraffic};
 
 use self::config::Settings;
 use self::room::KvCache;
@@ -73,7 +73,7 @@ pub struct Plan {
     /// Bytes of the host that a GPU copies from and to. They are pinned where the system allows it.
     pub pinned_bytes: u64,
     /// Bytes that a step moves.
-    pub traffic: StepTraffic,
+    pub traffic: PlannedTraffic,
     /// Sizes of the batches.
     pub batch: BatchSizes,
     pub(crate) pools: Pools,

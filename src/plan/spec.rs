@@ -10,7 +10,7 @@ use super::config::Settings;
 use super::room::KvCache;
 use super::share::RankShare;
 use super::step::{Schedules, StepShape, StepSpec, schedule_of};
-use super::traffic::StepTraffic;
+use super::traffic::PlannedTraffic;
 use super::{BatchSizes, Plan, pipelines};
 use crate::config::{Config, DeviceKind};
 use crate::eps::cut;
@@ -86,7 +86,7 @@ impl<'a> PlanSpec<'a> {
             host,
             file,
             pinned_bytes: if is_pinned { regions.copied_bytes() } else { 0 },
-            traffic: StepTraffic::of(&self, &walked),
+            traffic: PlannedTraffic::of(&self, &walked),
             batch,
             pools,
             regions,

@@ -41,7 +41,7 @@ pub struct FabricBytes {
 
 /// Bytes that a step of the longest sequences moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StepTraffic {
+pub struct PlannedTraffic {
     /// From the host to all devices.
     pub upload_bytes: u64,
     /// From all devices to the host.
@@ -56,16 +56,16 @@ pub struct StepTraffic {
     pub written_bytes: u64,
 }
 
-impl StepTraffic {
+impl PlannedTraffic {
     /// The traffic of a step that is walked like this.
-    pub(super) fn of(spec: &PlanSpec<'_>, walked: &StepPlan) -> StepTraffic {
+    pub(super) fn of(spec: &PlanSpec<'_>, walked: &StepPlan) -> PlannedTraffic {
         let (read_bytes, written_bytes) = walked.file_bytes(spec.settings.deferred());
         let links = walked.walks.iter().map(|walk| LinkBytes {
             upload: walk.traffic.to_device(),
             download: walk.traffic.from_device(),
             peers: walk.traffic.shards,
         });
-        StepTraffic {
+        PlannedTraffic {
             upload_bytes: walked.traffic.to_device(),
             download_bytes: walked.traffic.from_device(),
             link_bytes: links.collect(),

@@ -81,11 +81,6 @@ impl<'p> Int8Row<'p> {
             self.multiples[some].iter().map(move |&multiple| f32::from(multiple) * scale)
         })
     }
-
-    /// The number of its numbers.
-    pub(crate) fn len(self) -> usize {
-        self.multiples.len()
-    }
 }
 
 #[cfg(test)]

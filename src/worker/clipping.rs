@@ -1,4 +1,4 @@
-//! Gradient clipping: by the norm of all gradients, or of those of some parameter groups.
+//! Gradient clipping: by the norm of all gradients, or by the norms of parameter groups.
 
 use crate::config::OptimizerConfig;
 use crate::models::{Tensor, matches_tensor};

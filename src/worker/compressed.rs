@@ -14,7 +14,7 @@ use crate::fabric::Lost;
 use crate::models::Tensor;
 use crate::optimizers::chunks;
 
-/// Completes numbers of all ranks. Each rank has the same count of them.
+/// Receives the numbers of all other ranks. Each rank has equally many.
 pub(super) type Complete<'c> = &'c dyn Fn(&mut [f32]) -> Result<(), Lost>;
 
 /// Compresses the gradients of one block.

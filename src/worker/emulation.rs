@@ -17,7 +17,7 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::models::Save;
 
-/// See the [module](self).
+/// A worker that works at the rates of slower hardware, or without copies.
 pub(crate) struct Emulated {
     worker: Worker,
     rates: Rates,
@@ -66,8 +66,7 @@ impl Emulated {
     }
 
     /// True for work that a run `without_copies` skips: copies, and the host's work that reads
-    /// their results. Statistics are copied all the same: they are small, and they hold the labels
-    /// that kernels read.
+    /// their results. Statistics are still copied: they are small, and kernels read labels there.
     fn skips(&self, operation: &Operation) -> bool {
         let step = operation.step();
         if !self.without_copies || step.number == 0 {

@@ -7,7 +7,7 @@ use l2l_actors::{BoxedError, Operation};
 
 use super::shared::Shared;
 
-/// See the [module](self).
+/// The work of the file lane.
 pub(super) struct FileLane {
     shared: Arc<Shared>,
 }

@@ -37,7 +37,7 @@ impl Worker {
                 });
                 format!("the gradient of {block} is not finite{on}")
             }
-            _ => return Ok(value), // each rank has checked what it adds to a sum of ranks
+            _ => return Ok(value), // each rank has checked its part of a sum of ranks
         };
         Err(NotFinite(what + &self.devices.first_marked(step)).into())
     }

@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::plan::{Holder, Plan, Side};
 use crate::tensor::{Arena, Lease, Slots, View};
 
-/// See the [module](self).
+/// Memory of the host, in pools of slots.
 pub(super) struct Memory {
     /// The arena of the devices, where they share the host's memory; else an arena of the host.
     arena: Arc<Arena>,

@@ -52,7 +52,7 @@ use crate::models::Model;
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Holder, Plan, Side};
 
-/// See the [module](self).
+/// Does the operations of all lanes.
 pub(crate) struct Worker {
     /// Dropped before the memory in `shared`, which the devices' copies use.
     devices: DeviceLanes,
@@ -76,10 +76,10 @@ pub(crate) struct WorkerParts {
 }
 
 impl Worker {
-    /// Takes all memory, and starts all threads except those of the lanes.
+    /// Takes all memory, and starts all threads except the lanes' threads.
     ///
     /// # Errors
-    /// The system has too little memory or too few threads, or there is no such device.
+    /// The system has too little memory or too few threads, or the device is not there.
     pub(crate) fn new(config: &Config, parts: WorkerParts) -> Result<Worker, Error> {
         let WorkerParts { model, plan, rule, learning_rate, eps, records } = parts;
         let threads = HostThreads::new(config)?;
@@ -110,7 +110,7 @@ impl Worker {
         });
         Ok(Worker {
             devices: DeviceLanes::new(config, devices, shared.clone(), &used)?,
-            host: HostLanes::new(config, rule, shared.clone()),
+            host: HostLanes::new(config, rule, shared.clone())?,
             file: FileLane::new(shared.clone()),
             ranks: RankLanes::new(shared.clone()),
             shared,
@@ -185,11 +185,6 @@ impl Worker {
     /// Takes the logits and the hidden states of the last step, if it left any.
     pub(crate) fn take_results(&self) -> (Vec<f32>, Vec<f32>) {
         (self.host.take_logits(), self.devices.take_hidden())
-    }
-
-    /// Reports that loss and norm of the last step are known.
-    pub(crate) fn resolved(&self, now: Duration) {
-        self.records.resolved(now);
     }
 
     /// Does an operation's work on the lanes of its kind, and returns its value.

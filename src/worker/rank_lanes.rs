@@ -23,7 +23,7 @@ use crate::plan::{Holder, Side};
 /// The number under which rows are exchanged among the gradients of blocks.
 const ROWS: u64 = u64::MAX;
 
-/// See the [module](self).
+/// The work of the fetch lane and the exchange lane.
 pub(super) struct RankLanes {
     shared: Arc<Shared>,
     /// This rank's part of a gradient as each other rank computed it; with compression, packed
@@ -128,8 +128,8 @@ impl RankLanes {
         Ok(())
     }
 
-    /// As [`RankLanes::reduce_scatter`], of what [`Compressor::compress`] left in the landing block
-    /// of this rank's one group.
+    /// As [`RankLanes::reduce_scatter`], from the numbers that [`Compressor::compress`] left in the
+    /// landing block of this rank's one group.
     fn reduce_scatter_compressed(
         &self,
         compressor: &Compressor<'_>,
@@ -185,7 +185,7 @@ impl RankLanes {
         Ok(())
     }
 
-    /// Completes the rows that a scatter adds up: those of all sequences of the batch.
+    /// Receives the rows of other ranks' sequences, which a scatter adds up.
     fn all_gather_rows(
         &self,
         state: &StepState,

@@ -16,7 +16,7 @@ use crate::models::Model;
 use crate::plan::Plan;
 use crate::tensor::Packing;
 
-/// See the [module](self).
+/// Data of all lanes.
 pub(super) struct Shared {
     pub(super) model: Arc<Model>,
     pub(super) plan: Arc<Plan>,

@@ -43,7 +43,7 @@ pub(crate) struct Dealt {
     pub(crate) rows: Parts,
     /// The token ids of the whole batch.
     pub(crate) tokens: Vec<u32>,
-    /// Sequences of the whole batch before those of this rank.
+    /// The place of this rank's first sequence in the whole batch.
     pub(crate) first_sequence: usize,
 }
 

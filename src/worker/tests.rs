@@ -191,7 +191,7 @@ enum Fault {
     Fails,
     Panics,
     Hangs,
-    /// Its results are NaN.
+    /// Results are NaN.
     Lies,
     /// It writes a float before its slot.
     Strays,

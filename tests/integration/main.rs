@@ -93,7 +93,7 @@ async fn stop(mut trainer: l2l::Trainer) -> Result<Ending, l2l::Error> {
     Ok(Ending { weights_digest, summary: trainer.stop().await? })
 }
 
-/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick
+/// Whether the long searches run whole (`L2L_TESTS=whole`, as at night) or bounded, for a quick
 /// answer.
 #[cfg(feature = "cli")]
 fn whole() -> bool {

@@ -66,19 +66,20 @@ fn results(text: &str) -> (Vec<(u64, f64)>, Option<String>) {
 #[test]
 fn a_kill_costs_the_running_step_and_nothing_else() {
     let most = if crate::whole() { 25 } else { 5 };
-    let all_steps = if crate::whole() { 120 } else { 40 };
+    let all_steps: u64 = if crate::whole() { 120 } else { 40 };
     let steps = format!("step.steps={all_steps}");
+    let steps = steps.as_str();
     let folder = tempfile::tempdir().expect("a place for files");
     let place = on_file(&folder.path().join("eps"));
     for clip in ["optimizer.epsilon=1e-8", "optimizer.clip_norm=0.5"] {
-        let (expected, digest) = results(&good(&arguments("train", &[&steps, clip])));
+        let (expected, digest) = results(&good(&arguments("train", &[steps, clip])));
         let digest = digest.expect("it ended");
         let mut seed = 88172645463325252_u64;
         let mut reached = 0;
         let mut kills = 0;
         let mut ended = None;
         while ended.is_none() {
-            let settings = [&steps, clip, "eps.tier=file", &place];
+            let settings = [steps, clip, "eps.tier=file", &place];
             let mut arguments = arguments("train", &settings);
             if reached > 0 || kills > 0 {
                 arguments.push("--resume".into());

@@ -149,7 +149,7 @@ pub fn ticks(count: u64) -> Duration {
     Duration::from_nanos(count)
 }
 
-/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick
+/// Whether the long searches run whole (`L2L_TESTS=whole`, as at night) or bounded, for a quick
 /// answer.
 pub fn whole() -> bool {
     match std::env::var("L2L_TESTS").as_deref() {

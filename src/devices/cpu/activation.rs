@@ -108,7 +108,10 @@ impl Compute for Activate {
         pieces.for_each(|(y, x)| {
             level.run(
                 #[inline(always)]
-                || with!(value of activation, |f| y.iter_mut().zip(x).for_each(|(y, x)| *y = f(*x))),
+                || {
+                    let each = y.iter_mut().zip(x);
+                    with!(value of activation, |f| each.for_each(|(y, x)| *y = f(*x)))
+                },
             );
         });
     }

@@ -74,8 +74,8 @@ impl ComputeIn for NormBackward {
                         let x = &x[row * c..][..c];
                         let gamma = &gamma[..c];
                         let [mean, rstd] = [statistics[2 * row], statistics[2 * row + 1]];
-                        // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy (offset + γ); g first goes
-                        // to dx.
+                        // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy (offset + γ); g first
+                        // goes to dx.
                         for i in 0..c {
                             dx[i] = dy[i] * (offset + gamma[i]);
                             dgamma[i] += dy[i] * ((x[i] - mean) * rstd);

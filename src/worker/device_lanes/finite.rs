@@ -22,7 +22,7 @@ const CHECKED: [(Role, &str); 2] = [
 struct Written {
     step: Version,
     device_visit: usize,
-    /// Its place in [`CHECKED`].
+    /// The boundary's place in [`CHECKED`].
     what: usize,
 }
 

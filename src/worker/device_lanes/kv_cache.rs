@@ -23,7 +23,7 @@ impl DeviceLanes {
         for (nth, cached) in slots.iter().enumerate() {
             let on_device = slot.part(nth * width..(nth + 1) * width);
             let from = host.cached(shared.plan.cached_at(filled.layer, cached.slot, 0), width);
-            side.upload(on_device, from)?;
+            side.upload(on_device, from, None)?;
         }
         Ok(())
     }
@@ -44,7 +44,7 @@ impl DeviceLanes {
         for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
             let floats = shared.plan.dtype().floats(rows * filled.declared().width());
             let to = host.cached_mut(shared.plan.cached_at(filled.layer, cache, cached), floats);
-            side.download(to, slot.part(from..from + floats))?;
+            side.download(to, slot.part(from..from + floats), None)?;
             from += floats;
         }
         Ok(())

@@ -27,7 +27,7 @@ use crate::models::{self, BlockViews, ModelLayer, Port, Save, VisitArgs};
 use crate::plan::Purpose;
 use crate::tensor::{Dtype, Packing, Slots, View, packed_bf16, widen};
 
-/// See the [module](self).
+/// The work of the upload, peer, compute and download lanes of all devices.
 pub(super) struct DeviceLanes {
     sides: Vec<DeviceSide>,
     shared: Arc<Shared>,
@@ -97,10 +97,10 @@ impl DeviceLanes {
                 let range = floats_of(shard, slot);
                 let to = slot.part(range.clone());
                 match master {
-                    MasterAt::Slot(read) => side.upload(to, &host.read_slot(read)[range]),
+                    MasterAt::Slot(read) => side.upload(to, &host.read_slot(read)[range], None),
                     MasterAt::Memory => {
                         let lease = shared.eps.memory().read(block, version);
-                        side.upload(to, &lease.parameters[range])
+                        side.upload(to, &lease.parameters[range], None)
                     }
                 }
             }
@@ -116,7 +116,7 @@ impl DeviceLanes {
                     return self.read_kv(side, filled, slot);
                 }
                 let from = host.stashed(filled.stash_range());
-                side.upload_stashed(slot, from, shared.packing(filled.declared()))
+                side.upload(slot, from, Some(shared.packing(filled.declared())))
             }
             ref other => unreachable!("{other} is not work of the upload lane"),
         }
@@ -150,10 +150,10 @@ impl DeviceLanes {
                 let gradient = side.gradients.slot(gradients, len);
                 let landing = host.landing(reduced, len);
                 match shared.plan.gradient_dtype() {
-                    GradientDtype::F32 => side.download(landing, gradient),
+                    GradientDtype::F32 => side.download(landing, gradient, None),
                     GradientDtype::Bf16 => {
                         let packed = &mut landing[len - packed_bf16(len)..];
-                        side.download_packed(packed, gradient, Packing::bf16(len))
+                        side.download(packed, gradient, Some(Packing::bf16(len)))
                     }
                 }
             }
@@ -169,7 +169,7 @@ impl DeviceLanes {
                     return self.write_kv(side, filled, slot);
                 }
                 let to = host.stashed_mut(filled.stash_range());
-                side.download_stashed(to, slot, shared.packing(filled.declared()))
+                side.download(to, slot, Some(shared.packing(filled.declared())))
             }
             ref other => unreachable!("{other} is not work of the download lane"),
         }

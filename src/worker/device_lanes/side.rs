@@ -13,7 +13,7 @@ use crate::tensor::{Packing, Slots, View};
 use crate::worker::Used;
 use crate::worker::counts::LinkUsed;
 
-/// See the [module](self).
+/// A device, and where its slots lie.
 pub(super) struct DeviceSide {
     pub(super) device: Box<dyn Device>,
     pub(super) weights: Slots,
@@ -26,7 +26,7 @@ pub(super) struct DeviceSide {
     /// device is emulated.
     reaches_stash: bool,
     used: Arc<Used>,
-    /// Its place among all devices.
+    /// The device's place among all devices.
     index: usize,
 }
 
@@ -68,58 +68,34 @@ impl DeviceSide {
         self.reaches_stash && boundary.encoding == Encoding::Plain && !boundary.role.is_kv()
     }
 
-    /// Copies floats to the device.
-    pub(super) fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
-        self.device.upload(to, from)?;
-        self.count_upload(from.len());
-        Ok(())
-    }
-
-    /// Copies a boundary from the stash to its slot.
-    pub(super) fn upload_stashed(
+    /// Copies floats to the device, and unpacks them if they are packed.
+    pub(super) fn upload(
         &self,
         to: View,
         from: &[f32],
-        packing: Packing,
+        packing: Option<Packing>,
     ) -> Result<(), BoxedError> {
-        if packing.encoding == Encoding::Plain {
-            return self.upload(to, from);
+        match packing.filter(is_packed) {
+            None => self.device.upload(to, from)?,
+            Some(packing) => self.device.upload_packed(to, from, packing)?,
         }
-        self.device.upload_packed(to, from, packing)?;
         self.count_upload(from.len());
         Ok(())
     }
 
-    /// Copies floats from the device.
-    pub(super) fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
-        self.device.download(to, from)?;
-        self.count_download(to.len());
-        Ok(())
-    }
-
-    /// Packs numbers of the device on their way to the host.
-    pub(super) fn download_packed(
+    /// Copies floats from the device, and packs them where the host has them packed.
+    pub(super) fn download(
         &self,
         to: &mut [f32],
         from: View,
-        packing: Packing,
+        packing: Option<Packing>,
     ) -> Result<(), BoxedError> {
-        self.device.download_packed(to, from, packing)?;
-        self.count_download(to.len());
-        Ok(())
-    }
-
-    /// Copies a boundary from its slot to the stash.
-    pub(super) fn download_stashed(
-        &self,
-        to: &mut [f32],
-        from: View,
-        packing: Packing,
-    ) -> Result<(), BoxedError> {
-        match packing.encoding {
-            Encoding::Plain => self.download(to, from),
-            _ => self.download_packed(to, from, packing),
+        match packing.filter(is_packed) {
+            None => self.device.download(to, from)?,
+            Some(packing) => self.device.download_packed(to, from, packing)?,
         }
+        self.count_download(to.len());
+        Ok(())
     }
 
     /// Copies a slot of another device to a slot of the same size.
@@ -134,12 +110,12 @@ impl DeviceSide {
         Ok(())
     }
 
-    /// Counts uploaded floats; those of a boundary that stays in the stash count, too.
+    /// Counts uploaded floats. A boundary that stays in the stash counts as if it was copied.
     pub(super) fn count_upload(&self, floats: usize) {
         self.link().uploaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
     }
 
-    /// Counts downloaded floats; those of a boundary that stays in the stash count, too.
+    /// Counts downloaded floats. A boundary that stays in the stash counts as if it was copied.
     pub(super) fn count_download(&self, floats: usize) {
         self.link().downloaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
     }
@@ -158,4 +134,8 @@ impl DeviceSide {
         self.used.workspace.fetch_max(used as u64, Relaxed);
         Ok(())
     }
+}
+
+fn is_packed(packing: &Packing) -> bool {
+    packing.encoding != Encoding::Plain
 }

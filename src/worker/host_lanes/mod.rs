@@ -2,13 +2,14 @@
 //! updates.
 
 mod embedding;
-mod host_math;
+mod loss;
+mod rows;
 mod update;
 mod visit;
 
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Role};
+use l2l_actors::schedule::BlockId;
 use l2l_actors::work::Work;
 use l2l_actors::{BoxedError, Operation};
 
@@ -16,12 +17,12 @@ use self::visit::HostVisit;
 use super::compressed::Compressor;
 use super::shared::Shared;
 use crate::config::{Config, GradientDtype};
-use crate::kernels::STATISTICS;
+use crate::error::Error;
 use crate::optimizers::{UpdateRule, chunk_squares};
 use crate::plan::{Holder, Side};
 use crate::tensor::widen_in_place;
 
-/// See the [module](self).
+/// The work of the host lane and the update lane.
 pub(super) struct HostLanes {
     shared: Arc<Shared>,
     rule: Box<dyn UpdateRule>,
@@ -46,19 +47,20 @@ impl HostLanes {
         config: &Config,
         rule: Box<dyn UpdateRule>,
         shared: Arc<Shared>,
-    ) -> HostLanes {
-        let floats = |holder| shared.plan.regions.slots(holder, Side::HostOwn).floats();
+    ) -> Result<HostLanes, Error> {
+        let plan = &shared.plan;
+        let floats = |holder| plan.regions.slots(holder, Side::HostOwn).floats();
         let unpacked = floats(Holder::UnpackedMasters);
         let is_alone = shared.eps.parts().is_none();
         let workspace = if is_alone { floats(Holder::ReceivedGradient) } else { 0 };
-        HostLanes {
+        Ok(HostLanes {
             rule,
             neftune_alpha: config.train.neftune_alpha,
             unpacked: Mutex::new(vec![0.0; unpacked]),
             workspace: Mutex::new(vec![0.0; workspace]),
             logits: Mutex::default(),
             shared,
-        }
+        })
     }
 
     /// Takes the logits of the last step, if it left any.
@@ -103,8 +105,8 @@ impl HostLanes {
         }
     }
 
-    /// Widens a gradient that has landed, adds those of earlier groups in their order, and keeps
-    /// the sum for later groups.
+    /// Widens a gradient that has landed, adds the gradients of earlier groups in their order, and
+    /// keeps the sum for later groups.
     fn join(&self, operation: &Operation) -> Result<(), BoxedError> {
         let &Work::Join { block, group, reduced, ref parts, keep } = operation.work() else {
             unreachable!("{} is no join", operation.work())
@@ -142,7 +144,7 @@ impl HostLanes {
         self.record_squares(operation, block, self.measure(block, landed))
     }
 
-    /// The sum of squares of a gradient, or of this rank's part of it.
+    /// The sum of squares of a gradient; with several ranks, of this rank's part.
     fn measure(&self, block: BlockId, gradient: &[f32]) -> Squares {
         let shared = &*self.shared;
         let tensors = shared.eps.tensors(block).trained();
@@ -173,55 +175,5 @@ impl HostLanes {
     fn wait_until_saved(&self, operation: &Operation, block: BlockId) {
         let beat = || operation.still_runs();
         self.shared.eps.wait_until_saved(block, operation.step().number, &beat);
-    }
-
-    /// A micro-batch's share of the loss; keeps its logits, if the step scores.
-    fn loss(&self, at: &HostVisit<'_>, m: MicroBatch) -> f64 {
-        let shared = &*self.shared;
-        let scores_vocabulary = shared.model.shape.scores_vocabulary();
-        if at.state.input.purpose.scores() {
-            self.keep_logits(at, m);
-        }
-        let loss = match at.state.input.purpose.scores() && scores_vocabulary {
-            true => 0.0, // the tiles of the head wrote logits, and no statistics
-            false => self.loss_of_statistics(at, m, scores_vocabulary),
-        };
-        if at.schedule().ranks.count > 1 {
-            at.state.losses.lock().expect("nothing panics inside").insert(m, loss);
-        }
-        loss
-    }
-
-    fn loss_of_statistics(&self, at: &HostVisit<'_>, m: MicroBatch, of_tokens: bool) -> f64 {
-        let boundary = at.schedule().with_role(&at.visit.reads, Role::Statistics);
-        let statistics = at.stashed(boundary.expect("a loss reads statistics"), m);
-        let of_position = |statistics: &[f32]| {
-            if of_tokens {
-                host_math::token_loss(statistics, &*self.shared.model.loss)
-            } else {
-                host_math::sequence_loss(statistics)
-            }
-        };
-        let losses = statistics.chunks_exact(STATISTICS).filter_map(of_position);
-        losses.map(f64::from).sum::<f64>() / at.state.input.batch.labelled as f64
-    }
-
-    /// Keeps the logits of a micro-batch, sequence by sequence, tile after tile.
-    fn keep_logits(&self, at: &HostVisit<'_>, m: MicroBatch) {
-        let schedule = at.schedule();
-        let is_logits = |id: &&BoundaryId| schedule.boundary(**id).role == Role::Logits;
-        let tiles = at.visit.reads.iter().filter(is_logits);
-        let tiles: Vec<&[f32]> = tiles.map(|&boundary| at.stashed(boundary, m)).collect();
-        let sequences = at.state.range(m).sequences.len();
-        let mut logits = self.logits.lock().expect("nothing panics inside");
-        if let [all] = tiles[..] {
-            return logits.extend(all); // of classes, or of a vocabulary in one tile
-        }
-        for sequence in 0..sequences {
-            for tile in &tiles {
-                let floats = tile.len() / sequences;
-                logits.extend(&tile[sequence * floats..][..floats]);
-            }
-        }
     }
 }

@@ -8,7 +8,7 @@ use crate::worker::boundaries::Filled;
 use crate::worker::memory::HostLease;
 use crate::worker::step::StepState;
 
-/// See the [module](self).
+/// A visit of the host as one operation sees it.
 pub(super) struct HostVisit<'a> {
     pub(super) state: Arc<StepState>,
     pub(super) visit: &'a Visit,

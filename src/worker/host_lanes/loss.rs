@@ -1,0 +1,95 @@
+//! Losses from the statistics that the head wrote, and logits.
+
+use l2l_actors::schedule::{BoundaryId, MicroBatch, Role};
+
+use super::HostLanes;
+use super::visit::HostVisit;
+use crate::kernels::{Loss, STATISTICS, label_of};
+
+impl HostLanes {
+    /// A micro-batch's share of the loss; keeps its logits, if the step scores.
+    pub(super) fn loss(&self, at: &HostVisit<'_>, m: MicroBatch) -> f64 {
+        let shared = &*self.shared;
+        let scores_vocabulary = shared.model.shape.scores_vocabulary();
+        if at.state.input.purpose.scores() {
+            self.keep_logits(at, m);
+        }
+        let loss = match at.state.input.purpose.scores() && scores_vocabulary {
+            true => 0.0, // the tiles of the head wrote logits, and no statistics
+            false => self.loss_of_statistics(at, m, scores_vocabulary),
+        };
+        if at.schedule().ranks.count > 1 {
+            at.state.losses.lock().expect("nothing panics inside").insert(m, loss);
+        }
+        loss
+    }
+
+    fn loss_of_statistics(&self, at: &HostVisit<'_>, m: MicroBatch, of_tokens: bool) -> f64 {
+        let boundary = at.schedule().with_role(&at.visit.reads, Role::Statistics);
+        let statistics = at.stashed(boundary.expect("a loss reads statistics"), m);
+        let of_position = |statistics: &[f32]| {
+            if of_tokens {
+                token_loss(statistics, &*self.shared.model.loss)
+            } else {
+                sequence_loss(statistics)
+            }
+        };
+        let losses = statistics.chunks_exact(STATISTICS).filter_map(of_position);
+        losses.map(f64::from).sum::<f64>() / at.state.input.batch.labelled as f64
+    }
+
+    /// Keeps the logits of a micro-batch, sequence by sequence, tile after tile.
+    fn keep_logits(&self, at: &HostVisit<'_>, m: MicroBatch) {
+        let schedule = at.schedule();
+        let is_logits = |id: &&BoundaryId| schedule.boundary(**id).role == Role::Logits;
+        let tiles = at.visit.reads.iter().filter(is_logits);
+        let tiles: Vec<&[f32]> = tiles.map(|&boundary| at.stashed(boundary, m)).collect();
+        let sequences = at.state.range(m).sequences.len();
+        let mut logits = self.logits.lock().expect("nothing panics inside");
+        if let [all] = tiles[..] {
+            return logits.extend(all); // of classes, or of a vocabulary in one tile
+        }
+        for sequence in 0..sequences {
+            for tile in &tiles {
+                let floats = tile.len() / sequences;
+                logits.extend(&tile[sequence * floats..][..floats]);
+            }
+        }
+    }
+}
+
+/// Writes the statistics of a position before the first tile of the head adds to them.
+pub(super) fn begin_statistics(statistics: &mut [f32], label: i32) {
+    statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
+}
+
+/// The loss of a labelled position, from its complete statistics; `None` without a label.
+fn token_loss(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
+    let [most, sum, target, _] = *statistics else { unreachable!("four floats a position") };
+    (label_of(statistics) >= 0).then(|| loss.value(most + sum.ln(), target))
+}
+
+/// The loss of a sequence, which the class head writes to the statistics of the first position;
+/// `None` for all other positions.
+fn sequence_loss(statistics: &[f32]) -> Option<f32> {
+    (statistics[1] == 1.0).then_some(statistics[0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::CrossEntropy;
+
+    #[test]
+    fn losses_are_those_of_complete_statistics() {
+        let mut statistics = [f32::NAN; 4];
+        begin_statistics(&mut statistics, 3);
+        assert_eq!(label_of(&statistics), 3);
+        assert_eq!(sequence_loss(&statistics), None);
+        statistics[..3].copy_from_slice(&[2.0, 1.0, 0.5]);
+        assert_eq!(token_loss(&statistics, &CrossEntropy), Some(1.5));
+        assert_eq!(sequence_loss(&statistics), Some(2.0));
+        begin_statistics(&mut statistics, -100);
+        assert_eq!(token_loss(&statistics, &CrossEntropy), None);
+    }
+}
