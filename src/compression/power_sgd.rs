@@ -377,23 +377,27 @@ mod tests {
                 power.write(&factors, other, cut..len, &left, &factor);
                 let steps = case["steps"].as_array().expect("a list");
                 let Some(expected) = steps.iter().find(|of| of["step"] == step) else { continue };
-                for (nth, matrix) in factors.matrices.iter().enumerate() {
-                    let sums: Vec<f64> =
-                        serde_json::from_value(expected["sums"][nth].clone()).expect("numbers");
-                    let norms: Vec<f64> =
-                        serde_json::from_value(expected["error_norms"][nth].clone())
-                            .expect("numbers");
-                    let most = sums.iter().fold(0.0, |most: f64, sum| most.max(sum.abs()));
-                    for (found, expected) in sum[matrix.range.clone()].iter().zip(&sums) {
-                        let off = (f64::from(*found) - expected).abs();
-                        assert!(off < 3e-3 * most, "step {step}: {found} for {expected}");
-                    }
-                    for (error, expected) in errors.iter().zip(&norms) {
-                        let error = &error[matrix.range.clone()];
-                        let norm = error.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
-                        assert!((norm - expected).abs() < 3e-3 * expected.max(1.0), "{norm}");
-                    }
-                }
+                check(&factors, &sum, &errors, expected);
+            }
+        }
+    }
+
+    /// Compares the sums, and the norms of the groups' errors, of each matrix.
+    fn check(factors: &Factors, sum: &[f32], errors: &[Vec<f32>], expected: &Value) {
+        for (nth, matrix) in factors.matrices.iter().enumerate() {
+            let numbers = |key: &str| -> Vec<f64> {
+                serde_json::from_value(expected[key][nth].clone()).expect("numbers")
+            };
+            let sums = numbers("sums");
+            let most = sums.iter().fold(0.0, |most: f64, sum| most.max(sum.abs()));
+            for (found, expected) in sum[matrix.range.clone()].iter().zip(&sums) {
+                let off = (f64::from(*found) - expected).abs();
+                assert!(off < 3e-3 * most, "{found} for {expected}");
+            }
+            for (error, expected) in errors.iter().zip(numbers("error_norms")) {
+                let error = &error[matrix.range.clone()];
+                let norm = error.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+                assert!((norm - expected).abs() < 3e-3 * expected.max(1.0), "{norm}");
             }
         }
     }

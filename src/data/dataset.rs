@@ -11,6 +11,7 @@ use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, Files};
 use crate::error::Error;
+use crate::hf::hex;
 use crate::models::{Head, Shape};
 use crate::random;
 use crate::resolve::label_names;
@@ -271,7 +272,7 @@ impl Dataset {
         self.predicts
     }
 
-    /// Whether it is text whose tokens are bytes.
+    /// Whether the data is text whose tokens are bytes.
     pub fn is_bytes(&self) -> bool {
         let is_text = match &self.kind {
             Kind::Sources(sources) => sources.iter().all(|source| source.is_text),
@@ -416,9 +417,7 @@ impl Dataset {
     pub fn fingerprint(&self) -> String {
         match &self.kind {
             Kind::Random { seed, .. } => {
-                let digest = Sha256::digest(seed.to_le_bytes());
-                let digest: String = digest.iter().take(8).map(|b| format!("{b:02x}")).collect();
-                format!("random {digest}")
+                format!("random {}", hex(&Sha256::digest(seed.to_le_bytes())[..8]))
             }
             Kind::Sources(sources) => {
                 let each = sources.iter().map(|source| {

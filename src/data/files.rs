@@ -15,6 +15,7 @@ use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{CORPUS, Predicts, Sequence};
 use crate::config::DataConfig;
 use crate::error::Error;
+use crate::hf::hex;
 
 /// The longest line of a `.jsonl` file. A longer one can hardly be a record, and might not fit in
 /// memory.
@@ -86,9 +87,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
             "there is no sequence in it"
         }));
     }
-    let digest: String =
-        hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-    Ok(Opened { spool, digest, is_text })
+    Ok(Opened { spool, digest: hex(&hasher.finalize()[..8]), is_text })
 }
 
 fn extension(path: &Path) -> Option<&str> {
@@ -150,7 +149,7 @@ fn add_files(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
 /// A source that is being read.
 pub(super) struct Opening<'r> {
     pub(super) reader: &'r Reader,
-    pub(super) pool: ThreadPool,
+    pool: ThreadPool,
     spooling: Spooling,
     pub(super) hasher: Sha256,
 }
@@ -168,6 +167,21 @@ impl Opening<'_> {
         };
         let pushed = self.spooling.push(sequence, is_labelled);
         pushed.map_err(|error| Error::storage(format_args!("data {name}"), error))
+    }
+
+    /// Reads records with all cores, and appends their sequences in order.
+    pub(super) fn read_all<R: Send>(
+        &mut self,
+        name: &str,
+        records: Vec<R>,
+        read: impl Fn(R) -> Result<Vec<Sequence>, Error> + Sync + Send,
+    ) -> Result<(), Error> {
+        let read: Vec<Result<Vec<Sequence>, Error>> =
+            self.pool.install(|| records.into_par_iter().map(read).collect());
+        for sequences in read {
+            sequences?.iter().try_for_each(|one| self.push(name, one))?;
+        }
+        Ok(())
     }
 
     /// Reads the lines of a `.jsonl` file.
@@ -214,17 +228,11 @@ impl Opening<'_> {
                 }
             }
             let reader = self.reader;
-            let read = |(number, line): &(u64, Vec<u8>)| {
-                let line = std::str::from_utf8(line);
-                let line = line
-                    .map_err(|error| refuse(*number, &format_args!("it is not UTF-8: {error}")))?;
-                reader.read(line.trim()).map_err(|what| refuse(*number, &what))
-            };
-            let read: Vec<Result<Vec<Sequence>, Error>> =
-                self.pool.install(|| lines.par_iter().map(read).collect());
-            for sequences in read {
-                sequences?.iter().try_for_each(|one| self.push(name, one))?;
-            }
+            self.read_all(name, lines, |(number, line)| {
+                let line = std::str::from_utf8(&line)
+                    .map_err(|error| refuse(number, &format_args!("it is not UTF-8: {error}")))?;
+                reader.read(line.trim()).map_err(|what| refuse(number, &what))
+            })?;
         }
         Ok(())
     }

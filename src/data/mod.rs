@@ -155,7 +155,7 @@ impl Batch {
         }
     }
 
-    /// A batch for a classifier: the tokens and the class of each sequence.
+    /// A batch for a classifier, of the tokens and the class of each sequence.
     ///
     /// # Panics
     /// A sequence is empty.

@@ -37,9 +37,6 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Reads a line of JSON. It becomes one sequence, unless a long text is split.
-    ///
-    /// # Errors
-    /// The reason why the line cannot be used.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
         if !line.starts_with('{') {
             return Err("it is not a JSON object".into());
@@ -52,9 +49,6 @@ impl Reader {
     }
 
     /// Reads a record, which is given as the values of its columns by name.
-    ///
-    /// # Errors
-    /// The reason why the record cannot be used.
     pub(super) fn read_record(&self, columns: Map<String, Value>) -> Result<Vec<Sequence>, String> {
         let (record, mut unused) = Record::of(columns, &self.fields)?;
         let kind = record.kind()?;

@@ -5,11 +5,9 @@ use std::io::{self, BufRead, Read};
 #[cfg(feature = "parquet")]
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use rayon::prelude::*;
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use super::Sequence;
 use super::files::{LINES_AT_ONCE, Opening};
 use super::record::Columns;
 use crate::error::Error;
@@ -101,25 +99,20 @@ impl Opening<'_> {
     fn records(
         &mut self,
         name: &str,
-        mut records: impl Iterator<Item = Result<Map<String, Value>, String>>,
+        records: impl Iterator<Item = Result<Map<String, Value>, String>>,
     ) -> Result<(), Error> {
-        let mut number = 0;
+        let reader = self.reader;
+        let mut records = (1_u64..).zip(records);
         loop {
             let some: Vec<_> = records.by_ref().take(LINES_AT_ONCE).collect();
             if some.is_empty() {
                 return Ok(());
             }
-            let reader = self.reader;
-            let read: Vec<Result<Vec<Sequence>, String>> = self.pool.install(|| {
-                some.into_par_iter().map(|record| reader.read_record(record?)).collect()
-            });
-            for sequences in read {
-                number += 1;
-                let sequences = sequences.map_err(|what| {
-                    Error::bad_data(name, format_args!("record {number}: {what}"))
-                })?;
-                sequences.iter().try_for_each(|sequence| self.push(name, sequence))?;
-            }
+            self.read_all(name, some, |(number, record)| {
+                let sequences = record.and_then(|columns| reader.read_record(columns));
+                sequences
+                    .map_err(|what| Error::bad_data(name, format_args!("record {number}: {what}")))
+            })?;
         }
     }
 }

@@ -93,9 +93,6 @@ fn tensors_of(directory: &Path) -> Result<(Vec<String>, Vec<String>), Error> {
 }
 
 /// Writes the description of a model's adapters. `base` is the directory of the model without them.
-///
-/// # Errors
-/// The file cannot be written.
 pub(crate) fn write_adapter_config(
     directory: &Path,
     model: &Model,

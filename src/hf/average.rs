@@ -15,9 +15,6 @@ pub(super) struct Averages(WeightFile);
 
 impl Averages {
     /// Opens the averages of a checkpoint's directory.
-    ///
-    /// # Errors
-    /// The directory has no averages, or the file that holds them cannot be read.
     pub(super) fn open(directory: &Path) -> Result<Averages, Error> {
         let file = WeightFile::open(&directory.join(STATES))?;
         let suffix = format!(".{}", Ema::NAME);
@@ -29,9 +26,6 @@ impl Averages {
     }
 
     /// The average of a tensor. A tensor that was never updated has none.
-    ///
-    /// # Errors
-    /// The average has another shape.
     pub(super) fn of_tensor(
         &self,
         name: &str,

@@ -44,9 +44,6 @@ pub struct Template {
 impl Template {
     /// Reads the template of a directory, from `chat_template.jinja` or `tokenizer_config.json`.
     /// `None` if the directory has no template.
-    ///
-    /// # Errors
-    /// The template cannot be parsed.
     pub(super) fn open(
         directory: &Path,
         special_tokens: &Map<String, Value>,

@@ -11,9 +11,6 @@ use crate::error::Error;
 use crate::models::{Shape, families};
 
 /// Reads a directory's `config.json`.
-///
-/// # Errors
-/// The file does not exist, or is no JSON.
 pub(crate) fn read_config(directory: &Path) -> Result<Value, Error> {
     json::read(&directory.join("config.json"))
 }
@@ -86,9 +83,6 @@ pub(crate) fn set_label_names(config: &mut Value, names: &[String]) {
 
 /// Writes a directory's `config.json` for transformers. Other keys are kept from `source`, the
 /// config that the model was read with, which may be null.
-///
-/// # Errors
-/// The file cannot be written.
 pub(crate) fn write_config(directory: &Path, shape: &Shape, source: &Value) -> Result<(), Error> {
     let path = directory.join("config.json");
     let config = families::write(shape, source);

@@ -10,18 +10,12 @@ use crate::error::Error;
 use crate::folder;
 
 /// Reads a file.
-///
-/// # Errors
-/// The file does not exist, or its text is not JSON of this type.
 pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
     let text = fs::read_to_string(path).map_err(|error| Error::bad_model(path.display(), error))?;
     serde_json::from_str(&text).map_err(|error| Error::bad_model(path.display(), error))
 }
 
 /// Writes a file, and waits until it is on the disk.
-///
-/// # Errors
-/// The file cannot be written.
 pub(super) fn write(path: &Path, value: &Value) -> Result<(), Error> {
     let text = serde_json::to_string_pretty(value).expect("it is plain JSON");
     let written = fs::write(path, text).and_then(|()| folder::sync(path));

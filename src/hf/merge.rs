@@ -17,6 +17,8 @@ use crate::models::{Lora, adapters};
 pub(super) struct Merge {
     file: WeightFile,
     lora: Lora,
+    /// The names of weights with adapters, and of tensors that replace the model's.
+    changes: Vec<String>,
     /// Whether the model's weights are (outputs, inputs).
     transposed: bool,
     names: &'static Names,
@@ -42,8 +44,11 @@ impl Merge {
                 return Err(file.refuse(format_args!("{other} is missing")));
             }
         }
-        let (lora, _) = read_lora(directory)?;
-        Ok(Merge { file, lora, transposed: shape.transposed, names: shape.names })
+        let (lora, saved) = read_lora(directory)?;
+        let weights = lora.targets.iter().map(|module| format!("{module}.weight"));
+        let mut changes: Vec<String> = weights.chain(saved).collect();
+        changes.sort();
+        Ok(Merge { file, lora, changes, transposed: shape.transposed, names: shape.names })
     }
 
     /// The names of tensors that only the adapters have, such as a new head. `names` are the
@@ -52,7 +57,7 @@ impl Merge {
     /// # Errors
     /// The adapters change a tensor that the weights do not have.
     pub(super) fn new_tensors(&self, names: &[&str]) -> Result<Vec<String>, String> {
-        let mut missing = self.changes();
+        let mut missing = self.changes.clone();
         missing.retain(|name| !names.iter().any(|own| self.is_called(own, name)));
         match missing.iter().find(|name| !self.has(name)) {
             Some(lost) => Err(format!(
@@ -66,22 +71,6 @@ impl Merge {
     pub(super) fn new_tensor(&self, name: &str) -> TensorView<'_> {
         let name = format!("{PREFIX}{name}");
         self.file.tensors().tensor(&name).expect("new_tensors() found it")
-    }
-
-    /// The names of weights with adapters, and of tensors that replace the model's.
-    fn changes(&self) -> Vec<String> {
-        let [a, b] = adapters::ENDS;
-        let changed = |name: &str| {
-            let bare = name.strip_prefix(PREFIX).unwrap_or(name);
-            match bare.strip_suffix(a) {
-                Some(module) => Some(format!("{module}.weight")),
-                None => (!bare.ends_with(b)).then(|| bare.to_string()),
-            }
-        };
-        let tensors = self.file.tensors();
-        let mut all: Vec<String> = tensors.names().into_iter().filter_map(changed).collect();
-        all.sort();
-        all
     }
 
     /// Whether a tensor's name in a file means the tensor of this name. Files may leave out the

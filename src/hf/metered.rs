@@ -16,6 +16,7 @@
 //! accepts no later minor version.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -74,13 +75,9 @@ impl Meter {
 
     /// Refuses to make more bytes than the limit allows.
     pub(super) fn fits(&self, bytes: u64) -> Result<(), Error> {
-        match self.made.load(Ordering::Relaxed).saturating_add(bytes) > MOST_BYTES {
-            true => Err(refusal(format!(
-                "its texts and values take more than {} MiB, which is the most",
-                MOST_BYTES >> 20
-            ))),
-            false => Ok(()),
-        }
+        let made = self.made.load(Ordering::Relaxed).saturating_add(bytes);
+        let most = MOST_BYTES >> 20;
+        at_most(made, MOST_BYTES, format_args!("its texts and values take more than {most} MiB"))
     }
 
     pub(super) fn make(&self, bytes: u64) -> Result<(), Error> {
@@ -92,13 +89,16 @@ impl Meter {
     pub(super) fn read(&self, bytes: u64) -> Result<(), Error> {
         let read = self.read.load(Ordering::Relaxed).saturating_add(bytes);
         self.read.store(read, Ordering::Relaxed);
-        match read > MOST_READ {
-            true => Err(refusal(format!(
-                "its operations read more than {} GiB, which is the most",
-                MOST_READ >> 30
-            ))),
-            false => Ok(()),
-        }
+        let most = MOST_READ >> 30;
+        at_most(read, MOST_READ, format_args!("its operations read more than {most} GiB"))
+    }
+}
+
+/// Refuses a number above its limit. `what` is the message, without its end.
+pub(super) fn at_most(number: u64, most: u64, what: fmt::Arguments<'_>) -> Result<(), Error> {
+    match number > most {
+        true => Err(refusal(format!("{what}, which is the most"))),
+        false => Ok(()),
     }
 }
 
@@ -138,9 +138,8 @@ pub(super) fn size_inside(value: &Value) -> Result<Size, Error> {
 fn measure(value: &Value, level: usize, size: &mut Size) -> Result<(), Error> {
     size.bytes += ITEM;
     size.levels = size.levels.max(level);
-    if level > MOST_LEVELS {
-        return Err(refusal(format!("it nests values deeper than {MOST_LEVELS}, the most")));
-    }
+    let what = format_args!("it nests values deeper than {MOST_LEVELS}");
+    at_most(level as u64, MOST_LEVELS as u64, what)?;
     if let Some(text) = value.as_str() {
         let length = text.len() as u64;
         size.bytes += length;
@@ -174,13 +173,9 @@ fn measure(value: &Value, level: usize, size: &mut Size) -> Result<(), Error> {
         // An integer of 128 bits has 40 digits, a float up to 325.
         size.text += if value.as_i64().is_some() { 40 } else { 352 };
     }
-    match size.bytes.max(size.text / 8) > MOST_BYTES {
-        true => Err(refusal(format!(
-            "one of its values takes more than {} MiB, which is the most",
-            MOST_BYTES >> 20
-        ))),
-        false => Ok(()),
-    }
+    let bytes = size.bytes.max(size.text / 8);
+    let most = MOST_BYTES >> 20;
+    at_most(bytes, MOST_BYTES, format_args!("one of its values takes more than {most} MiB"))
 }
 
 /// The number of items of a list or a map, or of bytes of a text.
@@ -258,12 +253,8 @@ fn enter_loop(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
 /// Counts instructions that are about to run.
 fn run(state: &State<'_, '_>, instructions: u64) -> Result<(), Error> {
     let before = Meter::of(state).run.fetch_add(instructions, Ordering::Relaxed);
-    match before.saturating_add(instructions) > MOST_INSTRUCTIONS {
-        true => Err(refusal(format!(
-            "it runs more than {MOST_INSTRUCTIONS} instructions, which is the most"
-        ))),
-        false => Ok(()),
-    }
+    let what = format_args!("it runs more than {MOST_INSTRUCTIONS} instructions");
+    at_most(before.saturating_add(instructions), MOST_INSTRUCTIONS, what)
 }
 
 /// Renders the environment's template `chat`.

@@ -4,7 +4,9 @@
 use minijinja::value::Rest;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
-use super::metered::{ITEM, Meter, Size, items, length, refusal, settle, size_inside, size_of};
+use super::metered::{
+    ITEM, Meter, Size, at_most, items, length, refusal, settle, size_inside, size_of,
+};
 
 /// The widest indent, column or precision.
 const MOST_COLUMNS: u64 = 1_000;
@@ -194,12 +196,9 @@ fn most_number(arguments: &[Value], most: u64) -> Result<u64, Error> {
         let named = one.is_kwargs().then(|| one.try_iter().ok()).flatten().into_iter().flatten();
         let named = named.filter_map(|key| one.get_item(&key).ok());
         for number in named.chain([one.clone()]).filter(Value::is_number) {
-            let size = f64::try_from(number).map_or(f64::INFINITY, f64::abs);
-            if size > most as f64 {
-                let what = format!("it asks for more than {most} columns or parts, the most");
-                return Err(refusal(what));
-            }
-            largest = largest.max(size as u64);
+            let size = f64::try_from(number).map_or(f64::INFINITY, f64::abs).ceil() as u64;
+            at_most(size, most, format_args!("it asks for more than {most} columns or parts"))?;
+            largest = largest.max(size);
         }
     }
     Ok(largest)

@@ -43,7 +43,7 @@ pub(crate) use config::{
 pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
-pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, seal};
+pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
 pub(crate) use tensor_files::{Before, TensorFiles, save};
 pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]

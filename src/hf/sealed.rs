@@ -33,9 +33,6 @@ pub(crate) enum Sealed {
 }
 
 /// The SHA-256 of each file of a directory and of its folders, by its path from there.
-///
-/// # Errors
-/// A file cannot be read.
 pub(crate) fn file_digests(directory: &Path) -> io::Result<BTreeMap<String, String>> {
     let mut digests = BTreeMap::new();
     for entry in fs::read_dir(directory)? {
@@ -58,7 +55,7 @@ pub(super) fn file_digest(path: &Path) -> io::Result<String> {
     let mut chunk = vec![0; CHUNK];
     loop {
         match file.read(&mut chunk) {
-            Ok(0) => return Ok(hex(hasher)),
+            Ok(0) => return Ok(hex(&hasher.finalize())),
             Ok(read) => hasher.update(&chunk[..read]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
@@ -66,12 +63,13 @@ pub(super) fn file_digest(path: &Path) -> io::Result<String> {
     }
 }
 
-fn hex(hasher: Sha256) -> String {
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+/// Bytes in hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn digest(text: &str) -> String {
-    hex(Sha256::new_with_prefix(text))
+    hex(&Sha256::digest(text))
 }
 
 /// The text of a seal in a record.

@@ -49,9 +49,6 @@ pub(super) struct Dtypes {
 impl Dtypes {
     /// The dtypes for a wanted one. `base` is the model that training began with, if it is not the
     /// model that is exported.
-    ///
-    /// # Errors
-    /// The files of `base` cannot be read.
     pub(super) fn of(wanted: WeightDtype, base: Option<&Path>) -> Result<Dtypes, Error> {
         let wanted = match wanted {
             WeightDtype::Source => None,

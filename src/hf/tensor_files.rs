@@ -70,9 +70,6 @@ struct Piece {
 
 impl TensorFiles {
     /// Files of a model's masters: `model.safetensors`, or several and an index.
-    ///
-    /// # Errors
-    /// A file cannot be made, or the disk is full.
     pub(crate) fn of_model(
         directory: &Path,
         model: &Model,
@@ -84,9 +81,6 @@ impl TensorFiles {
 
     /// Files of a checkpoint's masters, of at most `most` bytes. `before` is a checkpoint with the
     /// same frozen tensors.
-    ///
-    /// # Errors
-    /// As [`of_model`](TensorFiles::of_model).
     pub(crate) fn of_checkpoint(
         directory: &Path,
         model: &Model,
@@ -141,9 +135,6 @@ impl TensorFiles {
     }
 
     /// A file of adapters, and of the tensors that are trained beside them.
-    ///
-    /// # Errors
-    /// As [`of_model`](TensorFiles::of_model).
     pub(crate) fn of_adapters(
         directory: &Path,
         model: &Model,
@@ -155,9 +146,6 @@ impl TensorFiles {
     }
 
     /// Adds a file of the optimizer's states.
-    ///
-    /// # Errors
-    /// As [`of_model`](TensorFiles::of_model).
     pub(crate) fn with_states(
         mut self,
         path: PathBuf,
@@ -220,9 +208,6 @@ impl TensorFiles {
 
     /// Writes a block's tensors to the files, and returns the number of bytes. Memory holds one
     /// part of the block at a time.
-    ///
-    /// # Errors
-    /// The block cannot be read, or a file cannot be written.
     pub(crate) fn write_block(&self, id: BlockId, eps: &Eps) -> Result<u64, Error> {
         let mut sum = 0;
         for ((_, part), pieces) in self.pieces.range((id, BlockRun::FIRST)..=(id, BlockRun::LAST)) {
@@ -239,11 +224,17 @@ impl TensorFiles {
         Ok(sum)
     }
 
+    /// Writes all blocks, and publishes the files.
+    fn write_all(self, eps: &Eps) -> Result<(), Error> {
+        let blocks: BTreeSet<BlockId> = self.pieces.keys().map(|(id, _)| *id).collect();
+        for id in blocks {
+            self.write_block(id, eps)?;
+        }
+        self.publish().map(drop)
+    }
+
     /// Waits until the files are on the disk, and gives them their names. Older files of these
     /// names stay until then. Returns the files that are links.
-    ///
-    /// # Errors
-    /// The disk fails.
     pub(crate) fn publish(self) -> Result<Vec<LinkedFile>, Error> {
         self.files.into_iter().try_for_each(|OpenFile { path, file }| {
             let named = file.sync_all().and_then(|()| fs::rename(partial(&path), &path));
@@ -260,17 +251,10 @@ impl LinkedFile {
     }
 
     /// Replaces a link to a damaged file by a new file, and returns the new file's digest.
-    ///
-    /// # Errors
-    /// The blocks cannot be read, or the file cannot be written.
     pub(crate) fn write_anew(self, eps: &Eps) -> Result<String, Error> {
         let mut alone = TensorFiles::default();
         alone.add(self.path.clone(), self.tensors)?;
-        let blocks: BTreeSet<BlockId> = alone.pieces.keys().map(|(id, _)| *id).collect();
-        for id in blocks {
-            alone.write_block(id, eps)?;
-        }
-        alone.publish()?;
+        alone.write_all(eps)?;
         file_digest(&self.path).map_err(|error| Error::storage(self.path.display(), error))
     }
 }
@@ -310,9 +294,6 @@ pub(super) fn shard_name(index: usize, count: usize) -> String {
 }
 
 /// Writes the index of several files of weights. A single file needs none.
-///
-/// # Errors
-/// The file cannot be written.
 pub(super) fn write_index(
     directory: &Path,
     count: usize,
@@ -337,19 +318,8 @@ fn partial(path: &Path) -> PathBuf {
 }
 
 /// Writes the masters to a directory: to `model.safetensors`, or to several files and an index.
-///
-/// # Errors
-/// A file cannot be written.
 pub(crate) fn save(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    write_all(TensorFiles::of_model(directory, model, eps)?, model, eps)
-}
-
-fn write_all(files: TensorFiles, model: &Model, eps: &Eps) -> Result<(), Error> {
-    let blocks = (0..model.blocks.len() as u32).map(BlockId);
-    for id in blocks {
-        files.write_block(id, eps)?;
-    }
-    files.publish().map(drop)
+    TensorFiles::of_model(directory, model, eps)?.write_all(eps)
 }
 
 /// The header of a file of these tensors.
@@ -360,9 +330,6 @@ fn head(path: &Path, tensors: &FileTensors) -> Result<Vec<u8>, Error> {
 
 /// What a safetensors file begins with: the length of its header, and the header, padded to a
 /// multiple of 8 bytes. The data of the tensors (name, dtype, shape) follows in their order.
-///
-/// # Errors
-/// The sizes of the tensors overflow.
 pub(super) fn header(
     path: &Path,
     tensors: impl Iterator<Item = (String, Dtype, Vec<usize>)>,
@@ -404,7 +371,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a place for files");
         let all = file_tensors(&model, &from, BlockRun::Parameters);
         let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), |_| None);
-        write_all(files.expect("a directory of ours"), &model, &from).expect("room on a disk");
+        files.expect("a directory of ours").write_all(&from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");
         load(folder.path(), &model, &to, Load::AS_WRITTEN).expect("what was just written");

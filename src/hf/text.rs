@@ -38,28 +38,20 @@ impl TryFrom<Map<String, Value>> for Message {
             );
         };
         if is_sharegpt {
-            let known = [
-                ("human", "user"),
-                ("gpt", "assistant"),
-                ("chatgpt", "assistant"),
-                ("bard", "assistant"),
-                ("model", "assistant"),
-                ("observation", "tool"),
-                ("function_response", "tool"),
-                ("system", "system"),
-                ("user", "user"),
-                ("assistant", "assistant"),
-                ("tool", "tool"),
-                ("function_call", "assistant"),
-            ];
-            let Some((_, ours)) = known.iter().find(|(theirs, _)| *theirs == name) else {
-                let names: Vec<&str> = known.iter().map(|(theirs, _)| *theirs).collect();
-                return Err(format!(
-                    "a message is from {name:?}: it can be from {}",
-                    names.join(", ")
-                ));
+            let role = match &*name {
+                "human" | "user" => "user",
+                "gpt" | "chatgpt" | "bard" | "model" | "assistant" | "function_call" => "assistant",
+                "observation" | "function_response" | "tool" => "tool",
+                "system" => "system",
+                _ => {
+                    return Err(format!(
+                        "a message is from {name:?}: it can be from human, gpt, chatgpt, bard, \
+                         model, observation, function_response, system, user, assistant, tool, \
+                         function_call"
+                    ));
+                }
             };
-            name = ours.to_string();
+            name = role.into();
         }
         let content = match all.remove(content) {
             Some(Value::String(text)) => Some(text),

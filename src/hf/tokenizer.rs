@@ -10,6 +10,7 @@ use tokenizers::{Encoding, PostProcessor, TruncationParams, truncate_encodings};
 
 use super::caught::caught;
 use super::chat::Template;
+use super::sealed::hex;
 use super::text::Encoded;
 use super::tokenizer_json;
 use crate::error::Error;
@@ -69,7 +70,7 @@ impl Tokenizer {
         for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
             hasher.update(fs::read(directory.join(file)).unwrap_or_default());
         }
-        let digest = hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        let digest = hex(&hasher.finalize()[..8]);
         Ok(Some(Tokenizer { specials, end, mask, template, digest, inner }))
     }
 

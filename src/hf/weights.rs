@@ -130,9 +130,6 @@ pub(crate) fn load(
 }
 
 /// Reads the trained tensors into the EPS, from a checkpoint of the whole model.
-///
-/// # Errors
-/// As [`load`].
 pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     let files = weight_files(directory)?;
     let how = Load { tensors: Tensors::Trained, all_finite: false };
@@ -140,9 +137,6 @@ pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result
 }
 
 /// Reads adapters, and the tensors that were trained beside them, into the EPS.
-///
-/// # Errors
-/// As [`load`].
 pub(crate) fn load_adapters(
     directory: &Path,
     model: &Model,
@@ -153,9 +147,6 @@ pub(crate) fn load_adapters(
 }
 
 /// Reads the optimizer's states into the EPS.
-///
-/// # Errors
-/// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Load::AS_WRITTEN).map(drop)
 }
@@ -166,8 +157,7 @@ pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), E
 /// The index of the first such value.
 pub(super) fn check_finite(name: &str, view: &TensorView<'_>) -> Result<(), String> {
     fn first<const N: usize>(bytes: &[u8], is_finite: fn([u8; N]) -> bool) -> Option<usize> {
-        let mut values = bytes.chunks_exact(N);
-        values.position(|bytes| !is_finite(bytes.try_into().expect("N bytes")))
+        bytes.as_chunks::<N>().0.iter().position(|&bytes| !is_finite(bytes))
     }
     let found = match view.dtype() {
         Dtype::F32 => first(view.data(), |bytes| f32::from_le_bytes(bytes).is_finite()),
@@ -248,9 +238,6 @@ pub(super) struct WeightFile {
 
 impl WeightFile {
     /// Maps a file, and checks its header.
-    ///
-    /// # Errors
-    /// The file cannot be read, or is no safetensors file.
     pub(super) fn open(path: &Path) -> Result<WeightFile, Error> {
         let refuse = |error: io::Error| Error::bad_model(path.display(), error);
         let file = File::open(path).map_err(refuse)?;
@@ -384,20 +371,14 @@ pub(super) fn decode_all(view: &TensorView<'_>) -> Vec<f32> {
 
 /// Fills `to` with a tensor's elements from `from` on, as f32.
 fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
-    fn each<const N: usize>(
-        to: &mut [f32],
-        bytes: &[u8],
-        from: usize,
-        as_f32: impl Fn([u8; N]) -> f32,
-    ) {
-        for (to, bytes) in to.iter_mut().zip(bytes[from * N..].chunks_exact(N)) {
-            *to = as_f32(bytes.try_into().expect("N bytes"));
-        }
+    fn each<const N: usize>(to: &mut [f32], bytes: &[u8], as_f32: impl Fn([u8; N]) -> f32) {
+        to.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, &bytes)| *to = as_f32(bytes));
     }
+    let bytes = &view.data()[from * view.dtype().bitsize() / 8..];
     match view.dtype() {
-        Dtype::F32 => each(to, view.data(), from, f32::from_le_bytes),
-        Dtype::F16 => each(to, view.data(), from, |b| f16::from_le_bytes(b).to_f32()),
-        Dtype::BF16 => each(to, view.data(), from, |b| bf16::from_le_bytes(b).to_f32()),
+        Dtype::F32 => each(to, bytes, f32::from_le_bytes),
+        Dtype::F16 => each(to, bytes, |bytes| f16::from_le_bytes(bytes).to_f32()),
+        Dtype::BF16 => each(to, bytes, |bytes| bf16::from_le_bytes(bytes).to_f32()),
         _ => unreachable!("check() refuses other dtypes"),
     }
 }

@@ -129,9 +129,6 @@ impl Generator {
 }
 
 /// Continues prompts with an engine whose plan has a KV cache for `room`.
-///
-/// # Errors
-/// As [`Generator::generate`].
 pub(crate) async fn generate(
     engine: &mut Engine,
     room: Room,

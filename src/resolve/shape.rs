@@ -175,7 +175,6 @@ const MOST_LAYERS: usize = 100_000;
 /// Refuses sizes that are out of range or contradict each other.
 fn check_shape(shape: &Shape) -> Result<(), Error> {
     let Shape { layers, hidden, heads, intermediate, vocabulary, positions, .. } = *shape;
-    let limit = |size: usize, most: usize| (1..=most).contains(&size);
     let sizes = [
         ("layers", layers, MOST_LAYERS),
         ("hidden", hidden, 1 << 20),
@@ -187,7 +186,7 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
         ("token_types", shape.token_types.max(1), 256),
     ];
     for (name, size, most) in sizes {
-        if !limit(size, most) {
+        if !(1..=most).contains(&size) {
             let problem = format_args!("is {size}: it must be 1 to {most}");
             return Err(Error::config(&format!("model.{name}"), problem));
         }

@@ -34,9 +34,6 @@ pub(crate) fn load_base(
 }
 
 /// Reads the adapters that the config names into the EPS, if it names any.
-///
-/// # Errors
-/// The adapters are not those of the model, or a value is not finite.
 pub(crate) fn load_adapters(config: &Config, model: &Model, eps: &Eps) -> Result<(), Error> {
     let Some(path) = adapters_path(config) else { return Ok(()) };
     hf::load_adapters(path, model, eps, Load::to_use(!config.model.unsealed))
