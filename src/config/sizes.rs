@@ -15,6 +15,7 @@ pub struct ByteSize(Option<u64>);
 #[serde(untagged, expecting = "expected \"auto\", bytes, or a number with a unit (\"12GiB\")")]
 enum Written {
     Bytes(u64),
+    Negative(i64),
     Text(String),
 }
 
@@ -24,6 +25,10 @@ impl TryFrom<Written> for ByteSize {
     fn try_from(written: Written) -> Result<ByteSize, String> {
         match written {
             Written::Bytes(bytes) => Ok(ByteSize(Some(bytes))),
+            Written::Negative(bytes) => {
+                let what = "expected \"auto\", bytes, or a number with a unit (\"12GiB\")";
+                Err(format!("invalid value: integer `{bytes}`, {what}"))
+            }
             Written::Text(text) => text.parse(),
         }
     }

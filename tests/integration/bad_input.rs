@@ -386,7 +386,7 @@ fn checkpoints_of_other_models() {
     let other = checkpoint(&folder, |c| c["model_type"] = json!("mamba"), None);
     refused(&folder, &other, &["config.json", "\"mamba\"", "known are bert", "gpt2", "qwen3"]);
     let llama = checkpoint(&folder, |c| c["model_type"] = json!("llama"), None);
-    refused(&folder, &llama, &["config.json", "hidden_size is missing"]);
+    refused(&folder, &llama, &["config.json", "num_hidden_layers is missing"]);
     let none = checkpoint(&folder, |c| c["n_embd"] = json!(0), None);
     refused(&folder, &none, &["config.json", "model.hidden is 0"]);
     let drops = checkpoint(&folder, |c| c["embd_pdrop"] = json!(1.0), None);

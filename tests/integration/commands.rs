@@ -79,7 +79,7 @@ fn text_is_generated() {
     };
     assert_eq!(seeded("1"), seeded("1"));
     assert_ne!(seeded("1"), seeded("2"));
-    assert!(good(&[&sets[..], &["--prompt", "a", "--plan"]].concat()).contains("memory"));
+    assert!(good(&[&sets[..], &["--prompt", "a", "--plan"]].concat()).contains("kv_cache"));
     good(&[&sets[..], &["--prompt", "a"]].concat());
 }
 

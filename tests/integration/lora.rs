@@ -299,7 +299,7 @@ async fn adapters_that_cannot_be_read_are_refused() {
     };
     let whole = "nothing";
     for (errors, says) in [
-        (refused(&|config| config["peft_type"] = "IA3".into(), whole).await, "LORA alone"),
+        (refused(&|config| config["peft_type"] = "IA3".into(), whole).await, "only reads LORA"),
         (refused(&|config| config["use_dora"] = true.into(), whole).await, "use_dora"),
         (
             refused(&|config| config["rank_pattern"]["q_proj"] = 2.into(), whole).await,
