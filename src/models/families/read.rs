@@ -41,7 +41,7 @@ pub(super) const SIZES: [&str; 6] = [
     "max_position_embeddings",
 ];
 
-/// The six sizes of a shape, in the order of [`gpt2`](super::gpt2), by their keys.
+/// The six sizes of a shape, in the order of [`gpt2`](fn@super::gpt2), by their keys.
 pub(super) fn sizes(keys: &Keys, names: [&str; 6]) -> Result<[usize; 6], String> {
     let mut sizes = [0; 6];
     for (to, name) in sizes.iter_mut().zip(names) {
