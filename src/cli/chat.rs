@@ -4,10 +4,9 @@ use std::io::{BufRead, IsTerminal};
 
 use l2l::config::Format;
 use l2l::data::Vocabulary;
-use l2l::hf::Message;
+use l2l::hf::{Message, RecordValue};
 use l2l::inference::{Generator, Room};
 use l2l::{Error, StopRequest, shape_of};
-use serde_json::Value;
 
 use super::common::load;
 use super::generate::{DEFAULT_TOKENS, Page};
@@ -81,7 +80,7 @@ fn fitting(
     vocabulary: &Vocabulary,
 ) -> Result<Vec<u32>, Error> {
     loop {
-        let text = vocabulary.ask(messages, &Value::Null).map_err(Error::Argument)?;
+        let text = vocabulary.ask(messages, &RecordValue::Null).map_err(Error::Argument)?;
         let tokens = vocabulary.encode(&text, None, false).map_err(Error::Argument)?.tokens;
         if tokens.len() <= room {
             return Ok(tokens);

@@ -5,12 +5,12 @@ use std::path::Path;
 
 use l2l::config::Format;
 use l2l::data::Vocabulary;
-use l2l::hf::{self, Message};
+use l2l::hf::{self, Message, RecordValue};
 use l2l::inference::{self, Generator, Room, Sampling, Then};
 use l2l::models::Model;
 use l2l::{Config, Error, StopRequest, shape_of};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::common::load;
 use super::output::{has_ended, print, print_part};
@@ -133,7 +133,7 @@ fn encode(
     if let Some(system) = chats {
         let mut messages = vec![Message::new("user", text)];
         system.into_iter().for_each(|system| messages.insert(0, Message::new("system", system)));
-        let text = vocabulary.ask(&messages, &Value::Null)?;
+        let text = vocabulary.ask(&messages, &RecordValue::Null)?;
         return Ok(vocabulary.encode(&text, None, false)?.tokens);
     }
     let mut encoded = vocabulary.encode(text, None, true)?;
@@ -185,7 +185,7 @@ fn prompt_of_line(
             Err("messages is empty".into())
         }
         Line { prompt: None, messages: Some(messages), input_ids: None } => {
-            let text = vocabulary.ask(&messages, &Value::Null)?;
+            let text = vocabulary.ask(&messages, &RecordValue::Null)?;
             Ok(vocabulary.encode(&text, None, false)?.tokens)
         }
         Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),

@@ -55,6 +55,9 @@ pub struct DataConfig {
     /// Adds the tokenizer's end-of-text token after each text of a causal model, so that it learns
     /// where texts end. A `completion` always gets it.
     pub end_of_text: bool,
+    /// The date that a chat template writes (`strftime_now`), as in `"2026-01-31"`; when absent,
+    /// the day on which the run starts.
+    pub date: Option<String>,
     /// Fraction of the tokens that a masked language model must predict. 80 % of them are masked,
     /// 10 % are replaced by another token and 10 % stay; masks are drawn anew in each epoch.
     pub mask_probability: f64,
@@ -74,6 +77,7 @@ impl Default for DataConfig {
             packing: false,
             attend_across: false,
             end_of_text: false,
+            date: None,
             mask_probability: 0.15,
         }
     }
@@ -83,7 +87,8 @@ impl DataConfig {
     /// The name of the built-in corpus.
     pub const BUILT_IN: &str = "built-in";
 
-    pub(super) const ON_RESUME: OnResume = OnResume::free("validation").with_changes(
+    /// Of the date, what counts is in the data's fingerprint.
+    pub(super) const ON_RESUME: OnResume = OnResume::free("date validation").with_changes(
         "attend_across end_of_text fields group_by_length mask_probability packing \
          sequence_length shuffle too_long train validation_split",
     );
@@ -95,6 +100,8 @@ impl DataConfig {
         let mask = self.mask_probability;
         let be = "above 0 and at most 1";
         must(mask > 0.0 && mask <= 1.0, "data.mask_probability", be)?;
+        let is_day = self.date.as_deref().is_none_or(is_day);
+        must(is_day, "data.date", "a day, as in \"2026-01-31\"")?;
         let is_weight = |(_, weight): (&str, f64)| (1e-6..=1e6).contains(&weight);
         let have_weights = |files: &Files| files.each().into_iter().all(is_weight);
         let be = "of weights from 1e-6 to 1e6";
@@ -114,6 +121,19 @@ impl DataConfig {
         let problem = "needs texts that share a sequence: set data.packing";
         refuse(self.attend_across && !self.packing, "data.attend_across", problem)
     }
+}
+
+/// Whether a text is a day in the form `2026-01-31`.
+fn is_day(text: &str) -> bool {
+    let parts: Vec<Option<u32>> = text.split('-').map(|part| part.parse().ok()).collect();
+    let [Some(year), Some(month), Some(day)] = parts[..] else { return false };
+    let is_leap = year.is_multiple_of(4) && !year.is_multiple_of(100) || year.is_multiple_of(400);
+    let days = match month {
+        2 => 28 + u32::from(is_leap),
+        4 | 6 | 9 | 11 => 30,
+        _ => 31,
+    };
+    text.len() == 10 && (1..=12).contains(&month) && (1..=days).contains(&day)
 }
 
 impl Config {

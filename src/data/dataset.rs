@@ -205,6 +205,7 @@ impl Dataset {
             names: label_names(config)?,
             fields: config.data.fields.named(),
             unused: Default::default(),
+            not_found: Default::default(),
         };
         let mut sources = Vec::new();
         for (name, weight) in files.each() {
@@ -427,7 +428,12 @@ impl Dataset {
                 });
                 let each = each.collect::<Vec<_>>().join(", ");
                 match self.vocabulary.tokenizer() {
-                    Some(tokenizer) => format!("{each}, by tokenizer {}", tokenizer.digest()),
+                    Some(tokenizer) => {
+                        // The tokens depend on the date if the chat template writes it.
+                        let day = tokenizer.date().map(|day| format!(", on {day}"));
+                        let day = day.unwrap_or_default();
+                        format!("{each}, by tokenizer {}{day}", tokenizer.digest())
+                    }
                     None => each,
                 }
             }

@@ -1,17 +1,17 @@
 //! Turns a record, such as a line of a `.jsonl` file, into sequences. The kinds of records are
 //! texts, chats, instructions, prompts with completions, words with tags, and token ids.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Mutex;
 
-use serde_json::{Map, Value};
+use serde_json::value::RawValue;
 
 use super::record::{Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{Predicts, Sequence};
 use crate::config::TooLong;
-use crate::hf::{Encoded, Message};
+use crate::hf::{Encoded, Message, RecordValue, RenderedChat};
 
 /// Turns records into sequences, by these settings of the model and the config.
 pub(super) struct Reader {
@@ -33,6 +33,31 @@ pub(super) struct Reader {
     pub(super) fields: Vec<(&'static str, String)>,
     /// The columns met so far that are not used.
     pub(super) unused: Mutex<BTreeSet<String>>,
+    /// The answers met so far that cannot be learnt.
+    pub(super) not_found: Mutex<NotFound>,
+}
+
+/// Answers that cannot be learnt, because the chat template changes them.
+#[derive(Default)]
+pub(super) struct NotFound {
+    chats: usize,
+    answers: usize,
+    tokens: usize,
+}
+
+impl NotFound {
+    /// What a person should know of them, if there are any.
+    pub(super) fn note(&self) -> Option<String> {
+        let NotFound { chats, answers, tokens } = self;
+        (*chats > 0).then(|| {
+            format!(
+                "{tokens} tokens of {answers} answers in {chats} chats are not learnt: the chat \
+                 template writes an answer in another way once later messages follow. These are \
+                 answers before the last of their chat; prompt with completion, or {{% generation \
+                 %}} in the template, learns them"
+            )
+        })
+    }
 }
 
 impl Reader {
@@ -48,8 +73,11 @@ impl Reader {
         self.read_record(columns)
     }
 
-    /// Reads a record, which is given as the values of its columns by name.
-    pub(super) fn read_record(&self, columns: Map<String, Value>) -> Result<Vec<Sequence>, String> {
+    /// Reads a record, which is given as the JSON texts of its columns by name.
+    pub(super) fn read_record(
+        &self,
+        columns: BTreeMap<String, Box<RawValue>>,
+    ) -> Result<Vec<Sequence>, String> {
         let (record, mut unused) = Record::of(columns, &self.fields)?;
         let kind = record.kind()?;
         let unused_by_kind = record.unused(kind, self.scores_sequences());
@@ -234,26 +262,32 @@ impl Reader {
         &self,
         prompt: &[Message],
         messages: &[Message],
-        tools: &Value,
+        tools: &RecordValue,
     ) -> Result<Sequence, String> {
         let template = self.vocabulary.template()?;
         if !prompt.is_empty() && !messages.iter().any(|message| message.role == "assistant") {
             return Err("the completion has no message of the role \"assistant\"".into());
         }
-        let mut chat = template.render_chat(&[prompt, messages].concat(), tools)?;
-        if !prompt.is_empty() {
-            let before = template.ask(prompt, tools)?;
-            if !chat.text.starts_with(&before) {
-                return Err(
-                    "the chat template changes the prompt when the completion follows, so \
-                            the completion cannot be found: give both as messages"
-                        .into(),
-                );
-            }
-            chat.assistant.retain(|range| range.end > before.len());
-        }
+        let mut all = [prompt, messages].concat();
+        all[..prompt.len()].iter_mut().for_each(|message| message.is_context = true);
+        let chat = template.render_chat(&all, tools)?;
         let encoded = self.vocabulary.encode(&chat.text, None, false)?;
+        self.count_not_found(&chat, &encoded);
         self.score_only(encoded, &chat.assistant)
+    }
+
+    /// Counts the answers of a chat that cannot be learnt, for the note about them.
+    fn count_not_found(&self, chat: &RenderedChat, encoded: &Encoded) {
+        if chat.not_found.is_empty() {
+            return;
+        }
+        let is_inside = |&&(from, to): &&(usize, usize)| {
+            chat.not_found.iter().any(|range| from < range.end && range.start < to)
+        };
+        let mut count = self.not_found.lock().expect("nothing panics inside");
+        count.chats += 1;
+        count.answers += chat.not_found.len();
+        count.tokens += encoded.spans.iter().filter(is_inside).count();
     }
 
     /// A record with Alpaca's columns: a chat if the model has a template, else Alpaca's prompt.

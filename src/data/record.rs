@@ -1,12 +1,13 @@
 //! A record of data: the values of the columns with known names.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::de::{DeserializeOwned, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
-use serde_json::{Map, Value};
+use serde_json::value::RawValue;
 
-use crate::hf::Message;
+use crate::hf::{Message, RecordValue, list_of};
 
 /// The label of a sequence or a word: a class, by number or name, or a value.
 #[derive(Deserialize)]
@@ -17,15 +18,52 @@ pub(super) enum Label {
 }
 
 /// A prompt or a completion.
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "it must be a text, or a list of messages with role and content")]
 pub(super) enum Turns {
     Text(String),
     Messages(Vec<Message>),
 }
 
-/// The values of columns by name. Deserialization refuses a name that comes twice.
-pub(super) struct Columns(pub(super) Map<String, Value>);
+impl<'de> Deserialize<'de> for Turns {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Turns, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        let turns = match raw.get().as_bytes().first() {
+            Some(b'"') => serde_json::from_str(raw.get()).map(Turns::Text),
+            Some(b'[') => serde_json::from_str(raw.get()).map(Turns::Messages),
+            _ => {
+                let what = "it must be a text, or a list of messages with role and content";
+                return Err(D::Error::custom(what));
+            }
+        };
+        turns.map_err(|error| D::Error::custom(without_place(&error)))
+    }
+}
+
+/// The messages of a chat. A table of text has them as a JSON text.
+struct Chat(Vec<Message>);
+
+impl<'de> Deserialize<'de> for Chat {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Chat, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        let messages = match serde_json::from_str::<String>(raw.get()) {
+            Ok(text) => serde_json::from_str(&text),
+            Err(_) => serde_json::from_str(raw.get()),
+        };
+        messages.map(Chat).map_err(|error| D::Error::custom(without_place(&error)))
+    }
+}
+
+/// An error without its line and column, which count from the beginning of a value.
+fn without_place(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    match text.rfind(" at line ") {
+        Some(end) => text[..end].to_string(),
+        None => text,
+    }
+}
+
+/// The JSON texts of columns by name. Each is read as the type that its column has, so that
+/// nothing is lost in between. Deserialization refuses a name that comes twice.
+pub(super) struct Columns(pub(super) BTreeMap<String, Box<RawValue>>);
 
 impl<'de> Deserialize<'de> for Columns {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Columns, D::Error> {
@@ -38,8 +76,8 @@ impl<'de> Deserialize<'de> for Columns {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Columns, A::Error> {
-                let mut columns = Map::new();
-                while let Some((name, value)) = access.next_entry::<String, Value>()? {
+                let mut columns = BTreeMap::new();
+                while let Some((name, value)) = access.next_entry::<String, Box<RawValue>>()? {
                     if columns.insert(name.clone(), value).is_some() {
                         return Err(A::Error::custom(format_args!("duplicate field `{name}`")));
                     }
@@ -64,7 +102,7 @@ pub(super) struct Record {
     /// The system message of a chat.
     pub(super) system: Option<String>,
     /// Descriptions of tools for the chat template, or null.
-    pub(super) tools: Value,
+    pub(super) tools: RecordValue,
     /// The words of a text: the column `tokens`.
     pub(super) words: Option<Vec<String>>,
     /// A class for each word.
@@ -87,7 +125,7 @@ impl Record {
     /// # Errors
     /// The column that is missing, or has a value of the wrong type.
     pub(super) fn of(
-        mut columns: Map<String, Value>,
+        mut columns: BTreeMap<String, Box<RawValue>>,
         fields: &[(&'static str, String)],
     ) -> Result<(Record, Vec<String>), String> {
         let mut renamed = Vec::new();
@@ -106,21 +144,22 @@ impl Record {
         columns.extend(renamed.into_iter().map(|(ours, value)| (ours.to_string(), value)));
         for (synonym, ours) in [("conversations", "messages"), ("ner_tags", "tags")] {
             if let Some(value) = columns.remove(synonym) {
-                columns.entry(ours).or_insert(value);
+                columns.entry(ours.into()).or_insert(value);
             }
         }
         let all = &mut columns;
         let record = Record {
             text: take(all, "text")?,
             text_pair: take(all, "text_pair")?,
-            messages: take(all, "messages")?,
+            messages: take(all, "messages")?.map(|Chat(messages)| messages),
             prompt: take(all, "prompt")?,
             completion: take(all, "completion")?,
             instruction: take(all, "instruction")?,
             input: take(all, "input")?,
             output: take(all, "output")?,
             system: take(all, "system")?,
-            tools: take(all, "tools")?.unwrap_or_default(),
+            tools: list_of(take(all, "tools")?.unwrap_or_default())
+                .map_err(|what| format!("tools: {what}"))?,
             words: take(all, "tokens")?,
             tags: take(all, "tags")?,
             input_ids: take(all, "input_ids")?,
@@ -206,13 +245,10 @@ impl Record {
 
 /// Takes a column. A null means that the value is missing.
 fn take<T: DeserializeOwned>(
-    columns: &mut Map<String, Value>,
+    columns: &mut BTreeMap<String, Box<RawValue>>,
     name: &str,
 ) -> Result<Option<T>, String> {
-    match columns.remove(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => {
-            serde_json::from_value(value).map(Some).map_err(|error| format!("{name}: {error}"))
-        }
-    }
+    let value = columns.remove(name).filter(|value| value.get() != "null");
+    let value = value.map(|value| serde_json::from_str(value.get()));
+    value.transpose().map_err(|error| format!("{name}: {}", without_place(&error)))
 }

@@ -1,16 +1,22 @@
 //! Records of `.json`, `.csv`, `.tsv` and `.parquet` files.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead, Read};
 #[cfg(feature = "parquet")]
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use serde_json::{Map, Value};
+#[cfg(feature = "parquet")]
+use parquet::record::Field;
+use serde_json::Value;
+use serde_json::value::{RawValue, to_raw_value};
 use sha2::{Digest, Sha256};
 
 use super::files::{LINES_AT_ONCE, Opening};
 use super::record::Columns;
 use crate::error::Error;
+#[cfg(feature = "parquet")]
+use crate::hf::RecordValue;
 
 impl Opening<'_> {
     /// Reads a `.json` file: a list of records, or one record a line.
@@ -49,9 +55,10 @@ impl Opening<'_> {
         }
         // An empty cell is a missing value.
         let value = |cell: &str| match cell {
-            "" => Value::Null,
-            text => Value::String(text.into()),
+            "" => to_raw_value(&Value::Null),
+            text => to_raw_value(text),
         };
+        let value = |cell: &str| value(cell).expect("a text is plain data");
         let rows = table.records().map(|row| {
             let row = row.map_err(|error| error.to_string())?;
             Ok(names.iter().cloned().zip(row.iter().map(value)).collect())
@@ -75,11 +82,11 @@ impl Opening<'_> {
         let mut next = move || catch_unwind(AssertUnwindSafe(|| rows.next()));
         let rows = std::iter::from_fn(move || match next() {
             Err(_) => Some(Err(damaged())),
-            Ok(row) => Some(match row?.map(|row| row.to_json_value()) {
-                Ok(Value::Object(columns)) => Ok(columns),
-                Ok(other) => Err(format!("{other} has no columns")),
-                Err(error) => Err(error.to_string()),
-            }),
+            Ok(row) => Some(row?.map_err(|error| error.to_string()).map(|row| {
+                let columns = row.into_columns().into_iter();
+                let text = |field| to_raw_value(&value_of(field)).expect("it is plain data");
+                columns.map(|(name, field)| (name, text(&field))).collect()
+            })),
         });
         self.records(name, rows)
     }
@@ -99,7 +106,7 @@ impl Opening<'_> {
     fn records(
         &mut self,
         name: &str,
-        records: impl Iterator<Item = Result<Map<String, Value>, String>>,
+        records: impl Iterator<Item = Result<BTreeMap<String, Box<RawValue>>, String>>,
     ) -> Result<(), Error> {
         let reader = self.reader;
         let mut records = (1_u64..).zip(records);
@@ -128,5 +135,31 @@ impl<R: Read> Read for Hashing<R> {
         let read = self.from.read(to)?;
         self.hasher.update(&to[..read]);
         Ok(read)
+    }
+}
+
+/// A value of a Parquet file. A null inside a column is left out: a column of objects has the keys
+/// of all of them, and a key that a record does not have is null.
+#[cfg(feature = "parquet")]
+fn value_of(field: &Field) -> RecordValue {
+    match field {
+        Field::Group(row) => RecordValue::Object(
+            row.get_column_iter()
+                .filter(|(_, field)| !matches!(field, Field::Null))
+                .map(|(name, field)| (name.clone(), value_of(field)))
+                .collect(),
+        ),
+        Field::ListInternal(list) => {
+            RecordValue::List(list.elements().iter().map(value_of).collect())
+        }
+        Field::MapInternal(map) => {
+            let name = |key: &Field| match key.to_json_value() {
+                Value::String(name) => name,
+                other => other.to_string(),
+            };
+            let entries = map.entries().iter();
+            RecordValue::Object(entries.map(|(key, one)| (name(key), value_of(one))).collect())
+        }
+        plain => plain.to_json_value().into(),
     }
 }

@@ -1,10 +1,8 @@
 //! The vocabulary: turns text into tokens with the model's own tokenizer, or byte by byte.
 
-use serde_json::Value;
-
 use crate::config::Config;
 use crate::error::Error;
-use crate::hf::{self, Encoded, Message, Template, Tokenizer};
+use crate::hf::{self, Encoded, Message, RecordValue, Template, Tokenizer};
 use crate::models::Shape;
 
 /// The number of tokens of a vocabulary of bytes.
@@ -46,7 +44,12 @@ impl Vocabulary {
             });
         };
         Ok(match Tokenizer::open(path) {
-            Ok(Some(tokenizer)) => Vocabulary::Words(Box::new(tokenizer)),
+            Ok(Some(tokenizer)) => {
+                let day = config.data.date.iter();
+                let mut set = day.map(|day| tokenizer.set_date(day));
+                set.try_for_each(|set| set.map_err(|what| Error::config("data.date", what)))?;
+                Vocabulary::Words(Box::new(tokenizer))
+            }
             // Not an error yet: training on token ids needs no tokenizer.
             Err(error) => Vocabulary::Unknown(error.to_string()),
             Ok(None) if known == BYTES || hf::reads_bytes(path) => Vocabulary::Bytes,
@@ -130,7 +133,7 @@ impl Vocabulary {
     ///
     /// # Errors
     /// There is no chat template, or it fails.
-    pub fn ask(&self, messages: &[Message], tools: &Value) -> Result<String, String> {
+    pub fn ask(&self, messages: &[Message], tools: &RecordValue) -> Result<String, String> {
         self.template()?.ask(messages, tools)
     }
 

@@ -2,24 +2,24 @@
 //!
 //! A template may mark that part, from `{% generation %}` to `{% endgeneration %}`. Without marks,
 //! it is what each message of the assistant adds to the prompt before it. Templates are rendered
-//! as transformers renders them, with one exception: there is no `strftime_now`, because training
-//! must not depend on the date.
+//! as transformers renders them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{self, Write};
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
-use minijinja::value::Kwargs;
 use minijinja::{Environment, ErrorKind, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use serde_json::{Map, Value};
 
 use super::caught::caught;
+use super::clock::Clock;
+use super::companions::MORE_TEMPLATES;
+use super::record_value::RecordValue;
 use super::text::{Message, RenderedChat};
-use super::{metered, template_text};
+use super::{metered, python_text, template_text};
 use crate::error::Error;
 
 fn is_assistant(message: &Message) -> bool {
@@ -30,66 +30,95 @@ fn is_assistant(message: &Message) -> bool {
 /// [`remove_marks`] removes them. They belong to Unicode's private use area.
 const MARKS: [char; 2] = ['\u{e000}', '\u{e001}'];
 
-/// A chat template.
+/// The tags around the thoughts of models. A template may put an empty pair before an answer.
+const THOUGHTS: [[&str; 2]; 6] = [
+    ["<think>", "</think>"],
+    ["<thinking>", "</thinking>"],
+    ["<seed:think>", "</seed:think>"],
+    ["<|START_THINKING|>", "<|END_THINKING|>"],
+    ["[THINK]", "[/THINK]"],
+    ["\u{25c1}think\u{25b7}", "\u{25c1}/think\u{25b7}"],
+];
+
+/// The chat template of a model: one for all chats, or one for chats with tools and one for others.
 #[derive(Clone)]
 pub struct Template {
+    /// The template called `default`, or why there is none.
+    default: Result<Source, String>,
+    /// The template called `tool_use`.
+    tool_use: Option<Source>,
+    special_tokens: Map<String, Value>,
+    clock: Arc<Clock>,
+}
+
+/// One template.
+#[derive(Clone)]
+struct Source {
     /// The file of the template.
     place: String,
+    text: String,
     environment: Environment<'static>,
-    special_tokens: Map<String, Value>,
     /// Whether the template marks what the assistant wrote.
     has_marks: bool,
 }
 
 impl Template {
-    /// Reads the template of a directory, from `chat_template.jinja` or `tokenizer_config.json`.
-    /// `None` if the directory has no template.
+    /// Reads the templates of a directory: `chat_template.jinja` and the files of
+    /// `additional_chat_templates`, or else those of `tokenizer_config.json`. `None` if the
+    /// directory has no template.
     pub(super) fn open(
         directory: &Path,
         special_tokens: &Map<String, Value>,
     ) -> Result<Option<Template>, Error> {
-        let own = directory.join("chat_template.jinja");
-        let config = directory.join("tokenizer_config.json");
-        let at = if own.is_file() { &own } else { &config };
-        let Ok(text) = fs::read_to_string(at) else { return Ok(None) };
-        let source = if own.is_file() {
-            Some(text)
-        } else {
-            let all: Value = serde_json::from_str(&text).unwrap_or_default();
-            template_of_config(&all["chat_template"])
-        };
-        let Some(source) = source else { return Ok(None) };
-        let place = at.display().to_string();
-        Template::new(&place, &source, special_tokens.clone()).map(Some)
+        let mut all = templates_of_files(directory)?;
+        if all.is_empty() {
+            let config = directory.join("tokenizer_config.json");
+            let text = fs::read_to_string(&config).unwrap_or_default();
+            let keys: Value = serde_json::from_str(&text).unwrap_or_default();
+            let place = config.display().to_string();
+            let named = templates_of_config(&keys["chat_template"]);
+            all.extend(named.into_iter().map(|(name, text)| (name, (place.clone(), text))));
+        }
+        if all.is_empty() {
+            return Ok(None);
+        }
+        let names = Vec::from_iter(all.keys().cloned()).join(", ");
+        let clock = Arc::new(Clock::default());
+        let source = |(place, text): (String, String)| Source::new(&place, &text, clock.clone());
+        let tool_use = all.remove("tool_use").map(source).transpose()?;
+        let none = format!(
+            "{}: of its chat templates ({names}) none is called \"default\": that one is for chats \
+             without tools",
+            directory.display()
+        );
+        let default = all.remove("default").map(source).transpose()?.ok_or(none);
+        let special_tokens = special_tokens.clone();
+        Ok(Some(Template { default, tool_use, special_tokens, clock }))
     }
 
-    fn new(
-        place: &str,
-        source: &str,
-        special_tokens: Map<String, Value>,
-    ) -> Result<Template, Error> {
-        let refuse = |error| Error::bad_model(place, format_args!("chat template: {error}"));
-        let (source, has_marks) = add_marks(source);
-        template_text::check(&source).map_err(refuse)?;
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_unknown_method_callback(unknown_method_callback);
-        environment.add_function("raise_exception", |what: String| -> Result<String, _> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, what))
-        });
-        environment.add_filter("tojson", python_json);
-        metered::add_limits(&mut environment);
-        let compiled = caught(|| environment.add_template_owned("chat", source));
-        compiled.map_err(refuse)?.map_err(|error| refuse(error.to_string()))?;
-        let place = place.to_string();
-        Ok(Template { place, environment, special_tokens, has_marks })
+    /// The day on which the template's `strftime_now` is called.
+    pub(super) fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// The texts of templates in the folder of further ones, for the tokenizer's digest.
+    pub(super) fn texts_of_more_files(&self) -> impl Iterator<Item = &str> {
+        let all = self.default.iter().chain(&self.tool_use);
+        all.filter(|one| one.place.contains(MORE_TEMPLATES)).map(|one| &*one.text)
+    }
+
+    /// The template for a chat with these tools, or without tools.
+    fn source(&self, tools: &RecordValue) -> Result<&Source, String> {
+        match self.tool_use.as_ref().filter(|_| !tools.is_null()) {
+            Some(source) => Ok(source),
+            None => self.default.as_ref().map_err(Clone::clone),
+        }
     }
 
     fn render(
         &self,
         messages: &[Message],
-        tools: &Value,
+        tools: &RecordValue,
         add_prompt: bool,
     ) -> Result<String, String> {
         let none = minijinja::Value::from(());
@@ -101,9 +130,10 @@ impl Template {
         };
         let values =
             context! { ..values, ..minijinja::Value::from_serialize(&self.special_tokens) };
-        let text = caught(|| metered::render(&self.environment, values));
+        let source = self.source(tools)?;
+        let text = caught(|| metered::render(&source.environment, values));
         let text = text.and_then(|text| text.map_err(|error| error.to_string()));
-        text.map_err(|error| format!("{}: chat template: {error}", self.place))
+        text.map_err(|error| format!("{}: chat template: {error}", source.place))
     }
 
     /// Renders a chat as the prompt for the assistant's next message. `tools` describes the tools
@@ -111,17 +141,29 @@ impl Template {
     ///
     /// # Errors
     /// The template fails.
-    pub fn ask(&self, messages: &[Message], tools: &Value) -> Result<String, String> {
+    pub fn ask(&self, messages: &[Message], tools: &RecordValue) -> Result<String, String> {
         Ok(remove_marks(&self.render(messages, tools, true)?).text)
     }
 
-    /// Renders a chat to train on, up to the assistant's last message: the messages behind it have
+    /// Renders messages as they stand before a later message.
+    fn without_prompt(&self, messages: &[Message], tools: &RecordValue) -> Result<String, String> {
+        match self.render(messages, tools, false) {
+            Err(_) if messages.is_empty() => Ok(String::new()), // some templates refuse it
+            text => Ok(remove_marks(&text?).text),
+        }
+    }
+
+    /// Renders a chat to train on, up to the last answer to learn: the messages behind it have
     /// nothing to learn. `tools` describes the tools that the assistant may call, or is null.
     ///
     /// # Errors
-    /// The template fails; no message is the assistant's; or the template changes earlier messages
-    /// when later ones follow, so that the assistant's part is unknown.
-    pub fn render_chat(&self, messages: &[Message], tools: &Value) -> Result<RenderedChat, String> {
+    /// The template fails; no message is an answer to learn; or the template changes earlier
+    /// messages when later ones follow, so that no answer can be found.
+    pub fn render_chat(
+        &self,
+        messages: &[Message],
+        tools: &RecordValue,
+    ) -> Result<RenderedChat, String> {
         let has_marks =
             |one: &Message| one.content.as_ref().is_some_and(|text| text.contains(MARKS));
         if let Some(at) = messages.iter().position(has_marks) {
@@ -129,112 +171,199 @@ impl Template {
                 "message {at} contains U+E000 or U+E001, reserved characters of private use"
             ));
         }
-        let Some(last) = messages.iter().rposition(is_assistant) else {
-            let roles: BTreeSet<&str> = messages.iter().map(|one| one.role.as_str()).collect();
-            return Err(match messages.is_empty() {
-                true => "messages is empty".into(),
-                false => format!(
-                    "the chat has no answer to learn: its roles are {}, and an answer has the role \
-                     \"assistant\" (in ShareGPT's form: from \"gpt\", \"chatgpt\" or \"model\")",
-                    Vec::from_iter(roles).join(", ")
-                ),
-            });
-        };
-        let messages = &messages[..=last];
+        let last = messages.iter().rposition(Message::is_answer);
+        let messages = &messages[..=last.ok_or_else(|| no_answer(messages))?];
         let all = self.render(messages, tools, false)?;
-        if self.has_marks {
-            return Ok(remove_marks(&all));
+        if self.source(tools)?.has_marks {
+            return self.keep_answers(messages, tools, remove_marks(&all));
         }
-        let mut assistant = Vec::new();
+        self.find_answers(messages, tools, all)
+    }
+
+    /// Finds the answers of a chat that is rendered as `text`. An answer can be learnt if the
+    /// template renders the prompt before it and the answer as the beginning of the whole chat.
+    fn find_answers(
+        &self,
+        messages: &[Message],
+        tools: &RecordValue,
+        text: String,
+    ) -> Result<RenderedChat, String> {
+        let mut chat = RenderedChat { text, ..RenderedChat::default() };
+        let mut from = 0;
+        let mut lost = None;
         for at in (0..messages.len()).filter(|&at| is_assistant(&messages[at])) {
+            let message = &messages[at];
+            let content = message.content.as_deref().unwrap_or_default().trim();
+            if message.is_context {
+                continue;
+            }
             let before = match self.render(&messages[..at], tools, true) {
                 Err(_) if at == 0 => String::new(), // some templates refuse an empty chat
                 before => before?,
             };
             let with = self.render(&messages[..=at], tools, false)?;
-            if !with.starts_with(&before) || !all.starts_with(&with) {
+            if with.starts_with(&before) && chat.text.starts_with(&with) {
+                let thought = empty_thought(&with[before.len()..]).filter(|tag| {
+                    // Data may have an empty thought of its own, which is learnt.
+                    !content.starts_with(tag.open)
+                });
+                from = with.len();
+                let begin = before.len() + thought.map_or(0, |thought| thought.bytes);
+                chat.assistant.push(begin..from);
+                continue;
+            }
+            lost = Some(at);
+            let found = chat.text[from..].find(content).map(|place| from + place);
+            let range = found.map_or(from..from, |begin| begin..begin + content.len());
+            from = range.end;
+            chat.not_found.push(range);
+        }
+        match lost.filter(|_| chat.assistant.is_empty()) {
+            None => Ok(chat),
+            Some(at) => Err(format!(
+                "the chat template changes earlier turns when it comes to message {at}, so the \
+                 assistant's text cannot be found: mark it in the template with \
+                 {{% generation %}} and {{% endgeneration %}}"
+            )),
+        }
+    }
+
+    /// Of the parts that the template marks, keeps those of answers to learn.
+    fn keep_answers(
+        &self,
+        messages: &[Message],
+        tools: &RecordValue,
+        mut chat: RenderedChat,
+    ) -> Result<RenderedChat, String> {
+        let turns: Vec<usize> =
+            (0..messages.len()).filter(|&at| is_assistant(&messages[at])).collect();
+        let mut context: Vec<usize> =
+            turns.iter().copied().filter(|&at| messages[at].is_context).collect();
+        if context.is_empty() {
+            return Ok(chat);
+        }
+        let mut is_kept = vec![true; chat.assistant.len()];
+        // Most chats have their context first, as the prompt of a completion.
+        let first = messages.iter().position(Message::is_answer).unwrap_or(0);
+        let before = self.ask(&messages[..first], tools)?;
+        if chat.text.starts_with(&before) {
+            context.retain(|&at| at > first);
+            let kept = is_kept.iter_mut().zip(&chat.assistant);
+            kept.for_each(|(is_kept, range)| *is_kept = range.end > before.len());
+        }
+        for at in context {
+            let before = self.without_prompt(&messages[..at], tools)?;
+            let with = self.without_prompt(&messages[..=at], tools)?;
+            let turn = turns.iter().position(|&turn| turn == at).unwrap_or(0);
+            if with.starts_with(&before) && chat.text.starts_with(&with) {
+                let kept = is_kept.iter_mut().zip(&chat.assistant);
+                let part = before.len()..with.len();
+                kept.filter(|(_, range)| part.start <= range.start && range.end <= part.end)
+                    .for_each(|(is_kept, _)| *is_kept = false);
+            } else if turns.len() == chat.assistant.len() {
+                is_kept[turn] = false;
+            } else {
                 return Err(format!(
-                    "the chat template changes earlier turns when it comes to message {at}, so the \
-                     assistant's text cannot be found: mark it in the template with \
-                     {{% generation %}} and {{% endgeneration %}}"
+                    "message {at} is not to be learnt, and the chat template changes it when later \
+                     messages follow, so its text cannot be found: leave the chat out, or end it \
+                     before that message"
                 ));
             }
-            assistant.push(before.len()..with.len());
         }
-        Ok(RenderedChat { text: all, assistant })
+        let mut is_kept = is_kept.into_iter();
+        chat.assistant.retain(|_| is_kept.next().unwrap_or(true));
+        Ok(chat)
     }
 }
 
-/// The widest indent of JSON that a template may ask for. Published templates use up to 4.
-const MOST_INDENT: usize = 64;
+impl Source {
+    fn new(place: &str, source: &str, clock: Arc<Clock>) -> Result<Source, Error> {
+        let refuse = |error| Error::bad_model(place, format_args!("chat template: {error}"));
+        let text = source.to_string();
+        let (source, has_marks) = add_marks(source);
+        template_text::check(&source).map_err(refuse)?;
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.add_function("raise_exception", |what: String| -> Result<String, _> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, what))
+        });
+        environment.add_function("strftime_now", move |format: &str| {
+            clock.format(format).map_err(metered::refusal)
+        });
+        environment.add_filter("tojson", python_text::tojson);
+        metered::add_limits(&mut environment);
+        let compiled = caught(|| environment.add_template_owned("chat", source));
+        compiled.map_err(refuse)?.map_err(|error| refuse(error.to_string()))?;
+        Ok(Source { place: place.to_string(), text, environment, has_marks })
+    }
+}
 
-/// The filter `tojson`: JSON as Python's `json.dumps` writes it.
-fn python_json(value: minijinja::Value, more: Kwargs) -> Result<String, minijinja::Error> {
-    let indent: Option<usize> = more.get("indent")?;
-    let bad = |error: serde_json::Error| {
-        minijinja::Error::new(ErrorKind::BadSerialization, error.to_string())
+/// Why a chat has no answer to learn.
+fn no_answer(messages: &[Message]) -> String {
+    if messages.is_empty() {
+        return "messages is empty".into();
+    }
+    if messages.iter().any(is_assistant) {
+        return "the chat has no answer to learn: weight or train of all its answers says that they \
+                are context"
+            .into();
+    }
+    let roles: BTreeSet<&str> = messages.iter().map(|one| one.role.as_str()).collect();
+    format!(
+        "the chat has no answer to learn: its roles are {}, and an answer has the role \
+         \"assistant\" (in ShareGPT's form: from \"gpt\", \"chatgpt\" or \"model\")",
+        Vec::from_iter(roles).join(", ")
+    )
+}
+
+/// An empty thought with which a text begins.
+struct EmptyThought {
+    /// The tag that opens it.
+    open: &'static str,
+    /// Its length, with the white space around it.
+    bytes: usize,
+}
+
+/// The empty thought with which a text begins, such as `<think>\n\n</think>\n\n`.
+fn empty_thought(text: &str) -> Option<EmptyThought> {
+    THOUGHTS.iter().find_map(|[open, close]| {
+        let inside = text.trim_start().strip_prefix(open)?;
+        let behind = inside.trim_start().strip_prefix(close)?.trim_start();
+        Some(EmptyThought { open, bytes: text.len() - behind.len() })
+    })
+}
+
+/// The templates in files of their own: name, file and text.
+fn templates_of_files(directory: &Path) -> Result<BTreeMap<String, (String, String)>, Error> {
+    let mut files = BTreeMap::new();
+    let own = directory.join("chat_template.jinja");
+    if own.is_file() {
+        files.insert("default".to_string(), own);
+    }
+    for entry in fs::read_dir(directory.join(MORE_TEMPLATES)).into_iter().flatten() {
+        let path = entry.map_err(|error| Error::bad_model(directory.display(), error))?.path();
+        let name = path.file_stem().map(|name| name.to_string_lossy().into_owned());
+        let is_template = path.extension().is_some_and(|kind| kind == "jinja");
+        files.extend(name.filter(|_| is_template).map(|name| (name, path)));
+    }
+    let read = |(name, path): (String, std::path::PathBuf)| {
+        let place = path.display().to_string();
+        let text = fs::read_to_string(&path).map_err(|error| Error::bad_model(&place, error))?;
+        Ok((name, (place, text)))
     };
-    let mut json = Bounded(Vec::new());
-    match indent {
-        Some(indent) if indent > MOST_INDENT => {
-            let what = format!("indent = {indent} of tojson can be at most {MOST_INDENT}");
-            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, what));
-        }
-        Some(indent) => {
-            let spaces = " ".repeat(indent);
-            let formatter = PrettyFormatter::with_indent(spaces.as_bytes());
-            value.serialize(&mut Serializer::with_formatter(&mut json, formatter)).map_err(bad)?;
-        }
-        None => {
-            value.serialize(&mut Serializer::with_formatter(&mut json, Spaced)).map_err(bad)?;
-        }
-    }
-    Ok(String::from_utf8(json.0).expect("JSON is UTF-8"))
+    files.into_iter().map(read).collect()
 }
 
-/// A buffer that refuses more bytes than a rendering may make.
-struct Bounded(Vec<u8>);
-
-impl Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let most = metered::MOST_BYTES;
-        if (self.0.len() + bytes.len()) as u64 > most {
-            return Err(io::Error::other(format!("JSON of more than {} MiB", most >> 20)));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Writes a space behind each comma and colon, as Python does.
-struct Spaced;
-
-impl Formatter for Spaced {
-    fn begin_array_value<W: Write + ?Sized>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { to.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: Write + ?Sized>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { to.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: Write + ?Sized>(&mut self, to: &mut W) -> io::Result<()> {
-        to.write_all(b": ")
-    }
-}
-
-/// The template in a `tokenizer_config.json`: the only one, or the default of several.
-fn template_of_config(template: &Value) -> Option<String> {
-    if let Some(one) = template.as_str() {
-        return Some(one.into());
-    }
-    let several = template.as_array()?;
-    let default = several.iter().find(|one| one["name"] == "default");
-    default.or(several.first())?["template"].as_str().map(str::to_string)
+/// The templates in a `tokenizer_config.json`, by name: the only one, or several.
+fn templates_of_config(template: &Value) -> BTreeMap<String, String> {
+    let own = template.as_str().map(|text| ("default".to_string(), text.to_string()));
+    let several = template.as_array().into_iter().flatten();
+    let several = several.filter_map(|one| {
+        Some((one["name"].as_str()?.to_string(), one["template"].as_str()?.to_string()))
+    });
+    own.into_iter().chain(several).collect()
 }
 
 /// Replaces the generation tags of a template by output of the [`MARKS`], and says whether there

@@ -32,13 +32,17 @@ const FILES: [&str; 15] = [
     "vocab.txt",
 ];
 
-/// Copies the files that exist, and the modules of sentence-transformers, and waits until they are
-/// on the disk.
+/// The folder of a model's chat templates beside the default one.
+pub(super) const MORE_TEMPLATES: &str = "additional_chat_templates";
+
+/// Copies the files that exist, the modules of sentence-transformers and further chat templates,
+/// and waits until they are on the disk.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> io::Result<()> {
     for file in FILES.iter().filter(|file| from.join(file).is_file()) {
         copy(&from.join(file), &to.join(file))?;
     }
-    for module in modules(from) {
+    let templates = from.join(MORE_TEMPLATES).is_dir().then(|| MORE_TEMPLATES.to_string());
+    for module in modules(from).into_iter().chain(templates) {
         fs::create_dir_all(to.join(&module))?;
         for entry in fs::read_dir(from.join(&module))? {
             let entry = entry?;

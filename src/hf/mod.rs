@@ -7,6 +7,8 @@ mod average;
 mod caught;
 #[cfg(feature = "tokenizers")]
 mod chat;
+#[cfg(feature = "tokenizers")]
+mod clock;
 mod companions;
 mod config;
 mod export;
@@ -19,6 +21,9 @@ mod metered_calls;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
+#[cfg(feature = "tokenizers")]
+mod python_text;
+mod record_value;
 mod sealed;
 mod shards;
 #[cfg(feature = "tokenizers")]
@@ -43,8 +48,10 @@ pub(crate) use config::{
 pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
+pub use record_value::RecordValue;
 pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
 pub(crate) use tensor_files::{Before, TensorFiles, save};
+pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;

@@ -70,6 +70,9 @@ impl Tokenizer {
         for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
             hasher.update(fs::read(directory.join(file)).unwrap_or_default());
         }
+        if let Ok(Some(template)) = &template {
+            template.texts_of_more_files().for_each(|text| hasher.update(text));
+        }
         let digest = hex(&hasher.finalize()[..8]);
         Ok(Some(Tokenizer { specials, end, mask, template, digest, inner }))
     }
@@ -167,6 +170,23 @@ impl Tokenizer {
     /// The template cannot be parsed.
     pub fn template(&self) -> Result<Option<&Template>, String> {
         self.template.as_ref().map(Option::as_ref).map_err(Clone::clone)
+    }
+
+    /// Sets the date that a chat template writes, in the form `2026-01-31`. Without, it is the day
+    /// on which the tokenizer was opened.
+    ///
+    /// # Errors
+    /// There is no such day.
+    pub fn set_date(&self, day: &str) -> Result<(), String> {
+        match &self.template {
+            Ok(Some(template)) => template.clock().set(day),
+            _ => Ok(()),
+        }
+    }
+
+    /// The date, if the chat template has written it.
+    pub fn date(&self) -> Option<String> {
+        self.template.as_ref().ok()?.as_ref()?.clock().read()
     }
 
     /// The first 8 bytes of a SHA-256 of the tokenizer's files.
