@@ -75,6 +75,8 @@ pub(super) struct Record {
     pub(super) token_type_ids: Option<Vec<i64>>,
     /// Written by tokenizers. It must be all ones, because a record has no padding.
     pub(super) attention_mask: Option<Vec<i64>>,
+    /// The columns that the data has, for messages.
+    has: String,
 }
 
 /// The columns that decide the kind of a record, which has exactly one of them.
@@ -90,10 +92,11 @@ impl Record {
         mut columns: Map<String, Value>,
         fields: &[(&'static str, String)],
     ) -> Result<(Record, Vec<String>), String> {
+        let has = columns_of(&columns);
         let mut renamed = Vec::new();
         for (ours, theirs) in fields {
             let value = columns.remove(theirs).ok_or_else(|| {
-                format!("column {theirs:?} is missing, which data.fields.{ours} names")
+                format!("column {theirs:?} is missing, which data.fields.{ours} names; {has}")
             })?;
             renamed.push((*ours, value));
         }
@@ -128,6 +131,7 @@ impl Record {
             label: take(all, "label")?,
             token_type_ids: take(all, "token_type_ids")?,
             attention_mask: take(all, "attention_mask")?,
+            has,
         };
         let is_pair = columns.contains_key("chosen") && columns.contains_key("rejected");
         if is_pair && record.completion.is_none() && record.messages.is_none() {
@@ -157,10 +161,11 @@ impl Record {
         let kinds: Vec<&'static str> = kinds.map(|(kind, _)| *kind).collect();
         let [kind] = kinds[..] else {
             return Err(match kinds[..] {
-                [] => "it needs one of text, messages (or conversations), prompt with completion, \
-                       instruction with output, tokens with tags, or input_ids; data.fields names \
-                       columns that are called otherwise"
-                    .into(),
+                [] => self.lacks(
+                    "it needs one of text, messages (or conversations), prompt with completion, \
+                     instruction with output, tokens with tags, or input_ids; data.fields names \
+                     columns that are called otherwise",
+                ),
                 [first, ..] => format!(
                     "it has {}: name the one to use, for example data.fields.{first} = {first:?}",
                     kinds.join(" and ")
@@ -179,6 +184,11 @@ impl Record {
             Some((name, _, of)) => Err(format!("{name} goes with {of}, not with {kind}")),
             None => Ok(kind),
         }
+    }
+
+    /// The message about a column that is missing, with the columns that are there.
+    pub(super) fn lacks(&self, what: &str) -> String {
+        format!("{what}; {}", self.has)
     }
 
     /// Columns that a record of this kind does not use.
@@ -201,6 +211,26 @@ impl Record {
             messages.insert(0, Message::new("system", system.clone()));
         }
         messages
+    }
+}
+
+/// A sentence about the columns of a record. Quotation marks show spaces around a name.
+fn columns_of(columns: &Map<String, Value>) -> String {
+    /// A message with more names than these is no help.
+    const NAMED: usize = 20;
+    let name = |(name, value): (&String, &Value)| match value {
+        Value::Null => format!("{name:?} (empty)"),
+        _ => format!("{name:?}"),
+    };
+    let mut names: Vec<String> = columns.iter().take(NAMED).map(name).collect();
+    if columns.len() > NAMED {
+        names.push(format!("{} more", columns.len() - NAMED));
+    }
+    let has_spaces = columns.keys().any(|name| name.trim() != name);
+    let hint = if has_spaces { ": leave the spaces around names out" } else { "" };
+    match names.is_empty() {
+        true => "the record is empty".into(),
+        false => format!("the record has {}{hint}", names.join(", ")),
     }
 }
 

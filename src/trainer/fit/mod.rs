@@ -147,10 +147,8 @@ impl Fit {
         let keeper = self.open_keeper()?;
         let mut warnings: Vec<String> = Vec::new();
         for data in [&train].into_iter().chain(&validation) {
-            if !data.unused_columns().is_empty() {
-                let columns = data.unused_columns().join(", ");
-                warnings.push(format!("data {}: columns not used: {columns}", data.name()));
-            }
+            let notes = data.notes().into_iter();
+            warnings.extend(notes.map(|note| format!("data {}: {note}", data.name())));
         }
         let beginning = self.beginning(keeper.as_ref(), &mut warnings)?;
         let between = Between { validation, baseline, keeper: keeper.map(Arc::new) };
