@@ -345,12 +345,14 @@ impl Prepared {
         peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());
         let log = EventLog::open(&config.log)?;
+        let skipped_records = train.skipped_records();
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
         let run = Run {
             trainer,
             steps,
             between,
+            skipped_records,
             log,
             callbacks,
             stop,
