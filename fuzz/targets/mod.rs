@@ -12,10 +12,10 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use l2l::data::Dataset;
-use l2l::hf::{Message, Tokenizer};
+use l2l::hf::{Message, RecordValue, Tokenizer};
 use l2l::telemetry::Server;
 use l2l::{Config, Error, Trainer, shape_of};
-use serde_json::{Value, json};
+use serde_json::json;
 
 pub(crate) mod mutate;
 

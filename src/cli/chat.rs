@@ -21,6 +21,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
         let from = load(&mut config, model)?;
         let shape = shape_of(&config)?;
         let vocabulary = Vocabulary::of(&config, &shape)?;
+        vocabulary.excess(shape.vocabulary).iter().for_each(say);
         vocabulary.template().map_err(Error::Argument)?;
         let ends = sampling.ends(&from, &vocabulary);
         let how = sampling.how(&config)?;
@@ -46,6 +47,8 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
                 }
                 messages.push(Message::new("user", line.trim_end()));
                 let prompt = fitting(&mut messages, first, room.prompt, &vocabulary)?;
+                let known = vocabulary.check(&prompt, shape.vocabulary);
+                known.map_err(Error::Argument)?;
                 let prompts = [prompt];
                 let mut page = Page::new(&config, &vocabulary, &sampling.stop, &prompts);
                 page.fill(&mut generator, &prompts, most, how, &ends, &stop).await?;

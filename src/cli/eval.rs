@@ -9,13 +9,16 @@ use serde_json::json;
 use super::common::load;
 use super::output::{has_ended, print};
 use super::signals::Signals;
-use super::{EvalArguments, Exit, train};
+use super::{EvalArguments, Exit, say, train};
 
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;
+        for set in &sets {
+            set.notes().iter().for_each(|note| say(format_args!("data {}: {note}", set.name())));
+        }
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
             let signals = Signals::stop(&stop, true);
@@ -61,6 +64,7 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
             "sequences": sequences,
             "tokens": tokens,
             "labelled": labelled,
+            "skipped_records": set.skipped_records(),
         });
         if let Some(name) = set.set_name() {
             event["set"] = json!(name);

@@ -15,7 +15,7 @@ use serde_json::json;
 use super::common::load;
 use super::output::{has_ended, print, print_part};
 use super::signals::Signals;
-use super::{Exit, GenerateArguments, SamplingArguments, plan, train};
+use super::{Exit, GenerateArguments, SamplingArguments, plan, say, train};
 
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_of_model(arguments.model.own_flags())?;
@@ -23,6 +23,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
         let from = load(&mut config, &arguments.model)?;
         let shape = shape_of(&config)?;
         let vocabulary = Vocabulary::of(&config, &shape)?;
+        vocabulary.excess(shape.vocabulary).iter().for_each(say);
         let prompts = prompts(arguments, &vocabulary, shape.vocabulary)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let left = shape.positions.saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
@@ -102,8 +103,12 @@ fn prompts(
     }
     let chats = arguments.chat.then_some(system);
     let mut all = Vec::new();
+    let encode = |text: &str| {
+        let tokens = encode(vocabulary, text, chats)?;
+        vocabulary.check(&tokens, known).map(|()| tokens)
+    };
     for (index, text) in arguments.prompt.iter().enumerate() {
-        let tokens = encode(vocabulary, text, chats);
+        let tokens = encode(text);
         all.push(tokens.map_err(|what| refused(format!("prompt {index}: {what}")))?);
     }
     if let Some(path) = &arguments.prompts {
@@ -115,7 +120,7 @@ fn prompts(
         }
         let mut text = String::new();
         std::io::stdin().read_to_string(&mut text).map_err(|e| refused(format!("stdin: {e}")))?;
-        all.push(encode(vocabulary, &text, chats).map_err(refused)?);
+        all.push(encode(&text).map_err(refused)?);
     }
     match all.iter().position(Vec::is_empty) {
         Some(index) => Err(refused(format!("prompt {index} is empty"))),
@@ -155,14 +160,11 @@ fn prompts_of_file(
 ) -> Result<Vec<Vec<u32>>, Error> {
     let refused = |what: String| Error::Argument(format!("{}{what}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| refused(format!(": {error}")))?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let mut all = Vec::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        let tokens = prompt_of_line(line, vocabulary, chats);
-        let tokens =
-            tokens.and_then(|tokens| match tokens.iter().find(|token| **token as usize >= known) {
-                Some(token) => Err(format!("token {token} is outside the vocabulary of {known}")),
-                None => Ok(tokens),
-            });
+        let tokens = prompt_of_line(line, vocabulary, chats)
+            .and_then(|tokens| vocabulary.check(&tokens, known).map(|()| tokens));
         all.push(tokens.map_err(|what| refused(format!(", line {}: {what}", number + 1)))?);
     }
     if all.is_empty() {

@@ -46,6 +46,12 @@ pub struct DataConfig {
     /// What happens to a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
     /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.
     pub too_long: TooLong,
+    /// What happens to a record that cannot be used or of which nothing is learnt: a broken line,
+    /// an unknown label, a text that is too long, labels that are all -100 or were all cut off.
+    /// `error` refuses a record that cannot be used, and a batch without any label, before the run
+    /// starts. `skip` leaves all such records out, counts them, and names the first few by file and
+    /// line.
+    pub bad_records: BadRecords,
     /// Packs several short texts into one sequence. They do not attend to each other, and each
     /// begins at position 0.
     pub packing: bool,
@@ -74,6 +80,7 @@ impl Default for DataConfig {
             shuffle: true,
             group_by_length: false,
             too_long: TooLong::Error,
+            bad_records: BadRecords::Error,
             packing: false,
             attend_across: false,
             end_of_text: false,
@@ -87,9 +94,9 @@ impl DataConfig {
     /// The name of the built-in corpus.
     pub const BUILT_IN: &str = "built-in";
 
-    /// Of the date, what counts is in the data's fingerprint.
+    /// The data's fingerprint has the date, if a template writes it.
     pub(super) const ON_RESUME: OnResume = OnResume::free("date validation").with_changes(
-        "attend_across end_of_text fields group_by_length mask_probability packing \
+        "attend_across bad_records end_of_text fields group_by_length mask_probability packing \
          sequence_length shuffle too_long train validation_split",
     );
 
@@ -327,4 +334,16 @@ pub enum TooLong {
     Cut,
     /// It continues in further sequences. Only for `text`.
     Split,
+}
+
+/// What happens to a record that cannot be used.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum BadRecords {
+    /// It is refused.
+    #[default]
+    Error,
+    /// It is left out, and counted.
+    Skip,
 }

@@ -7,6 +7,7 @@ use super::mask::Mask;
 use super::pack::join;
 use super::reader::Reader;
 use super::source::{Part, Source};
+use super::tally::Tally;
 use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, Files};
@@ -36,6 +37,12 @@ pub struct Dataset {
     set: Option<String>,
     /// Columns of its records that are not used.
     unused: Vec<String>,
+    /// The records that were left out.
+    skipped: Tally,
+    /// The records that have no label and were not left out.
+    unlabelled: Tally,
+    /// What a person should know of its files.
+    notes: Vec<String>,
     predicts: Predicts,
     mask: Option<Mask>,
     attend_across: bool,
@@ -133,6 +140,7 @@ impl Dataset {
         }
         let validation = Dataset::of(
             config,
+            shape,
             Kind::Sources(validation_sources),
             train.name.clone(),
             train.predicts,
@@ -145,6 +153,7 @@ impl Dataset {
     /// A dataset of these sources. `seed` is the seed of its masks.
     fn of(
         config: &Config,
+        shape: &Shape,
         kind: Kind,
         name: String,
         predicts: Predicts,
@@ -158,13 +167,16 @@ impl Dataset {
             _ => false,
         };
         let probability = config.data.mask_probability;
-        let mask = || Mask::new(vocabulary.clone(), probability, seed);
+        let mask = || Mask::new(vocabulary.clone(), shape.vocabulary, probability, seed);
         let mask = draws_masks.then(mask).transpose()?;
         Ok(Dataset {
             kind,
             name,
             set: None,
             unused: Vec::new(),
+            skipped: Tally::default(),
+            unlabelled: Tally::default(),
+            notes: Vec::new(),
             predicts,
             mask,
             attend_across: config.data.attend_across,
@@ -191,13 +203,15 @@ impl Dataset {
                 ));
             }
             let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions };
-            return Dataset::of(config, kind, files.to_string(), predicts, vocabulary, seed);
+            let name = files.to_string();
+            return Dataset::of(config, shape, kind, name, predicts, vocabulary, seed);
         }
         let reader = Reader {
             vocabulary,
             tokens: shape.vocabulary,
             positions,
             too_long: config.data.too_long,
+            bad_records: config.data.bad_records,
             end_of_text: config.data.end_of_text,
             kinds: shape.token_types,
             predicts,
@@ -206,19 +220,33 @@ impl Dataset {
             fields: config.data.fields.named(),
             unused: Default::default(),
             not_found: Default::default(),
+            has_date: config.data.date.is_some(),
         };
+        let mut notes: Vec<String> =
+            reader.vocabulary.excess(shape.vocabulary).into_iter().collect();
+        let mut skipped = Tally::default();
+        let mut unlabelled = Tally::default();
         let mut sources = Vec::new();
         for (name, weight) in files.each() {
             if name == "random" {
                 return Err(Error::bad_data(name, "it cannot be combined with other data"));
             }
-            sources.push(Source::new(files::open(name, &reader)?, weight));
+            let mut opened = files::open(name, &reader)?;
+            skipped.extend(std::mem::take(&mut opened.skipped));
+            unlabelled.extend(std::mem::take(&mut opened.unlabelled));
+            notes.extend(opened.left_out.take());
+            sources.push(Source::new(opened, weight));
         }
+        notes.extend(reader.notes_of_chats());
         let kind = Kind::Sources(sources);
         let name = files.to_string();
         let unused = reader.unused.into_inner().expect("nothing panics inside");
-        let mut data = Dataset::of(config, kind, name, predicts, reader.vocabulary, seed)?;
+        let vocabulary = reader.vocabulary;
+        let mut data = Dataset::of(config, shape, kind, name, predicts, vocabulary, seed)?;
         data.unused = unused.into_iter().collect();
+        data.skipped = skipped;
+        data.unlabelled = unlabelled;
+        data.notes = notes;
         Ok(data)
     }
 
@@ -261,6 +289,33 @@ impl Dataset {
     /// The columns of its records that are not used.
     pub fn unused_columns(&self) -> &[String] {
         &self.unused
+    }
+
+    /// The number of records that `data.bad_records = "skip"` left out.
+    pub fn skipped_records(&self) -> u64 {
+        self.skipped.count
+    }
+
+    /// The records that have no label.
+    pub(super) fn unlabelled(&self) -> &Tally {
+        &self.unlabelled
+    }
+
+    /// What a person should know of the data, in sentences: columns that are not used, files and
+    /// records that are left out, records without a label, tokens that the model does not have.
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = self.notes.clone();
+        if !self.unused.is_empty() {
+            notes.push(format!("columns not used: {}", self.unused.join(", ")));
+        }
+        if self.skipped.count > 0 {
+            notes.push(format!("records left out: {}: {}", self.skipped.count, self.skipped));
+        }
+        if self.unlabelled.count > 0 {
+            let count = self.unlabelled.count;
+            notes.push(format!("records without a label: {count}: {}", self.unlabelled));
+        }
+        notes
     }
 
     /// The vocabulary of its tokens.
@@ -382,9 +437,10 @@ impl Dataset {
         let Kind::Sources(sources) = &self.kind else { return true };
         let (source, at) = self.find(sources, index);
         let rows = source.rows_of(at);
-        // Each text but the first has a scored label: its first token, which the text before
-        // predicts.
-        if self.attend_across && rows.len() > 1 {
+        // The text before predicts the first token of each text but the first.
+        let joins = self.attend_across && self.predicts == Predicts::Next;
+        let is_joined = |row: &u64| source.spool.has_first_label(source.place(*row));
+        if joins && rows.iter().skip(1).any(is_joined) {
             return true;
         }
         rows.into_iter().any(|row| source.spool.is_labelled(source.place(row)))

@@ -1,17 +1,21 @@
 //! Turns a record, such as a line of a `.jsonl` file, into sequences. The kinds of records are
 //! texts, chats, instructions, prompts with completions, words with tags, and token ids.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Mutex;
 
-use serde_json::value::RawValue;
-
-use super::record::{Columns, Label, Record, Turns};
+use super::json_error;
+use super::known::no_class;
+use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{Predicts, Sequence};
-use crate::config::TooLong;
-use crate::hf::{Encoded, Message, RecordValue, RenderedChat};
+use crate::config::{BadRecords, TooLong};
+use crate::hf::{Encoded, Message, RecordValue, RenderedChat, Tokenizer};
+
+/// The problem of a record without a label.
+pub(super) const NOTHING_LEARNT: &str =
+    "nothing of it is learnt: the part to learn is empty or was cut off";
 
 /// Turns records into sequences, by these settings of the model and the config.
 pub(super) struct Reader {
@@ -21,6 +25,7 @@ pub(super) struct Reader {
     /// The most tokens of a sequence.
     pub(super) positions: usize,
     pub(super) too_long: TooLong,
+    pub(super) bad_records: BadRecords,
     pub(super) end_of_text: bool,
     /// The number of the model's token types.
     pub(super) kinds: usize,
@@ -35,6 +40,8 @@ pub(super) struct Reader {
     pub(super) unused: Mutex<BTreeSet<String>>,
     /// The answers met so far that cannot be learnt.
     pub(super) not_found: Mutex<NotFound>,
+    /// Whether the config has the date that a chat template writes.
+    pub(super) has_date: bool,
 }
 
 /// Answers that cannot be learnt, because the chat template changes them.
@@ -66,18 +73,19 @@ impl Reader {
         if !line.starts_with('{') {
             return Err("it is not a JSON object".into());
         }
-        // serde_json counts lines from this line. The caller adds the line number of the file.
-        let plain =
-            |error: serde_json::Error| error.to_string().replace(" at line 1 column", " at column");
-        let Columns(columns) = serde_json::from_str(line).map_err(plain)?;
+        let columns = serde_json::from_str(line);
+        let Columns(columns) = columns.map_err(|error| json_error::explain(line, &error))?;
         self.read_record(columns)
     }
 
     /// Reads a record, which is given as the JSON texts of its columns by name.
-    pub(super) fn read_record(
-        &self,
-        columns: BTreeMap<String, Box<RawValue>>,
-    ) -> Result<Vec<Sequence>, String> {
+    pub(super) fn read_record(&self, columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
+        let sequences = self.sequences(columns)?;
+        sequences.iter().try_for_each(|one| self.check_known(&one.tokens))?;
+        Ok(sequences)
+    }
+
+    fn sequences(&self, columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
         let (record, mut unused) = Record::of(columns, &self.fields)?;
         let kind = record.kind()?;
         let unused_by_kind = record.unused(kind, self.scores_sequences());
@@ -87,9 +95,8 @@ impl Reader {
         }
         let label = match (self.scores_sequences(), record.label.as_ref()) {
             (true, None) => {
-                return Err(
-                    "label is missing: this model is trained on one label for each sequence".into(),
-                );
+                let what = "label is missing: this model is trained on one label for each sequence";
+                return Err(record.lacks(what));
             }
             (true, Some(label)) => Some(self.label(label)?),
             (false, _) => None,
@@ -111,7 +118,7 @@ impl Reader {
             }
             "instruction" => self.instruction(&record),
             _ => match (&record.prompt, &record.completion) {
-                (_, None) => Err("completion is missing".into()),
+                (_, None) => Err(record.lacks("completion is missing")),
                 (Some(Turns::Messages(prompt)), Some(Turns::Messages(completion))) => {
                     let prompt = record.with_system(prompt.clone());
                     self.chat(&prompt, completion, &record.tools)
@@ -152,13 +159,10 @@ impl Reader {
             (Predicts::Value, Label::Name(name)) => {
                 Err(format!("label {name:?} is not a number, and this model predicts a value"))
             }
-            (_, Label::Number(number)) => {
-                let class = (0..classes).find(|&class| class as f64 == *number);
-                class.map(|class| class as i32).ok_or_else(|| no_class(number, classes))
-            }
+            (_, Label::Number(number)) => self.class_of_number(*number),
             (_, Label::Name(name)) => {
                 let class = self.names.iter().position(|known| known == name);
-                // In a table of text, a class number is a string.
+                // In a table, each number is a text.
                 if let (None, Ok(number)) = (class, name.parse()) {
                     return self.label(&Label::Number(number));
                 }
@@ -276,6 +280,19 @@ impl Reader {
         self.score_only(encoded, &chat.assistant)
     }
 
+    /// What a person should know of the chats that were read.
+    pub(super) fn notes_of_chats(&self) -> Vec<String> {
+        let not_found = self.not_found.lock().expect("nothing panics inside").note();
+        let today = self.vocabulary.tokenizer().and_then(Tokenizer::date);
+        let today = today.filter(|_| !self.has_date).map(|day| {
+            format!(
+                "the chat template writes the date, which is {day}: set data.date to fix it, so \
+                 that a run on another day has the same data"
+            )
+        });
+        not_found.into_iter().chain(today).collect()
+    }
+
     /// Counts the answers of a chat that cannot be learnt, for the note about them.
     fn count_not_found(&self, chat: &RenderedChat, encoded: &Encoded) {
         if chat.not_found.is_empty() {
@@ -292,8 +309,8 @@ impl Reader {
 
     /// A record with Alpaca's columns: a chat if the model has a template, else Alpaca's prompt.
     fn instruction(&self, record: &Record) -> Result<Sequence, String> {
-        let output =
-            record.output.as_deref().ok_or("output is missing, which instruction needs")?;
+        let missing = || record.lacks("output is missing, which instruction needs");
+        let output = record.output.as_deref().ok_or_else(missing)?;
         let instruction = record.instruction.as_deref().unwrap_or_default();
         let input = record.input.as_deref().filter(|input| !input.is_empty());
         if self.vocabulary.template().is_err() {
@@ -337,7 +354,7 @@ impl Reader {
             .collect();
         let sequence = Sequence { tokens, labels, ..Sequence::default() };
         if sequence.labelled(self.predicts) == 0 {
-            return Err("nothing of it is learnt: the part to learn is empty or was cut off".into());
+            return Err(NOTHING_LEARNT.into());
         }
         Ok(sequence)
     }
@@ -372,7 +389,8 @@ impl Reader {
             );
         }
         let words = record.words.as_deref().unwrap_or_default();
-        let tags = record.tags.as_deref().ok_or("tags is missing: a class for each of tokens")?;
+        let missing = || record.lacks("tags is missing: a class for each of tokens");
+        let tags = record.tags.as_deref().ok_or_else(missing)?;
         if words.is_empty() || words.len() != tags.len() {
             return Err(format!("{} tags for {} tokens", tags.len(), words.len()));
         }
@@ -459,10 +477,6 @@ impl Reader {
         }
         Ok(())
     }
-}
-
-fn no_class(label: impl std::fmt::Display, classes: usize) -> String {
-    format!("label {label} is none of the {classes} classes, which count from 0")
 }
 
 /// The prompt of Stanford's Alpaca.

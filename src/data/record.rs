@@ -7,6 +7,7 @@ use serde::de::{DeserializeOwned, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
+use super::json_error;
 use crate::hf::{Message, RecordValue, list_of};
 
 /// The label of a sequence or a word: a class, by number or name, or a value.
@@ -34,7 +35,7 @@ impl<'de> Deserialize<'de> for Turns {
                 return Err(D::Error::custom(what));
             }
         };
-        turns.map_err(|error| D::Error::custom(without_place(&error)))
+        turns.map_err(|error| D::Error::custom(json_error::of_value(raw.get(), &error)))
     }
 }
 
@@ -48,22 +49,18 @@ impl<'de> Deserialize<'de> for Chat {
             Ok(text) => serde_json::from_str(&text),
             Err(_) => serde_json::from_str(raw.get()),
         };
-        messages.map(Chat).map_err(|error| D::Error::custom(without_place(&error)))
-    }
-}
-
-/// An error without its line and column, which count from the beginning of a value.
-fn without_place(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    match text.rfind(" at line ") {
-        Some(end) => text[..end].to_string(),
-        None => text,
+        messages
+            .map(Chat)
+            .map_err(|error| D::Error::custom(json_error::of_value(raw.get(), &error)))
     }
 }
 
 /// The JSON texts of columns by name. Each is read as the type that its column has, so that
-/// nothing is lost in between. Deserialization refuses a name that comes twice.
-pub(super) struct Columns(pub(super) BTreeMap<String, Box<RawValue>>);
+/// nothing is lost in between.
+pub(super) type ColumnTexts = BTreeMap<String, Box<RawValue>>;
+
+/// The columns of a JSON object. Deserialization refuses a name that comes twice.
+pub(super) struct Columns(pub(super) ColumnTexts);
 
 impl<'de> Deserialize<'de> for Columns {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Columns, D::Error> {
@@ -113,6 +110,8 @@ pub(super) struct Record {
     pub(super) token_type_ids: Option<Vec<i64>>,
     /// Written by tokenizers. It must be all ones, because a record has no padding.
     pub(super) attention_mask: Option<Vec<i64>>,
+    /// The columns that the data has, for messages.
+    has: String,
 }
 
 /// The columns that decide the kind of a record, which has exactly one of them.
@@ -125,13 +124,14 @@ impl Record {
     /// # Errors
     /// The column that is missing, or has a value of the wrong type.
     pub(super) fn of(
-        mut columns: BTreeMap<String, Box<RawValue>>,
+        mut columns: ColumnTexts,
         fields: &[(&'static str, String)],
     ) -> Result<(Record, Vec<String>), String> {
+        let has = columns_of(&columns);
         let mut renamed = Vec::new();
         for (ours, theirs) in fields {
             let value = columns.remove(theirs).ok_or_else(|| {
-                format!("column {theirs:?} is missing, which data.fields.{ours} names")
+                format!("column {theirs:?} is missing, which data.fields.{ours} names; {has}")
             })?;
             renamed.push((*ours, value));
         }
@@ -167,6 +167,7 @@ impl Record {
             label: take(all, "label")?,
             token_type_ids: take(all, "token_type_ids")?,
             attention_mask: take(all, "attention_mask")?,
+            has,
         };
         let is_pair = columns.contains_key("chosen") && columns.contains_key("rejected");
         if is_pair && record.completion.is_none() && record.messages.is_none() {
@@ -196,10 +197,11 @@ impl Record {
         let kinds: Vec<&'static str> = kinds.map(|(kind, _)| *kind).collect();
         let [kind] = kinds[..] else {
             return Err(match kinds[..] {
-                [] => "it needs one of text, messages (or conversations), prompt with completion, \
-                       instruction with output, tokens with tags, or input_ids; data.fields names \
-                       columns that are called otherwise"
-                    .into(),
+                [] => self.lacks(
+                    "it needs one of text, messages (or conversations), prompt with completion, \
+                     instruction with output, tokens with tags, or input_ids; data.fields names \
+                     columns that are called otherwise",
+                ),
                 [first, ..] => format!(
                     "it has {}: name the one to use, for example data.fields.{first} = {first:?}",
                     kinds.join(" and ")
@@ -218,6 +220,11 @@ impl Record {
             Some((name, _, of)) => Err(format!("{name} goes with {of}, not with {kind}")),
             None => Ok(kind),
         }
+    }
+
+    /// The message about a column that is missing, with the columns that are there.
+    pub(super) fn lacks(&self, what: &str) -> String {
+        format!("{what}; {}", self.has)
     }
 
     /// Columns that a record of this kind does not use.
@@ -243,12 +250,32 @@ impl Record {
     }
 }
 
+/// A sentence about the columns of a record. Quotation marks show spaces around a name.
+fn columns_of(columns: &ColumnTexts) -> String {
+    /// A message with more names than these is no help.
+    const NAMED: usize = 20;
+    let name = |(name, value): (&String, &Box<RawValue>)| match value.get() {
+        "null" => format!("{name:?} (empty)"),
+        _ => format!("{name:?}"),
+    };
+    let mut names: Vec<String> = columns.iter().take(NAMED).map(name).collect();
+    if columns.len() > NAMED {
+        names.push(format!("{} more", columns.len() - NAMED));
+    }
+    let has_spaces = columns.keys().any(|name| name.trim() != name);
+    let hint = if has_spaces { ": leave the spaces around names out" } else { "" };
+    match names.is_empty() {
+        true => "the record is empty".into(),
+        false => format!("the record has {}{hint}", names.join(", ")),
+    }
+}
+
 /// Takes a column. A null means that the value is missing.
-fn take<T: DeserializeOwned>(
-    columns: &mut BTreeMap<String, Box<RawValue>>,
-    name: &str,
-) -> Result<Option<T>, String> {
+fn take<T: DeserializeOwned>(columns: &mut ColumnTexts, name: &str) -> Result<Option<T>, String> {
     let value = columns.remove(name).filter(|value| value.get() != "null");
-    let value = value.map(|value| serde_json::from_str(value.get()));
-    value.transpose().map_err(|error| format!("{name}: {}", without_place(&error)))
+    let read = |value: Box<RawValue>| {
+        let problem = |error| format!("{name}: {}", json_error::of_value(value.get(), &error));
+        serde_json::from_str(value.get()).map_err(problem)
+    };
+    value.map(read).transpose()
 }

@@ -115,6 +115,31 @@ impl Vocabulary {
         }
     }
 
+    /// A sentence about a tokenizer that has tokens beyond the model's vocabulary of `known`.
+    pub fn excess(&self, known: usize) -> Option<String> {
+        let largest = self.tokenizer()?.largest().filter(|&largest| largest as usize >= known)?;
+        Some(format!(
+            "the tokenizer has tokens up to {largest}, and the model has embeddings for {known}: \
+             text with a token from {known} on cannot be used"
+        ))
+    }
+
+    /// Refuses tokens that the model of `known` tokens has no embedding for.
+    ///
+    /// # Errors
+    /// The first such token.
+    pub fn check(&self, tokens: &[u32], known: usize) -> Result<(), String> {
+        let unknown = tokens.iter().position(|&token| token as usize >= known);
+        unknown.map_or(Ok(()), |at| {
+            let problem =
+                format!("token {} at {at} is outside the vocabulary of {known}", tokens[at]);
+            Err(match self.tokenizer().is_some_and(|words| words.largest() >= Some(tokens[at])) {
+                true => format!("{problem}: the tokenizer has it, and the model does not"),
+                false => problem,
+            })
+        })
+    }
+
     /// The chat template.
     ///
     /// # Errors

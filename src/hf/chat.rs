@@ -425,21 +425,28 @@ mod tests {
         roles.iter().map(message).collect()
     }
 
+    fn template(source: &str) -> Template {
+        let clock = Arc::new(Clock::default());
+        let default = Source::new("here", source, clock.clone()).map_err(|error| error.to_string());
+        assert!(default.is_ok(), "{source}");
+        Template { default, tool_use: None, special_tokens: Map::new(), clock }
+    }
+
     const PLAIN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}\
                          {% if add_generation_prompt %}<assistant>{% endif %}";
 
     #[test]
     fn without_marks_the_assistants_part_is_what_its_messages_add() {
-        let template = Template::new("here", PLAIN, Map::new()).expect("good");
+        let template = template(PLAIN);
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        let RenderedChat { text, assistant } =
-            template.render_chat(&messages, &Value::Null).expect("good");
+        let RenderedChat { text, assistant, .. } =
+            template.render_chat(&messages, &RecordValue::Null).expect("good");
         let parts: Vec<&str> = assistant.into_iter().map(|range| &text[range]).collect();
         assert_eq!(text, "<user>a\n<assistant>b\n<user>c\n<assistant>d\n");
         assert_eq!(parts, ["b\n", "d\n"]);
         assert_eq!(
-            template.ask(&messages[..1], &Value::Null).expect("good"),
+            template.ask(&messages[..1], &RecordValue::Null).expect("good"),
             "<user>a\n<assistant>"
         );
     }
@@ -451,11 +458,11 @@ mod tests {
                       {%- endgeneration -%}\n  {%- else %}[{{ m.content }}]{% endif %}\n\
                       {%- endfor %}";
         let specials = Map::from_iter([("eos_token".to_string(), Value::from("</s>"))]);
-        let template = Template::new("here", source, specials).expect("good");
+        let template = Template { special_tokens: specials, ..template(source) };
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        let RenderedChat { text, assistant } =
-            template.render_chat(&messages, &Value::Null).expect("good");
+        let RenderedChat { text, assistant, .. } =
+            template.render_chat(&messages, &RecordValue::Null).expect("good");
         let parts: Vec<&str> = assistant.into_iter().map(|range| &text[range]).collect();
         assert_eq!((text.as_str(), parts), ("[a]b</s>[c]d</s>", vec!["b</s>", "d</s>"]));
     }
@@ -463,36 +470,33 @@ mod tests {
     #[test]
     fn values_are_written_as_python_writes_them() {
         let source = "{% if tools is not none %}tools{% endif %}{{ messages[0] | tojson }}";
-        let template = Template::new("here", source, Map::new()).expect("good");
-        let asked = template.ask(&chat(&[("user", "hi <b> & \"c\"")]), &Value::Null).expect("good");
+        let template = template(source);
+        let asked =
+            template.ask(&chat(&[("user", "hi <b> & \"c\"")]), &RecordValue::Null).expect("good");
         assert_eq!(asked, r#"{"role": "user", "content": "hi <b> & \"c\""}"#);
     }
 
     #[test]
     fn chats_that_cannot_be_trained_on_are_refused() {
-        let template = Template::new("here", PLAIN, Map::new()).expect("good");
+        let template = template(PLAIN);
         let refused = |roles: &[(&str, &str)]| {
-            template.render_chat(&chat(roles), &Value::Null).expect_err("bad")
+            template.render_chat(&chat(roles), &RecordValue::Null).expect_err("bad")
         };
         assert!(refused(&[]).contains("empty"));
         assert!(refused(&[("user", "a")]).contains("no answer to learn: its roles are user"));
         assert!(refused(&[("assistant", "\u{e000}")]).contains("private use"));
         let last = "{% if messages %}{{ messages[-1].content }}{% endif %}";
-        let rewrites = Template::new("here", last, Map::new()).expect("good");
+        let rewrites = template(last);
         let messages = chat(&[("assistant", "b"), ("user", "c"), ("assistant", "d")]);
         assert!(
             rewrites
-                .render_chat(&messages, &Value::Null)
+                .render_chat(&messages, &RecordValue::Null)
                 .expect_err("bad")
                 .contains("{% generation %}")
         );
-        let raises = Template::new("here", "{{ raise_exception('no ' + 'way') }}", Map::new());
+        let raises = template("{{ raise_exception('no ' + 'way') }}");
         assert!(
-            raises
-                .expect("good")
-                .render_chat(&messages, &Value::Null)
-                .expect_err("bad")
-                .contains("no way")
+            raises.render_chat(&messages, &RecordValue::Null).expect_err("bad").contains("no way")
         );
     }
 
@@ -503,7 +507,7 @@ mod tests {
             serde_json::json!({ "function": { "name": "f", "arguments": { "a": [1, 2.5] } } });
         let mut messages =
             chat(&[("system", " s\n"), ("user", "How\n?"), ("assistant", "<think>x</think>b")]);
-        messages[2].more.insert("tool_calls".into(), serde_json::json!([call]));
+        messages[2].more.push(("tool_calls".into(), serde_json::json!([call]).into()));
         let properties = serde_json::json!({
             "a": { "enum": ["x", 1] }, "b": { "type": "object", "properties": {} }
         });
@@ -511,19 +515,20 @@ mod tests {
             "type": "object", "required": ["a"], "properties": properties
         });
         let tools = serde_json::json!([{ "function": { "name": "f", "parameters": parameters } }]);
+        let tools = RecordValue::from(tools);
         for source in [
             include_str!("../../fuzz/corpus/template/qwen"),
             include_str!("../../fuzz/corpus/template/llama"),
             include_str!("../../fuzz/corpus/template/macros"),
         ] {
-            let with = Template::new("here", source, Map::new()).expect("good");
+            let with = template(source);
             let mut without = Environment::new();
             without.set_trim_blocks(true);
             without.set_lstrip_blocks(true);
             without.set_unknown_method_callback(unknown_method_callback);
-            without.add_filter("tojson", python_json);
+            without.add_filter("tojson", python_text::tojson);
             without.add_template_owned("chat", add_marks(source).0).expect("good");
-            for tools in [&tools, &Value::Null] {
+            for tools in [&tools, &RecordValue::Null] {
                 let values = context! { messages => messages, add_generation_prompt => true,
                 tools => minijinja::Value::from_serialize(tools) };
                 let plain = without.get_template("chat").expect("added").render(values);

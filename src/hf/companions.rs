@@ -8,8 +8,6 @@ use std::path::{Component, Path};
 
 use serde_json::Value;
 
-use super::json;
-use crate::error::Error;
 use crate::folder;
 
 /// The files that transformers and sentence-transformers look for beside `config.json` and the
@@ -72,33 +70,4 @@ fn modules(directory: &Path) -> Vec<String> {
             && directory.join(path).is_dir()
     };
     paths.filter(is_folder_of_it).map(str::to_string).collect()
-}
-
-/// Refuses a directory whose `tokenizer.json` has tokens outside the model's vocabulary.
-///
-/// # Errors
-/// The file has such a token, or is no JSON.
-pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(), Error> {
-    let path = directory.join("tokenizer.json");
-    if !path.is_file() {
-        return Ok(());
-    }
-    let all: Value = json::read(&path)?;
-    let named = all["model"]["vocab"].as_object().into_iter().flatten();
-    let named = named.filter_map(|(_, id)| id.as_u64());
-    // Unigram models list their tokens; a token's id is its index in the list.
-    let listed = all["model"]["vocab"].as_array().map(|list| list.len() as u64);
-    let listed = listed.and_then(|count| count.checked_sub(1));
-    let added = all["added_tokens"].as_array().into_iter().flatten();
-    let added = added.filter_map(|token| token["id"].as_u64());
-    match named.chain(listed).chain(added).max().filter(|&id| id >= vocabulary as u64) {
-        None => Ok(()),
-        Some(id) => Err(Error::bad_model(
-            path.display(),
-            format_args!(
-                "it has token {id}, the model knows {vocabulary} tokens: they do not belong \
-                 together"
-            ),
-        )),
-    }
 }

@@ -9,10 +9,11 @@ use serde_json::Value;
 use crate::error::Error;
 use crate::folder;
 
-/// Reads a file.
+/// Reads a file. Some editors begin a file with a byte order mark, which is no JSON.
 pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
     let text = fs::read_to_string(path).map_err(|error| Error::bad_model(path.display(), error))?;
-    serde_json::from_str(&text).map_err(|error| Error::bad_model(path.display(), error))
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+    serde_json::from_str(text).map_err(|error| Error::bad_model(path.display(), error))
 }
 
 /// Writes a file, and waits until it is on the disk.

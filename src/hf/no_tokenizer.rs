@@ -46,6 +46,7 @@ impl Tokenizer {
         encode_cut(&str, Option<&str>, usize) -> Result<Encoded, String>;
         decode(&[u32], bool) -> String;
         vocabulary() -> usize;
+        largest() -> Option<u32>;
         is_special(u32) -> bool;
         end() -> Option<u32>;
         mask() -> Option<u32>;

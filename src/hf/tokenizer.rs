@@ -25,6 +25,8 @@ pub struct Tokenizer {
     end: Option<u32>,
     /// The `mask_token`.
     mask: Option<u32>,
+    /// The largest token id.
+    largest: Option<u32>,
     template: Result<Option<Template>, String>,
     digest: String,
 }
@@ -64,6 +66,8 @@ impl Tokenizer {
         specials.extend(named.values().filter_map(Value::as_str).filter_map(id));
         let end = role("eos_token");
         let mask = role("mask_token");
+        let largest = inner.ask(|inner| inner.get_vocab(true).into_values().max());
+        let largest = largest.map_err(|error| refuse(&error))?;
         // Only chats need the template, so an error in it is reported when a chat is read.
         let template = Template::open(directory, &named).map_err(|error| error.to_string());
         let mut hasher = Sha256::new();
@@ -74,7 +78,7 @@ impl Tokenizer {
             template.texts_of_more_files().for_each(|text| hasher.update(text));
         }
         let digest = hex(&hasher.finalize()[..8]);
-        Ok(Some(Tokenizer { specials, end, mask, template, digest, inner }))
+        Ok(Some(Tokenizer { specials, end, mask, largest, template, digest, inner }))
     }
 
     /// Encodes a text or a pair of texts, with special tokens if `specials`.
@@ -147,6 +151,11 @@ impl Tokenizer {
     /// The number of tokens, with added tokens.
     pub fn vocabulary(&self) -> usize {
         self.inner.ask(|inner| inner.get_vocab_size(true)).unwrap_or(0)
+    }
+
+    /// The largest token id.
+    pub fn largest(&self) -> Option<u32> {
+        self.largest
     }
 
     /// Whether a token is special: it is not text.
@@ -236,13 +245,27 @@ impl Library {
 }
 
 /// Tokens, types and spans of the library's encoding. Special tokens cover no text.
+///
+/// With `trim_offsets`, which byte-level tokenizers have, the library's span of a token is without
+/// spaces at its beginning and end; so a token of nothing but spaces has an empty span at its end.
+/// It covers what lies behind the token before it.
 fn as_encoded(encoded: &Encoding) -> Encoded {
     let added = encoded.get_special_tokens_mask().iter();
-    let spans = encoded.get_offsets().iter().zip(added);
+    let mut end = 0;
+    let spans = encoded.get_offsets().iter().zip(added).map(|(&(from, to), &is_added)| {
+        if is_added == 1 {
+            end = 0;
+            return (0, 0);
+        }
+        let from = if from == to { end.min(from) } else { from };
+        end = to;
+        (from, to)
+    });
+    let spans = spans.collect();
     Encoded {
         tokens: encoded.get_ids().to_vec(),
         kinds: encoded.get_type_ids().iter().map(|&kind| kind as u8).collect(),
-        spans: spans.map(|(&span, &is_added)| if is_added == 1 { (0, 0) } else { span }).collect(),
+        spans,
     }
 }
 

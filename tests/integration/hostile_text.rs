@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use l2l::hf::{Message, Tokenizer};
+use l2l::hf::{Message, RecordValue, Tokenizer};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -26,7 +26,7 @@ fn render(template: &str, messages: &[Message]) -> Result<String, String> {
     let files = [("tokenizer.json", &tokenizer[..]), ("chat_template.jinja", template.as_bytes())];
     let folder = folder_with(&files);
     let opened = Tokenizer::open(folder.path()).expect("it is read").expect("it is there");
-    opened.template()?.expect("it is there").ask(messages, &Value::Null)
+    opened.template()?.expect("it is there").ask(messages, &RecordValue::Null)
 }
 
 fn chat() -> Vec<Message> {

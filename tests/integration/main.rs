@@ -6,6 +6,7 @@
 
 #[cfg(feature = "cli")]
 mod bad_input;
+mod bad_records;
 mod base;
 #[cfg(feature = "cli")]
 mod cli;

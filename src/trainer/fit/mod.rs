@@ -147,10 +147,8 @@ impl Fit {
         let keeper = self.open_keeper()?;
         let mut warnings: Vec<String> = Vec::new();
         for data in [&train].into_iter().chain(&validation) {
-            if !data.unused_columns().is_empty() {
-                let columns = data.unused_columns().join(", ");
-                warnings.push(format!("data {}: columns not used: {columns}", data.name()));
-            }
+            let notes = data.notes().into_iter();
+            warnings.extend(notes.map(|note| format!("data {}: {note}", data.name())));
         }
         let beginning = self.beginning(keeper.as_ref(), &mut warnings)?;
         let between = Between { validation, baseline, keeper: keeper.map(Arc::new) };
@@ -347,12 +345,14 @@ impl Prepared {
         peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());
         let log = EventLog::open(&config.log)?;
+        let skipped_records = train.skipped_records();
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
         let run = Run {
             trainer,
             steps,
             between,
+            skipped_records,
             log,
             callbacks,
             stop,

@@ -26,6 +26,8 @@ pub(super) struct Run<'r> {
     pub(super) trainer: Trainer,
     pub(super) steps: u64,
     pub(super) between: Between,
+    /// The records of the training data that were left out.
+    pub(super) skipped_records: u64,
     pub(super) log: EventLog,
     pub(super) callbacks: &'r mut dyn Callbacks,
     pub(super) stop: StopRequest,
@@ -91,10 +93,12 @@ impl Run<'_> {
             (false, false) => End::Complete,
         };
         let link = self.trainer.config().device.link.clone();
-        let Run { mut trainer, mut log, callbacks, validated, .. } = self;
+        let Run { mut trainer, mut log, callbacks, validated, skipped_records, .. } = self;
         let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
-        report(&mut log, callbacks, &summary.event(&weights_digest, link.as_deref()));
+        let mut event = summary.event(&weights_digest, link.as_deref());
+        event["skipped_records"] = json!(skipped_records);
+        report(&mut log, callbacks, &event);
         let validation_loss = validated.map(|(_, loss)| loss);
         Ok(Fitted { end, summary, weights_digest, validation_loss })
     }
