@@ -34,6 +34,8 @@ mod text;
 mod tokenizer;
 #[cfg(feature = "tokenizers")]
 mod tokenizer_json;
+#[cfg(feature = "tokenizers")]
+mod tokenizer_settings;
 mod weights;
 
 pub(crate) use adapters::{ADAPTER_CONFIG, base_of, has_adapters, read_lora, write_adapter_config};

@@ -12,7 +12,7 @@ use super::caught::caught;
 use super::chat::Template;
 use super::sealed::hex;
 use super::text::Encoded;
-use super::tokenizer_json;
+use super::{tokenizer_json, tokenizer_settings};
 use crate::error::Error;
 
 /// Turns text into tokens and back, by the files of a directory.
@@ -52,6 +52,9 @@ impl Tokenizer {
         // The config limits the length of a sequence, and batches have no padding.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| refuse(&error))?;
+        caught(|| tokenizer_settings::apply(directory, &mut inner)).map_err(|error| {
+            refuse(&format_args!("the tokenizers library fails with its settings: {error}"))
+        })??;
         let inner = Library(inner);
         let named = special_tokens(directory)?;
         let id = |token: &str| inner.ask(|inner| inner.token_to_id(token)).ok().flatten();
