@@ -8,6 +8,8 @@
 mod bad_input;
 mod bad_records;
 mod base;
+#[cfg(feature = "tokenizers")]
+mod chats;
 #[cfg(feature = "cli")]
 mod cli;
 #[cfg(feature = "cli")]
