@@ -220,7 +220,8 @@ impl Dataset {
             fields: config.data.fields.named(),
             unused: Default::default(),
         };
-        let mut notes: Vec<String> = reader.vocabulary.excess(shape.vocabulary).into_iter().collect();
+        let mut notes: Vec<String> =
+            reader.vocabulary.excess(shape.vocabulary).into_iter().collect();
         let mut skipped = Tally::default();
         let mut unlabelled = Tally::default();
         let mut sources = Vec::new();

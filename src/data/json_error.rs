@@ -17,9 +17,7 @@ pub(super) fn explain(text: &str, error: &serde_json::Error) -> String {
     };
     for name in ["NaN", "-Infinity", "Infinity"] {
         if begins(name) {
-            return format!(
-                "{plain}: JSON has no {name}: write null, or leave the value out"
-            );
+            return format!("{plain}: JSON has no {name}: write null, or leave the value out");
         }
     }
     let message = plain.to_lowercase();

@@ -28,9 +28,8 @@ impl Opening<'_> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         let bytes = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&bytes);
         let text = std::str::from_utf8(bytes).map_err(|error| refuse(&not_utf8(bytes, error)))?;
-        let records = elements(text).map_err(|what| {
-            refuse(&format_args!("it is no list of JSON objects: {what}"))
-        })?;
+        let records = elements(text)
+            .map_err(|what| refuse(&format_args!("it is no list of JSON objects: {what}")))?;
         let reader = self.reader;
         for some in records.chunks(LINES_AT_ONCE) {
             self.read_all(name, some.to_vec(), |record| reader.read(record))?;

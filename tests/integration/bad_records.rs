@@ -349,7 +349,11 @@ fn names_of_columns() {
         ("empty.csv", "text,label\na,\n", "\"label\" (empty)"),
         ("a.jsonl", "{\"a\": 1, \"text\": null}", "the record has \"a\", \"text\" (empty)"),
         ("b.jsonl", "{}", "the record is empty"),
-        ("c.jsonl", "{\"text\": \"a\", \"label\": NaN}", "line 1: expected value at column 24: JSON"),
+        (
+            "c.jsonl",
+            "{\"text\": \"a\", \"label\": NaN}",
+            "line 1: expected value at column 24: JSON",
+        ),
         ("c.json", "[\n{\"text\": \"a\", \"label\": NaN}]", "line 2 column 24: JSON has no NaN"),
         ("d.jsonl", "{\"text\": \"a \\ud83d\", \"label\": 0}", "one half of a surrogate pair"),
         ("d.json", "[{\"text\": \"a \\ude00\", \"label\": 0}]", "one half of a surrogate pair"),
@@ -361,7 +365,10 @@ fn names_of_columns() {
     }
     config.data.fields.text = Some("review".into());
     let error = refusal(&mut config, "named.csv", "text,label\na,0\n");
-    assert!(error.contains("\"review\" is missing") && error.contains("; the record has \""), "{error}");
+    assert!(
+        error.contains("\"review\" is missing") && error.contains("; the record has \""),
+        "{error}"
+    );
     config.data.fields.text = None;
     // Spreadsheets write empty columns, which are not used.
     let data = open(&mut config, "wide.csv", "text,label,,\na,0,,\n").expect("good");
@@ -425,7 +432,8 @@ fn a_folder_has_more_than_data() {
     let data = open_folder(&mut config, &records).expect("good");
     assert_eq!(data.len(), Some(3));
     let note = data.notes().join("\n");
-    for left_out in ["README.md (it desc", ".hidden.jsonl (hidden)", "dataset_infos.json", "loader"] {
+    for left_out in ["README.md (it desc", ".hidden.jsonl (hidden)", "dataset_infos.json", "loader"]
+    {
         assert!(note.contains(left_out), "{left_out:?} in: {note}");
     }
     assert!(!note.contains(".git"), "{note}");
