@@ -74,13 +74,13 @@ fn bad_records_of_every_format_are_left_out() {
 fn records_of_which_nothing_is_learnt_are_left_out() {
     let long = "word ".repeat(80);
     let tokens = json!({ "tokens": ["a", "b"], "tags": [-100, -100] });
-    let cut = json!({ "tokens": vec!["word"; 80], "tags": [vec![-100; 79], vec![1]].concat() });
+    let late = [vec![-100; 79], vec![1]].concat();
+    let cut = json!({ "tokens": vec!["word"; 80], "tags": late });
     let words = json!({ "tokens": ["a", "b"], "tags": [0, 1] });
     let ids = json!({ "input_ids": [5, 6, 7], "labels": [-100, 6, -100] });
     let none = json!({ "input_ids": [5, 6, 7], "labels": [-100, -100, -100] });
     let first = json!({ "input_ids": [5, 6, 7], "labels": [5, -100, -100] });
-    let behind = [vec![-100; 79], vec![5]].concat();
-    let lost = json!({ "input_ids": vec![5; 80], "labels": behind });
+    let lost = json!({ "input_ids": vec![5; 80], "labels": late });
     let asked = json!({ "prompt": "q", "completion": "ok" });
     let prompt = json!({ "prompt": long, "completion": "ok" });
     for (directory, task, good, bad) in [
