@@ -144,7 +144,6 @@ impl Reader {
 
     /// The number of a class, or the bits of a value (f32).
     fn label(&self, label: &Label) -> Result<i32, String> {
-        let classes = self.classes;
         match (self.predicts, label) {
             (Predicts::TokenClass, Label::Number(-100.0)) => Ok(-100),
             (Predicts::Value, Label::Number(value)) if (*value as f32).is_finite() => {

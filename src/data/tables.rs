@@ -181,8 +181,11 @@ fn elements(text: &str) -> Result<Vec<(Place, &str)>, String> {
     let mut found = Vec::new();
     loop {
         rest = rest.trim_start_matches(|char: char| char.is_ascii_whitespace() || char == ',');
+        if rest.starts_with(']') {
+            return Ok(found);
+        }
         let mut element = serde_json::Deserializer::from_str(rest).into_iter::<IgnoredAny>();
-        let Some(Ok(_)) = element.next() else { return Ok(found) };
+        element.next().expect("the list was checked").map_err(|error| error.to_string())?;
         let (one, behind) = rest.split_at(element.byte_offset());
         let at = text.len() - rest.len();
         line += text[counted..at].matches('\n').count() as u64;

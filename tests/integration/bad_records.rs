@@ -1,74 +1,15 @@
-//! Records that cannot be used or teach nothing: refused by line, or left out and counted. Files as
-//! people have them: tables, folders, byte order marks, tokenizers with more tokens than the model.
+//! Records that cannot be used or teach nothing: refused by line, or left out and counted. Also
+//! tokenizers with more tokens than the model, and tokens of spaces.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use l2l::config::{BadRecords, Config, Labels, Task, TooLong};
-use l2l::data::{Batches, Dataset, Sequence};
-use l2l::{Error, shape_of};
+use l2l::config::{BadRecords, Task, TooLong};
+use l2l::data::{Batches, Dataset};
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
-fn goldens(directory: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/text").join(directory)
-}
-
-fn config(directory: impl Into<PathBuf>) -> Config {
-    let mut config = Config::default();
-    config.model.path = Some(directory.into());
-    config.data.sequence_length = Some(64);
-    config.data.validation_split = Some(0.0);
-    config
-}
-
-/// Opens files of a folder, all of them.
-fn open_folder(config: &mut Config, files: &[(&str, &str)]) -> Result<Dataset, Error> {
-    let folder = folder_with(files);
-    config.data.train = folder.path().display().to_string().into();
-    Ok(Dataset::open(config, &shape_of(config)?)?.0)
-}
-
-fn folder_with(files: &[(&str, &str)]) -> TempDir {
-    let folder = tempfile::tempdir().expect("a place for files");
-    for (name, text) in files {
-        let file = folder.path().join(name);
-        fs::create_dir_all(file.parent().expect("it is in a folder")).expect("ours");
-        fs::write(file, text).expect("a directory of ours");
-    }
-    folder
-}
-
-fn open(config: &mut Config, name: &str, text: &str) -> Result<Dataset, Error> {
-    let folder = folder_with(&[(name, text)]);
-    config.data.train = folder.path().join(name).display().to_string().into();
-    Ok(Dataset::open(config, &shape_of(config)?)?.0)
-}
-
-#[track_caller]
-fn refusal(config: &mut Config, name: &str, text: &str) -> String {
-    open(config, name, text).map(|_| ()).expect_err(text).to_string()
-}
-
-fn all(data: &Dataset) -> Vec<Sequence> {
-    let each = (0..data.len().expect("it ends")).map(|index| data.sequence(index));
-    each.collect::<Result<_, _>>().expect("it is there")
-}
-
-/// A model's directory with another `tokenizer.json`.
-fn with_tokenizer(directory: &str, change: impl Fn(&mut Value)) -> TempDir {
-    let folder = tempfile::tempdir().expect("a place for files");
-    for entry in fs::read_dir(goldens(directory)).expect("it is committed") {
-        let from = entry.expect("it is readable").path();
-        fs::copy(&from, folder.path().join(from.file_name().expect("a file"))).expect("ours");
-    }
-    let path = folder.path().join("tokenizer.json");
-    let text = fs::read_to_string(&path).expect("it was copied");
-    let mut tokenizer: Value = serde_json::from_str(&text).expect("JSON");
-    change(&mut tokenizer);
-    fs::write(&path, tokenizer.to_string()).expect("ours");
-    folder
-}
+use crate::data_files::{all, config, goldens, open, refusal, with_tokenizer};
+use crate::program::{events, good, of_kind, output};
 
 /// Adds a token to a tokenizer, beyond the model's vocabulary of 384.
 fn add_token(tokenizer: &mut Value) {
@@ -133,13 +74,13 @@ fn bad_records_of_every_format_are_left_out() {
 fn records_of_which_nothing_is_learnt_are_left_out() {
     let long = "word ".repeat(80);
     let tokens = json!({ "tokens": ["a", "b"], "tags": [-100, -100] });
-    let cut = json!({ "tokens": vec!["word"; 80], "tags": [vec![-100; 79], vec![1]].concat() });
+    let late = [vec![-100; 79], vec![1]].concat();
+    let cut = json!({ "tokens": vec!["word"; 80], "tags": late });
     let words = json!({ "tokens": ["a", "b"], "tags": [0, 1] });
     let ids = json!({ "input_ids": [5, 6, 7], "labels": [-100, 6, -100] });
     let none = json!({ "input_ids": [5, 6, 7], "labels": [-100, -100, -100] });
     let first = json!({ "input_ids": [5, 6, 7], "labels": [5, -100, -100] });
-    let behind = [vec![-100; 79], vec![5]].concat();
-    let lost = json!({ "input_ids": vec![5; 80], "labels": behind });
+    let lost = json!({ "input_ids": vec![5; 80], "labels": late });
     let asked = json!({ "prompt": "q", "completion": "ok" });
     let prompt = json!({ "prompt": long, "completion": "ok" });
     for (directory, task, good, bad) in [
@@ -334,169 +275,75 @@ fn indentation_is_learnt() {
     }
 }
 
-/// Columns that cannot be told apart, and messages that say what was found.
+/// A run leaves bad records out, says so, and resumes to the same weights; other commands count them
+/// too.
 #[test]
-fn names_of_columns() {
-    let mut config = config(goldens("wordpiece"));
-    config.model.task = Some(Task::SequenceClassification);
-    for (name, text, says) in [
-        ("twice.csv", "text,label,text\na,0,b\n", "columns 1 and 3 are both \"text\""),
-        ("semi.csv", "text;label\na;0\n", "its only column is \"text;label\", so semicolons"),
-        ("tabs.csv", "text\tlabel\na\t0\n", "so tabs seem to separate the cells"),
-        ("commas.tsv", "text,label\na,0\n", "so commas seem to separate the cells"),
-        ("space.csv", "text, label\na, 0\n", ": leave the spaces around names out"),
-        ("other.csv", "sentence,gold\na,0\n", "\"sentence\""),
-        ("empty.csv", "text,label\na,\n", "\"label\" (empty)"),
-        ("a.jsonl", "{\"a\": 1, \"text\": null}", "the record has \"a\", \"text\" (empty)"),
-        ("b.jsonl", "{}", "the record is empty"),
-        (
-            "c.jsonl",
-            "{\"text\": \"a\", \"label\": NaN}",
-            "line 1: expected value at column 24: JSON",
-        ),
-        ("c.json", "[\n{\"text\": \"a\", \"label\": NaN}]", "line 2 column 24: JSON has no NaN"),
-        ("d.jsonl", "{\"text\": \"a \\ud83d\", \"label\": 0}", "one half of a surrogate pair"),
-        ("d.json", "[{\"text\": \"a \\ude00\", \"label\": 0}]", "one half of a surrogate pair"),
-        ("e.json", "[{\"text\": \"a\", \"label\": 0, \"label\": 1}]", "record 1: duplicate field"),
-        ("f.json", "[\n{\"text\": \"a\"\n}\n,\n3]", "f.json, line 2: record 1: label is missing"),
-    ] {
-        let error = refusal(&mut config, name, text);
-        assert!(error.contains(says) && error.contains(name), "{says:?} in: {error}");
-    }
-    config.data.fields.text = Some("review".into());
-    let error = refusal(&mut config, "named.csv", "text,label\na,0\n");
-    assert!(
-        error.contains("\"review\" is missing") && error.contains("; the record has \""),
-        "{error}"
+fn a_run_with_bad_records() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let line = |at: usize| match at % 4 {
+        2 => "{\"text\": \"\"}\n".to_string(),
+        _ => format!("{}\n", json!({ "text": format!("text number {at}") })),
+    };
+    let data = folder.path().join("data.jsonl");
+    fs::write(&data, (0..12).map(line).collect::<String>()).expect("ours");
+    let run = folder.path().join("run.toml");
+    let text = format!(
+        "model.path = {:?}\nstep = {{ batch = 2 }}\n[data]\ntrain = {data:?}\n\
+         validation = {data:?}\nbad_records = \"skip\"\nsequence_length = 64\n",
+        goldens("bpe")
     );
-    config.data.fields.text = None;
-    // Spreadsheets write empty columns, which are not used.
-    let data = open(&mut config, "wide.csv", "text,label,,\na,0,,\n").expect("good");
-    assert_eq!(data.unused_columns(), [""]);
+    fs::write(&run, text).expect("ours");
+    let run = run.display().to_string();
+    let train = |steps: u32, directory: &str, more: &[&str]| {
+        let steps = format!("step.steps={steps}");
+        let directory = format!("checkpoint.directory={}", folder.path().join(directory).display());
+        let arguments = ["train", &run, "--format", "json", "--set", &steps, "--set", &directory];
+        let output = output(&[&arguments[..], more].concat());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        assert!(said.contains("records left out: 3: data "), "{said}");
+        assert!(said.contains("data.jsonl, line 3: text is empty"), "{said}");
+        let events = events(&String::from_utf8_lossy(&output.stdout));
+        of_kind(&events, "summary")[0].clone()
+    };
+    let whole = train(6, "whole", &[]);
+    assert_eq!(whole["skipped_records"], 3, "{whole}");
+    train(3, "halves", &[]);
+    let resumed = train(6, "halves", &["--resume"]);
+    assert_eq!(resumed["weights_digest"], whole["weights_digest"]);
+    let shown = events(&good(&["data", &run, "--format", "json"]));
+    for part in of_kind(&shown, "data") {
+        assert_eq!((&part["sequences"], &part["skipped_records"]), (&json!(9), &json!(3)));
+        assert!(part["notes"][0].as_str().is_some_and(|note| note.contains("line 3")), "{part}");
+    }
+    let found = events(&good(&["eval", &run, "--format", "json"]));
+    assert_eq!(of_kind(&found, "evaluation")[0]["skipped_records"], 3, "{found:?}");
 }
 
-/// A class by name or by number is the same in each format.
+/// Prompts are refused only if they have a token that the model does not have.
 #[test]
-fn classes_whose_names_are_numbers() {
-    let mut config = config(goldens("wordpiece"));
-    config.model.task = Some(Task::SequenceClassification);
-    let labels = |config: &mut Config, name: &str, text: &str| -> Result<Vec<i32>, Error> {
-        Ok(all(&open(config, name, text)?).iter().map(|one| one.labels[0]).collect())
+fn prompts_with_tokens_beyond_the_models_vocabulary() {
+    let folder = with_tokenizer("bpe", add_token);
+    let model = folder.path().display().to_string();
+    let prompts = folder.path().join("prompts.jsonl");
+    let lines = "\u{feff}{\"prompt\": \"one\"}\n{\"prompt\": \"two <|extra|>\"}\n";
+    fs::write(&prompts, lines).expect("ours");
+    let prompts = prompts.display().to_string();
+    let generate = |more: &[&str]| {
+        let all = ["generate", "--model", &model, "--tokens", "2", "--format", "json"];
+        output(&[&all[..], more].concat())
     };
-    let lines = |labels: &[&str]| {
-        let line = |label: &&str| format!("{{\"text\": \"a\", \"label\": {label}}}\n");
-        labels.iter().map(line).collect::<String>()
-    };
-    for (names, given, classes) in [
-        (["1", "2", "3"], ["1", "3", "2.0"], [0, 2, 1]),
-        (["0", "1", "2"], ["1", "0", "2"], [1, 0, 2]),
-        (["none", "1", "2"], ["1", "2", "1"], [1, 2, 1]),
-        (["a", "b", "c"], ["1", "0", "2"], [1, 0, 2]),
+    let found = generate(&["--prompt", "one"]);
+    let said = String::from_utf8_lossy(&found.stderr);
+    assert_eq!(found.status.code(), Some(0), "{said}");
+    assert!(said.contains("the tokenizer has tokens up to 384"), "{said}");
+    for (more, says) in [
+        (["--prompt", "one <|extra|>"], "prompt 0: token 384 at"),
+        (["--prompts", &prompts], "prompts.jsonl, line 2: token 384 at"),
     ] {
-        config.model.labels = Some(Labels::Names(names.map(String::from).into()));
-        let table = format!("text,label\n{}", given.map(|label| format!("a,{label}\n")).concat());
-        let quoted = given.map(|label| format!("\"{label}\""));
-        let quoted = quoted.each_ref().map(String::as_str);
-        for (name, text) in [
-            ("a.csv", table),
-            ("a.jsonl", lines(&given)),
-            ("a.jsonl", lines(&quoted)),
-            ("a.json", format!("[{}]", lines(&given).trim().replace('\n', ","))),
-        ] {
-            assert_eq!(labels(&mut config, name, &text).expect("good"), classes, "{text}");
-        }
-    }
-    config.model.labels = Some(Labels::Names(["1", "2", "3"].map(String::from).into()));
-    for (name, text) in [("a.jsonl", lines(&["0"])), ("a.csv", "text,label\na,0\n".into())] {
-        let error = labels(&mut config, name, &text).expect_err("no class has this name");
-        assert!(error.to_string().contains("label 0 is none of 1, 2, 3"), "{error}");
-    }
-}
-
-/// A data set as it is cloned: its card and its hidden files are no training data.
-#[test]
-fn a_folder_has_more_than_data() {
-    let mut config = config(goldens("bpe"));
-    let card = "---\nlicense: mit\n---\n# A card\n";
-    let record = "{\"text\": \"a word\"}\n";
-    let records = [
-        ("README.md", "# No metadata"),
-        ("data/a.jsonl", record),
-        ("data/B.JSONL", record),
-        ("data/c.json", "\u{feff}[{\"text\": \"a word\"}]"),
-        (".hidden.jsonl", "no record"),
-        (".git/config.json", "no record"),
-        ("dataset_infos.json", "{}"),
-        ("loader.py", "print()"),
-    ];
-    let data = open_folder(&mut config, &records).expect("good");
-    assert_eq!(data.len(), Some(3));
-    let note = data.notes().join("\n");
-    for left_out in ["README.md (it desc", ".hidden.jsonl (hidden)", "dataset_infos.json", "loader"]
-    {
-        assert!(note.contains(left_out), "{left_out:?} in: {note}");
-    }
-    assert!(!note.contains(".git"), "{note}");
-    let texts = [("README.md", card), ("C.TXT", "one two\n"), ("data/a.txt", "three four\n")];
-    let data = open_folder(&mut config, &texts).expect("good");
-    assert_eq!(data.len(), Some(2));
-    assert!(data.notes()[0].contains("README.md"), "{:?}", data.notes());
-    // A README.md without metadata among texts is one of them.
-    let texts = [("README.md", "# A text"), ("a.txt", "one two\n")];
-    let data = open_folder(&mut config, &texts).expect("good");
-    assert_eq!((data.len(), data.notes().len()), (Some(2), 0), "{:?}", data.notes());
-}
-
-#[cfg(unix)]
-#[test]
-fn links_in_a_folder_of_data() {
-    use std::os::unix::fs::symlink;
-
-    let folder = folder_with(&[("set/a.txt", "one two\n"), ("blobs/b", "three four\n")]);
-    let set = folder.path().join("set");
-    symlink("../blobs/b", set.join("b.txt")).expect("ours");
-    symlink("../blobs", set.join("linked")).expect("ours");
-    let mut config = config(goldens("bpe"));
-    config.data.train = set.display().to_string().into();
-    let open = |config: &Config| {
-        let shape = shape_of(config).expect("a shape of ours");
-        Dataset::open(config, &shape).map(|(data, _)| data)
-    };
-    let data = open(&config).expect("links to files are followed");
-    assert_eq!(data.len(), Some(2));
-    assert!(data.notes()[0].contains("linked (a linked folder)"), "{:?}", data.notes());
-    symlink("../blobs/none", set.join("c.txt")).expect("ours");
-    let error = open(&config).err().expect("a file is missing").to_string();
-    assert!(error.contains("c.txt is a link to ../blobs/none, which does not exist"), "{error}");
-}
-
-/// Windows' editors and shells begin files with byte order marks.
-#[test]
-fn byte_order_marks() {
-    let folder = with_tokenizer("bpe", |_| ());
-    let at = folder.path().join("config.json");
-    let text = fs::read_to_string(&at).expect("it was copied");
-    fs::write(&at, format!("\u{feff}{text}")).expect("ours");
-    let mut config = config(folder.path());
-    let record = json!({ "text": "a word" });
-    let expected = all(&open(&mut config, "a.jsonl", &record.to_string()).expect("good"));
-    for (name, text) in [
-        ("list.json", format!("\u{feff}[{record}]")),
-        ("lines.json", format!("\u{feff}{record}\n")),
-        ("lines.jsonl", format!("\u{feff}{record}\r\n")),
-        ("table.csv", "\u{feff}\"text\"\r\n\"a word\"\r\n".into()),
-        ("table.tsv", "\u{feff}text\tmore\na word\tx\n".into()),
-    ] {
-        assert_eq!(all(&open(&mut config, name, &text).expect(name)), expected, "{name}");
-    }
-    for name in ["utf16.jsonl", "utf16.json"] {
-        let utf16 = [&[0xff, 0xfe][..], b"{\0}\0"].concat();
-        let folder = tempfile::tempdir().expect("a place for files");
-        let file = folder.path().join(name);
-        fs::write(&file, utf16).expect("ours");
-        config.data.train = file.display().to_string().into();
-        let shape = shape_of(&config).expect("a shape of ours");
-        let error = Dataset::open(&config, &shape).err().expect("no UTF-8").to_string();
-        assert!(error.contains("UTF-16: save it as UTF-8"), "{error}");
+        let found = generate(&more);
+        let said = String::from_utf8_lossy(&found.stderr);
+        assert_eq!(found.status.code(), Some(2), "{said}");
+        assert!(said.contains(says), "{says:?} in: {said}");
     }
 }

@@ -6,6 +6,7 @@
 
 #[cfg(feature = "cli")]
 mod bad_input;
+#[cfg(all(feature = "cli", feature = "tokenizers"))]
 mod bad_records;
 mod base;
 #[cfg(feature = "tokenizers")]
@@ -20,6 +21,8 @@ mod compression;
 mod cuda;
 #[cfg(feature = "cli")]
 mod damaged;
+#[cfg(feature = "tokenizers")]
+mod data_files;
 mod declared;
 mod depth;
 #[cfg(feature = "prometheus")]
