@@ -71,3 +71,22 @@ fn modules(directory: &Path) -> Vec<String> {
     };
     paths.filter(is_folder_of_it).map(str::to_string).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn templates_beside_the_default_one_are_copied() {
+        let from = tempfile::tempdir().expect("a place for files");
+        let to = tempfile::tempdir().expect("a place for files");
+        fs::create_dir(from.path().join(MORE_TEMPLATES)).expect("a directory of ours");
+        for file in ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"] {
+            fs::write(from.path().join(file), file).expect("a directory of ours");
+        }
+        copy_companions(from.path(), to.path()).expect("both are ours");
+        for file in ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"] {
+            assert_eq!(fs::read_to_string(to.path().join(file)).expect("it was copied"), file);
+        }
+    }
+}
