@@ -84,6 +84,7 @@ impl SamplingArguments {
 struct Line {
     prompt: Option<String>,
     messages: Option<Vec<Message>>,
+    tools: Option<RecordValue>,
     input_ids: Option<Vec<u32>>,
 }
 
@@ -180,17 +181,18 @@ fn prompt_of_line(
 ) -> Result<Vec<u32>, String> {
     let line: Line = serde_json::from_str(line).map_err(|error| error.to_string())?;
     match line {
-        Line { prompt: Some(text), messages: None, input_ids: None } => {
+        Line { messages: None, tools: Some(_), .. } => Err("tools go with messages".into()),
+        Line { prompt: Some(text), messages: None, input_ids: None, .. } => {
             encode(vocabulary, &text, chats)
         }
         Line { messages: Some(messages), .. } if messages.is_empty() => {
             Err("messages is empty".into())
         }
-        Line { prompt: None, messages: Some(messages), input_ids: None } => {
-            let text = vocabulary.ask(&messages, &RecordValue::Null)?;
+        Line { prompt: None, messages: Some(messages), input_ids: None, tools } => {
+            let text = vocabulary.ask(&messages, &tools.unwrap_or_default())?;
             Ok(vocabulary.encode(&text, None, false)?.tokens)
         }
-        Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),
+        Line { prompt: None, messages: None, input_ids: Some(ids), .. } => Ok(ids),
         _ => Err("it needs one of prompt, messages and input_ids".into()),
     }
 }

@@ -59,9 +59,9 @@ impl NotFound {
         (*chats > 0).then(|| {
             format!(
                 "{tokens} tokens of {answers} answers in {chats} chats are not learnt: the chat \
-                 template writes an answer in another way once later messages follow. These are \
-                 answers before the last of their chat; prompt with completion, or {{% generation \
-                 %}} in the template, learns them"
+                 template writes an answer otherwise once later messages follow. Give each answer a \
+                 record of its own, as prompt and completion, or mark answers in the template with \
+                 {{% generation %}}"
             )
         })
     }

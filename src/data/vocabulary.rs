@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::hf::{self, Encoded, Message, RecordValue, Template, Tokenizer};
+use crate::hf::{self, Encoded, Message, RecordValue, Template, Tokenizer, list_of};
 use crate::models::Shape;
 
 /// The number of tokens of a vocabulary of bytes.
@@ -154,12 +154,13 @@ impl Vocabulary {
     }
 
     /// Renders a chat as the prompt for the assistant's next message. `tools` describes the tools
-    /// that the assistant may call, or is null.
+    /// that the assistant may call, as a list or its JSON text, or is null.
     ///
     /// # Errors
-    /// There is no chat template, or it fails.
+    /// There is no chat template, or it fails; or `tools` is no list of objects.
     pub fn ask(&self, messages: &[Message], tools: &RecordValue) -> Result<String, String> {
-        self.template()?.ask(messages, tools)
+        let tools = list_of(tools.clone()).map_err(|what| format!("tools: {what}"))?;
+        self.template()?.ask(messages, &tools)
     }
 
     /// The special tokens that the tokenizer puts around a text. They are found in the encoding of
