@@ -59,9 +59,9 @@ impl NotFound {
         (*chats > 0).then(|| {
             format!(
                 "{tokens} tokens of {answers} answers in {chats} chats are not learnt: the chat \
-                 template writes an answer otherwise once later messages follow. Give each answer a \
-                 record of its own, as prompt and completion, or mark answers in the template with \
-                 {{% generation %}}"
+                 template writes an answer otherwise once later messages follow. Give each answer \
+                 a record of its own, as prompt and completion, or mark answers in the template \
+                 with {{% generation %}}"
             )
         })
     }

@@ -4,30 +4,25 @@
 //! it is what each message of the assistant adds to the prompt before it. Templates are rendered
 //! as transformers renders them.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-use minijinja::{Environment, ErrorKind, context};
-use minijinja_contrib::pycompat::unknown_method_callback;
+use minijinja::context;
 use serde_json::{Map, Value};
 
 use super::caught::caught;
+use super::chat_source::{MARKS, Source, templates};
 use super::clock::Clock;
 use super::companions::MORE_TEMPLATES;
+use super::metered;
 use super::record_value::RecordValue;
 use super::text::{Message, RenderedChat};
-use super::{metered, python_text, template_text};
 use crate::error::Error;
 
 fn is_assistant(message: &Message) -> bool {
     message.role == "assistant"
 }
-
-/// Characters that stand in the rendered text where a marked part begins and ends, until
-/// [`remove_marks`] removes them. They belong to Unicode's private use area.
-const MARKS: [char; 2] = ['\u{e000}', '\u{e001}'];
 
 /// The tags around the thoughts of models. A template may put an empty pair before an answer.
 const THOUGHTS: [[&str; 2]; 6] = [
@@ -50,17 +45,6 @@ pub struct Template {
     clock: Arc<Clock>,
 }
 
-/// One template.
-#[derive(Clone)]
-struct Source {
-    /// The file of the template.
-    place: String,
-    text: String,
-    environment: Environment<'static>,
-    /// Whether the template marks what the assistant wrote.
-    has_marks: bool,
-}
-
 impl Template {
     /// Reads the templates of a directory: `chat_template.jinja` and the files of
     /// `additional_chat_templates`, or else those of `tokenizer_config.json`. `None` if the
@@ -69,21 +53,13 @@ impl Template {
         directory: &Path,
         special_tokens: &Map<String, Value>,
     ) -> Result<Option<Template>, Error> {
-        let mut all = templates_of_files(directory)?;
-        if all.is_empty() {
-            let config = directory.join("tokenizer_config.json");
-            let text = fs::read_to_string(&config).unwrap_or_default();
-            let keys: Value = serde_json::from_str(&text).unwrap_or_default();
-            let place = config.display().to_string();
-            let named = templates_of_config(&keys["chat_template"]);
-            all.extend(named.into_iter().map(|(name, text)| (name, (place.clone(), text))));
-        }
+        let mut all = templates(directory)?;
         if all.is_empty() {
             return Ok(None);
         }
         let names = Vec::from_iter(all.keys().cloned()).join(", ");
         let clock = Arc::new(Clock::default());
-        let source = |(place, text): (String, String)| Source::new(&place, &text, clock.clone());
+        let source = |text| Source::new(text, clock.clone());
         let tool_use = all.remove("tool_use").map(source).transpose()?;
         let none = format!(
             "{}: of its chat templates ({names}) none is called \"default\": that one is for chats \
@@ -275,30 +251,6 @@ impl Template {
     }
 }
 
-impl Source {
-    fn new(place: &str, source: &str, clock: Arc<Clock>) -> Result<Source, Error> {
-        let refuse = |error| Error::bad_model(place, format_args!("chat template: {error}"));
-        let text = source.to_string();
-        let (source, has_marks) = add_marks(source);
-        template_text::check(&source).map_err(refuse)?;
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_unknown_method_callback(unknown_method_callback);
-        environment.add_function("raise_exception", |what: String| -> Result<String, _> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, what))
-        });
-        environment.add_function("strftime_now", move |format: &str| {
-            clock.format(format).map_err(metered::refusal)
-        });
-        environment.add_filter("tojson", python_text::tojson);
-        metered::add_limits(&mut environment);
-        let compiled = caught(|| environment.add_template_owned("chat", source));
-        compiled.map_err(refuse)?.map_err(|error| refuse(error.to_string()))?;
-        Ok(Source { place: place.to_string(), text, environment, has_marks })
-    }
-}
-
 /// Why a chat has no answer to learn.
 fn no_answer(messages: &[Message]) -> String {
     if messages.is_empty() {
@@ -334,71 +286,6 @@ fn empty_thought(text: &str) -> Option<EmptyThought> {
     })
 }
 
-/// The templates in files of their own: name, file and text.
-fn templates_of_files(directory: &Path) -> Result<BTreeMap<String, (String, String)>, Error> {
-    let mut files = BTreeMap::new();
-    let own = directory.join("chat_template.jinja");
-    if own.is_file() {
-        files.insert("default".to_string(), own);
-    }
-    for entry in fs::read_dir(directory.join(MORE_TEMPLATES)).into_iter().flatten() {
-        let path = entry.map_err(|error| Error::bad_model(directory.display(), error))?.path();
-        let name = path.file_stem().map(|name| name.to_string_lossy().into_owned());
-        let is_template = path.extension().is_some_and(|kind| kind == "jinja");
-        files.extend(name.filter(|_| is_template).map(|name| (name, path)));
-    }
-    let read = |(name, path): (String, std::path::PathBuf)| {
-        let place = path.display().to_string();
-        let text = fs::read_to_string(&path).map_err(|error| Error::bad_model(&place, error))?;
-        Ok((name, (place, text)))
-    };
-    files.into_iter().map(read).collect()
-}
-
-/// The templates in a `tokenizer_config.json`, by name: the only one, or several.
-fn templates_of_config(template: &Value) -> BTreeMap<String, String> {
-    let own = template.as_str().map(|text| ("default".to_string(), text.to_string()));
-    let several = template.as_array().into_iter().flatten();
-    let several = several.filter_map(|one| {
-        Some((one["name"].as_str()?.to_string(), one["template"].as_str()?.to_string()))
-    });
-    own.into_iter().chain(several).collect()
-}
-
-/// Replaces the generation tags of a template by output of the [`MARKS`], and says whether there
-/// were any. Whitespace around the tags is trimmed as the tags ask for.
-fn add_marks(source: &str) -> (String, bool) {
-    let mut out = String::new();
-    let mut rest = source;
-    let mut has_marks = false;
-    while let Some(at) = rest.find("{%") {
-        let Some(end) = rest[at + 2..].find("%}").map(|end| at + 2 + end) else { break };
-        let inner = &rest[at + 2..end];
-        let sign = |sign: Option<char>| match sign {
-            Some('-') => "-",
-            Some('+') => "+",
-            _ => "",
-        };
-        let left = sign(inner.chars().next());
-        let right = sign(inner.chars().last());
-        out.push_str(&rest[..at]);
-        match inner.trim_matches(['-', '+']).trim() {
-            "generation" => {
-                let mark = MARKS[0];
-                out += &format!("{{%{left} if true %}}{{{{ '{mark}' }}}}{{% if true {right}%}}");
-                has_marks = true;
-            }
-            "endgeneration" => {
-                let mark = MARKS[1];
-                out += &format!("{{%{left} endif %}}{{{{ '{mark}' }}}}{{% endif {right}%}}");
-            }
-            _ => out.push_str(&rest[at..end + 2]),
-        }
-        rest = &rest[end + 2..];
-    }
-    (out + rest, has_marks)
-}
-
 /// Removes the marks from a rendered text, and returns the ranges between them.
 fn remove_marks(text: &str) -> RenderedChat {
     let mut chat = RenderedChat::default();
@@ -417,16 +304,22 @@ fn remove_marks(text: &str) -> RenderedChat {
 
 #[cfg(test)]
 mod tests {
+    use minijinja::Environment;
+    use minijinja_contrib::pycompat::unknown_method_callback;
+
     use super::*;
+    use crate::hf::chat_source::{TemplateText, add_marks};
+    use crate::hf::python_text;
 
     fn chat(roles: &[(&str, &str)]) -> Vec<Message> {
         let message = |&(role, content): &(&str, &str)| Message::new(role, content);
         roles.iter().map(message).collect()
     }
 
-    fn template(source: &str) -> Template {
+    fn of_source(source: &str) -> Template {
         let clock = Arc::new(Clock::default());
-        let default = Source::new("here", source, clock.clone()).map_err(|error| error.to_string());
+        let default = Source::new(TemplateText::of_test(source), clock.clone());
+        let default = default.map_err(|error| error.to_string());
         assert!(default.is_ok(), "{source}");
         Template { default, tool_use: None, special_tokens: Map::new(), clock }
     }
@@ -436,7 +329,7 @@ mod tests {
 
     #[test]
     fn without_marks_the_assistants_part_is_what_its_messages_add() {
-        let template = template(PLAIN);
+        let template = of_source(PLAIN);
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
         let RenderedChat { text, assistant, .. } =
@@ -457,7 +350,7 @@ mod tests {
                       {%- endgeneration -%}\n  {%- else %}[{{ m.content }}]{% endif %}\n\
                       {%- endfor %}";
         let specials = Map::from_iter([("eos_token".to_string(), Value::from("</s>"))]);
-        let template = Template { special_tokens: specials, ..template(source) };
+        let template = Template { special_tokens: specials, ..of_source(source) };
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
         let RenderedChat { text, assistant, .. } =
@@ -469,7 +362,7 @@ mod tests {
     #[test]
     fn values_are_written_as_python_writes_them() {
         let source = "{% if tools is not none %}tools{% endif %}{{ messages[0] | tojson }}";
-        let template = template(source);
+        let template = of_source(source);
         let asked =
             template.ask(&chat(&[("user", "hi <b> & \"c\"")]), &RecordValue::Null).expect("good");
         assert_eq!(asked, r#"{"role": "user", "content": "hi <b> & \"c\""}"#);
@@ -477,7 +370,7 @@ mod tests {
 
     #[test]
     fn chats_that_cannot_be_trained_on_are_refused() {
-        let template = template(PLAIN);
+        let template = of_source(PLAIN);
         let refused = |roles: &[(&str, &str)]| {
             template.render_chat(&chat(roles), &RecordValue::Null).expect_err("bad")
         };
@@ -485,7 +378,7 @@ mod tests {
         assert!(refused(&[("user", "a")]).contains("no answer to learn: its roles are user"));
         assert!(refused(&[("assistant", "\u{e000}")]).contains("private use"));
         let last = "{% if messages %}{{ messages[-1].content }}{% endif %}";
-        let rewrites = template(last);
+        let rewrites = of_source(last);
         let messages = chat(&[("assistant", "b"), ("user", "c"), ("assistant", "d")]);
         assert!(
             rewrites
@@ -493,7 +386,7 @@ mod tests {
                 .expect_err("bad")
                 .contains("{% generation %}")
         );
-        let raises = template("{{ raise_exception('no ' + 'way') }}");
+        let raises = of_source("{{ raise_exception('no ' + 'way') }}");
         assert!(
             raises.render_chat(&messages, &RecordValue::Null).expect_err("bad").contains("no way")
         );
@@ -520,7 +413,7 @@ mod tests {
             include_str!("../../fuzz/corpus/template/llama"),
             include_str!("../../fuzz/corpus/template/macros"),
         ] {
-            let with = template(source);
+            let with = of_source(source);
             let mut without = Environment::new();
             without.set_trim_blocks(true);
             without.set_lstrip_blocks(true);

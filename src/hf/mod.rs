@@ -8,6 +8,8 @@ mod caught;
 #[cfg(feature = "tokenizers")]
 mod chat;
 #[cfg(feature = "tokenizers")]
+mod chat_source;
+#[cfg(feature = "tokenizers")]
 mod clock;
 mod companions;
 mod config;

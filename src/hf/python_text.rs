@@ -321,11 +321,13 @@ mod tests {
             ("(true, none, [';', '='])", r#"{"b"=[1;"\u00e9\n";{}];"a"=1e-07;"c"=[]}"#),
             (
                 "(indent=2)",
-                "{\n  \"b\": [\n    1,\n    \"é\\n\",\n    {}\n  ],\n  \"a\": 1e-07,\n  \"c\": []\n}",
+                "{\n  \"b\": [\n    1,\n    \"é\\n\",\n    {}\n  ],\n  \"a\": 1e-07,\n  \
+                 \"c\": []\n}",
             ),
             (
                 "(indent='\t', separators=(', ', ':'))",
-                "{\n\t\"b\":[\n\t\t1, \n\t\t\"é\\n\", \n\t\t{}\n\t], \n\t\"a\":1e-07, \n\t\"c\":[]\n}",
+                "{\n\t\"b\":[\n\t\t1, \n\t\t\"é\\n\", \n\t\t{}\n\t], \n\t\"a\":1e-07, \n\t\
+                 \"c\":[]\n}",
             ),
         ] {
             let source = format!("{{{{ {value} | tojson{arguments} }}}}");

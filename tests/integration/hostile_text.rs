@@ -204,7 +204,8 @@ fn slices() {
 fn a_long_chat_is_rendered() {
     let template = include_str!("../../fuzz/corpus/template/qwen");
     let mut messages = chat();
-    messages[1].more.insert("tool_calls".into(), json!([{ "name": "f", "arguments": {} }]));
+    let calls = json!([{ "name": "f", "arguments": {} }]);
+    messages[1].more.push(("tool_calls".into(), calls.into()));
     let few = render(template, &messages).expect("it is good");
     let count = if cfg!(debug_assertions) { 500 } else { 2_000 };
     let long = vec![messages; count].concat();
