@@ -19,8 +19,9 @@ pub struct Message {
     pub more: Vec<(String, RecordValue)>,
     /// True if an assistant's message is context, and not an answer to learn.
     pub is_context: bool,
-    /// The places of `role` and `content` among the keys of the data.
-    places: [usize; 2],
+    /// The places of `role` and `content` among the keys of the data. Equal places mean that
+    /// `content` follows `role`.
+    pub places: [usize; 2],
 }
 
 /// The names of an assistant's thoughts in the data. Templates read the first.
@@ -32,12 +33,7 @@ const SCORES: [&str; 3] = ["weight", "train", "loss"];
 impl Message {
     /// A message with a text.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Message {
-        Message {
-            role: role.into(),
-            content: Some(content.into()),
-            places: [0, 1],
-            ..Message::default()
-        }
+        Message { role: role.into(), content: Some(content.into()), ..Message::default() }
     }
 
     /// Whether this is an answer to learn.
@@ -52,7 +48,9 @@ impl Message {
             self.more.iter().map(|(key, value)| (&**key, Field::Value(value))).collect();
         let role = Some(("role", Field::Text(&self.role)));
         let content = self.content.as_ref().map(|text| ("content", Field::Text(text)));
-        let mut own = [(self.places[0], role), (self.places[1], content)];
+        let [role_at, content_at] = self.places;
+        let content_at = content_at + usize::from(content_at == role_at);
+        let mut own = [(role_at, role), (content_at, content)];
         own.sort_by_key(|(place, _)| *place);
         for (place, field) in own {
             field.into_iter().for_each(|field| all.insert(place.min(all.len()), field));
@@ -98,7 +96,7 @@ impl TryFrom<RecordValue> for Message {
         let calls_tools = has("tool_calls");
         let [role, content] = if is_sharegpt { ["from", "value"] } else { ["role", "content"] };
         let scores = SCORES.map(|key| take(&mut all, key));
-        let place = |key: &str| all.iter().position(|(name, _)| name == key).unwrap_or(usize::MAX);
+        let place = |key: &str| all.iter().position(|(name, _)| name == key).unwrap_or(all.len());
         let places = [place(role), place(content)];
         let Some(RecordValue::Text(name)) = take(&mut all, role) else {
             return Err(
