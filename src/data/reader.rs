@@ -19,6 +19,9 @@ use crate::hf::{Encoded, Message};
 pub(super) const NOTHING_LEARNT: &str =
     "nothing of it is learnt: the part to learn is empty or was cut off";
 
+/// What to do about such records.
+pub(super) const SKIP_THEM: &str = "data.bad_records = \"skip\" leaves such records out";
+
 /// Turns records into sequences, by these settings of the model and the config.
 pub(super) struct Reader {
     pub(super) vocabulary: Vocabulary,
@@ -45,6 +48,9 @@ pub(super) struct Reader {
 impl Reader {
     /// Reads a line of JSON. It becomes one sequence, unless a long text is split.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
+        if line.is_empty() {
+            return Err("it is empty: each line must be a JSON object".into());
+        }
         if !line.starts_with('{') {
             return Err("it is not a JSON object".into());
         }
