@@ -302,17 +302,25 @@ impl Reader {
         self.score_only(encoded, &[completion])
     }
 
-    /// A sequence in which only tokens with bytes in these ranges of the text are scored.
+    /// A sequence in which, for each of these ranges of the text, all tokens from the first to the
+    /// last with bytes in it are scored. A token between them may cover no bytes, as a space that
+    /// the tokenizer inserts.
     fn score_only(&self, encoded: Encoded, ranges: &[Range<usize>]) -> Result<Sequence, String> {
         let Encoded { mut tokens, spans, .. } = encoded;
-        let is_scored = |&(from, to): &(usize, usize)| {
-            ranges.iter().any(|range| from < to && from < range.end && range.start < to)
-        };
+        let mut is_scored = vec![false; spans.len()];
+        for range in ranges {
+            let covers =
+                |&(from, to): &(usize, usize)| from < to && from < range.end && range.start < to;
+            let first = spans.iter().position(covers);
+            let last = spans.iter().rposition(covers);
+            if let Some((first, last)) = first.zip(last) {
+                is_scored[first..=last].fill(true);
+            }
+        }
         tokens.truncate(self.kept(tokens.len())?);
-        let labels = tokens.iter().zip(&spans);
-        let labels: Vec<i32> = labels
-            .map(|(&token, span)| if is_scored(span) { token as i32 } else { -100 })
-            .collect();
+        let labels = tokens.iter().zip(is_scored);
+        let labels: Vec<i32> =
+            labels.map(|(&token, is_scored)| if is_scored { token as i32 } else { -100 }).collect();
         let sequence = Sequence { tokens, labels, ..Sequence::default() };
         if sequence.labelled(self.predicts) == 0 {
             return Err(NOTHING_LEARNT.into());
