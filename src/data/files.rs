@@ -83,7 +83,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         opening.text(name, &mut &*CORPUS)?;
     } else {
         let found = listing::files(Path::new(name)).map_err(|error| refuse(&error))?;
-        left_out = found.note();
+        left_out = found.note(Path::new(name));
         for path in found.files {
             is_text &= !opening.file(&path)?;
         }
