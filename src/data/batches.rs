@@ -9,6 +9,7 @@ use futures_core::Stream;
 use tokio::sync::mpsc::{self, Receiver};
 
 use super::order::Order;
+use super::reader::SKIP_THEM;
 use super::{Batch, Dataset, Sequence};
 use crate::config::Config;
 use crate::error::Error;
@@ -27,8 +28,7 @@ fn unlabelled(data: &Dataset, step: u64) -> Error {
         0 | 1 => format!(", and {batch}"),
         count => format!("; there are {count} such records, and {batch}"),
     };
-    let advice = "data.bad_records = \"skip\" leaves such records out";
-    let error = data.unlabelled().error(format_args!("{what}: {advice}"));
+    let error = data.unlabelled().error(format_args!("{what}: {SKIP_THEM}"));
     error.unwrap_or_else(|| Error::bad_data(data.name(), batch))
 }
 

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use sha2::{Digest, Sha256};
 
-use super::reader::{NOTHING_LEARNT, Reader};
+use super::reader::{NOTHING_LEARNT, Reader, SKIP_THEM};
 use super::spool::{Spool, Spooling};
 use super::tally::{Place, Tally};
 use super::vocabulary::SpecialTokens;
@@ -83,7 +83,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         opening.text(name, &mut &*CORPUS)?;
     } else {
         let found = listing::files(Path::new(name)).map_err(|error| refuse(&error))?;
-        left_out = found.note();
+        left_out = found.note(Path::new(name));
         for path in found.files {
             is_text &= !opening.file(&path)?;
         }
@@ -173,6 +173,10 @@ impl Opening<'_> {
         for (place, sequences) in read {
             match (sequences, self.reader.bad_records) {
                 (Ok(sequences), _) => self.push(name, place, &sequences)?,
+                (Err(problem), BadRecords::Error) if problem == NOTHING_LEARNT => {
+                    let problem = format_args!("{problem}: {SKIP_THEM}");
+                    return Err(place.error(name, &problem));
+                }
                 (Err(problem), BadRecords::Error) => return Err(place.error(name, &problem)),
                 (Err(problem), BadRecords::Skip) => self.skipped.add(name, place, problem),
             }

@@ -49,7 +49,7 @@ pub(super) fn files(path: &Path) -> Result<DataFiles, String> {
         found.add_folder(path, path)?;
         found.leave_out_cards(path)?;
         if found.files.is_empty() {
-            let left_out = found.note().map_or_else(String::new, |note| format!(" ({note})"));
+            let left_out = found.note(path).map_or_else(String::new, |note| format!(" ({note})"));
             return Err(format!(
                 "there is no .txt, .md, .jsonl, .json, .csv, .tsv or .bin file in this \
                  folder{left_out}"
@@ -74,14 +74,14 @@ pub(super) fn files(path: &Path) -> Result<DataFiles, String> {
 
 impl DataFiles {
     /// A sentence about what was left out, if anything was.
-    pub(super) fn note(&self) -> Option<String> {
+    pub(super) fn note(&self, root: &Path) -> Option<String> {
         let (named, more) = self.left_out.split_at(NAMED.min(self.left_out.len()));
         let more = match more.len() {
             0 => String::new(),
             more => format!(" and {more} more"),
         };
         let named = named.join(", ");
-        (!named.is_empty()).then(|| format!("left out of the folder: {named}{more}"))
+        (!named.is_empty()).then(|| format!("left out of {}: {named}{more}", root.display()))
     }
 
     /// Adds the data files below a folder, in the order of their names. Hidden folders are not

@@ -17,6 +17,9 @@ use crate::hf::{Encoded, Message, RecordValue, RenderedChat, Tokenizer};
 pub(super) const NOTHING_LEARNT: &str =
     "nothing of it is learnt: the part to learn is empty or was cut off";
 
+/// What to do about such records.
+pub(super) const SKIP_THEM: &str = "data.bad_records = \"skip\" leaves such records out";
+
 /// Turns records into sequences, by these settings of the model and the config.
 pub(super) struct Reader {
     pub(super) vocabulary: Vocabulary,
@@ -70,6 +73,9 @@ impl NotFound {
 impl Reader {
     /// Reads a line of JSON. It becomes one sequence, unless a long text is split.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
+        if line.is_empty() {
+            return Err("it is empty: each line must be a JSON object".into());
+        }
         if !line.starts_with('{') {
             return Err("it is not a JSON object".into());
         }
@@ -340,17 +346,25 @@ impl Reader {
         self.score_only(encoded, &[completion])
     }
 
-    /// A sequence in which only tokens with bytes in these ranges of the text are scored.
+    /// A sequence in which, for each of these ranges of the text, all tokens from the first to the
+    /// last with bytes in it are scored. A token between them may cover no bytes, as a space that
+    /// the tokenizer inserts.
     fn score_only(&self, encoded: Encoded, ranges: &[Range<usize>]) -> Result<Sequence, String> {
         let Encoded { mut tokens, spans, .. } = encoded;
-        let is_scored = |&(from, to): &(usize, usize)| {
-            ranges.iter().any(|range| from < to && from < range.end && range.start < to)
-        };
+        let mut is_scored = vec![false; spans.len()];
+        for range in ranges {
+            let covers =
+                |&(from, to): &(usize, usize)| from < to && from < range.end && range.start < to;
+            let first = spans.iter().position(covers);
+            let last = spans.iter().rposition(covers);
+            if let Some((first, last)) = first.zip(last) {
+                is_scored[first..=last].fill(true);
+            }
+        }
         tokens.truncate(self.kept(tokens.len())?);
-        let labels = tokens.iter().zip(&spans);
-        let labels: Vec<i32> = labels
-            .map(|(&token, span)| if is_scored(span) { token as i32 } else { -100 })
-            .collect();
+        let labels = tokens.iter().zip(is_scored);
+        let labels: Vec<i32> =
+            labels.map(|(&token, is_scored)| if is_scored { token as i32 } else { -100 }).collect();
         let sequence = Sequence { tokens, labels, ..Sequence::default() };
         if sequence.labelled(self.predicts) == 0 {
             return Err(NOTHING_LEARNT.into());

@@ -6,6 +6,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
+use tokenizers::processors::PostProcessorWrapper;
+use tokenizers::processors::sequence::Sequence;
 use tokenizers::{Encoding, PostProcessor, TruncationParams, truncate_encodings};
 
 use super::caught::caught;
@@ -55,6 +57,8 @@ impl Tokenizer {
         caught(|| tokenizer_settings::apply(directory, &mut inner)).map_err(|error| {
             refuse(&format_args!("the tokenizers library fails with its settings: {error}"))
         })??;
+        let post_processor = inner.get_post_processor().cloned().map(untrimmed);
+        inner.with_post_processor(post_processor);
         let inner = Library(inner);
         let named = special_tokens(directory)?;
         let id = |token: &str| inner.ask(|inner| inner.token_to_id(token)).ok().flatten();
@@ -248,27 +252,26 @@ impl Library {
 }
 
 /// Tokens, types and spans of the library's encoding. Special tokens cover no text.
-///
-/// With `trim_offsets`, which byte-level tokenizers have, the library's span of a token is without
-/// spaces at its beginning and end; so a token of nothing but spaces has an empty span at its end.
-/// It covers what lies behind the token before it.
 fn as_encoded(encoded: &Encoding) -> Encoded {
     let added = encoded.get_special_tokens_mask().iter();
-    let mut end = 0;
-    let spans = encoded.get_offsets().iter().zip(added).map(|(&(from, to), &is_added)| {
-        if is_added == 1 {
-            end = 0;
-            return (0, 0);
-        }
-        let from = if from == to { end.min(from) } else { from };
-        end = to;
-        (from, to)
-    });
-    let spans = spans.collect();
+    let spans = encoded.get_offsets().iter().zip(added);
     Encoded {
         tokens: encoded.get_ids().to_vec(),
         kinds: encoded.get_type_ids().iter().map(|&kind| kind as u8).collect(),
-        spans,
+        spans: spans.map(|(&span, &is_added)| if is_added == 1 { (0, 0) } else { span }).collect(),
+    }
+}
+
+/// The step with `trim_offsets` off. It leaves spaces out of the spans of tokens, so that a token of
+/// nothing but spaces, such as indentation, would seem to cover nothing of an answer.
+fn untrimmed(step: PostProcessorWrapper) -> PostProcessorWrapper {
+    match step {
+        PostProcessorWrapper::ByteLevel(step) => step.trim_offsets(false).into(),
+        PostProcessorWrapper::Roberta(step) => step.trim_offsets(false).into(),
+        PostProcessorWrapper::Sequence(steps) => {
+            Sequence::new(steps.into_iter().map(untrimmed).collect()).into()
+        }
+        step => step,
     }
 }
 
