@@ -318,7 +318,8 @@ impl Reader {
         let output = record.output.as_deref().ok_or_else(missing)?;
         let instruction = record.instruction.as_deref().unwrap_or_default();
         let input = record.input.as_deref().filter(|input| !input.is_empty());
-        if self.vocabulary.template().is_err() {
+        let template = self.vocabulary.tokenizer().map(Tokenizer::template).transpose()?;
+        if template.flatten().is_none() {
             return self.completion(&alpaca_prompt(instruction, input), output);
         }
         let asked = match input {

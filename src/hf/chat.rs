@@ -167,27 +167,18 @@ impl Template {
         let mut from = 0;
         let mut lost = None;
         for at in (0..messages.len()).filter(|&at| is_assistant(&messages[at])) {
-            let message = &messages[at];
-            let content = message.content.as_deref().unwrap_or_default().trim();
-            if message.is_context {
+            if messages[at].is_context {
                 continue;
             }
-            let before = match self.render(&messages[..at], tools, true) {
-                Err(_) if at == 0 => String::new(), // some templates refuse an empty chat
-                before => before?,
-            };
             let with = self.render(&messages[..=at], tools, false)?;
-            if with.starts_with(&before) && chat.text.starts_with(&with) {
-                let thought = empty_thought(&with[before.len()..]).filter(|tag| {
-                    // Data may have an empty thought of its own, which is learnt.
-                    !content.starts_with(tag.open)
-                });
+            let begin = self.begin_of_answer(&messages[..=at], tools, &with)?;
+            if let Some(begin) = begin.filter(|_| chat.text.starts_with(&with)) {
                 from = with.len();
-                let begin = before.len() + thought.map_or(0, |thought| thought.bytes);
                 chat.assistant.push(begin..from);
                 continue;
             }
             lost = Some(at);
+            let content = messages[at].content.as_deref().unwrap_or_default().trim();
             let found = chat.text[from..].find(content).map(|place| from + place);
             let range = found.map_or(from..from, |begin| begin..begin + content.len());
             from = range.end;
@@ -201,6 +192,36 @@ impl Template {
                  {{% generation %}} and {{% endgeneration %}}"
             )),
         }
+    }
+
+    /// The byte at which the answer begins in a chat that ends with it and is rendered as `with`.
+    fn begin_of_answer(
+        &self,
+        messages: &[Message],
+        tools: &RecordValue,
+        with: &str,
+    ) -> Result<Option<usize>, String> {
+        let Some((answer, history)) = messages.split_last() else { return Ok(None) };
+        let content = answer.content.as_deref().unwrap_or_default().trim();
+        let prompt = match self.render(history, tools, true) {
+            Err(_) if history.is_empty() => String::new(), // some templates refuse an empty chat
+            prompt => prompt?,
+        };
+        if let Some(text) = with.strip_prefix(&prompt) {
+            // Data may have an empty thought of its own, which is learnt.
+            let thought = empty_thought(text).filter(|tag| !content.starts_with(tag.open));
+            return Ok(Some(prompt.len() + thought.map_or(0, |thought| thought.bytes)));
+        }
+        // Some prompts open a thought, as DeepSeek R1's, which an answer without thoughts has not.
+        let plain = self.without_prompt(history, tools)?;
+        let Some(text) = with.strip_prefix(&plain).filter(|_| prompt.starts_with(&plain)) else {
+            return Ok(None);
+        };
+        let same = text.chars().zip(prompt[plain.len()..].chars()).take_while(|(a, b)| a == b);
+        let same: usize = same.map(|(one, _)| one.len_utf8()).sum();
+        let opens = THOUGHTS.iter().any(|[open, _]| prompt.trim_end().ends_with(open));
+        let content = text.find(content).unwrap_or(same);
+        Ok(opens.then_some(plain.len() + same.min(content)))
     }
 
     /// Of the parts that the template marks, keeps those of answers to learn.

@@ -257,6 +257,31 @@ fn the_turns_that_a_template_keeps_are_learnt() {
     assert!(note.contains(&says), "{note}");
 }
 
+/// A prompt that opens a thought, as DeepSeek R1's: an answer without thoughts begins where the
+/// thought would.
+#[test]
+fn prompts_may_open_a_thought() {
+    let template = "{%- for m in messages %}{{- '<' ~ m.role ~ '>' }}\
+                    {{- m.content.split('</think>')[-1] }}{%- if m.role == 'assistant' %}{{- '<end>' }}{%- endif %}{%- endfor %}\
+                    {%- if add_generation_prompt %}{{- '<assistant><think>\\n' }}{%- endif %}";
+    let chat = |answer: &str| json!({ "messages": turns(&[("user", "a"), ("assistant", "<b>"), ("user", "c"), ("assistant", answer)]) });
+    assert_eq!(learnt_of(template, &chat("d")).expect("good"), ["<b><end>", "d<end>"]);
+    let thought = "<think>\nso\n</think>d";
+    assert_eq!(learnt_of(template, &chat(thought)).expect("good"), ["<b><end>", "d<end>"]);
+}
+
+/// A broken template is no reason to train on another format.
+#[test]
+fn instructions_need_a_template_that_can_be_read() {
+    let line = json!({ "instruction": "a", "output": "b" }).to_string();
+    let broken = model(&[("default", "{% if %}")]);
+    let error = refused(&mut config(&broken), &line);
+    assert!(error.contains("chat_template.jinja: chat template"), "{error}");
+    let none = model(&[]);
+    let data = data(&mut config(&none), "one.jsonl", &line).expect("in Alpaca's prompt");
+    assert!(text(&data, &data.sequence(0).expect("it was read")).contains("### Instruction:\na"));
+}
+
 #[test]
 fn a_message_may_say_that_it_is_context() {
     let chat = |first: Value, last: Value| {
