@@ -6,6 +6,7 @@
 
 mod baseline;
 mod batches;
+mod chats;
 mod dataset;
 mod files;
 mod json_error;

@@ -262,9 +262,13 @@ fn the_turns_that_a_template_keeps_are_learnt() {
 #[test]
 fn prompts_may_open_a_thought() {
     let template = "{%- for m in messages %}{{- '<' ~ m.role ~ '>' }}\
-                    {{- m.content.split('</think>')[-1] }}{%- if m.role == 'assistant' %}{{- '<end>' }}{%- endif %}{%- endfor %}\
+                    {{- m.content.split('</think>')[-1] }}{%- if m.role == 'assistant' %}\
+                    {{- '<end>' }}{%- endif %}{%- endfor %}\
                     {%- if add_generation_prompt %}{{- '<assistant><think>\\n' }}{%- endif %}";
-    let chat = |answer: &str| json!({ "messages": turns(&[("user", "a"), ("assistant", "<b>"), ("user", "c"), ("assistant", answer)]) });
+    let chat = |answer: &str| {
+        let first = [("user", "a"), ("assistant", "<b>"), ("user", "c")];
+        json!({ "messages": turns(&[&first[..], &[("assistant", answer)]].concat()) })
+    };
     assert_eq!(learnt_of(template, &chat("d")).expect("good"), ["<b><end>", "d<end>"]);
     let thought = "<think>\nso\n</think>d";
     assert_eq!(learnt_of(template, &chat(thought)).expect("good"), ["<b><end>", "d<end>"]);
