@@ -35,6 +35,8 @@ pub(super) struct Run<'r> {
     pub(super) saved: Option<u64>,
     /// The checkpoint that is being written.
     pub(super) writing: Option<Written>,
+    /// The error of the last checkpoint, if it was not written.
+    pub(super) lost: Option<Error>,
     /// The step and the loss of the last validation.
     pub(super) validated: Option<(u64, f64)>,
 }
@@ -93,12 +95,17 @@ impl Run<'_> {
             (false, false) => End::Complete,
         };
         let link = self.trainer.config().device.link.clone();
-        let Run { mut trainer, mut log, callbacks, validated, skipped_records, .. } = self;
+        let Run { mut trainer, mut log, callbacks, lost, validated, skipped_records, .. } = self;
         let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
         let mut event = summary.event(&weights_digest, link.as_deref());
         event["skipped_records"] = json!(skipped_records);
         report(&mut log, callbacks, &event);
+        // With `checkpoint.on_error = "continue"` a run goes on without a checkpoint. It does not
+        // succeed without the last one.
+        if let Some(lost) = lost {
+            return Err(lost);
+        }
         let validation_loss = validated.map(|(_, loss)| loss);
         Ok(Fitted { end, summary, weights_digest, validation_loss })
     }
@@ -241,7 +248,7 @@ impl Run<'_> {
         }
         self.end_checkpoint().await?;
         keeper.still_held()?;
-        self.trainer.begin_checkpoint(&directory).await?;
+        self.trainer.begin_kept_checkpoint(&directory, Some(keeper)).await?;
         self.writing = Some(Written { directory, progress, links: Vec::new() });
         Ok(())
     }
@@ -251,12 +258,14 @@ impl Run<'_> {
     async fn end_checkpoint(&mut self) -> Result<(), Error> {
         let Some(written) = self.writing.take() else { return Ok(()) };
         let step = written.progress.step;
+        self.lost = None;
         let Err(error) = self.complete(written).await else { return Ok(()) };
         match self.trainer.config().checkpoint.on_error {
             OnError::Stop => Err(error),
             OnError::Continue => {
                 let text = format!("the checkpoint of step {step} was not written: {error}");
                 self.callbacks.warn(text);
+                self.lost = Some(error);
                 Ok(())
             }
         }
