@@ -358,6 +358,6 @@ fn a_dropped_run_keeps_its_directory_until_its_checkpoint_is_complete() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let fit = Trainer::fit(config).resume_strictly();
         let fitted = runtime.expect("a runtime").block_on(fit.run(&mut ()));
-        assert!(fitted.expect("a whole checkpoint").summary.steps <= 2);
+        assert_eq!(fitted.expect("a whole checkpoint").summary.steps, 3);
     });
 }
