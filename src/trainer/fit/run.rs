@@ -76,8 +76,13 @@ impl Run<'_> {
             // The model is whole unless the ring failed, so a checkpoint keeps the steps before.
             // With several ranks there is none, because the others may be within a step.
             let is_alone = self.trainer.plan().share() == RankShare::WHOLE;
-            if is_alone && !matches!(error, Error::Ring(_)) && step > first {
-                self.save().await?;
+            // The first error is the one that is returned.
+            if is_alone
+                && !matches!(error, Error::Ring(_))
+                && step > first
+                && let Err(lost) = self.save().await
+            {
+                self.callbacks.warn(lost.to_string());
             }
             // The checkpoint that is being written becomes complete, even if the ring failed since.
             if let Err(lost) = self.end_checkpoint().await {
