@@ -372,6 +372,7 @@ impl Prepared {
             stop,
             saved: None,
             writing: None,
+            skipped: 0,
             lost: None,
             validated: None,
         };
