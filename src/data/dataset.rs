@@ -6,6 +6,7 @@ use super::files;
 use super::mask::Mask;
 use super::pack::join;
 use super::reader::Reader;
+use super::remarks::Remarks;
 use super::source::{Part, Source};
 use super::tally::Tally;
 use super::vocabulary::Vocabulary;
@@ -35,14 +36,7 @@ pub struct Dataset {
     name: String,
     /// The name of the validation set, if there are several.
     set: Option<String>,
-    /// Columns of its records that are not used.
-    unused: Vec<String>,
-    /// The records that were left out.
-    skipped: Tally,
-    /// The records that have no label and were not left out.
-    unlabelled: Tally,
-    /// What a person should know of its files.
-    notes: Vec<String>,
+    remarks: Remarks,
     predicts: Predicts,
     mask: Option<Mask>,
     attend_across: bool,
@@ -81,8 +75,17 @@ impl Dataset {
         }
         let (_, sets) = Dataset::open(config, shape)?;
         if sets.is_empty() {
-            let problem = "is missing: name the data to evaluate, or set data.validation_split";
-            return Err(Error::config("data.validation", problem));
+            return Err(match config.data.validation_split {
+                Some(split) if split > 0.0 => {
+                    let problem = "holds out no sequence: the data is too small for it";
+                    Error::config("data.validation_split", problem)
+                }
+                _ => {
+                    let problem = "is missing: name the data to evaluate, or set \
+                                   data.validation_split";
+                    Error::config("data.validation", problem)
+                }
+            });
         }
         Ok(sets)
     }
@@ -173,10 +176,7 @@ impl Dataset {
             kind,
             name,
             set: None,
-            unused: Vec::new(),
-            skipped: Tally::default(),
-            unlabelled: Tally::default(),
-            notes: Vec::new(),
+            remarks: Remarks::default(),
             predicts,
             mask,
             attend_across: config.data.attend_across,
@@ -222,19 +222,15 @@ impl Dataset {
             not_found: Default::default(),
             has_date: config.data.date.is_some(),
         };
-        let mut notes: Vec<String> =
-            reader.vocabulary.excess(shape.vocabulary).into_iter().collect();
-        let mut skipped = Tally::default();
-        let mut unlabelled = Tally::default();
+        let mut remarks = Remarks::default();
+        remarks.notes.extend(reader.vocabulary.excess(shape.vocabulary));
         let mut sources = Vec::new();
         for (name, weight) in files.each() {
             if name == "random" {
                 return Err(Error::bad_data(name, "it cannot be combined with other data"));
             }
             let mut opened = files::open(name, &reader)?;
-            skipped.extend(std::mem::take(&mut opened.skipped));
-            unlabelled.extend(std::mem::take(&mut opened.unlabelled));
-            notes.extend(opened.left_out.take());
+            remarks.take(&mut opened);
             sources.push(Source::new(opened, weight));
         }
         notes.extend(reader.notes_of_chats());
@@ -243,10 +239,8 @@ impl Dataset {
         let unused = reader.unused.into_inner().expect("nothing panics inside");
         let vocabulary = reader.vocabulary;
         let mut data = Dataset::of(config, shape, kind, name, predicts, vocabulary, seed)?;
-        data.unused = unused.into_iter().collect();
-        data.skipped = skipped;
-        data.unlabelled = unlabelled;
-        data.notes = notes;
+        data.remarks = remarks;
+        data.remarks.unused = unused.into_iter().collect();
         Ok(data)
     }
 
@@ -288,34 +282,23 @@ impl Dataset {
 
     /// The columns of its records that are not used.
     pub fn unused_columns(&self) -> &[String] {
-        &self.unused
+        &self.remarks.unused
     }
 
     /// The number of records that `data.bad_records = "skip"` left out.
     pub fn skipped_records(&self) -> u64 {
-        self.skipped.count
+        self.remarks.skipped.count
     }
 
     /// The records that have no label.
     pub(super) fn unlabelled(&self) -> &Tally {
-        &self.unlabelled
+        &self.remarks.unlabelled
     }
 
     /// What a person should know of the data, in sentences: columns that are not used, files and
     /// records that are left out, records without a label, tokens that the model does not have.
     pub fn notes(&self) -> Vec<String> {
-        let mut notes = self.notes.clone();
-        if !self.unused.is_empty() {
-            notes.push(format!("columns not used: {}", self.unused.join(", ")));
-        }
-        if self.skipped.count > 0 {
-            notes.push(format!("records left out: {}: {}", self.skipped.count, self.skipped));
-        }
-        if self.unlabelled.count > 0 {
-            let count = self.unlabelled.count;
-            notes.push(format!("records without a label: {count}: {}", self.unlabelled));
-        }
-        notes
+        self.remarks.sentences()
     }
 
     /// The vocabulary of its tokens.

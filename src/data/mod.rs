@@ -18,6 +18,7 @@ mod overview;
 mod pack;
 mod reader;
 mod record;
+mod remarks;
 mod source;
 mod spool;
 mod tables;

@@ -262,8 +262,8 @@ fn as_encoded(encoded: &Encoding) -> Encoded {
     }
 }
 
-/// The step with `trim_offsets` off. It leaves spaces out of the spans of tokens, so that a token of
-/// nothing but spaces, such as indentation, would seem to cover nothing of an answer.
+/// The step with `trim_offsets` off. It leaves spaces out of the spans of tokens, so that a token
+/// of nothing but spaces, such as indentation, would seem to cover nothing of an answer.
 fn untrimmed(step: PostProcessorWrapper) -> PostProcessorWrapper {
     match step {
         PostProcessorWrapper::ByteLevel(step) => step.trim_offsets(false).into(),

@@ -275,8 +275,8 @@ fn indentation_is_learnt() {
     }
 }
 
-/// A run leaves bad records out, says so, and resumes to the same weights; other commands count them
-/// too.
+/// A run leaves bad records out, says so, and resumes to the same weights; other commands count
+/// them too.
 #[test]
 fn a_run_with_bad_records() {
     let folder = tempfile::tempdir().expect("a place for files");

@@ -1,5 +1,5 @@
-//! Data as people have it: tables and lists, folders as they were cloned, byte order marks, names of
-//! classes that are numbers.
+//! Data as people have it: tables and lists, folders as they were cloned, byte order marks, classes
+//! whose names are numbers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
