@@ -233,7 +233,7 @@ impl Dataset {
             remarks.take(&mut opened);
             sources.push(Source::new(opened, weight));
         }
-        notes.extend(reader.notes_of_chats());
+        remarks.notes.extend(reader.notes_of_chats());
         let kind = Kind::Sources(sources);
         let name = files.to_string();
         let unused = reader.unused.into_inner().expect("nothing panics inside");
