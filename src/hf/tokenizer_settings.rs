@@ -11,6 +11,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokenizers::decoders::DecoderWrapper;
 use tokenizers::normalizers::NormalizerWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::processors::PostProcessorWrapper;
@@ -36,7 +37,7 @@ pub(super) fn apply(directory: &Path, tokenizer: &mut Tokenizer) -> Result<(), E
             set_prefix(adds_space, tokenizer)
         }
         "LlamaTokenizer" => match config["add_prefix_space"].as_bool() {
-            Some(adds_space) => check_prefix(adds_space, tokenizer),
+            Some(adds_space) => set_metaspace(adds_space, tokenizer),
             None => Ok(()),
         },
         _ => Ok(()),
@@ -127,7 +128,7 @@ fn set_prefix(adds_space: bool, tokenizer: &mut Tokenizer) -> Result<(), String>
 
 /// Sets whether a tokenizer of Llama's kind puts a space before a text, or refuses what cannot be
 /// set: what stands in a normalizer also changes texts behind special tokens.
-fn check_prefix(adds_space: bool, tokenizer: &mut Tokenizer) -> Result<(), String> {
+fn set_metaspace(adds_space: bool, tokenizer: &mut Tokenizer) -> Result<(), String> {
     let mut prepends = false;
     each_step(&mut as_json(tokenizer.get_normalizer())?, &mut |step| {
         prepends |= step["type"] == "Prepend";
@@ -159,6 +160,12 @@ fn check_prefix(adds_space: bool, tokenizer: &mut Tokenizer) -> Result<(), Strin
     }
     if step != before {
         tokenizer.with_pre_tokenizer(of_json::<PreTokenizerWrapper>(step)?);
+        let mut decoder = as_json(tokenizer.get_decoder())?;
+        if let Some(all) = decoder.get_mut("decoders").and_then(Value::as_array_mut) {
+            // A text without that space loses none when it is decoded.
+            all.retain(|one| adds_space || one["type"] != "Strip");
+        }
+        tokenizer.with_decoder(of_json::<DecoderWrapper>(decoder)?);
     }
     Ok(())
 }

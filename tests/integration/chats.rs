@@ -386,6 +386,10 @@ fn settings_of_tokenizers_are_those_of_transformers() {
         seen += 1;
     }
     assert!(seen >= 23, "{seen} cases");
+    let keys = json!({ "tokenizer_class": "LlamaTokenizer", "add_prefix_space": false });
+    let llama = tokenizer_with("llama", &keys).expect("good");
+    let tokens = llama.encode(" one", None, false).expect("good").tokens;
+    assert_eq!(llama.decode(&tokens, true), " one");
 }
 
 #[test]
