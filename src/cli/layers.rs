@@ -296,7 +296,7 @@ fn flatten(
         match (&values[key.get_ref().as_ref()], spanned.get_ref()) {
             // An empty table that is not a section is a value of the wrong type.
             (Value::Table(values), DeValue::Table(spans))
-                if is_section(&name) || !values.is_empty() =>
+                if !TABLES.contains(&&*name) && (is_section(&name) || !values.is_empty()) =>
             {
                 flatten(&format!("{name}."), values, spans, flat);
             }
@@ -321,12 +321,15 @@ fn parse(text: &str) -> Value {
 /// A section that is absent by default, and present once it is named.
 const OPTIONAL: &str = "train.lora";
 
+/// Keys whose values are tables with names of the user's own.
+const TABLES: [&str; 2] = ["train.lora.alpha_pattern", "train.lora.rank_pattern"];
+
 /// All keys, with their sections.
 pub(super) fn known_keys() -> Vec<String> {
     let mut config = Config::default();
     config.train.lora = Some(LoraConfig::default());
     let all = serde_json::to_value(config).expect("a config is plain data");
-    let mut keys = vec![OPTIONAL.to_string()];
+    let mut keys: Vec<String> = TABLES.into_iter().chain([OPTIONAL]).map(String::from).collect();
     list_keys("", &all, &mut keys);
     keys
 }
