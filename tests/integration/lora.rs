@@ -14,9 +14,8 @@ use serde_json::Value;
 
 use crate::pytorch::{self, check, golden_of};
 
-/// A case ends with `-linear` where adapters are of all linear layers of the model before that, with
-/// `-patterns` where ranks and alphas differ by module, and with `-layers` where only some layers
-/// have adapters.
+/// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
+/// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
 const CASES: [&str; 18] = [
     "tied",
     "llama",
