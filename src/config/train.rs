@@ -96,9 +96,13 @@ impl TrainConfig {
         let be = "a finite number above 0";
         must(alpha.is_none_or(is_positive), "train.lora.alpha", be)?;
         let mut ranks = rank_pattern.iter().flat_map(BTreeMap::values);
-        must(!ranks.any(|rank| *rank == 0), "train.lora.rank_pattern", "ranks of at least 1")?;
+        must(
+            !ranks.any(|rank| *rank == 0),
+            "train.lora.rank_pattern",
+            "a table of ranks of at least 1",
+        )?;
         let mut alphas = alpha_pattern.iter().flat_map(BTreeMap::values);
-        let be = "of finite numbers above 0";
+        let be = "a table of finite numbers above 0";
         must(alphas.all(|alpha| is_positive(*alpha)), "train.lora.alpha_pattern", be)?;
         must((0.0..1.0).contains(&dropout), "train.lora.dropout", "in [0, 1)")?;
         let own = [

@@ -175,9 +175,8 @@ fn pattern(value: Option<&Value>, key: &str) -> Result<Vec<(String, f64)>, Strin
     let Some(value) = value else { return Ok(Vec::new()) };
     let table = value.as_object().ok_or_else(|| format!("{key} is no object"))?;
     let entry = |(name, value): (&String, &Value)| {
-        let number = value.as_f64().filter(|number| number.is_finite() && *number > 0.0);
-        let number = number
-            .ok_or_else(|| format!("{key} has {name:?}: {value}, which is no number above 0"))?;
+        let number = value.as_f64().filter(|number| number.is_finite());
+        let number = number.ok_or_else(|| format!("{key} has {name:?}: {value} is no number"))?;
         Ok((name.clone(), number))
     };
     table.iter().map(entry).collect()

@@ -223,3 +223,38 @@ async fn adapters_without_a_head_begin_a_classifier() {
         trainer.model().blocks.iter().flat_map(|b| b.trained()).map(|t| &t.name[..]).collect();
     assert!(trained.contains(&"score.weight"));
 }
+
+/// A table that was trained beside adapters: the model's files need not have it.
+#[tokio::test]
+async fn a_table_that_adapters_bring_is_not_missed() {
+    let mut config = config_of("llama-sequences");
+    config.step.steps = Some(1);
+    config.train.lora = Some(LoraConfig { rank: Some(2), ..LoraConfig::default() });
+    config.train.only = vec!["lm_head".into()];
+    let data = goldens().join("llama/data.jsonl").display().to_string();
+    config.data.train = data.into();
+    let folder = tempfile::tempdir().expect("a place for files");
+    let place = folder.path().join("checkpoint");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+    let mut batches = Batches::open(&config).expect("it is committed");
+    trainer.step(batches.next().await.expect("good data")).await.expect("nothing fails here");
+    trainer.checkpoint(&place).await.expect("a directory of ours");
+    drop(trainer);
+    inference::load_from(&mut config, &place);
+    let expected = loss_of(&config).await;
+    let base = folder.path().join("base");
+    fs::create_dir(&base).expect("a place for files");
+    let whole = goldens().join("llama");
+    fs::copy(whole.join("config.json"), base.join("config.json")).expect("it is committed");
+    let bytes = fs::read(whole.join("model.safetensors")).expect("it is committed");
+    let tensors = SafeTensors::deserialize(&bytes).expect("good").tensors();
+    let kept = tensors.into_iter().filter(|(name, _)| name != "lm_head.weight");
+    let kept = safetensors::serialize(kept, None).expect("plain tensors");
+    fs::write(base.join("model.safetensors"), kept).expect("a place for files");
+    config.model.path = Some(base.clone());
+    assert_eq!(loss_of(&config).await, expected);
+    let merged = folder.path().join("merged");
+    hf::export(&place, Some(&base), &merged, ExportOptions::default()).expect("ours");
+    let found = loss_of(&plain(&config, merged)).await;
+    assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+}
