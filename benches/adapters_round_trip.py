@@ -40,7 +40,7 @@ def loss(sets, *more):
 
 def round_trip(name, task, folder):
     kind, labels = TASKS[task]
-    data = GOLDENS / (f"heads/{task}.jsonl" if kind else f"{name}/data.jsonl")
+    data = GOLDENS / (f"peft_heads/{task}.jsonl" if kind else f"{name}/data.jsonl")
     model = {"model.path": GOLDENS / name, "data.train": data, "data.validation": data}
     if kind:
         model |= {"model.task": kind, "model.labels": labels}

@@ -3,10 +3,11 @@
 
 use std::path::Path;
 
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::json;
-use super::pattern::ends_with;
+use super::pattern::Pattern;
 use crate::error::Error;
 
 /// The file that describes adapters.
@@ -20,10 +21,14 @@ pub(super) struct AdapterConfig {
     /// alpha of modules that no pattern names.
     pub(super) alpha: f64,
     pub(super) rank_stabilised: bool,
-    /// Ranks of some modules, by regular expressions for the ends of their names.
-    ranks: Vec<(String, f64)>,
-    /// Alphas of some modules, in the same way.
-    alphas: Vec<(String, f64)>,
+    patterns: Patterns,
+}
+
+/// Values of some modules in place of those of all.
+#[derive(Deserialize)]
+struct Patterns {
+    rank_pattern: Option<Pattern>,
+    alpha_pattern: Option<Pattern>,
 }
 
 /// Settings that are refused when they are set, and why.
@@ -103,10 +108,12 @@ impl AdapterConfig {
     pub(super) fn read(directory: &Path) -> Result<AdapterConfig, Error> {
         let path = directory.join(ADAPTER_CONFIG);
         let keys: Map<String, Value> = json::read(&path)?;
-        AdapterConfig::of(keys).map_err(|what| Error::bad_model(path.display(), what))
+        let patterns: Patterns = json::read(&path)?;
+        let read = AdapterConfig::of(keys, patterns);
+        read.map_err(|what| Error::bad_model(path.display(), what))
     }
 
-    fn of(keys: Map<String, Value>) -> Result<AdapterConfig, String> {
+    fn of(keys: Map<String, Value>, patterns: Patterns) -> Result<AdapterConfig, String> {
         let given = |key: &str| keys.get(key).filter(|value| !value.is_null());
         let kind = given("peft_type").and_then(Value::as_str).unwrap_or_default();
         if kind != "LORA" {
@@ -119,9 +126,7 @@ impl AdapterConfig {
         let alpha = given("lora_alpha").and_then(Value::as_f64).filter(|alpha| alpha.is_finite());
         let alpha = alpha.ok_or("lora_alpha is no number")?;
         let rank_stabilised = given("use_rslora").and_then(Value::as_bool).unwrap_or(false);
-        let ranks = pattern(given("rank_pattern"), "rank_pattern")?;
-        let alphas = pattern(given("alpha_pattern"), "alpha_pattern")?;
-        Ok(AdapterConfig { keys, rank, alpha, rank_stabilised, ranks, alphas })
+        Ok(AdapterConfig { keys, rank, alpha, rank_stabilised, patterns })
     }
 
     /// The task that the adapters were trained for, if they name one.
@@ -131,12 +136,16 @@ impl AdapterConfig {
 
     /// The rank that the settings give a module.
     pub(super) fn rank_of(&self, module: &str) -> Result<f64, String> {
-        Ok(first(&self.ranks, "rank_pattern", module)?.unwrap_or(self.rank as f64))
+        let own = self.patterns.rank_pattern.as_ref().map_or(Ok(None), |all| all.of(module));
+        let own = own.map_err(|what| format!("rank_pattern {what}"))?;
+        Ok(own.unwrap_or(self.rank as f64))
     }
 
     /// The alpha that the settings give a module.
     pub(super) fn alpha_of(&self, module: &str) -> Result<f64, String> {
-        Ok(first(&self.alphas, "alpha_pattern", module)?.unwrap_or(self.alpha))
+        let own = self.patterns.alpha_pattern.as_ref().map_or(Ok(None), |all| all.of(module));
+        let own = own.map_err(|what| format!("alpha_pattern {what}"))?;
+        Ok(own.unwrap_or(self.alpha))
     }
 }
 
@@ -168,27 +177,4 @@ fn check_beginning(value: Option<&Value>) -> Result<(), String> {
              them to the model there (merge_and_unload) and set model.path to that"
         )),
     }
-}
-
-/// A table of regular expressions and numbers, in the order of the file.
-fn pattern(value: Option<&Value>, key: &str) -> Result<Vec<(String, f64)>, String> {
-    let Some(value) = value else { return Ok(Vec::new()) };
-    let table = value.as_object().ok_or_else(|| format!("{key} is no object"))?;
-    let entry = |(name, value): (&String, &Value)| {
-        let number = value.as_f64().filter(|number| number.is_finite());
-        let number = number.ok_or_else(|| format!("{key} has {name:?}: {value} is no number"))?;
-        Ok((name.clone(), number))
-    };
-    table.iter().map(entry).collect()
-}
-
-/// The number of the first expression that names a module, as in PEFT.
-fn first(all: &[(String, f64)], key: &str, module: &str) -> Result<Option<f64>, String> {
-    for (expression, number) in all {
-        let names = ends_with(expression, module);
-        if names.map_err(|what| format!("{key} has {expression:?}: {what}"))? {
-            return Ok(Some(*number));
-        }
-    }
-    Ok(None)
 }

@@ -1,6 +1,6 @@
 """PEFT's classifiers on models without a head of classes: the head comes from the adapters.
 
-Makes, below `heads/`, two files of data, a directory of adapters for each family and task, and golden.json: the losses
+Makes, below `peft_heads/`, two files of data, a directory of adapters for each family and task, and golden.json: the losses
 with the adapters of each. The models are those of `families.py` and `gpt2.py`.
 
     pip install torch transformers peft && python peft_heads.py
@@ -47,7 +47,7 @@ def loss_of(model, lines):
 
 def main():
     here = pathlib.Path(__file__).parent
-    folder = here / "heads"
+    folder = here / "peft_heads"
     folder.mkdir(exist_ok=True)
     data = dict(zip(KINDS, zip(*records(3, torch.Generator().manual_seed(1)))))
     for task, lines in data.items():

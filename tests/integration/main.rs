@@ -4,6 +4,7 @@
 //! `tests/memory.rs` replaces the allocator, `tests/tidy.rs` and `tests/faults/` need nothing of
 //! the library.
 
+mod adapter_heads;
 #[cfg(feature = "cli")]
 mod bad_input;
 mod base;
@@ -34,7 +35,6 @@ mod fit;
 mod fuzz;
 mod generate;
 mod growth;
-mod heads;
 #[cfg(feature = "tokenizers")]
 mod hostile_text;
 #[cfg(feature = "cli")]

@@ -52,7 +52,7 @@ fn config_of(case: &str) -> Config {
     let (base, task) = case.rsplit_once('-').expect("a model and a task");
     let mut config = Config::default();
     config.model.path = Some(goldens().join(base));
-    let data = goldens().join("heads").join(format!("{task}.jsonl")).display().to_string();
+    let data = goldens().join("peft_heads").join(format!("{task}.jsonl")).display().to_string();
     config.data.train = data.clone().into();
     config.data.validation = Some(data.into());
     config.step.batch = 4;
@@ -102,12 +102,12 @@ fn check_export(folder: &Path, case: &str, names: &[&str]) {
 
 #[tokio::test]
 async fn pefts_classifiers_have_pefts_losses() {
-    let golden = json(&goldens().join("heads/golden.json"));
+    let golden = json(&goldens().join("peft_heads/golden.json"));
     assert_eq!(golden["losses"].as_object().map(|losses| losses.len()), Some(CASES.len()));
     for case in CASES {
         let expected = golden["losses"][case].as_f64().expect("a loss");
         let mut config = config_of(case);
-        let adapters = goldens().join("heads").join(case);
+        let adapters = goldens().join("peft_heads").join(case);
         // The head follows from the adapters: the config names no task.
         config.train.lora = Some(LoraConfig { path: Some(adapters.clone()), ..Default::default() });
         let found = loss_of(&config).await;
