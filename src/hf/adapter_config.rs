@@ -32,7 +32,7 @@ struct Patterns {
 }
 
 /// Settings that are refused when they are set, and why.
-const REFUSED: [(&str, &str); 14] = [
+const REFUSED: [(&str, &str); 13] = [
     ("use_dora", "DoRA, which also scales the rows of weights, is not built"),
     ("bias", "biases that are trained beside adapters are not read"),
     ("lora_bias", "adapters with a bias are not built"),
@@ -46,16 +46,16 @@ const REFUSED: [(&str, &str); 14] = [
     ("kasa_config", "KaSA is not built"),
     ("monteclora_config", "MonteCLoRA is not built"),
     ("megatron_config", "Megatron's layers are not built"),
-    ("ensure_weight_tying", "adapters that tied tables share are not built"),
 ];
 
 /// Settings that say how adapters began, were trained or are stored, or which modules have them,
 /// and those that are read below. The modules follow from the tensors.
-const KNOWN: [&str; 28] = [
+const KNOWN: [&str; 29] = [
     "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
+    "ensure_weight_tying",
     "eva_config",
     "exclude_modules",
     "fan_in_fan_out",
