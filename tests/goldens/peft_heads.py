@@ -24,7 +24,7 @@ TARGETS = {
 DECODERS = ["tied", "gemma3_text", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"]
 # A pooler that the model lacks must be saved, or nobody has it.
 SAVED = {"bert-sequences": ["pooler"]}
-NO_TOKENS = ["opt"]  # transformers has no such model
+NO_TOKENS = ["gemma3_text", "opt"]  # transformers has no such model
 KINDS = {"sequences": (AutoModelForSequenceClassification, "SEQ_CLS", 3),
          "tokens": (AutoModelForTokenClassification, "TOKEN_CLS", 4)}
 
