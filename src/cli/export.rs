@@ -34,13 +34,8 @@ pub(super) fn export(arguments: &Export) -> Result<(), Error> {
             // The config may name the task of adapters, and their classes.
             let mut loaded = config.clone();
             inference::load_from(&mut loaded, &from);
-            options.head = loaded
-                .model
-                .path
-                .is_some()
-                .then(|| shape_of(&loaded))
-                .transpose()?
-                .map(|shape| shape.head);
+            let shape = loaded.model.path.is_some().then(|| shape_of(&loaded)).transpose()?;
+            options.head = shape.map(|shape| shape.head);
             if let Some(Labels::Names(names)) = &config.model.labels {
                 options.labels.clone_from(names);
             }
