@@ -1,6 +1,7 @@
 //! Models in transformers' format: reads and writes directories of `config.json`,
 //! `model.safetensors`, tokenizers and chat templates.
 
+mod adapter_config;
 mod adapters;
 mod average;
 #[cfg(feature = "tokenizers")]
@@ -23,6 +24,7 @@ mod metered_calls;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
+mod pattern;
 #[cfg(feature = "tokenizers")]
 mod python_text;
 mod record_value;
@@ -40,7 +42,10 @@ mod tokenizer_json;
 mod tokenizer_settings;
 mod weights;
 
-pub(crate) use adapters::{ADAPTER_CONFIG, base_of, has_adapters, read_lora, write_adapter_config};
+pub(crate) use adapters::{
+    SavedAdapters, adapters_head, base_of, has_adapters, read_lora, refused_adapters,
+    saved_tensors, write_adapter_config,
+};
 #[cfg(feature = "tokenizers")]
 pub use chat::Template;
 pub(crate) use companions::copy_companions;
@@ -60,5 +65,5 @@ pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{
-    Load, check_format, load, load_adapters, load_states, load_trained, tensor,
+    Load, check_format, load, load_adapters, load_own_adapters, load_states, load_trained, tensor,
 };

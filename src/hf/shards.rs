@@ -108,6 +108,10 @@ impl Source {
     ) -> Result<Source, Error> {
         let mut files = Vec::new();
         let mut tensors = Vec::new();
+        let merge = match changed {
+            Changed::Merged(merge) => Some(merge),
+            Changed::No | Changed::Averaged(_) => None,
+        };
         for (at, path) in paths.iter().enumerate() {
             let file = WeightFile::open(path)?;
             let read = file.tensors();
@@ -116,13 +120,17 @@ impl Source {
                 if all_finite {
                     check_finite(&name, &view).map_err(|what| file.refuse(what))?;
                 }
-                let shape = view.shape().to_vec();
+                if merge.is_some_and(|merge| merge.drops(&name)) {
+                    continue;
+                }
+                let replaced = merge.and_then(|merge| merge.replaced(&name));
+                let shape = replaced.unwrap_or_else(|| view.shape().to_vec());
                 tensors.push(SourceTensor { name, dtype: view.dtype(), shape, file: Some(at) });
             }
             drop(read);
             files.push(file);
         }
-        if let (Changed::Merged(merge), Some(last)) = (changed, files.last()) {
+        if let Some((merge, last)) = merge.zip(files.last()) {
             let names: Vec<&str> = tensors.iter().map(|tensor| &tensor.name[..]).collect();
             for name in merge.new_tensors(&names).map_err(|what| last.refuse(what))? {
                 let view = merge.new_tensor(&name);

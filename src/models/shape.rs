@@ -41,6 +41,16 @@ pub enum Head {
     },
 }
 
+impl Head {
+    /// The number of scores of a head of classes.
+    pub fn labels(&self) -> Option<usize> {
+        match *self {
+            Head::Classes { labels, .. } | Head::TokenClasses { labels } => Some(labels),
+            Head::Tokens | Head::Masked => None,
+        }
+    }
+}
+
 /// A window of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
