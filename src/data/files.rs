@@ -2,7 +2,7 @@
 //! tokenized by all cores.
 
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -16,6 +16,7 @@ use super::{CORPUS, Predicts, Sequence};
 use crate::config::DataConfig;
 use crate::error::Error;
 use crate::hf::hex;
+use crate::lfs;
 
 /// The longest line of a `.jsonl` file. A longer one can hardly be a record, and might not fit in
 /// memory.
@@ -65,6 +66,9 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
             let at = path.display().to_string();
             let refuse = |error| Error::unusable(format_args!("data {at}"), error);
             let mut file = BufReader::with_capacity(1 << 16, File::open(&path).map_err(refuse)?);
+            if lfs::is_pointer(file.fill_buf().map_err(refuse)?) {
+                return Err(Error::bad_data(&at, lfs::INSTEAD));
+            }
             let extension = extension(&path).unwrap_or_default();
             is_text &= !OF_RECORDS.contains(&extension);
             match extension {
@@ -72,7 +76,10 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
                 "json" => opening.list(&at, &mut file)?,
                 "csv" => opening.table(&at, &mut file, b',')?,
                 "tsv" => opening.table(&at, &mut file, b'\t')?,
-                "parquet" => opening.parquet(&at, file.into_inner())?,
+                "parquet" => {
+                    file.rewind().map_err(refuse)?;
+                    opening.parquet(&at, file.into_inner())?;
+                }
                 "bin" => opening.token_ids(&at, &mut file)?,
                 _ => opening.text(&at, &mut file)?,
             }

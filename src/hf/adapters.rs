@@ -107,6 +107,9 @@ pub(crate) fn write_adapter_config(
             push_once(&mut saved, module.into());
         }
     }
+    let ties = model.shape.tied && model.shape.scores_vocabulary();
+    let trains_table =
+        saved.iter().any(|module| model.shape.names.embedding == format!("{module}.weight"));
     let task = match model.shape.head {
         Head::Tokens => json!("CAUSAL_LM"),
         Head::Classes { .. } => json!("SEQ_CLS"),
@@ -123,6 +126,7 @@ pub(crate) fn write_adapter_config(
         "use_rslora": lora.rank_stabilised,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
+        "ensure_weight_tying": ties && trains_table,
         "modules_to_save": if saved.is_empty() { Value::Null } else { json!(saved) },
         "fan_in_fan_out": !model.shape.transposed,
         "bias": "none",

@@ -2,8 +2,8 @@
 //! They are copied to each directory that is written, so that other programs can use it like the
 //! first one.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
 use std::path::{Component, Path};
 
 use serde_json::Value;
@@ -32,28 +32,36 @@ const FILES: [&str; 15] = [
     "vocab.txt",
 ];
 
-/// Copies the files that exist, and the modules of sentence-transformers, and waits until they are
-/// on the disk.
-pub(crate) fn copy_companions(from: &Path, to: &Path) -> io::Result<()> {
-    for file in FILES.iter().filter(|file| from.join(file).is_file()) {
-        copy(&from.join(file), &to.join(file))?;
-    }
-    for module in modules(from) {
-        fs::create_dir_all(to.join(&module))?;
-        for entry in fs::read_dir(from.join(&module))? {
-            let entry = entry?;
-            if entry.file_type()?.is_file() {
-                copy(&entry.path(), &to.join(&module).join(entry.file_name()))?;
-            }
+/// Copies the files that exist, and the modules of sentence-transformers, to a new directory, and
+/// waits until they are on the disk. A file that several directories have is the first one's.
+pub(crate) fn copy_companions(from: &[&Path], to: &Path) -> io::Result<()> {
+    for from in from {
+        for file in FILES.iter().filter(|file| from.join(file).is_file()) {
+            copy_new(&from.join(file), &to.join(file))?;
         }
-        folder::sync(&to.join(&module))?;
+        for module in modules(from) {
+            fs::create_dir_all(to.join(&module))?;
+            for entry in fs::read_dir(from.join(&module))? {
+                let path = entry?.path();
+                if let Some(name) = path.file_name().filter(|_| path.is_file()) {
+                    copy_new(&path, &to.join(&module).join(name))?;
+                }
+            }
+            folder::sync(&to.join(&module))?;
+        }
     }
     Ok(())
 }
 
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    fs::copy(from, to)?;
-    folder::sync(to)
+/// Copies a file's bytes, unless there is a file already. The copy has the mode of a new file: those
+/// of a shared cache may be read-only.
+fn copy_new(from: &Path, to: &Path) -> io::Result<()> {
+    let mut new = match File::create_new(to) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(()),
+        made => made?,
+    };
+    io::copy(&mut File::open(from)?, &mut new)?;
+    new.sync_all()
 }
 
 /// The folders of the steps that sentence-transformers adds behind the model, such as `1_Pooling`.

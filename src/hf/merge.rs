@@ -8,10 +8,11 @@ use safetensors::tensor::TensorView;
 use super::adapters::{PREFIX, WEIGHTS, read_lora};
 use super::config::read_shape;
 use super::names::{is_float, is_in};
-use super::weights::{WeightFile, decode_all};
+use super::tied::keeps_tied;
+use super::weights::{WeightFile, check_format, decode_all};
 use crate::error::Error;
 use crate::models::families::Names;
-use crate::models::{Lora, adapters};
+use crate::models::{Lora, Shape, Training, adapters};
 
 /// Adapters that are added to the weights of a model.
 pub(super) struct Merge {
@@ -19,9 +20,10 @@ pub(super) struct Merge {
     lora: Lora,
     /// The names of weights with adapters, and of tensors that replace the model's.
     changes: Vec<String>,
-    /// Whether the model's weights are (outputs, inputs).
-    transposed: bool,
-    names: &'static Names,
+    /// The shape of the model, as its `config.json` has it.
+    shape: Shape,
+    /// Whether the adapters part the head's table from the embedding.
+    unties: bool,
 }
 
 impl Merge {
@@ -30,6 +32,7 @@ impl Merge {
     /// # Errors
     /// One of the directories cannot be read, or an adapter has only one of its matrices.
     pub(super) fn new(directory: &Path, base: &Path) -> Result<Merge, Error> {
+        check_format(base)?;
         let shape = read_shape(base)?;
         let file = WeightFile::open(&directory.join(WEIGHTS))?;
         let tensors = file.tensors();
@@ -46,9 +49,26 @@ impl Merge {
         }
         let (lora, saved) = read_lora(directory)?;
         let weights = lora.targets.iter().map(|module| format!("{module}.weight"));
-        let mut changes: Vec<String> = weights.chain(saved).collect();
+        let mut changes: Vec<String> = weights.chain(saved.clone()).collect();
         changes.sort();
-        Ok(Merge { file, lora, changes, transposed: shape.transposed, names: shape.names })
+        let training = Training {
+            only: saved,
+            keeps_tied: keeps_tied(directory)?,
+            lora: Some(lora.clone()),
+            ..Training::default()
+        };
+        drop(tensors);
+        Ok(Merge { file, lora, changes, unties: training.unties(&shape), shape })
+    }
+
+    /// Whether the adapters part the head's table from the embedding.
+    pub(super) fn unties(&self) -> bool {
+        self.unties
+    }
+
+    /// Whether the adapters replace the tensor of this name.
+    pub(super) fn replaces(&self, name: &str) -> bool {
+        self.changes.iter().any(|change| change == name)
     }
 
     /// The names of tensors that only the adapters have, such as a new head. `names` are the
@@ -76,14 +96,15 @@ impl Merge {
     /// Whether a tensor's name in a file means the tensor of this name. Files may leave out the
     /// family's prefix.
     fn is_called(&self, in_file: &str, name: &str) -> bool {
-        in_file == name || name.strip_prefix(self.names.prefix) == Some(in_file)
+        in_file == name || name.strip_prefix(self.shape.names.prefix) == Some(in_file)
     }
 
     /// Whether the adapters' file has this tensor, and it belongs to a head, which a model may
     /// lack.
     fn has(&self, name: &str) -> bool {
-        let Names { class_dense, class_out, token_classes, head, .. } = self.names;
-        is_in(name, &[class_dense, class_out, token_classes, head])
+        let Names { class_dense, class_out, token_classes, head, .. } = *self.shape.names;
+        let [bias, _] = &self.shape.names.head_biases();
+        is_in(name, &[class_dense, class_out, token_classes, head, bias])
             && self.file.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
     }
 
@@ -96,8 +117,10 @@ impl Merge {
     ) -> Result<Option<Vec<f32>>, String> {
         let tensors = self.file.tensors();
         let find = |end: &str, of: &str| {
-            let names =
-                [format!("{PREFIX}{of}{end}"), format!("{PREFIX}{}{of}{end}", self.names.prefix)];
+            let names = [
+                format!("{PREFIX}{of}{end}"),
+                format!("{PREFIX}{}{of}{end}", self.shape.names.prefix),
+            ];
             names.iter().find_map(|name| tensors.tensor(name).ok())
         };
         let floats = |view: &TensorView<'_>| -> Result<Vec<f32>, String> {
@@ -118,7 +141,7 @@ impl Merge {
         let (&[r, inputs], &[outputs, of_b]) = (a.shape(), b.shape()) else {
             return Err(differs(name, tensor, &a));
         };
-        let expected = if self.transposed { [outputs, inputs] } else { [inputs, outputs] };
+        let expected = if self.shape.transposed { [outputs, inputs] } else { [inputs, outputs] };
         if tensor.shape() != expected || [r, of_b] != [self.lora.rank; 2] {
             return Err(differs(name, tensor, &a));
         }
@@ -129,7 +152,7 @@ impl Merge {
         let columns = expected[1];
         w.par_chunks_mut(columns).enumerate().for_each(|(row, w)| {
             for (column, w) in w.iter_mut().enumerate() {
-                let (i, o) = if self.transposed { (column, row) } else { (row, column) };
+                let (i, o) = if self.shape.transposed { (column, row) } else { (row, column) };
                 let products =
                     (0..r).map(|k| f64::from(b[o * r + k]) * f64::from(a[k * inputs + i]));
                 *w = (f64::from(*w) + scale * products.sum::<f64>()) as f32;

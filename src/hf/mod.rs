@@ -19,12 +19,14 @@ mod metered_calls;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
+mod quantised;
 mod sealed;
 mod shards;
 #[cfg(feature = "tokenizers")]
 mod template_text;
 mod tensor_files;
 mod text;
+mod tied;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
 #[cfg(feature = "tokenizers")]
@@ -46,6 +48,7 @@ pub use no_tokenizer::{Template, Tokenizer};
 pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
 pub(crate) use tensor_files::{Before, TensorFiles, save};
 pub use text::{Encoded, Message, RenderedChat};
+pub(crate) use tied::{has_own_head, keeps_tied};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{

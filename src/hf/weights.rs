@@ -18,10 +18,12 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
-use super::json;
-use super::names::{check, find, is_of_new_head, prefix};
+use super::names::{Spelling, check, find, is_of_new_head};
+use super::tied::is_tied;
+use super::{json, quantised};
 use crate::eps::{BlockRun, Eps};
 use crate::error::Error;
+use crate::lfs;
 use crate::models::adapters::is_of_adapter;
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{RuleState, StateDtype};
@@ -126,14 +128,21 @@ pub(crate) fn load(
     how: Load,
 ) -> Result<Vec<String>, Error> {
     let files = weight_files(directory)?;
-    read(&files, &base_tensors(model, eps), Some(model), eps, how)
+    read(&files, &base_tensors(model, eps), Some(spelling_of(directory, model)), eps, how)
+}
+
+/// The names of a model's tensors in the weight files of a directory.
+fn spelling_of<'m>(directory: &Path, model: &'m Model) -> Spelling<'m> {
+    let is_tied = model.shape.tied || is_tied(directory);
+    Spelling { model, of_adapters: false, is_tied }
 }
 
 /// Reads the trained tensors into the EPS, from a checkpoint of the whole model.
 pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     let files = weight_files(directory)?;
     let how = Load { tensors: Tensors::Trained, all_finite: false };
-    read(&files, &base_tensors(model, eps), Some(model), eps, how).map(drop)
+    let spelling = Some(spelling_of(directory, model));
+    read(&files, &base_tensors(model, eps), spelling, eps, how).map(drop)
 }
 
 /// Reads adapters, and the tensors that were trained beside them, into the EPS.
@@ -143,7 +152,8 @@ pub(crate) fn load_adapters(
     eps: &Eps,
     how: Load,
 ) -> Result<(), Error> {
-    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, how).map(drop)
+    let spelling = Some(Spelling { model, of_adapters: true, is_tied: model.shape.tied });
+    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), spelling, eps, how).map(drop)
 }
 
 /// Reads the optimizer's states into the EPS.
@@ -205,7 +215,8 @@ pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
 
 /// Refuses a directory whose weights are in a format that is not read.
 pub(crate) fn check_format(directory: &Path) -> Result<(), Error> {
-    weight_files(directory).map(drop)
+    weight_files(directory)?;
+    quantised::check_config(directory)
 }
 
 /// The files of an index.
@@ -245,7 +256,12 @@ impl WeightFile {
         // file meanwhile. The documentation asks users not to do that.
         let map = unsafe { Mmap::map(&file) }.map_err(refuse)?;
         let file = WeightFile { path: path.into(), map };
-        SafeTensors::read_metadata(&file.map).map_err(|error| file.refuse(error))?;
+        SafeTensors::read_metadata(&file.map).map_err(|error| {
+            match lfs::is_pointer(&file.map) {
+                true => file.refuse(lfs::INSTEAD),
+                false => file.refuse(error),
+            }
+        })?;
         Ok(file)
     }
 
@@ -308,25 +324,29 @@ enum Tensors {
 }
 
 /// Reads tensors of files into the EPS. Returns the names of missing tensors that may be missing.
-/// The family of `model` knows other names of the same tensors. Files that only l2l writes have no
-/// other names: then `model` is `None`.
+/// `spelling` knows other names of the same tensors. Files that only l2l writes have no other names:
+/// then it is `None`.
 fn read(
     paths: &[PathBuf],
     tensors: &FileTensors,
-    model: Option<&Model>,
+    spelling: Option<Spelling<'_>>,
     eps: &Eps,
     Load { tensors: reads, all_finite }: Load,
 ) -> Result<Vec<String>, Error> {
     let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>, _>>()?;
     let parsed: Vec<SafeTensors<'_>> = files.iter().map(WeightFile::tensors).collect();
-    let find = |name: &str| find(&parsed, name, prefix(model));
+    let model = spelling.map(|spelling| spelling.model);
+    let find = |name: &str| match spelling {
+        Some(spelling) => spelling.find(&parsed, name),
+        None => find(&parsed, name, ""),
+    };
     let keeps_initial = |name: &str| {
         let may_miss = reads == Tensors::ButMissingHead;
         may_miss && model.is_some_and(|model| is_of_new_head(name, model)) && find(name).is_none()
     };
     let (missing, tensors): (BTreeMap<_, _>, BTreeMap<_, _>) =
         tensors.iter().partition(|(name, _)| keeps_initial(name));
-    check(&parsed, &tensors, model, &find).map_err(|what| files[0].refuse(what))?;
+    check(&parsed, &tensors, spelling, &find).map_err(|what| files[0].refuse(what))?;
     if all_finite {
         let mut views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
         let checked = views.try_for_each(|(name, view)| check_finite(name, &view));
@@ -370,7 +390,7 @@ pub(super) fn decode_all(view: &TensorView<'_>) -> Vec<f32> {
 }
 
 /// Fills `to` with a tensor's elements from `from` on, as f32.
-fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
+pub(super) fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     fn each<const N: usize>(to: &mut [f32], bytes: &[u8], as_f32: impl Fn([u8; N]) -> f32) {
         to.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, &bytes)| *to = as_f32(bytes));
     }

@@ -151,6 +151,12 @@ impl Shape {
         self.head == Head::Masked
     }
 
+    /// The name of the bias of a masked LM head.
+    pub fn head_bias(&self) -> String {
+        let [of_layer, own] = self.names.head_biases();
+        if self.tied { own } else { of_layer }
+    }
+
     /// True when the head scores the tokens of the vocabulary.
     pub fn scores_vocabulary(&self) -> bool {
         matches!(self.head, Head::Tokens | Head::Masked)

@@ -5,6 +5,7 @@ use l2l_actors::schedule::BlockId;
 use super::adapters::{self, Adapters};
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
+use super::families::Names;
 use super::frozen::{Base, WeightFormat};
 use super::layer::{Kind, Tensor};
 use super::masters::MasterFormat;
@@ -25,6 +26,9 @@ pub struct Training {
     pub frozen: Vec<String>,
     /// Adapters.
     pub lora: Option<Lora>,
+    /// True: the embedding that is trained beside adapters is still the head's table, as with
+    /// PEFT's `ensure_weight_tying`. False: the tables part, as in PEFT.
+    pub keeps_tied: bool,
     /// How frozen weights are stored.
     pub base: Base,
     /// The device's dtype.
@@ -77,6 +81,33 @@ impl Lora {
 }
 
 impl Training {
+    /// Whether the head of a tied model gets a table of its own. In PEFT, a module that is trained
+    /// beside adapters is a copy. So a trained embedding does not move the head, nor a trained head
+    /// the embedding.
+    pub(crate) fn unties(&self, shape: &Shape) -> bool {
+        let names = |patterns: &[String], table: &str| {
+            patterns.iter().any(|pattern| pattern == "weight" || matches(pattern, table))
+        };
+        let trains = |table: &str| names(&self.only, table) && !names(&self.frozen, table);
+        self.lora.is_some()
+            && !self.keeps_tied
+            && shape.tied
+            && shape.scores_vocabulary()
+            && (trains(shape.names.embedding) || trains(shape.names.head))
+    }
+
+    /// The same choice, with the names that the model's tensors have. Adapters may name the head's
+    /// table where it is the embedding, and its bias by the name of another model's head.
+    fn in_names_of(&self, shape: &Shape) -> Training {
+        let Names { embedding, head, .. } = *shape.names;
+        let name = |pattern: &String| match shape.names.head_biases() {
+            biases if biases.contains(pattern) => shape.head_bias(),
+            _ if self.keeps_tied && shape.tied && pattern == head => embedding.into(),
+            _ => pattern.clone(),
+        };
+        Training { only: self.only.iter().map(name).collect(), ..self.clone() }
+    }
+
     /// The transform of a head of classes, if a target names it and it is not trained as a whole.
     fn adapted_transform(&self, shape: &Shape) -> Option<String> {
         let is_of_sequences = matches!(shape.head, Head::Classes { .. });
@@ -126,11 +157,14 @@ pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
 }
 
 impl Model {
-    /// A model of this shape, of which some tensors are trained.
+    /// A model of this shape, of which some tensors are trained. Its head is tied to its embedding
+    /// if the shape's is, and neither is trained beside adapters.
     ///
     /// # Errors
     /// A pattern names nothing, nothing is trained, or adapters do not fit the model.
     pub fn for_training(shape: Shape, training: &Training) -> Result<Model, Error> {
+        let shape = Shape { tied: shape.tied && !training.unties(&shape), ..shape };
+        let training = &training.in_names_of(&shape);
         let adapters = |modules| training.lora.as_ref().and_then(|lora| lora.adapters(modules));
         let of_classes = || adapters(training.adapted_transform(&shape).into_iter().collect());
         let of_tiles = |tile_elements| {

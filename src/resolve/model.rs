@@ -15,6 +15,7 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
         only: only.clone(),
         frozen: frozen.clone(),
         lora: None,
+        keeps_tied: false,
         base: *base,
         dtype: config.device.dtype,
         masters: config.master_format()?,
@@ -33,6 +34,7 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
         Some(path) => {
             let (adapters, saved) = hf::read_lora(path)?;
             training.only.extend(saved);
+            training.keeps_tied = hf::keeps_tied(path)?;
             adapters
         }
     };
