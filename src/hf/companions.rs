@@ -106,3 +106,53 @@ pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(),
         )),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    /// A model in a shared cache: links to files that nobody may write.
+    fn cache(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let blobs = folder.path().join("blobs");
+        fs::create_dir_all(&blobs).expect("a folder of ours");
+        for (number, (name, text)) in files.iter().enumerate() {
+            let blob = blobs.join(number.to_string());
+            fs::write(&blob, text).expect("a folder of ours");
+            fs::set_permissions(&blob, fs::Permissions::from_mode(0o444)).expect("it is ours");
+            let link = folder.path().join(name);
+            fs::create_dir_all(folder::parent(&link)).expect("a folder of ours");
+            symlink(blob, link).expect("a folder of ours");
+        }
+        folder
+    }
+
+    #[test]
+    fn copies_have_their_own_mode_and_are_the_first_directorys() {
+        let modules = r#"[{"path": ""}, {"path": "1_Pooling"}]"#;
+        let base = cache(&[
+            ("tokenizer.json", "base"),
+            ("vocab.txt", "base"),
+            ("modules.json", modules),
+            ("1_Pooling/config.json", "{}"),
+            ("README.md", "not a companion"),
+        ]);
+        let run = cache(&[("tokenizer.json", "run"), ("modules.json", modules)]);
+        let to = tempfile::tempdir().expect("a place for files");
+        copy_companions(&[run.path(), base.path()], to.path()).expect("all can be read");
+        for (name, text) in [
+            ("tokenizer.json", "run"),
+            ("vocab.txt", "base"),
+            ("modules.json", modules),
+            ("1_Pooling/config.json", "{}"),
+        ] {
+            let path = to.path().join(name);
+            assert_eq!(fs::read_to_string(&path).expect("it was copied"), text, "{name}");
+            let about = fs::symlink_metadata(&path).expect("it was copied");
+            assert!(about.is_file() && !about.permissions().readonly(), "{name}");
+        }
+        assert!(!to.path().join("README.md").exists());
+    }
+}

@@ -7,7 +7,7 @@ use crate::error::Error;
 
 /// The ends of names of tensors that quantised weights consist of, and the programs that write
 /// them.
-const ENDS: [(&str, &str); 12] = [
+const ENDS: [(&str, &str); 11] = [
     (".qweight", "GPTQ or AWQ"),
     (".qzeros", "GPTQ or AWQ"),
     (".g_idx", "GPTQ"),
@@ -19,7 +19,6 @@ const ENDS: [(&str, &str); 12] = [
     (".weight_scale_inv", "FP8"),
     (".weight_scale", "FP8 or compressed-tensors"),
     (".weight_packed", "compressed-tensors"),
-    ("_blocks", "MXFP4"),
 ];
 
 /// What to do about quantised weights.
