@@ -16,7 +16,7 @@ use super::sealed::{Sealed, check_seal};
 use super::shards::{Changed, Dtypes, Source, Tables};
 use super::tensor_files::SHARD_BYTES;
 use super::tied::has_own_head;
-use super::weights::weight_files;
+use super::weights::{check_format, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
 use crate::folder;
@@ -93,6 +93,7 @@ pub fn export(
         let what = "there is no model to export: config.json is missing";
         return Err(Error::bad_model(weights_from.display(), what));
     }
+    check_format(weights_from)?;
     // A checkpoint of adapters says what its head is; PEFT's directory has no config.json.
     let described = [from, weights_from].into_iter().find(|one| one.join(CONFIG).is_file());
     let mut config = json::read(&described.unwrap_or(from).join(CONFIG))?;

@@ -9,7 +9,7 @@ use super::adapters::{PREFIX, WEIGHTS, read_lora};
 use super::config::read_shape;
 use super::names::{is_float, is_in};
 use super::tied::keeps_tied;
-use super::weights::{WeightFile, check_format, decode_all};
+use super::weights::{WeightFile, decode_all};
 use crate::error::Error;
 use crate::models::families::Names;
 use crate::models::{Lora, Shape, Training, adapters};
@@ -32,7 +32,6 @@ impl Merge {
     /// # Errors
     /// One of the directories cannot be read, or an adapter has only one of its matrices.
     pub(super) fn new(directory: &Path, base: &Path) -> Result<Merge, Error> {
-        check_format(base)?;
         let shape = read_shape(base)?;
         let file = WeightFile::open(&directory.join(WEIGHTS))?;
         let tensors = file.tensors();

@@ -143,7 +143,11 @@ impl Source {
         }
         if let (Changed::Merged(merge), Some(last)) = (changed, source.files.last()) {
             let names: Vec<&str> = source.tensors.iter().map(|tensor| &tensor.name[..]).collect();
-            for name in merge.new_tensors(&names).map_err(|what| last.refuse(what))? {
+            let mut new = merge.new_tensors(&names).map_err(|what| last.refuse(what))?;
+            new.retain(|name| {
+                tables.is_none_or(|tables| tables.has_own_head || name != tables.names.head)
+            });
+            for name in new {
                 let view = merge.new_tensor(&name);
                 let shape = view.shape().to_vec();
                 let stored = name.clone();

@@ -23,7 +23,7 @@ use super::adapters::WEIGHTS;
 use super::json;
 use super::sealed::file_digest;
 use super::weights::{
-    FileTensor, FileTensors, INDEX, adapter_tensors, file_tensors, state_tensors, trained_names,
+    FileTensor, FileTensors, INDEX, file_tensors, state_tensors, stored_adapters, trained_names,
 };
 use crate::eps::{BlockRun, Eps, reserve};
 use crate::error::Error;
@@ -141,7 +141,7 @@ impl TensorFiles {
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
         let mut all = TensorFiles::default();
-        all.add(directory.join(WEIGHTS), adapter_tensors(model, eps))?;
+        all.add(directory.join(WEIGHTS), stored_adapters(model, eps))?;
         Ok(all)
     }
 

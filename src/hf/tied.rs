@@ -40,7 +40,11 @@ pub(crate) fn keeps_tied(adapters: &Path) -> Result<bool, Error> {
     let config: Map<String, Value> = json::read(&adapters.join(ADAPTER_CONFIG))?;
     let ties = config.get("ensure_weight_tying").and_then(Value::as_bool).unwrap_or(false);
     let saved = config.get("modules_to_save").and_then(Value::as_array);
-    Ok(ties || saved.is_none_or(Vec::is_empty))
+    let Some(saved) = saved.filter(|saved| !saved.is_empty()) else { return Ok(true) };
+    // PEFT does not know the tables of other families, and leaves them apart.
+    let is_known =
+        |module: &str| matches!(module.rsplit('.').next(), Some("embed_tokens" | "lm_head"));
+    Ok(ties && saved.iter().filter_map(Value::as_str).any(is_known))
 }
 
 /// Whether two tensors have different shapes or values. Their dtypes may differ.

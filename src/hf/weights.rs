@@ -25,10 +25,12 @@ use crate::eps::{BlockRun, Eps};
 use crate::error::Error;
 use crate::lfs;
 use crate::models::adapters::is_of_adapter;
+use crate::models::families::Names;
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{RuleState, StateDtype};
 
 /// A tensor of a file, and the place of its elements in the EPS.
+#[derive(Clone)]
 pub(super) struct FileTensor {
     pub(super) part: BlockRun,
     pub(super) dtype: Dtype,
@@ -77,6 +79,18 @@ pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let all = file_tensors(model, eps, BlockRun::Parameters).into_iter();
     let all = all.filter(|(name, _)| trained.contains(&name[..]));
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
+}
+
+/// The tensors of a file of adapters. Where PEFT ties the head again, it also looks for the head.
+pub(super) fn stored_adapters(model: &Model, eps: &Eps) -> FileTensors {
+    let mut all = adapter_tensors(model, eps);
+    let Names { embedding, head, .. } = *model.shape.names;
+    let table = all.get(&format!("{PREFIX}{embedding}"));
+    let ties = model.shape.tied && model.shape.scores_vocabulary();
+    if let Some(table) = table.filter(|_| ties).cloned() {
+        all.insert(format!("{PREFIX}{head}"), table);
+    }
+    all
 }
 
 /// The tensors of a model's parameters, or of one of the optimizer's states.

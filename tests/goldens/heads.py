@@ -1,8 +1,8 @@
 """Ten AdamW steps of models whose head is not their embedding, although config.json ties them, in f64.
 
 Makes heads.json. `own`: the weights of a family's golden, and another head beside them; transformers keeps both.
-`adapters`: PEFT's adapters of a tied model, with the embedding, the head or both in `modules_to_save`, and with
-`ensure_weight_tying`. A second table is the embedding's, moved by one row and halved; a head's bias likewise.
+`adapters`: PEFT's adapters of a tied model, with the embedding, the head or both in `modules_to_save`; `tied`: with one
+table for both (`ensure_weight_tying`). A second table is the embedding's, moved by one row and halved; a head's bias likewise.
 
     pip install torch transformers peft && python heads.py
 """
@@ -36,20 +36,23 @@ NAMES = {
                    "vocab_projector.bias"),
 }
 ADAPTED = ["tied", "qwen2", "opt", "bert", "roberta", "distilbert"]
-TABLES = {"embedding": (True, False), "head": (False, True), "both": (True, True)}
+TABLES = ["embedding", "head", "both"]
+TIED = ["qwen2", "opt"]  # PEFT ties again only what is called embed_tokens
 
 
 def moved(tensor):
     return (0.5 * tensor.roll(1, 0)).contiguous()
 
 
-def tables_of(name, weights, embedding, head):
-    """Another embedding, another head with its bias, or both."""
+def tables_of(name, weights, which):
+    """Another embedding, another head with its bias, both, or one table for both."""
     table, of_head, bias, own_bias = NAMES[name]
     tables = {}
-    if embedding:
+    if which != "head":
         tables[table] = moved(weights[table])
-    if head:
+    if which == "tied":
+        tables[of_head] = tables[table].clone()
+    if which in ("head", "both"):
         tables[of_head] = moved(moved(weights[table]))
         if bias:
             tables[own_bias] = moved(weights[bias])
@@ -74,22 +77,24 @@ def own(name):
     weights = load_file(HERE / name / "model.safetensors")
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(HERE / name / "config.json", folder)
-        save_file(weights | tables_of(name, weights, False, True), f"{folder}/model.safetensors", {"format": "pt"})
+        save_file(weights | tables_of(name, weights, "head"), f"{folder}/model.safetensors", {"format": "pt"})
         model = model_of(name, folder)
         assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
         return golden_of(name, model)
 
 
-def adapters(name, tables, ties=False):
+def adapters(name, which):
     weights = load_file(HERE / name / "model.safetensors")
     with tempfile.TemporaryDirectory() as folder:
         stored = load_file(HERE / "lora" / name / "adapter_model.safetensors")
-        new = tables_of(name, weights, *tables)
+        new = tables_of(name, weights, which)
         save_file(stored | {f"base_model.model.{key}": value for key, value in new.items()},
                   f"{folder}/adapter_model.safetensors", {"format": "pt"})
         config = json.loads((HERE / "lora" / name / "adapter_config.json").read_text())
         config["modules_to_save"] = sorted({key.rpartition(".")[0] for key in new})
-        config["ensure_weight_tying"] = ties
+        if which == "tied":
+            config["modules_to_save"].remove("lm_head")
+            config["ensure_weight_tying"] = True
         pathlib.Path(f"{folder}/adapter_config.json").write_text(json.dumps(config))
         model = peft.PeftModel.from_pretrained(model_of(name, HERE / name), folder, is_trainable=True)
         return golden_of(name, model)
@@ -99,9 +104,9 @@ def main():
     made = {"batch": BATCH, "steps": STEPS, "learning_rate": RATE, "weight_decay": DECAY,
             "peft": peft.__version__, "transformers": transformers.__version__,
             "own": {name: own(name) for name in NAMES},
-            "adapters": {name: {which: adapters(name, tables) for which, tables in TABLES.items()}
+            "adapters": {name: {which: adapters(name, which)
+                                for which in TABLES + (["tied"] if name in TIED else [])}
                          for name in ADAPTED}}
-    made["adapters"]["qwen2"]["tied"] = adapters("qwen2", TABLES["embedding"], ties=True)
     (HERE / "heads.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
