@@ -81,6 +81,17 @@ pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
 }
 
+/// The parameters as files have them. transformers has the bias of a masked head under two names,
+/// and expects both where the head has a table of its own.
+pub(super) fn stored_parameters(model: &Model, eps: &Eps) -> FileTensors {
+    let mut all = file_tensors(model, eps, BlockRun::Parameters);
+    let [of_layer, alone] = model.shape.names.head_biases();
+    if let Some(bias) = all.get(&of_layer).filter(|_| model.shape.masked_head()).cloned() {
+        all.insert(alone, bias);
+    }
+    all
+}
+
 /// The tensors of a file of adapters. Where PEFT ties the head again, it also looks for the head.
 pub(super) fn stored_adapters(model: &Model, eps: &Eps) -> FileTensors {
     let mut all = adapter_tensors(model, eps);

@@ -73,11 +73,17 @@ def golden_of(name, model):
     return {"float64": {"losses": found["losses"], "norms": found["norms"]}}
 
 
-def own(name):
+def with_own_head(name, folder):
+    """Makes a directory of a golden's model with another head."""
     weights = load_file(HERE / name / "model.safetensors")
+    for file in ("config.json", "data.jsonl"):
+        shutil.copy(HERE / name / file, folder)
+    save_file(weights | tables_of(name, weights, "head"), f"{folder}/model.safetensors", {"format": "pt"})
+
+
+def own(name):
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(HERE / name / "config.json", folder)
-        save_file(weights | tables_of(name, weights, "head"), f"{folder}/model.safetensors", {"format": "pt"})
+        with_own_head(name, folder)
         model = model_of(name, folder)
         assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
         return golden_of(name, model)
