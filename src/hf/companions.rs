@@ -53,8 +53,8 @@ pub(crate) fn copy_companions(from: &[&Path], to: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Copies a file's bytes, unless there is a file already. The copy has the mode of a new file: those
-/// of a shared cache may be read-only.
+/// Copies a file's bytes, unless there is a file already. The copy has the mode of a new file: the
+/// files of a shared cache may be read-only.
 fn copy_new(from: &Path, to: &Path) -> io::Result<()> {
     let mut new = match File::create_new(to) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(()),

@@ -349,8 +349,8 @@ enum Tensors {
 }
 
 /// Reads tensors of files into the EPS. Returns the names of missing tensors that may be missing.
-/// `spelling` knows other names of the same tensors. Files that only l2l writes have no other names:
-/// then it is `None`.
+/// `spelling` knows other names of the same tensors. Files that only l2l writes have no other
+/// names: then it is `None`.
 fn read(
     paths: &[PathBuf],
     tensors: &FileTensors,

@@ -89,19 +89,24 @@ def own(name):
         return golden_of(name, model)
 
 
-def adapters(name, which):
+def with_tables(name, which, folder):
+    """Makes a directory of a golden's adapters with tables beside them."""
     weights = load_file(HERE / name / "model.safetensors")
+    stored = load_file(HERE / "lora" / name / "adapter_model.safetensors")
+    new = tables_of(name, weights, which)
+    save_file(stored | {f"base_model.model.{key}": value for key, value in new.items()},
+              f"{folder}/adapter_model.safetensors", {"format": "pt"})
+    config = json.loads((HERE / "lora" / name / "adapter_config.json").read_text())
+    config["modules_to_save"] = sorted({key.rpartition(".")[0] for key in new})
+    if which == "tied":
+        config["modules_to_save"].remove("lm_head")
+        config["ensure_weight_tying"] = True
+    pathlib.Path(f"{folder}/adapter_config.json").write_text(json.dumps(config))
+
+
+def adapters(name, which):
     with tempfile.TemporaryDirectory() as folder:
-        stored = load_file(HERE / "lora" / name / "adapter_model.safetensors")
-        new = tables_of(name, weights, which)
-        save_file(stored | {f"base_model.model.{key}": value for key, value in new.items()},
-                  f"{folder}/adapter_model.safetensors", {"format": "pt"})
-        config = json.loads((HERE / "lora" / name / "adapter_config.json").read_text())
-        config["modules_to_save"] = sorted({key.rpartition(".")[0] for key in new})
-        if which == "tied":
-            config["modules_to_save"].remove("lm_head")
-            config["ensure_weight_tying"] = True
-        pathlib.Path(f"{folder}/adapter_config.json").write_text(json.dumps(config))
+        with_tables(name, which, folder)
         model = peft.PeftModel.from_pretrained(model_of(name, HERE / name), folder, is_trainable=True)
         return golden_of(name, model)
 

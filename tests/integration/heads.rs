@@ -1,5 +1,5 @@
-//! Heads that are not the embedding, although `config.json` ties them: of files with two tables, and
-//! of adapters that train one of them. `goldens/heads.py` makes what is compared with.
+//! Heads that are not the embedding, although `config.json` ties them: of files with two tables,
+//! and of adapters that train one of them. `goldens/heads.py` makes what is compared with.
 
 use std::collections::BTreeMap;
 use std::fs;
