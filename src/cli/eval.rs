@@ -50,7 +50,13 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
     let values = found.values();
     let names = match &config.model.labels {
         Some(Labels::Names(names)) => names.clone(),
-        _ => l2l::hf::labels(from),
+        // Adapters that PEFT wrote do not name classes; their model may.
+        _ => [Some(from), config.model.path.as_deref()]
+            .into_iter()
+            .flatten()
+            .map(l2l::hf::labels)
+            .find(|names| !names.is_empty())
+            .unwrap_or_default(),
     };
     let name = |class: usize| names.get(class).cloned().unwrap_or_else(|| class.to_string());
     if config.log.format == Format::Json {

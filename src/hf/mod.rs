@@ -1,6 +1,7 @@
 //! Models in transformers' format: reads and writes directories of `config.json`,
 //! `model.safetensors`, tokenizers and chat templates.
 
+mod adapter_config;
 mod adapters;
 mod average;
 #[cfg(feature = "tokenizers")]
@@ -19,6 +20,7 @@ mod metered_calls;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
+mod pattern;
 mod quantised;
 mod sealed;
 mod shards;
@@ -33,7 +35,10 @@ mod tokenizer;
 mod tokenizer_json;
 mod weights;
 
-pub(crate) use adapters::{ADAPTER_CONFIG, base_of, has_adapters, read_lora, write_adapter_config};
+pub(crate) use adapters::{
+    SavedAdapters, adapters_head, base_of, has_adapters, read_lora, refused_adapters,
+    saved_tensors, write_adapter_config,
+};
 #[cfg(feature = "tokenizers")]
 pub use chat::Template;
 pub(crate) use companions::copy_companions;
@@ -52,5 +57,5 @@ pub(crate) use tied::{has_own_head, keeps_tied};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{
-    Load, check_format, load, load_adapters, load_states, load_trained, tensor,
+    Load, check_format, load, load_adapters, load_own_adapters, load_states, load_trained, tensor,
 };

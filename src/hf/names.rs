@@ -12,7 +12,7 @@ use super::tied::differ;
 use super::weights::FileTensor;
 use crate::eps::BlockRun;
 use crate::models::families::Names;
-use crate::models::{Head, Model};
+use crate::models::{Head, Model, Shape};
 
 /// The names by which files may have the tensors of a model.
 #[derive(Clone, Copy)]
@@ -107,6 +107,16 @@ pub(super) fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
 }
 
+/// Whether a tensor is of the head of another task: the LM head of the pretrained model that a
+/// classifier starts from, or the pooler, which tokens' classes do not use.
+pub(super) fn is_of_other_head(name: &str, shape: &Shape) -> bool {
+    let names = shape.names;
+    let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
+    let no_pooler = matches!(shape.head, Head::TokenClasses { .. });
+    (no_pooler && is_in(name, &[names.class_dense]))
+        || (!shape.scores_vocabulary() && is_in(name, &lm_head))
+}
+
 /// Whether a checkpoint may hold this tensor, although the model does not have it: a buffer, or a
 /// head of another task. Such a tensor is not read.
 fn is_ignored(name: &str, model: &Model) -> bool {
@@ -119,16 +129,13 @@ fn is_ignored(name: &str, model: &Model) -> bool {
     ];
     const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
     let names = model.shape.names;
-    // The LM head of the pretrained model that a classifier starts from.
-    let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
-    let no_pooler = matches!(model.shape.head, Head::TokenClasses { .. });
-    (no_pooler && is_in(name, &[names.class_dense]))
-        || (!model.shape.scores_vocabulary() && is_in(name, &lm_head))
+    is_of_other_head(name, &model.shape)
         || ENDS.iter().any(|end| name.ends_with(end))
         || PARTS.iter().any(|part| name.contains(part))
 }
 
-/// Compares the tensors of files with the model's.
+/// Compares the tensors of files with the model's. The files may have the tensors that are
+/// `brought` from elsewhere, in any shape.
 ///
 /// # Errors
 /// The files lack a tensor, or have an unknown one, or one of another shape or dtype.
@@ -136,6 +143,7 @@ pub(super) fn check<'t>(
     files: &[SafeTensors<'_>],
     tensors: &BTreeMap<&String, &FileTensor>,
     spelling: Option<Spelling<'_>>,
+    brought: &[String],
     find: &impl Fn(&str) -> Option<TensorView<'t>>,
 ) -> Result<(), String> {
     spelling.map_or(Ok(()), |spelling| spelling.check_tied(files))?;
@@ -168,7 +176,7 @@ pub(super) fn check<'t>(
         Some(spelling) => spelling.names_of(name),
         None => vec![name.clone()],
     };
-    let names = tensors.keys().flat_map(|name| all(name));
+    let names = tensors.keys().copied().chain(brought).flat_map(all);
     let names = names.flat_map(|name| [old_name(&name), name]);
     let known: BTreeSet<String> = names
         .flat_map(|name| [name.strip_prefix(prefix).unwrap_or(&name).to_string(), name.clone()])

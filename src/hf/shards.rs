@@ -121,6 +121,10 @@ impl Source {
     ) -> Result<Source, Error> {
         let mut files = Vec::new();
         let mut tensors = Vec::new();
+        let merge = match changed {
+            Changed::Merged(merge) => Some(merge),
+            Changed::No | Changed::Averaged(_) => None,
+        };
         for (at, path) in paths.iter().enumerate() {
             let file = WeightFile::open(path)?;
             let read = file.tensors();
@@ -128,6 +132,9 @@ impl Source {
                 let view = read.tensor(&name).expect("it is one of its names");
                 if all_finite {
                     check_finite(&name, &view).map_err(|what| file.refuse(what))?;
+                }
+                if merge.is_some_and(|merge| merge.drops(&name)) {
+                    continue;
                 }
                 let shape = view.shape().to_vec();
                 let stored = name.clone();
@@ -141,7 +148,10 @@ impl Source {
         if let Some(tables) = tables {
             source.arrange(tables, changed);
         }
-        if let (Changed::Merged(merge), Some(last)) = (changed, source.files.last()) {
+        if let Some((merge, last)) = merge.zip(source.files.last()) {
+            for tensor in &mut source.tensors {
+                tensor.shape = merge.replaced(&tensor.name).unwrap_or(tensor.shape.clone());
+            }
             let names: Vec<&str> = source.tensors.iter().map(|tensor| &tensor.name[..]).collect();
             let mut new = merge.new_tensors(&names).map_err(|what| last.refuse(what))?;
             new.retain(|name| {
@@ -180,7 +190,7 @@ impl Source {
             copy(&biases[0], &biases[1]);
             return;
         }
-        let is_new = matches!(changed, Changed::Merged(merge) if merge.replaces(embedding));
+        let is_new = matches!(changed, Changed::Merged(merge) if merge.replaced(embedding).is_some());
         let is_stored_once =
             at(&self.tensors, embedding).is_some_and(|at| self.tensors[at].stored != head);
         if let Some(head) = at(&self.tensors, head).filter(|_| is_new || !is_stored_once) {

@@ -76,8 +76,13 @@ pub(super) fn trained_names(model: &Model) -> BTreeSet<&str> {
 /// their names in PEFT.
 pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let trained = trained_names(model);
+    named_as_in_peft(model, eps, |name| trained.contains(name))
+}
+
+/// Some parameters of a model, under their names in PEFT.
+fn named_as_in_peft(model: &Model, eps: &Eps, is_wanted: impl Fn(&str) -> bool) -> FileTensors {
     let all = file_tensors(model, eps, BlockRun::Parameters).into_iter();
-    let all = all.filter(|(name, _)| trained.contains(&name[..]));
+    let all = all.filter(|(name, _)| is_wanted(name));
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
 }
 
@@ -142,7 +147,8 @@ pub(super) fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
 
 /// Reads a directory's weights into the EPS. With [`Load::to_train`] the files may lack the tensors
 /// of a head, so that a pretrained model gets a new head. Such tensors keep their initial values.
-/// Returns their names.
+/// Returns their names. Tensors that adapters bring (`brought`) are not read: the files may lack
+/// them, or have others.
 ///
 /// # Errors
 /// A file cannot be read, or tensors are missing, unknown or of another shape.
@@ -151,9 +157,12 @@ pub(crate) fn load(
     model: &Model,
     eps: &Eps,
     how: Load,
+    brought: &[String],
 ) -> Result<Vec<String>, Error> {
     let files = weight_files(directory)?;
-    read(&files, &base_tensors(model, eps), Some(spelling_of(directory, model)), eps, how)
+    let tensors = &base_tensors(model, eps);
+    let wanted = Wanted { tensors, spelling: Some(spelling_of(directory, model)), brought };
+    read(&files, &wanted, eps, how)
 }
 
 /// The names of a model's tensors in the weight files of a directory.
@@ -166,24 +175,46 @@ fn spelling_of<'m>(directory: &Path, model: &'m Model) -> Spelling<'m> {
 pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     let files = weight_files(directory)?;
     let how = Load { tensors: Tensors::Trained, all_finite: false };
-    let spelling = Some(spelling_of(directory, model));
-    read(&files, &base_tensors(model, eps), spelling, eps, how).map(drop)
+    let tensors = &base_tensors(model, eps);
+    let wanted = Wanted { tensors, spelling: Some(spelling_of(directory, model)), brought: &[] };
+    read(&files, &wanted, eps, how).map(drop)
 }
 
-/// Reads adapters, and the tensors that were trained beside them, into the EPS.
+/// Reads the adapters of a run's own checkpoint, and all tensors that are trained beside them, into
+/// the EPS.
+pub(crate) fn load_own_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    read_adapters(directory, &adapter_tensors(model, eps), model, eps, Load::AS_WRITTEN)
+}
+
+/// Reads adapters, and the tensors that the file has beside them (`saved`), into the EPS. All other
+/// tensors keep their values.
 pub(crate) fn load_adapters(
     directory: &Path,
+    saved: &[String],
     model: &Model,
     eps: &Eps,
     how: Load,
 ) -> Result<(), Error> {
-    let spelling = Some(Spelling { model, of_adapters: true, is_tied: model.shape.tied });
-    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), spelling, eps, how).map(drop)
+    let is_wanted = |name: &str| is_of_adapter(name) || saved.iter().any(|one| one == name);
+    read_adapters(directory, &named_as_in_peft(model, eps, is_wanted), model, eps, how)
+}
+
+/// Reads a file of adapters that has these tensors and no others.
+fn read_adapters(
+    directory: &Path,
+    tensors: &FileTensors,
+    model: &Model,
+    eps: &Eps,
+    how: Load,
+) -> Result<(), Error> {
+    let spelling = Spelling { model, of_adapters: true, is_tied: model.shape.tied };
+    let wanted = Wanted { tensors, spelling: Some(spelling), brought: &[] };
+    read(&[directory.join(WEIGHTS)], &wanted, eps, how).map(drop)
 }
 
 /// Reads the optimizer's states into the EPS.
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Load::AS_WRITTEN).map(drop)
+    read_file(file, &state_tensors(model, eps), eps, Load::AS_WRITTEN)
 }
 
 /// Refuses a tensor with an infinite value or NaN.
@@ -348,16 +379,24 @@ enum Tensors {
     Trained,
 }
 
+/// The tensors of files that are read.
+struct Wanted<'w> {
+    tensors: &'w FileTensors,
+    /// Other names of the same tensors. `None`: the files have no other names, because l2l wrote
+    /// them.
+    spelling: Option<Spelling<'w>>,
+    /// The names of tensors that adapters replace: they are neither read nor compared.
+    brought: &'w [String],
+}
+
 /// Reads tensors of files into the EPS. Returns the names of missing tensors that may be missing.
-/// `spelling` knows other names of the same tensors. Files that only l2l writes have no other
-/// names: then it is `None`.
 fn read(
     paths: &[PathBuf],
-    tensors: &FileTensors,
-    spelling: Option<Spelling<'_>>,
+    wanted: &Wanted<'_>,
     eps: &Eps,
     Load { tensors: reads, all_finite }: Load,
 ) -> Result<Vec<String>, Error> {
+    let &Wanted { tensors, spelling, brought } = wanted;
     let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>, _>>()?;
     let parsed: Vec<SafeTensors<'_>> = files.iter().map(WeightFile::tensors).collect();
     let model = spelling.map(|spelling| spelling.model);
@@ -369,9 +408,10 @@ fn read(
         let may_miss = reads == Tensors::ButMissingHead;
         may_miss && model.is_some_and(|model| is_of_new_head(name, model)) && find(name).is_none()
     };
+    let own = tensors.iter().filter(|(name, _)| !brought.contains(name));
     let (missing, tensors): (BTreeMap<_, _>, BTreeMap<_, _>) =
-        tensors.iter().partition(|(name, _)| keeps_initial(name));
-    check(&parsed, &tensors, spelling, &find).map_err(|what| files[0].refuse(what))?;
+        own.partition(|(name, _)| keeps_initial(name));
+    check(&parsed, &tensors, spelling, brought, &find).map_err(|what| files[0].refuse(what))?;
     if all_finite {
         let mut views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
         let checked = views.try_for_each(|(name, view)| check_finite(name, &view));

@@ -41,6 +41,16 @@ pub enum Head {
     },
 }
 
+impl Head {
+    /// The number of scores of a head of classes.
+    pub fn labels(&self) -> Option<usize> {
+        match *self {
+            Head::Classes { labels, .. } | Head::TokenClasses { labels } => Some(labels),
+            Head::Tokens | Head::Masked => None,
+        }
+    }
+}
+
 /// A window of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
@@ -149,6 +159,18 @@ impl Shape {
     /// True when the head has a transform and a bias for each token.
     pub fn masked_head(&self) -> bool {
         self.head == Head::Masked
+    }
+
+    /// The name of the model's tensor that files of adapters have under this one: a tied head is the
+    /// embedding, and the bias of a masked head has two names.
+    pub(crate) fn name_of(&self, stored: &str) -> String {
+        match self.names.head_biases() {
+            biases if biases.iter().any(|bias| bias == stored) => self.head_bias(),
+            _ if self.tied && self.scores_vocabulary() && stored == self.names.head => {
+                self.names.embedding.into()
+            }
+            _ => stored.into(),
+        }
     }
 
     /// The name of the bias of a masked LM head.

@@ -56,16 +56,24 @@ fn is_set(config: &Config, key: &str) -> bool {
     key.strip_prefix("model.").is_some_and(|key| !all[key].is_null())
 }
 
-/// The shape of the preset or directory, with the config's sizes.
-fn resolve(config: &Config) -> Result<Shape, Error> {
+/// The shape of the preset or directory that the config names, with the head of its adapters.
+fn named(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
+    let adapters = config.train.adapters();
     let preset = model.preset.as_deref().unwrap_or("gpt-small");
     let mut shape = match &model.path {
         Some(path) if !path.exists() => {
+            let given = path.display().to_string();
+            if let Some(adapters) = adapters.filter(|one| hf::base_of(one).as_ref() == Some(path)) {
+                let what = format_args!(
+                    "base_model_name_or_path is {given:?}, and there is no such directory: set \
+                     model.path to the directory of that model"
+                );
+                return Err(Error::bad_model(adapters.display(), what));
+            }
             let problem = format_args!(
-                "is {:?}: there is no such directory (models are read from directories; nothing is \
-                 downloaded)",
-                path.display().to_string()
+                "is {given:?}: there is no such directory (models are read from directories; \
+                 nothing is downloaded)"
             );
             return Err(Error::config("model.path", problem));
         }
@@ -79,6 +87,16 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
             Error::config("model.preset", format_args!("is {preset:?}: known presets are {known}"))
         })?,
     };
+    if let Some(adapters) = adapters {
+        shape.head = hf::adapters_head(adapters, &shape)?;
+    }
+    Ok(shape)
+}
+
+/// The shape of the preset or directory, with the config's sizes.
+fn resolve(config: &Config) -> Result<Shape, Error> {
+    let model = &config.model;
+    let mut shape = named(config)?;
     let heads_before = shape.heads;
     if model.path.is_some() && model.kv_heads.is_some() {
         return Err(Error::config(

@@ -4,6 +4,7 @@
 //! `tests/memory.rs` replaces the allocator, `tests/tidy.rs` and `tests/faults/` need nothing of
 //! the library.
 
+mod adapter_heads;
 #[cfg(feature = "cli")]
 mod bad_input;
 mod base;
