@@ -190,7 +190,8 @@ impl Source {
             copy(&biases[0], &biases[1]);
             return;
         }
-        let is_new = matches!(changed, Changed::Merged(merge) if merge.replaced(embedding).is_some());
+        let is_new =
+            matches!(changed, Changed::Merged(merge) if merge.replaced(embedding).is_some());
         let is_stored_once =
             at(&self.tensors, embedding).is_some_and(|at| self.tensors[at].stored != head);
         if let Some(head) = at(&self.tensors, head).filter(|_| is_new || !is_stored_once) {

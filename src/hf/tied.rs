@@ -6,7 +6,7 @@ use std::path::Path;
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Map, Value};
 
-use super::adapters::ADAPTER_CONFIG;
+use super::adapter_config::ADAPTER_CONFIG;
 use super::config::read_config;
 use super::json;
 use super::names::{find, is_float};
