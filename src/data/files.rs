@@ -2,7 +2,7 @@
 //! tokenized by all cores.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::Path;
 
 use rayon::prelude::*;
@@ -18,6 +18,7 @@ use super::{CORPUS, Predicts, Sequence, listing};
 use crate::config::{BadRecords, DataConfig};
 use crate::error::Error;
 use crate::hf::hex;
+use crate::lfs;
 
 /// The longest line of a `.jsonl` file. A longer one can hardly be a record, and might not fit in
 /// memory.
@@ -120,13 +121,19 @@ impl Opening<'_> {
         let at = path.display().to_string();
         let refuse = |error| Error::unusable(format_args!("data {at}"), error);
         let mut file = BufReader::with_capacity(1 << 16, File::open(path).map_err(refuse)?);
+        if lfs::is_pointer(file.fill_buf().map_err(refuse)?) {
+            return Err(Error::bad_data(&at, lfs::INSTEAD));
+        }
         let extension = listing::extension(path).unwrap_or_default();
         match &*extension {
             "jsonl" => self.lines(&at, &mut file)?,
             "json" => self.list(&at, &mut file)?,
             "csv" => self.table(&at, &mut file, b',')?,
             "tsv" => self.table(&at, &mut file, b'\t')?,
-            "parquet" => self.parquet(&at, file.into_inner())?,
+            "parquet" => {
+                file.rewind().map_err(refuse)?;
+                self.parquet(&at, file.into_inner())?;
+            }
             "bin" => self.token_ids(&at, &mut file)?,
             _ => self.text(&at, &mut file)?,
         }

@@ -197,6 +197,9 @@ pub(crate) fn write_adapter_config(
     let saved = saved_modules(model);
     let is_whole = |layer: &str| saved.iter().any(|one| is_below(layer, one) && is_peft_head(one));
     let names = model.shape.names;
+    let ties = model.shape.tied && model.shape.scores_vocabulary();
+    let mut trained = model.blocks.iter().flat_map(|block| block.trained());
+    let trains_table = trained.any(|tensor| tensor.name == names.embedding);
     let task = match model.shape.head {
         Head::Tokens => json!("CAUSAL_LM"),
         Head::Classes { .. } if is_whole(names.class_out) => json!("SEQ_CLS"),
@@ -218,6 +221,7 @@ pub(crate) fn write_adapter_config(
         "use_rslora": lora.rank_stabilised,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
+        "ensure_weight_tying": ties && trains_table,
         "modules_to_save": if saved.is_empty() { Value::Null } else { json!(saved) },
         "fan_in_fan_out": !model.shape.transposed,
         "bias": "none",

@@ -27,6 +27,7 @@ mod no_tokenizer;
 mod pattern;
 #[cfg(feature = "tokenizers")]
 mod python_text;
+mod quantised;
 mod record_value;
 mod sealed;
 mod shards;
@@ -34,6 +35,7 @@ mod shards;
 mod template_text;
 mod tensor_files;
 mod text;
+mod tied;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
 #[cfg(feature = "tokenizers")]
@@ -62,6 +64,7 @@ pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, s
 pub(crate) use tensor_files::{Before, TensorFiles, save};
 pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};
+pub(crate) use tied::{has_own_head, keeps_tied};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{

@@ -16,6 +16,7 @@ use super::sealed::hex;
 use super::text::Encoded;
 use super::{tokenizer_json, tokenizer_settings};
 use crate::error::Error;
+use crate::lfs;
 
 /// Turns text into tokens and back, by the files of a directory.
 #[derive(Clone)]
@@ -45,6 +46,9 @@ impl Tokenizer {
         }
         let refuse = |what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
         let text = fs::read_to_string(&path).map_err(|error| refuse(&error))?;
+        if lfs::is_pointer(text.as_bytes()) {
+            return Err(refuse(&lfs::INSTEAD));
+        }
         tokenizer_json::check(&text).map_err(|error| refuse(&error))?;
         let read = caught(|| text.parse::<tokenizers::Tokenizer>()).map_err(|error| {
             refuse(&format_args!("the tokenizers library cannot read it: {error}"))

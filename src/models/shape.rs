@@ -161,6 +161,24 @@ impl Shape {
         self.head == Head::Masked
     }
 
+    /// The name of the model's tensor that files of adapters have under this one: a tied head is the
+    /// embedding, and the bias of a masked head has two names.
+    pub(crate) fn name_of(&self, stored: &str) -> String {
+        match self.names.head_biases() {
+            biases if biases.iter().any(|bias| bias == stored) => self.head_bias(),
+            _ if self.tied && self.scores_vocabulary() && stored == self.names.head => {
+                self.names.embedding.into()
+            }
+            _ => stored.into(),
+        }
+    }
+
+    /// The name of the bias of a masked LM head.
+    pub fn head_bias(&self) -> String {
+        let [of_layer, own] = self.names.head_biases();
+        if self.tied { own } else { of_layer }
+    }
+
     /// True when the head scores the tokens of the vocabulary.
     pub fn scores_vocabulary(&self) -> bool {
         matches!(self.head, Head::Tokens | Head::Masked)

@@ -77,7 +77,11 @@ fn named(config: &Config) -> Result<Shape, Error> {
             );
             return Err(Error::config("model.path", problem));
         }
-        Some(path) => hf::read_shape(path)?,
+        Some(path) => {
+            let shape = hf::read_shape(path)?;
+            let has_own_head = !model.random_weights && hf::has_own_head(path, &shape);
+            Shape { tied: shape.tied && !has_own_head, ..shape }
+        }
         None => families::preset(preset).ok_or_else(|| {
             let known = families::PRESETS.join(", ");
             Error::config("model.preset", format_args!("is {preset:?}: known presets are {known}"))

@@ -41,6 +41,7 @@ mod fit;
 mod fuzz;
 mod generate;
 mod growth;
+mod heads;
 #[cfg(feature = "tokenizers")]
 mod hostile_text;
 #[cfg(feature = "cli")]

@@ -97,6 +97,14 @@ impl Names {
         ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
     }
 
+    /// The two names of the bias of a masked LM head: with the weight in one layer, and alone. If
+    /// files have both, transformers adds the layer's. If the weight is the embedding's, it writes
+    /// the other.
+    pub(crate) fn head_biases(&self) -> [String; 2] {
+        let layer = self.head.strip_suffix("weight").unwrap_or(self.head);
+        [format!("{layer}bias"), self.head_bias.into()]
+    }
+
     /// Whether the family has grouped-query attention: fewer key and value heads than heads.
     pub(crate) fn has_kv_heads(&self) -> bool {
         !["gpt2", "opt"].contains(&self.family)
@@ -267,6 +275,7 @@ pub fn write(shape: &Shape, source: &Value) -> Value {
     config.insert("model_type".into(), shape.names.family.into());
     // Weights are written as f32, whatever dtype they were read in.
     config.remove("torch_dtype");
+    config.remove("quantization_config");
     config.insert("dtype".into(), "float32".into());
     // The source's names of the classes are kept, if it has as many classes.
     let count = |labels: &Value| labels.as_object().map(Map::len);
