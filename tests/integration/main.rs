@@ -62,6 +62,7 @@ mod readme;
 mod recipes;
 mod records;
 mod resume;
+mod rotary;
 mod saving;
 mod seen;
 mod slim;

@@ -13,6 +13,7 @@ mod qwen2;
 mod qwen3;
 mod read;
 mod roberta;
+mod rotary;
 
 use serde_json::{Map, Value, json};
 
@@ -95,6 +96,17 @@ impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
         ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
+    }
+
+    /// Whether a part of each head may rotate, as in transformers.
+    pub(crate) fn rotates_parts(&self) -> bool {
+        self.family == "phi3"
+    }
+
+    /// Whether transformers reads a text anew when it grows beyond the positions that the model was
+    /// first trained with, so that all of its keys rotate as in a long text.
+    pub(crate) fn rereads_long_texts(&self) -> bool {
+        self.family == "phi3"
     }
 
     /// Whether the family has grouped-query attention: fewer key and value heads than heads.
@@ -238,7 +250,9 @@ pub fn read(config: &Value) -> Result<Shape, String> {
     let Some(names) = FAMILIES.iter().find(|names| names.family == kind) else {
         return Err(format!("model_type is {kind:?}: known are {known}"));
     };
-    (names.read)(config)
+    let shape = (names.read)(config)?;
+    rotary::check_rotary(&shape)?;
+    Ok(shape)
 }
 
 /// Writes each number that is an f32 in as few digits as tell it: 1e-6, not 9.999999974752427e-7.
@@ -275,5 +289,7 @@ pub fn write(shape: &Shape, source: &Value) -> Value {
             config.insert(key.into(), source[key].clone());
         }
     }
-    Value::Object(config)
+    let mut config = Value::Object(config);
+    rotary::keep_rotary(shape, source, &mut config);
+    config
 }
