@@ -33,7 +33,9 @@ KINDS = {
 
 
 def main():
-    for source in sorted(path.parent for path in (ROOT / "tests/goldens").glob("*/golden.json")):
+    goldens = ROOT / "tests/goldens"
+    files = [*goldens.glob("*/golden.json"), *goldens.glob("rotary/*/golden.json")]
+    for source in sorted(path.parent for path in files):
         if sys.argv[1:] and source.name not in sys.argv[1:]:
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -46,6 +48,8 @@ def main():
                 "optimizer.learning_rate=0",
                 f"checkpoint.directory={folder}/run",
             ]
+            if source.parent.name == "rotary":
+                sets.append("data.sequence_length=24")
             config = pathlib.Path(folder) / "empty.toml"
             config.write_text("")
             arguments = [part for one in sets for part in ("--set", one)]

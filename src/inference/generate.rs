@@ -215,9 +215,7 @@ async fn next_logits(
     let batch = Batch::for_generation(&unread);
     let logits = engine.run(batch, Purpose::Generate { cached }, slots).await?.logits;
     if logits.iter().any(|logit| !logit.is_finite()) {
-        return Err(Error::NotFinite(
-            "the model's logits are not finite: are its weights?".into(),
-        ));
+        return Err(Error::NotFinite("the model's logits are not finite: are its weights?".into()));
     }
     Ok(logits)
 }

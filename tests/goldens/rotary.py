@@ -19,6 +19,8 @@ from transformers import (
     AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config,
 )
 
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
 STEPS, RATE, DECAY, BATCH, MICRO_BATCH, VOCABULARY = 10, 3e-3, 0.1, 5, 2, 41
 LENGTHS, NEW, MARGIN, DISTINCT = (3, 8, 13), 24, 1e-3, 5
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=24, intermediate_size=20, initializer_range=0.2, attention_dropout=0.0,
@@ -44,7 +46,7 @@ CASES = {
         original_max_position_embeddings=12)), None),
     # Phi-3 and Phi-3.5 with 128k positions, and Phi-4-mini.
     "phi3-longrope": (Phi3Config(**SIZES), dict(original_max_position_embeddings=12, rope_theta=100.0,
-                                                rope_scaling=dict(type="su", short_factor=SHORT, long_factor=LONG))),
+                                                rope_scaling=dict(type="longrope", short_factor=SHORT, long_factor=LONG))),
     "phi3-partial": (Phi3Config(**{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3},
                                 tie_word_embeddings=True, original_max_position_embeddings=12, rope_parameters=dict(
         rope_type="longrope", rope_theta=100.0, partial_rotary_factor=0.75, short_factor=SHORT[:3],

@@ -8,7 +8,7 @@ use l2l::config::{Deal, LoraConfig, ScheduleKind, StashPlace};
 use l2l::data::{Batch, Dataset, Predicts, Sequence};
 use l2l::inference::{Generator, Room, Sampling, Then};
 use l2l::{Config, Trainer, hf, shape_of};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::pytorch::{case, check, numbers};
 
@@ -54,7 +54,11 @@ async fn sequences_alone_score_as_in_transformers() {
         let mut trainer = Trainer::start(config).await.expect("a case of ours");
         for (index, expected) in (0..).zip(numbers(&golden, "singles")) {
             let found = trainer.evaluate([data.batch([index])]).await.expect("nothing fails here");
-            assert!((found.loss - expected).abs() < 2e-5, "{name} {index}: {} {expected}", found.loss);
+            assert!(
+                (found.loss - expected).abs() < 2e-5,
+                "{name} {index}: {} {expected}",
+                found.loss
+            );
         }
         trainer.stop().await.expect("nothing fails here");
     }
@@ -120,7 +124,10 @@ fn json_of(file: &Path) -> Value {
 fn rope(folder: &Path) -> Vec<(&'static str, Value)> {
     let keys = ["rope_parameters", "rope_scaling", "partial_rotary_factor"];
     let all = json_of(&folder.join("config.json"));
-    keys.into_iter().map(|key| (key, all[key].clone())).filter(|(_, value)| !value.is_null()).collect()
+    keys.into_iter()
+        .map(|key| (key, all[key].clone()))
+        .filter(|(_, value)| !value.is_null())
+        .collect()
 }
 
 async fn first_loss(config: Config) -> f64 {
@@ -238,4 +245,67 @@ async fn documents_have_the_frequencies_of_their_longest() {
     // 17 positions, but no document has more than 12.
     let packed = loss(&[joined]).await;
     assert!((packed - loss(&apart).await).abs() < 1e-5);
+}
+
+/// Keys that contradict each other, or that the family does not have, are named.
+#[test]
+fn wrong_keys_are_named() {
+    let scaled = |scaling: Value| json!({ "rope_scaling": scaling });
+    let short = json!({ "type": "longrope", "short_factor": [1.0] });
+    let few = json!({ "type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [2.0, 3.0] });
+    let zero = json!({ "type": "longrope", "short_factor": [0.0], "long_factor": [1.0] });
+    for (case, keys, says) in [
+        ("llama-linear", scaled(short), "long_factor is missing"),
+        ("llama-linear", scaled(few), "short_factor has 2 numbers: it must have 6"),
+        ("llama-linear", scaled(zero), "short_factor is [0.0]: it must be a list of numbers above"),
+        ("llama-linear", scaled(json!({ "type": "yarn" })), "factor must be given, at least 1"),
+        ("llama-linear", scaled(json!({ "type": "dynamic" })), "factor must be given, at least 1"),
+        (
+            "llama-linear",
+            scaled(json!({ "type": "yarn", "factor": 2, "beta_fast": 0.5 })),
+            "beta_fast not below beta_slow",
+        ),
+        (
+            "llama-linear",
+            scaled(json!({ "type": "yarn", "factor": 2, "attention_factor": -1 })),
+            "attention_factor is -1: it must be above 0",
+        ),
+        (
+            "llama-linear",
+            scaled(json!({ "type": "yarn", "factor": 2, "rope_theta": 1.0 })),
+            "rope_theta is 1: it must be above 1",
+        ),
+        (
+            "llama-linear",
+            scaled(json!({ "full_attention": { "rope_type": "default" } })),
+            "has \"full_attention\": only layers of gemma3_text",
+        ),
+        (
+            "llama-linear",
+            json!({ "partial_rotary_factor": 0.5 }),
+            "heads of llama rotate as a whole",
+        ),
+        ("phi3-longrope", json!({ "partial_rotary_factor": 1.5 }), "above 0 and at most 1"),
+        ("phi3-longrope", json!({ "partial_rotary_factor": 0.25 }), "cannot be rotated in pairs"),
+        (
+            "gemma3-layers",
+            json!({ "rope_parameters": { "rope_type": "linear", "factor": 2.0 } }),
+            "it must have two objects, full_attention and sliding_attention",
+        ),
+        (
+            "gemma3-layers",
+            scaled(json!({ "rope_type": "yarn", "truncate": false })),
+            "transformers 5 does not read it by kind of layer",
+        ),
+    ] {
+        let (config, _) = case_of(case);
+        let source = config.model.path.expect("a case has one");
+        let mut changed = json_of(&source.join("config.json"));
+        let all = changed.as_object_mut().expect("an object");
+        all.extend(keys.as_object().expect("an object").clone());
+        let folder = tempfile::tempdir().expect("a place for files");
+        fs::write(folder.path().join("config.json"), changed.to_string()).expect("a disk");
+        let refused = hf::read_shape(folder.path()).expect_err(says).to_string();
+        assert!(refused.contains(says), "{case}: {refused}");
+    }
 }

@@ -15,7 +15,8 @@ impl Compute for Rotate<'_> {
         let rotated = (shape.heads + shape.kv_heads) * d;
         let rows = call.write(self.qkv).par_chunks_mut(shape.qkv_width()).enumerate();
         rows.for_each(|(row, qkv)| {
-            let of_row = if let [one] = &tables[..] { one } else { &tables[shape.batch.place(row).0] };
+            let of_row =
+                if let [one] = &tables[..] { one } else { &tables[shape.batch.place(row).0] };
             let RotaryTable { frequencies, pairs, scale } = *of_row;
             let position = shape.batch.position_in_document(row) as f32;
             let mut cos = [0.0; PAIRS];

@@ -107,7 +107,11 @@ impl Scaling<'_> {
             Some(positions) => positions,
             None => size(self.all, "max_position_embeddings")?,
         };
-        if positions == 0 { Err(format!("{ORIGINAL} is 0: it must be at least 1")) } else { Ok(positions) }
+        if positions == 0 {
+            Err(format!("{ORIGINAL} is 0: it must be at least 1"))
+        } else {
+            Ok(positions)
+        }
     }
 
     /// `factor`, or how many times more positions the model has than it was first trained with.
@@ -152,9 +156,11 @@ impl Scaling<'_> {
         }
         let truncate = flag(self.own, "truncate", true)?;
         if self.by_layer && !truncate {
-            return Err("truncate is false: transformers 5 does not read it by kind of layer, and \
+            return Err(
+                "truncate is false: transformers 5 does not read it by kind of layer, and \
                         rounds. Leave it out"
-                .into());
+                    .into(),
+            );
         }
         let attention_factor = match self.above_zero("attention_factor")? {
             Some(factor) => factor,
@@ -323,9 +329,8 @@ pub(super) fn keep_rotary(shape: &Shape, source: &Value, config: &mut Value) {
             kept[key] = source[key].clone();
         }
     }
-    let is_same = |read: &Shape| {
-        read.rotary == shape.rotary && read.window_rotary == shape.window_rotary
-    };
+    let is_same =
+        |read: &Shape| read.rotary == shape.rotary && read.window_rotary == shape.window_rotary;
     if super::read(&kept).is_ok_and(|read| is_same(&read)) {
         *config = kept;
     }

@@ -35,8 +35,7 @@ impl<'c> Cases<'c> {
     }
 
     fn of_rotations(&mut self, shape: AttentionShape<'c>) {
-        const WHOLE: Rotary =
-            Rotary { scaling: RotaryScaling::Linear(2.0), ..Rotary::new(100.0) };
+        const WHOLE: Rotary = Rotary { scaling: RotaryScaling::Linear(2.0), ..Rotary::new(100.0) };
         // The first half of each head, scaled, by the length of each text.
         const HALF: Rotary = Rotary { part: 0.5, scaling: LONG, ..Rotary::new(100.0) };
         const LONG: RotaryScaling = RotaryScaling::LongRope(LongRope {
