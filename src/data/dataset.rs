@@ -74,8 +74,17 @@ impl Dataset {
         }
         let (_, sets) = Dataset::open(config, shape)?;
         if sets.is_empty() {
-            let problem = "is missing: name the data to evaluate, or set data.validation_split";
-            return Err(Error::config("data.validation", problem));
+            return Err(match config.data.validation_split {
+                Some(split) if split > 0.0 => {
+                    let problem = "holds out no sequence: the data is too small for it";
+                    Error::config("data.validation_split", problem)
+                }
+                _ => {
+                    let problem = "is missing: name the data to evaluate, or set \
+                                   data.validation_split";
+                    Error::config("data.validation", problem)
+                }
+            });
         }
         Ok(sets)
     }

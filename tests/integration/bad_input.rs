@@ -114,6 +114,8 @@ fn shapes_and_budgets() {
     refused(&folder, turns, &["step.micro_batch larger"]);
     refused(&folder, "watchdog.seconds = 1e20", &["watchdog.seconds must be at most"]);
     refused(&folder, "optimizer.epsilon = 1e-50", &["optimizer.epsilon must be"]);
+    let rises = "optimizer = { learning_rate = 1e-4, min_learning_rate = 1e-2 }";
+    refused(&folder, rises, &["optimizer.min_learning_rate must be at most"]);
     refused(&folder, "[step]\nbach = 1", &["config.toml", "line 2", "did you mean step.batch?"]);
 }
 

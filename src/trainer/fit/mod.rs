@@ -141,7 +141,12 @@ impl Fit {
         Batches::check(config, &train, steps)?;
         let baseline = baseline(config, &train, validation.first())?;
         if validation.is_empty() && config.validation.every_steps.is_some() {
-            let problem = "needs a validation set: set data.validation or data.validation_split";
+            let problem = match config.data.validation_split {
+                Some(split) if split > 0.0 => {
+                    "needs a validation set: data.validation_split holds out no sequence"
+                }
+                _ => "needs a validation set: set data.validation or data.validation_split",
+            };
             return Err(Error::config("validation.every_steps", problem));
         }
         let keeper = self.open_keeper()?;
@@ -338,7 +343,7 @@ impl Prepared {
         }
         let keeps_state = between.keeper.is_some() || config.eps.tier == EpsTier::File;
         let data = keeps_state.then(|| train.fingerprint());
-        let trainer = start_trainer(builder, steps, data, beginning, exporter).await?;
+        let mut trainer = start_trainer(builder, steps, data, beginning, exporter).await?;
         if trainer.reads_through_cache() {
             callbacks.warn(
                 "eps.path: no direct requests there, so the file goes through the system's cache",
@@ -346,6 +351,15 @@ impl Prepared {
         }
         peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());
+        if let Some(validation) = between.validation.first() {
+            let data = validation.fingerprint();
+            if trainer.progress.measure_by(config.validation.best, &data) {
+                callbacks.warn(
+                    "validation.best or the validation data is another than before: the best \
+                     validation is searched anew, and validation.patience counts from here",
+                );
+            }
+        }
         let log = EventLog::open(&config.log)?;
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
@@ -358,6 +372,7 @@ impl Prepared {
             stop,
             saved: None,
             writing: None,
+            lost: None,
             validated: None,
         };
         Ok((run, batches))

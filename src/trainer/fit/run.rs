@@ -33,6 +33,8 @@ pub(super) struct Run<'r> {
     pub(super) saved: Option<u64>,
     /// The checkpoint that is being written.
     pub(super) writing: Option<Written>,
+    /// The error of the last checkpoint, if it was not written.
+    pub(super) lost: Option<Error>,
     /// The step and the loss of the last validation.
     pub(super) validated: Option<(u64, f64)>,
 }
@@ -91,10 +93,15 @@ impl Run<'_> {
             (false, false) => End::Complete,
         };
         let link = self.trainer.config().device.link.clone();
-        let Run { mut trainer, mut log, callbacks, validated, .. } = self;
+        let Run { mut trainer, mut log, callbacks, lost, validated, .. } = self;
         let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
         report(&mut log, callbacks, &summary.event(&weights_digest, link.as_deref()));
+        // With `checkpoint.on_error = "continue"` a run goes on without a checkpoint. It does not
+        // succeed without the last one.
+        if let Some(lost) = lost {
+            return Err(lost);
+        }
         let validation_loss = validated.map(|(_, loss)| loss);
         Ok(Fitted { end, summary, weights_digest, validation_loss })
     }
@@ -237,7 +244,7 @@ impl Run<'_> {
         }
         self.end_checkpoint().await?;
         keeper.still_held()?;
-        self.trainer.begin_checkpoint(&directory).await?;
+        self.trainer.begin_kept_checkpoint(&directory, Some(keeper)).await?;
         self.writing = Some(Written { directory, progress, links: Vec::new() });
         Ok(())
     }
@@ -247,12 +254,14 @@ impl Run<'_> {
     async fn end_checkpoint(&mut self) -> Result<(), Error> {
         let Some(written) = self.writing.take() else { return Ok(()) };
         let step = written.progress.step;
+        self.lost = None;
         let Err(error) = self.complete(written).await else { return Ok(()) };
         match self.trainer.config().checkpoint.on_error {
             OnError::Stop => Err(error),
             OnError::Continue => {
                 let text = format!("the checkpoint of step {step} was not written: {error}");
                 self.callbacks.warn(text);
+                self.lost = Some(error);
                 Ok(())
             }
         }
