@@ -174,12 +174,19 @@ async fn a_checkpoint_keeps_the_kind() {
     }
 }
 
+/// The config of a model in a folder.
+fn of(folder: &Path) -> Config {
+    let mut config = Config::default();
+    config.model.path = Some(folder.into());
+    config
+}
+
 /// The shape that a `config.json` describes.
 fn shape_in(folder: &Path, config: &Value) -> l2l::models::Shape {
     let at = folder.join("of");
     fs::create_dir_all(&at).expect("a place for files");
     fs::write(at.join("config.json"), config.to_string()).expect("a place for files");
-    hf::read_shape(&at).expect("good keys")
+    shape_of(&of(&at)).expect("good keys")
 }
 
 /// Adapters of a model with a part of each head rotated, in and out.
@@ -305,7 +312,7 @@ fn wrong_keys_are_named() {
         all.extend(keys.as_object().expect("an object").clone());
         let folder = tempfile::tempdir().expect("a place for files");
         fs::write(folder.path().join("config.json"), changed.to_string()).expect("a disk");
-        let refused = hf::read_shape(folder.path()).expect_err(says).to_string();
+        let refused = shape_of(&of(folder.path())).expect_err(says).to_string();
         assert!(refused.contains(says), "{case}: {refused}");
     }
 }
