@@ -38,14 +38,17 @@ KINDS = {
 
 
 def main():
-    goldens = sorted(path.parent for path in (ROOT / "tests/goldens").glob("*/golden.json"))
-    for name in [golden.name for golden in goldens] + [f"{name}-own-head" for name in heads.NAMES]:
+    goldens = ROOT / "tests/goldens"
+    files = [*goldens.glob("*/golden.json"), *goldens.glob("rotary/*/golden.json")]
+    sources = {path.parent.name: path.parent for path in sorted(files)}
+    for name in [*sources, *(f"{name}-own-head" for name in heads.NAMES)]:
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "out"
-            source = ROOT / "tests/goldens" / name
-            if name.endswith("-own-head"):
+            if name in sources:
+                source = sources[name]
+            else:
                 source = pathlib.Path(folder) / name
                 source.mkdir()
                 heads.with_own_head(name.removesuffix("-own-head"), source)
@@ -57,6 +60,8 @@ def main():
                 "optimizer.learning_rate=0",
                 f"checkpoint.directory={folder}/run",
             ]
+            if source.parent.name == "rotary":
+                sets.append("data.sequence_length=24")
             config = pathlib.Path(folder) / "empty.toml"
             config.write_text("")
             arguments = [part for one in sets for part in ("--set", one)]

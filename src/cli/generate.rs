@@ -26,7 +26,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
         vocabulary.excess(shape.vocabulary).iter().for_each(say);
         let prompts = prompts(arguments, &vocabulary, shape.vocabulary)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let left = shape.positions.saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
+        let left = shape.most_positions().saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
         let most = arguments.sampling.tokens.unwrap_or(left);
         let tokens = longest.saturating_add(most);
         let room = Room { prompts: prompts.len(), prompt: longest, tokens };

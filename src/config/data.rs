@@ -150,8 +150,8 @@ impl Config {
     /// The model has fewer positions.
     pub fn sequence_length(&self, shape: &Shape) -> Result<usize, Error> {
         let positions = self.data.sequence_length.unwrap_or(shape.positions.min(1024));
-        if positions == 0 || positions > shape.positions {
-            let most = shape.positions;
+        let most = shape.most_positions();
+        if positions == 0 || positions > most {
             let problem =
                 format_args!("is {positions}: it must be from 1 to the model's {most} positions");
             return Err(Error::config("data.sequence_length", problem));

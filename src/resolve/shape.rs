@@ -203,8 +203,12 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
         ("heads", heads, 1 << 11),
         ("intermediate", intermediate, 1 << 22),
         ("vocabulary", vocabulary, 1 << 24),
-        ("positions", shape.learned_positions.unwrap_or(0).saturating_add(positions), 1 << 20),
-        ("positions", positions, 1 << 20),
+        (
+            "positions",
+            shape.learned_positions.unwrap_or(0).saturating_add(positions),
+            Shape::POSITION_LIMIT,
+        ),
+        ("positions", positions, Shape::POSITION_LIMIT),
         ("token_types", shape.token_types.max(1), 256),
     ];
     for (name, size, most) in sizes {

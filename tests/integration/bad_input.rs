@@ -417,8 +417,8 @@ fn configs_of_other_families() {
     let cases: [(&str, Change, &str); 21] = [
         (
             "llama",
-            |c| c["rope_parameters"]["rope_type"] = json!("yarn"),
-            "known are default, linear",
+            |c| c["rope_parameters"]["rope_type"] = json!("ntk"),
+            "known are default, linear, dynamic",
         ),
         ("llama", |c| c["rope_parameters"]["rope_type"] = json!(7), "rope_type is 7"),
         (

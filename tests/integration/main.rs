@@ -70,6 +70,7 @@ mod readme;
 mod recipes;
 mod records;
 mod resume;
+mod rotary;
 mod saving;
 mod seen;
 mod slim;

@@ -13,6 +13,7 @@ mod qwen2;
 mod qwen3;
 mod read;
 mod roberta;
+mod rotary;
 
 use serde_json::{Map, Value, json};
 
@@ -103,6 +104,17 @@ impl Names {
     pub(crate) fn head_biases(&self) -> [String; 2] {
         let layer = self.head.strip_suffix("weight").unwrap_or(self.head);
         [format!("{layer}bias"), self.head_bias.into()]
+    }
+
+    /// Whether a part of each head may rotate, as in transformers.
+    pub(crate) fn rotates_parts(&self) -> bool {
+        self.family == "phi3"
+    }
+
+    /// Whether transformers reads a text anew when it grows beyond the positions that the model was
+    /// first trained with, so that all of its keys rotate as in a long text.
+    pub(crate) fn rereads_long_texts(&self) -> bool {
+        self.family == "phi3"
     }
 
     /// Whether the family has grouped-query attention: fewer key and value heads than heads.
@@ -246,7 +258,9 @@ pub fn read(config: &Value) -> Result<Shape, String> {
     let Some(names) = FAMILIES.iter().find(|names| names.family == kind) else {
         return Err(format!("model_type is {kind:?}: known are {known}"));
     };
-    (names.read)(config)
+    let shape = (names.read)(config)?;
+    rotary::check_rotary(&shape)?;
+    Ok(shape)
 }
 
 /// Writes each number that is an f32 in as few digits as tell it: 1e-6, not 9.999999974752427e-7.
@@ -284,5 +298,7 @@ pub fn write(shape: &Shape, source: &Value) -> Value {
             config.insert(key.into(), source[key].clone());
         }
     }
-    Value::Object(config)
+    let mut config = Value::Object(config);
+    rotary::keep_rotary(shape, source, &mut config);
+    config
 }
