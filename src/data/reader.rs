@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::record::{Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
-use super::{Predicts, Sequence};
+use super::{OwnLabel, Predicts, Sequence};
 use crate::config::TooLong;
 use crate::hf::{Encoded, Message};
 
@@ -49,7 +49,14 @@ impl Reader {
     }
 
     /// Reads a record, which is given as the values of its columns by name.
-    pub(super) fn read_record(&self, columns: Map<String, Value>) -> Result<Vec<Sequence>, String> {
+    pub(super) fn read_record(
+        &self,
+        mut columns: Map<String, Value>,
+    ) -> Result<Vec<Sequence>, String> {
+        let set = match self.predicts {
+            Predicts::LabelSet => Some(self.take_label_set(&mut columns)?),
+            _ => None,
+        };
         let (record, mut unused) = Record::of(columns, &self.fields)?;
         let kind = record.kind()?;
         let unused_by_kind = record.unused(kind, self.scores_sequences());
@@ -58,12 +65,13 @@ impl Reader {
             self.unused.lock().expect("nothing panics inside").extend(unused);
         }
         let label = match (self.scores_sequences(), record.label.as_ref()) {
+            _ if set.is_some() => set.map(OwnLabel::Set),
             (true, None) => {
                 return Err(
                     "label is missing: this model is trained on one label for each sequence".into(),
                 );
             }
-            (true, Some(label)) => Some(self.label(label)?),
+            (true, Some(label)) => Some(OwnLabel::One(self.label(label)?)),
             (false, _) => None,
         };
         let sequence = match kind {
@@ -104,7 +112,7 @@ impl Reader {
 
     /// Whether the model has one label for each sequence.
     fn scores_sequences(&self) -> bool {
-        matches!(self.predicts, Predicts::Class | Predicts::Value)
+        matches!(self.predicts, Predicts::Class | Predicts::Value | Predicts::LabelSet)
     }
 
     /// The number of a class, or the bits of a value (f32).
@@ -123,6 +131,11 @@ impl Reader {
             }
             (Predicts::Value, Label::Name(name)) => {
                 Err(format!("label {name:?} is not a number, and this model predicts a value"))
+            }
+            (_, Label::Several(_)) => {
+                Err("label: it must be a number or a name, and it is a list; for several \
+                 labels set model.problem_type = \"multi_label_classification\""
+                    .into())
             }
             (_, Label::Number(number)) => {
                 let class = (0..classes).find(|&class| class as f64 == *number);
@@ -148,7 +161,7 @@ impl Reader {
     }
 
     /// A record of `text`, perhaps with a `text_pair` and a `label`.
-    fn text(&self, line: &Record, label: Option<i32>) -> Result<Vec<Sequence>, String> {
+    fn text(&self, line: &Record, label: Option<OwnLabel>) -> Result<Vec<Sequence>, String> {
         let text = line.text.as_deref().unwrap_or_default();
         if text.is_empty() {
             return Err("text is empty".into());
@@ -167,7 +180,7 @@ impl Reader {
         let kinds = if self.kinds > 1 { kinds } else { Vec::new() };
         if let Some(label) = label {
             self.check_length(tokens.len())?;
-            return Ok(vec![Sequence::classified(tokens, label, kinds)]);
+            return Ok(vec![Sequence::with_label(tokens, label, kinds)]);
         }
         if self.ends_text() {
             self.push_end(&mut tokens)?;
@@ -354,10 +367,10 @@ impl Reader {
     }
 
     /// A record of `input_ids`, perhaps with `labels` or a `label`.
-    fn ids(&self, line: Record, label: Option<i32>) -> Result<Sequence, String> {
+    fn ids(&self, line: Record, label: Option<OwnLabel>) -> Result<Sequence, String> {
         let Record { input_ids, labels, token_type_ids, attention_mask, .. } = line;
         let mut ids = input_ids.unwrap_or_default();
-        match (&labels, label) {
+        match (&labels, &label) {
             (Some(_), Some(_)) => {
                 return Err("labels: this model is trained on one label for each sequence".into());
             }
@@ -398,7 +411,7 @@ impl Reader {
         let tokens: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
         let kinds: Vec<u8> = types.into_iter().map(|kind| kind as u8).collect();
         if let Some(label) = label {
-            return Ok(Sequence::classified(tokens, label, kinds));
+            return Ok(Sequence::with_label(tokens, label, kinds));
         }
         let labels = labels.into_iter().map(|label| label as i32).collect();
         Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })

@@ -14,6 +14,8 @@ use crate::hf::Message;
 pub(super) enum Label {
     Number(f64),
     Name(String),
+    /// A list, which is refused where a sequence or a word has one label.
+    Several(Vec<Value>),
 }
 
 /// A prompt or a completion.

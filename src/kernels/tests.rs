@@ -265,7 +265,7 @@ fn wrong_views_of_heads_are_found() {
     found!(op, [dh, dw, dbias, dh_before, statistics, h, w, bias]);
 
     let scores = element(3, N);
-    let is_value = false;
+    let problem = ProblemType::SingleLabelClassification;
     let first = element(3, C);
     let all = element(R, C);
     let batch = batch();
@@ -276,7 +276,7 @@ fn wrong_views_of_heads_are_found() {
         statistics,
         scores,
         samples: Samples::Sequences,
-        is_value,
+        problem,
         smoothing: Smoothing::NONE,
         batch,
     };
@@ -291,7 +291,7 @@ fn wrong_views_of_heads_are_found() {
         statistics,
         scale,
         samples,
-        is_value,
+        problem,
         smoothing,
         batch,
     };

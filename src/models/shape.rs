@@ -2,8 +2,7 @@
 //! share.
 
 use super::families::Names;
-use crate::kernels::Activation;
-use crate::kernels::Rotary;
+use crate::kernels::{Activation, ProblemType, Rotary};
 
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -27,18 +26,30 @@ pub enum Head {
     Tokens,
     /// Masked tokens, by a transform, a table of the vocabulary and a bias for each token.
     Masked,
-    /// The class of a whole sequence, or one value for it.
+    /// The class of a whole sequence, several labels of it, or one value for it.
     Classes {
         /// The number of scores.
         labels: usize,
-        /// True when the one score is a value.
-        is_value: bool,
+        /// The labels of a sequence, and the loss.
+        problem: ProblemType,
     },
     /// The class of each token.
     TokenClasses {
         /// The number of scores.
         labels: usize,
     },
+}
+
+impl Head {
+    /// The number of labels that a sequence may have at once, if it may have several.
+    pub(crate) fn label_set(self) -> Option<usize> {
+        match self {
+            Head::Classes { labels, problem: ProblemType::MultiLabelClassification } => {
+                Some(labels)
+            }
+            _ => None,
+        }
+    }
 }
 
 /// A window of attention.
