@@ -117,9 +117,6 @@ impl ModelConfig {
         };
         let differs = |at: usize| !names[at].is_empty() && !names[..at].contains(&names[at]);
         must((0..names.len()).all(differs), "model.labels", "names that differ, none empty")?;
-        let is_other = self.task.is_some_and(|task| task != Task::SequenceClassification);
-        let problem = "is for sequence-classification: leave it out, or set model.task";
-        refuse(self.problem_type.is_some() && is_other, "model.problem_type", problem)?;
         must(self.max_layers != Some(0), "model.max_layers", "at least 1")?;
         let problem = "is set together with model.path: set only one of them";
         refuse(self.path.is_some() && self.preset.is_some(), "model.preset", problem)?;

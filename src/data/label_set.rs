@@ -20,7 +20,7 @@ impl Reader {
     ) -> Result<Vec<i32>, String> {
         let named = self.fields.iter().find(|(ours, _)| *ours == "label");
         let column = match named {
-            Some((_, theirs)) => theirs,
+            Some((_, theirs)) => theirs.as_str(),
             None => {
                 let is_given = |name: &&str| columns.get(*name).is_some_and(|one| !one.is_null());
                 match ["label", "labels"].into_iter().filter(is_given).collect::<Vec<_>>()[..] {
@@ -35,7 +35,9 @@ impl Reader {
             }
         };
         // The column stays, without a value: a column that data.fields names must be there.
-        let value = columns.get_mut(column).map(Value::take).unwrap_or_default();
+        let value = columns.get_mut(column).map(Value::take).ok_or_else(|| {
+            format!("column {column:?} is missing, which data.fields.label names")
+        })?;
         if named.is_none() {
             columns.remove(column);
         }

@@ -145,7 +145,15 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let classes = !shape.names.class_out.is_empty();
     let token_classes = !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
-    let head = match model.task.unwrap_or(own) {
+    let task = model.task.unwrap_or(own);
+    if model.problem_type.is_some() && task != Task::SequenceClassification {
+        let problem = format_args!(
+            "is for sequence-classification, and the task is {:?}: leave it out, or set model.task",
+            task.name()
+        );
+        return Err(Error::config("model.problem_type", problem));
+    }
+    let head = match task {
         Task::SequenceClassification if classes => {
             let problem = problem_type(config, shape.head, labels)?;
             Head::Classes { labels, problem }

@@ -77,7 +77,19 @@ pub fn label_values(metric: &str, label: &str) -> LabelValues {
             Described("the name of the validation set; `validation` where it has no other")
         }
         ("metric", _) => {
-            Listed(vec!["loss", "perplexity", "accuracy", "f1", "matthews", "pearson", "spearman"])
+            let of_classes = ["accuracy", "f1", "matthews"];
+            let of_values = ["pearson", "spearman"];
+            let of_sets = [
+                "subset_accuracy",
+                "precision_micro",
+                "precision_macro",
+                "recall_micro",
+                "recall_macro",
+                "f1_micro",
+                "f1_macro",
+            ];
+            let all = [&["loss", "perplexity"][..], &of_classes, &of_values, &of_sets];
+            Listed(all.concat())
         }
         ("version", _) => Described("the program's version"),
         ("link", _) => Described("`device.link` of the config, or `none`"),

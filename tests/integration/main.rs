@@ -43,6 +43,8 @@ mod kills;
 #[cfg(feature = "cli")]
 mod limits;
 mod lora;
+#[cfg(feature = "tokenizers")]
+mod multi_label;
 #[cfg(feature = "cli")]
 mod observed;
 mod optimizers;
