@@ -93,6 +93,11 @@ impl Reader {
                     Err(error) => Err(format!("{text} is no list in JSON: {error}")),
                 }
             }
+            Value::String(text) if self.classes == 1 && !self.names.contains(text) => {
+                let share = share_of_text(text);
+                let share = share.ok_or_else(|| format!("it is {text:?}: it must be 0 or 1"))?;
+                Ok(vec![share.to_bits() as i32])
+            }
             Value::String(_) => self.set_of_list(std::slice::from_ref(value)),
             value if self.classes == 1 => self.set_of_list(std::slice::from_ref(value)),
             value => Err(format!(

@@ -205,10 +205,10 @@ impl Batch {
     }
 
     /// A batch for a model that predicts `predicts`. Each sequence has at least one token, and one
-    /// label per token.
+    /// label per token, or one per label of the model.
     ///
     /// # Panics
-    /// A sequence is empty, or its labels or token types (if it has any) are not one per token.
+    /// A sequence is empty, has token types that are not one per token, or another number of labels.
     pub fn of<S: Borrow<Sequence>>(sequences: &[S], predicts: Predicts) -> Batch {
         let mut tokens = Vec::new();
         let mut targets = Vec::new();
@@ -221,10 +221,8 @@ impl Batch {
             let length = sequence.tokens.len();
             let labels = sequence.labels.len();
             let has_set = predicts == Predicts::LabelSet;
-            assert!(
-                length > 0 && (has_set || length == labels),
-                "{length} tokens, {labels} labels"
-            );
+            let expected = if has_set { sequences[0].borrow().labels.len() } else { length };
+            assert!(length > 0 && labels == expected, "{length} tokens, {labels} labels");
             assert!(sequence.kinds.is_empty() || sequence.kinds.len() == length, "kinds");
             let at = tokens.len();
             tokens.extend(&sequence.tokens);
@@ -351,8 +349,8 @@ impl Batch {
                  for what the model predicts"
             )));
         }
-        let values = self.label_sets.iter().map(|&bits| f32::from_bits(bits as u32));
-        match values.into_iter().find(|value| !(0.0..=1.0).contains(value)) {
+        let mut values = self.label_sets.iter().map(|&bits| f32::from_bits(bits as u32));
+        match values.find(|value| !(0.0..=1.0).contains(value)) {
             Some(value) => Err(Error::bad_batch(format_args!(
                 "label {value} in a set of labels: it must be 0 to 1"
             ))),

@@ -132,11 +132,11 @@ impl Reader {
             (Predicts::Value, Label::Name(name)) => {
                 Err(format!("label {name:?} is not a number, and this model predicts a value"))
             }
-            (_, Label::Several(_)) => {
-                Err("label: it must be a number or a name, and it is a list; for several \
-                 labels set model.problem_type = \"multi_label_classification\""
-                    .into())
-            }
+            (_, Label::Several(list)) => Err(format!(
+                "label: it must be a number or a name, and it is a list of {}; a sequence has \
+                 several labels with model.problem_type = \"multi_label_classification\"",
+                list.len()
+            )),
             (_, Label::Number(number)) => {
                 let class = (0..classes).find(|&class| class as f64 == *number);
                 class.map(|class| class as i32).ok_or_else(|| no_class(number, classes))

@@ -50,7 +50,7 @@ impl Spooling {
         let is_equal = |(&label, &token): (&i32, &u32)| label == token as i32;
         let is_plain = labels.is_empty()
             || (labels.len() == tokens.len() && labels.iter().zip(tokens).all(is_equal));
-        let stored = if is_plain { &[][..] } else { labels };
+        let stored = if is_plain { &[] } else { &labels[..] };
         let place = Place {
             at: self.end,
             tokens: tokens.len() as u32,

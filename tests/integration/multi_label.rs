@@ -134,8 +134,9 @@ async fn scores_and_metrics_are_transformers() {
 fn ranks_give_the_same_bits() {
     let folder = folder();
     for name in ["bert-classes", "llama-classes"] {
+        let config = labelled(name, folder.path());
         let of = |groups: u32, devices: u32| {
-            let mut config = labelled(name, folder.path());
+            let mut config = config.clone();
             (config.step.batch, config.step.micro_batch) = (7, 1);
             config.parallel.groups = groups;
             config.device.count = Some(devices);
@@ -233,6 +234,8 @@ fn there_may_be_one_label_or_many() {
         let line = json!({ "text": "a word", "label": set }).to_string();
         assert_eq!(labels(open(&mut config, "one.jsonl", &line), &line), [1.0], "{line}");
     }
+    let table = "text,label\nword,1\n";
+    assert_eq!(labels(open(&mut config, "one.csv", table), table), [1.0]);
     let mut config = of_text(Labels::Count(300));
     let line = json!({ "text": "a", "labels": [299] }).to_string();
     let found = labels(open(&mut config, "one.jsonl", &line), &line);
@@ -281,7 +284,7 @@ fn labels_that_are_none_are_refused() {
     single.model.problem_type = None;
     let line = json!({ "text": "a word", "label": ["joy"] }).to_string();
     let error = open(&mut single, "bad.jsonl", &line).err().expect("one label a sequence");
-    assert!(error.to_string().contains("set model.problem_type"), "{error}");
+    assert!(error.to_string().contains("with model.problem_type"), "{error}");
 }
 
 #[test]
