@@ -208,7 +208,8 @@ impl Batch {
     /// label per token, or one per label of the model.
     ///
     /// # Panics
-    /// A sequence is empty, has token types that are not one per token, or another number of labels.
+    /// A sequence is empty, has token types that are not one per token, or has another number of
+    /// labels.
     pub fn of<S: Borrow<Sequence>>(sequences: &[S], predicts: Predicts) -> Batch {
         let mut tokens = Vec::new();
         let mut targets = Vec::new();

@@ -277,8 +277,8 @@ mod tests {
         close(confusion(2, &[(1, 1), (1, 1)]).matthews(), 0.0);
     }
 
-    /// scikit-learn 1.9.1: accuracy_score and precision_recall_fscore_support, micro and macro, with
-    /// zero_division=0.
+    /// scikit-learn 1.9.1: accuracy_score and precision_recall_fscore_support, micro and macro,
+    /// with zero_division=0.
     #[test]
     fn label_sets_as_scikit_learn_scores_them() {
         let mut counts = LabelCounts::new(3);
