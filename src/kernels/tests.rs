@@ -282,6 +282,12 @@ fn wrong_views_of_heads_are_found() {
     };
     found!(op, [out, statistics], any_rows: ["scores"]);
     assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");
+    let set = float(3, 1 + N);
+    let several = ProblemType::MultiLabelClassification;
+    let of_sets = ClassLoss { out: set, statistics: set, problem: several, ..op };
+    found!(of_sets, [out, statistics], any_rows: ["scores"]);
+    let of_tokens = ClassLoss { samples: Samples::Tokens, ..of_sets };
+    assert!(panics(|| of_tokens.check()), "tokens have one label");
     let dscores = scores;
     let scale = 1.0;
     let samples = Samples::Sequences;
