@@ -263,13 +263,18 @@ fn quietly<T>(run: impl FnOnce() -> T) -> T {
 fn every_error_and_panic_names_its_place_and_leaves_nothing() {
     let _alone = alone();
     let mut count = 0;
-    let all = MODES.map(|mode| [(Fault::Error, mode), (Fault::Panic, mode)]);
-    for (fault, mode) in all.into_iter().flatten() {
-        for (case, blame) in injections(fault, mode) {
+    for (mode, fault) in
+        MODES.into_iter().flat_map(|mode| [(mode, Fault::Error), (mode, Fault::Panic)])
+    {
+        for (index, (case, blame)) in injections(fault, mode).into_iter().enumerate() {
             for threads in [0, 2] {
-                quietly(|| check(&case, &blame, mode, threads));
-                soon("threads gone", || threads_of_ours() == 0);
-                count += 1;
+                // For a quick answer, a place fails in one of the four ways.
+                let way = 2 * usize::from(fault == Fault::Panic) + threads / 2;
+                if whole() || index % 4 == way {
+                    quietly(|| check(&case, &blame, mode, threads));
+                    soon("threads gone", || threads_of_ours() == 0);
+                    count += 1;
+                }
             }
         }
     }

@@ -46,7 +46,7 @@ impl Observe for Heard {
 struct Ran {
     reports: Vec<StepReport>,
     slices: Vec<Slice>,
-    /// After the last step, and after the end.
+    /// After the last step, and after its last updates.
     views: [RunView; 2],
     tally: l2l::telemetry::Tally,
     digest: String,
@@ -73,8 +73,11 @@ fn run(config: Config, steps: usize, observers: Vec<Arc<dyn Observe>>) -> Ran {
         let view = watch.view(u64::MAX);
         let tally = watch.tally();
         let digest = trainer.digest().await.expect("nothing fails here");
+        let views = [view, watch.view(u64::MAX)];
+        // A lane reports its last operation after the digest can be known.
+        trainer.stop().await.expect("nothing fails here");
         let slices = std::mem::take(&mut *heard.0.lock().expect("nothing panics inside"));
-        Ran { reports, slices, views: [view, watch.view(u64::MAX)], tally, digest, plan }
+        Ran { reports, slices, views, tally, digest, plan }
     })
 }
 
