@@ -39,7 +39,7 @@ fn labelled(name: &str, folder: &Path) -> Config {
     for (index, line) in lines.iter_mut().enumerate() {
         let length = line["input_ids"].as_array().expect("a list").len();
         let [yes, no] = if index % 10 == 9 { [0.75, 0.25] } else { [1.0, 0.0] };
-        let label = |label| if (7 * index + 3 * label + length) % 5 < 2 { yes } else { no };
+        let label = |label: usize| if (7 * index + 3 * label + length) % 5 < 2 { yes } else { no };
         line["labels"] = [0, 1, 2].map(label).to_vec().into();
         line.as_object_mut().expect("an object").remove("label");
     }
