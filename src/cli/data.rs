@@ -49,6 +49,11 @@ fn labels(sequence: &Sequence, predicts: Predicts) -> serde_json::Value {
     match predicts {
         Predicts::Class => json!(sequence.labels[0]),
         Predicts::Value => json!(f32::from_bits(sequence.labels[0] as u32)),
+        Predicts::LabelSet => {
+            json!(
+                sequence.labels.iter().map(|&bits| f32::from_bits(bits as u32)).collect::<Vec<_>>()
+            )
+        }
         Predicts::Next | Predicts::Own | Predicts::TokenClass => json!(sequence.labels),
     }
 }
@@ -127,7 +132,7 @@ fn shown(data: &Dataset, sequence: &Sequence) -> String {
     let decode = |tokens: &[u32]| data.vocabulary().decode(tokens, true);
     let predicts = data.predicts();
     match predicts {
-        Predicts::Class | Predicts::Value => {
+        Predicts::Class | Predicts::Value | Predicts::LabelSet => {
             return format!("{} ⟦{}⟧", decode(&sequence.tokens), labels(sequence, predicts));
         }
         Predicts::TokenClass => {

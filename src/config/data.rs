@@ -16,13 +16,14 @@ pub struct DataConfig {
     /// tokens, a file, a folder of files, or a list of these. `.txt` and `.md` are text, read with
     /// the model's `tokenizer.json`, or as bytes if it has none. `.jsonl` (an object a line),
     /// `.json` (a list of objects), `.csv` and `.tsv` (with a line of names) and `.parquet` have
-    /// records of one sequence each, in columns: `text` (with `text_pair` and `label` for
-    /// classification); `messages` or ShareGPT's `conversations`; `prompt` and `completion`, texts
-    /// or messages; Alpaca's `instruction`, `input` and `output`; `tokens`, the words of a text,
-    /// and `tags` (or `ner_tags`), a class for each, for classification of tokens; or `input_ids`
-    /// (with `labels`, not shifted, where -100 is not scored, or `label`, and `token_type_ids`).
-    /// Other columns are not used. `.bin` is tokens of two bytes. An entry of a list is a name, or
-    /// `{ path = "...", weight = 2.0 }`: an epoch then has each of its sequences that many times.
+    /// records of one sequence each, in columns: `text` (with `text_pair`, and with `label` or,
+    /// where a sequence may have several, `labels` for classification); `messages` or ShareGPT's
+    /// `conversations`; `prompt` and `completion`, texts or messages; Alpaca's `instruction`,
+    /// `input` and `output`; `tokens`, the words of a text, and `tags` (or `ner_tags`), a class for
+    /// each, for classification of tokens; or `input_ids` (with `labels`, not shifted, where -100
+    /// is not scored, or `label`, and `token_type_ids`). Other columns are not used. `.bin` is
+    /// tokens of two bytes. An entry of a list is a name, or `{ path = "...", weight = 2.0 }`: an
+    /// epoch then has each of its sequences that many times.
     pub train: Files,
     /// The validation data, in the same formats as `train`. Entries
     /// `{ path = "...", name = "..." }` of a list make several validation sets, one for each name,
@@ -169,7 +170,7 @@ pub struct FieldsConfig {
     pub text: Option<String>,
     /// The column with the second text of a pair.
     pub text_pair: Option<String>,
-    /// The column with the label of a sequence.
+    /// The column with the label, or the labels, of a sequence.
     pub label: Option<String>,
     /// The column with the messages of a chat.
     pub messages: Option<String>,

@@ -14,6 +14,7 @@ use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, Files};
 use crate::error::Error;
 use crate::hf::hex;
+use crate::kernels::ProblemType;
 use crate::models::{Head, Shape};
 use crate::random;
 use crate::resolve::label_names;
@@ -26,6 +27,8 @@ enum Kind {
         seed: u64,
         vocabulary: usize,
         positions: usize,
+        /// The labels of a model of [`Predicts::LabelSet`].
+        classes: usize,
     },
 }
 
@@ -190,8 +193,14 @@ impl Dataset {
         let (predicts, classes) = match shape.head {
             Head::Tokens => (Predicts::Next, 0),
             Head::Masked => (Predicts::Own, 0),
-            Head::Classes { labels, is_value: false } => (Predicts::Class, labels),
-            Head::Classes { labels, is_value: true } => (Predicts::Value, labels),
+            Head::Classes { labels, problem } => {
+                let predicts = match problem {
+                    ProblemType::SingleLabelClassification => Predicts::Class,
+                    ProblemType::Regression => Predicts::Value,
+                    ProblemType::MultiLabelClassification => Predicts::LabelSet,
+                };
+                (predicts, labels)
+            }
             Head::TokenClasses { labels } => (Predicts::TokenClass, labels),
         };
         let vocabulary = Vocabulary::of(config, shape)?;
@@ -202,7 +211,7 @@ impl Dataset {
                     "must be at least 2 for random sequences",
                 ));
             }
-            let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions };
+            let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions, classes };
             let name = files.to_string();
             return Dataset::of(config, shape, kind, name, predicts, vocabulary, seed);
         }
@@ -362,7 +371,7 @@ impl Dataset {
     pub(super) fn masked(&self, index: u64, nth: u64) -> Result<Sequence, Error> {
         let sources = match &self.kind {
             Kind::Sources(sources) => sources,
-            Kind::Random { seed, vocabulary, positions } => {
+            Kind::Random { seed, vocabulary, positions, classes } => {
                 let mut state = random::keyed(*seed, index);
                 let token = |_| (random::next(&mut state) % *vocabulary as u64) as u32;
                 let tokens = (0..*positions).map(token).collect();
@@ -373,6 +382,8 @@ impl Dataset {
                         Sequence::classified(plain.tokens, 0, Vec::new())
                     }
                     Predicts::TokenClass => Sequence { labels: vec![0; *positions], ..plain },
+                    // The bits of 0.0: none of the labels.
+                    Predicts::LabelSet => Sequence { labels: vec![0; *classes], ..plain },
                 });
             }
         };

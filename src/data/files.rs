@@ -243,6 +243,7 @@ impl Opening<'_> {
         let reader = self.reader;
         let needs = match reader.predicts {
             Predicts::Class | Predicts::Value => Some("text and label"),
+            Predicts::LabelSet => Some("text and labels"),
             Predicts::TokenClass => Some("tokens and tags"),
             Predicts::Next | Predicts::Own => None,
         };

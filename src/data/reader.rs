@@ -10,7 +10,7 @@ use super::json_error;
 use super::known::no_class;
 use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
-use super::{Predicts, Sequence};
+use super::{OwnLabel, Predicts, Sequence};
 use crate::config::{BadRecords, TooLong};
 use crate::hf::Encoded;
 
@@ -69,7 +69,11 @@ impl Reader {
         Ok(sequences)
     }
 
-    fn sequences(&self, columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
+    fn sequences(&self, mut columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
+        let set = match self.predicts {
+            Predicts::LabelSet => Some(self.take_label_set(&mut columns)?),
+            _ => None,
+        };
         let (record, mut unused) = Record::of(columns, &self.fields)?;
         let kind = record.kind()?;
         let unused_by_kind = record.unused(kind, self.scores_sequences());
@@ -78,11 +82,12 @@ impl Reader {
             self.unused.lock().expect("nothing panics inside").extend(unused);
         }
         let label = match (self.scores_sequences(), record.label.as_ref()) {
+            _ if set.is_some() => set.map(OwnLabel::Set),
             (true, None) => {
                 let what = "label is missing: this model is trained on one label for each sequence";
                 return Err(record.lacks(what));
             }
-            (true, Some(label)) => Some(self.label(label)?),
+            (true, Some(label)) => Some(OwnLabel::One(self.label(label)?)),
             (false, _) => None,
         };
         let sequence = match kind {
@@ -123,7 +128,7 @@ impl Reader {
 
     /// Whether the model has one label for each sequence.
     fn scores_sequences(&self) -> bool {
-        matches!(self.predicts, Predicts::Class | Predicts::Value)
+        matches!(self.predicts, Predicts::Class | Predicts::Value | Predicts::LabelSet)
     }
 
     /// The number of a class, or the bits of a value (f32).
@@ -142,6 +147,11 @@ impl Reader {
             (Predicts::Value, Label::Name(name)) => {
                 Err(format!("label {name:?} is not a number, and this model predicts a value"))
             }
+            (_, Label::Several(list)) => Err(format!(
+                "label: it must be a number or a name, and it is a list of {}; a sequence has \
+                 several labels with model.problem_type = \"multi_label_classification\"",
+                list.len()
+            )),
             (_, Label::Number(number)) => self.class_of_number(*number),
             (_, Label::Name(name)) => {
                 let class = self.names.iter().position(|known| known == name);
@@ -163,7 +173,7 @@ impl Reader {
     }
 
     /// A record of `text`, perhaps with a `text_pair` and a `label`.
-    fn text(&self, line: &Record, label: Option<i32>) -> Result<Vec<Sequence>, String> {
+    fn text(&self, line: &Record, label: Option<OwnLabel>) -> Result<Vec<Sequence>, String> {
         let text = line.text.as_deref().unwrap_or_default();
         if text.is_empty() {
             return Err("text is empty".into());
@@ -182,7 +192,7 @@ impl Reader {
         let kinds = if self.kinds > 1 { kinds } else { Vec::new() };
         if let Some(label) = label {
             self.check_length(tokens.len())?;
-            return Ok(vec![Sequence::classified(tokens, label, kinds)]);
+            return Ok(vec![Sequence::with_label(tokens, label, kinds)]);
         }
         if self.ends_text() {
             self.push_end(&mut tokens)?;
@@ -338,10 +348,10 @@ impl Reader {
     }
 
     /// A record of `input_ids`, perhaps with `labels` or a `label`.
-    fn ids(&self, line: Record, label: Option<i32>) -> Result<Sequence, String> {
+    fn ids(&self, line: Record, label: Option<OwnLabel>) -> Result<Sequence, String> {
         let Record { input_ids, labels, token_type_ids, attention_mask, .. } = line;
         let mut ids = input_ids.unwrap_or_default();
-        match (&labels, label) {
+        match (&labels, &label) {
             (Some(_), Some(_)) => {
                 return Err("labels: this model is trained on one label for each sequence".into());
             }
@@ -382,7 +392,7 @@ impl Reader {
         let tokens: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
         let kinds: Vec<u8> = types.into_iter().map(|kind| kind as u8).collect();
         if let Some(label) = label {
-            return Ok(Sequence::classified(tokens, label, kinds));
+            return Ok(Sequence::with_label(tokens, label, kinds));
         }
         let labels = labels.into_iter().map(|label| label as i32).collect();
         Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })

@@ -16,6 +16,8 @@ use crate::hf::{Message, RecordValue, list_of};
 pub(super) enum Label {
     Number(f64),
     Name(String),
+    /// A list, which is refused where a sequence or a word has one label.
+    Several(Vec<Value>),
 }
 
 /// A prompt or a completion.
@@ -251,7 +253,7 @@ impl Record {
 }
 
 /// A sentence about the columns of a record. Quotation marks show spaces around a name.
-fn columns_of(columns: &ColumnTexts) -> String {
+pub(super) fn columns_of(columns: &ColumnTexts) -> String {
     /// A message with more names than these is no help.
     const NAMED: usize = 20;
     let name = |(name, value): (&String, &Box<RawValue>)| match value.get() {

@@ -273,7 +273,7 @@ impl Model {
         context: &StepContext,
     ) -> Vec<LayerStep> {
         let blocks = (0..blocks.len()).collect();
-        let statistics = context.statistics();
+        let statistics = context.statistics(self.shape.head);
         let logits = match layer {
             ModelLayer::Stack(layer) => return layer.steps(context),
             ModelLayer::Embedding => {

@@ -2,7 +2,7 @@
 //! share.
 
 use super::families::Names;
-use crate::kernels::{Activation, LongRope, Rotary, RotaryScaling, Yarn};
+use crate::kernels::{Activation, LongRope, ProblemType, Rotary, RotaryScaling, Yarn};
 
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -26,12 +26,12 @@ pub enum Head {
     Tokens,
     /// Masked tokens, by a transform, a table of the vocabulary and a bias for each token.
     Masked,
-    /// The class of a whole sequence, or one value for it.
+    /// The class of a whole sequence, several labels of it, or one value for it.
     Classes {
         /// The number of scores.
         labels: usize,
-        /// True when the one score is a value.
-        is_value: bool,
+        /// The labels of a sequence, and the loss.
+        problem: ProblemType,
     },
     /// The class of each token.
     TokenClasses {
@@ -46,6 +46,16 @@ impl Head {
         match *self {
             Head::Classes { labels, .. } | Head::TokenClasses { labels } => Some(labels),
             Head::Tokens | Head::Masked => None,
+        }
+    }
+
+    /// The number of labels that a sequence may have at once, if it may have several.
+    pub(crate) fn label_set(self) -> Option<usize> {
+        match self {
+            Head::Classes { labels, problem: ProblemType::MultiLabelClassification } => {
+                Some(labels)
+            }
+            _ => None,
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::config::{Config, DepthConfig, Labels, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
-use crate::kernels::HEAD_LIMIT;
+use crate::kernels::{HEAD_LIMIT, ProblemType};
 use crate::models::{Dropouts, Head, Shape, families};
 
 /// The shape of the model that a config names.
@@ -160,14 +160,26 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let tokens = if shape.causal { Head::Tokens } else { Head::Masked };
     let labels = match shape.head {
         Head::Classes { labels, .. } | Head::TokenClasses { labels } => labels,
+        Head::Tokens | Head::Masked if model.problem_type == Some(ProblemType::Regression) => 1,
         Head::Tokens | Head::Masked => 2,
     };
     let own = task_of(shape.head);
     let classes = !shape.names.class_out.is_empty();
     let token_classes = !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
-    let head = match model.task.unwrap_or(own) {
-        Task::SequenceClassification if classes => Head::Classes { labels, is_value: labels == 1 },
+    let task = model.task.unwrap_or(own);
+    if model.problem_type.is_some() && task != Task::SequenceClassification {
+        let problem = format_args!(
+            "is for sequence-classification, and the task is {:?}: leave it out, or set model.task",
+            task.name()
+        );
+        return Err(Error::config("model.problem_type", problem));
+    }
+    let head = match task {
+        Task::SequenceClassification if classes => {
+            let problem = problem_type(config, shape.head, labels)?;
+            Head::Classes { labels, problem }
+        }
         Task::TokenClassification if token_classes => Head::TokenClasses { labels },
         task if task == task_of(tokens) => return Ok(tokens),
         task => {
@@ -189,6 +201,37 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         return Err(Error::config("model.labels", problem));
     }
     Ok(head)
+}
+
+/// What a head of sequences with `labels` scores predicts: as the config says, else as the model's
+/// `config.json` says, else by the number of scores.
+///
+/// # Errors
+/// It is not known, or not built for this number of scores.
+fn problem_type(config: &Config, own: Head, labels: usize) -> Result<ProblemType, Error> {
+    if let Some(problem) = config.model.problem_type {
+        if problem.fits(labels) {
+            return Ok(problem);
+        }
+        let name = problem.name();
+        return Err(Error::config(
+            "model.problem_type",
+            format_args!(
+                "is {name:?} of {labels} labels: regression has model.labels = 1, and a class is \
+                 one of at least 2"
+            ),
+        ));
+    }
+    let usual = ProblemType::of_labels(labels);
+    let Some(path) = &config.model.path else { return Ok(usual) };
+    let source = hf::read_config(path)?;
+    let keys = source.as_object().cloned().unwrap_or_default();
+    match families::problem_type(&keys, labels) {
+        Err(what) if matches!(own, Head::Classes { labels: of_own, .. } if of_own == labels) => {
+            Err(Error::bad_model(path.join("config.json").display(), what))
+        }
+        written => Ok(written.unwrap_or(usual)),
+    }
 }
 
 /// The most layers of a model: more than any has, and few enough to plan a step.

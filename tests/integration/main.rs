@@ -51,6 +51,8 @@ mod kills;
 #[cfg(feature = "cli")]
 mod limits;
 mod lora;
+#[cfg(feature = "tokenizers")]
+mod multi_label;
 #[cfg(feature = "cli")]
 mod observed;
 mod optimizers;

@@ -170,6 +170,7 @@ static FAMILIES: [&Names; 11] = [
 ];
 
 pub use gpt2::gpt2;
+pub(crate) use read::problem_type;
 
 /// The names that [`preset`] knows.
 pub const PRESETS: [&str; 13] = [
