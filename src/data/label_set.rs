@@ -21,7 +21,8 @@ impl Reader {
         let column = match named {
             Some((_, theirs)) => theirs.as_str(),
             None => {
-                let is_given = |name: &&str| columns.get(*name).is_some_and(|one| one.get() != "null");
+                let is_given =
+                    |name: &&str| columns.get(*name).is_some_and(|one| one.get() != "null");
                 match ["label", "labels"].into_iter().filter(is_given).collect::<Vec<_>>()[..] {
                     [] => return self.take_label_columns(columns),
                     [one] => one,

@@ -10,6 +10,7 @@ use super::json;
 use super::sealed::RECORD;
 use super::weights::WeightFile;
 use crate::error::Error;
+use crate::kernels::ProblemType;
 use crate::models::{BlockTensors, Head, Lora, Model, Shape, adapters, families};
 
 /// The file with the adapters' tensors.
@@ -151,8 +152,8 @@ pub(crate) fn adapters_head(directory: &Path, shape: &Shape) -> Result<Head, Err
         let view = file.tensors().tensor(&format!("{PREFIX}{layer}.weight")).ok()?.shape().to_vec();
         view.first().copied().filter(|_| !layer.is_empty())
     };
-    let of_sequences =
-        rows(names.class_out).map(|labels| Head::Classes { labels, is_value: labels == 1 });
+    let of_sequences = rows(names.class_out)
+        .map(|labels| Head::Classes { labels, problem: ProblemType::of_labels(labels) });
     let of_tokens = rows(names.token_classes).map(|labels| Head::TokenClasses { labels });
     let brought = match (task.as_deref(), of_sequences, of_tokens) {
         (Some("SEQ_CLS"), of_sequences, _) => of_sequences,

@@ -222,6 +222,13 @@ fn problem_type(config: &Config, own: Head, labels: usize) -> Result<ProblemType
             ),
         ));
     }
+    // Adapters that bring a head say what it predicts.
+    if let Head::Classes { labels: of_own, problem } = own
+        && of_own == labels
+        && config.train.lora.as_ref().is_some_and(|lora| lora.path.is_some())
+    {
+        return Ok(problem);
+    }
     let usual = ProblemType::of_labels(labels);
     let Some(path) = &config.model.path else { return Ok(usual) };
     let source = hf::read_config(path)?;
