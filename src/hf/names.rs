@@ -128,7 +128,6 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         ".decoder.bias",
     ];
     const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
-    let names = model.shape.names;
     is_of_other_head(name, &model.shape)
         || ENDS.iter().any(|end| name.ends_with(end))
         || PARTS.iter().any(|part| name.contains(part))

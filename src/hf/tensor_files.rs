@@ -373,12 +373,12 @@ mod tests {
         let to = make();
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
-        let all = file_tensors(&model, &from, BlockRun::Parameters);
+        let all = stored_parameters(&model, &from);
         let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), |_| None);
         files.expect("a directory of ours").write_all(&from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");
-        load(folder.path(), &model, &to, Load::AS_WRITTEN).expect("what was just written");
+        load(folder.path(), &model, &to, Load::AS_WRITTEN, &[]).expect("what was just written");
         let digest = |eps: &Eps| eps.digest(&model).expect("in memory");
         assert_eq!(digest(&from), digest(&to));
     }

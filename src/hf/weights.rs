@@ -214,7 +214,8 @@ fn read_adapters(
 
 /// Reads the optimizer's states into the EPS.
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read_file(file, &state_tensors(model, eps), eps, Load::AS_WRITTEN)
+    let wanted = Wanted { tensors: &state_tensors(model, eps), spelling: None, brought: &[] };
+    read(&[file.to_path_buf()], &wanted, eps, Load::AS_WRITTEN).map(drop)
 }
 
 /// Refuses a tensor with an infinite value or NaN.
