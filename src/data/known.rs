@@ -13,12 +13,11 @@ impl Reader {
     /// the format has numbers or only text.
     pub(super) fn class_of_number(&self, number: f64) -> Result<i32, String> {
         let classes = self.classes;
-        let named = |name: &String| name.parse::<f64>().ok().filter(|named| named.is_finite());
-        if !self.names.iter().any(|name| named(name).is_some()) {
+        if !self.has_names_of_numbers() {
             let class = (0..classes).find(|&class| class as f64 == number);
             return class.map(|class| class as i32).ok_or_else(|| no_class(number, classes));
         }
-        let class = self.names.iter().position(|name| named(name) == Some(number));
+        let class = self.names.iter().position(|name| number_of(name) == Some(number));
         class.map(|class| class as i32).ok_or_else(|| {
             let names = self.names.join(", ");
             format!(
@@ -27,6 +26,16 @@ impl Reader {
             )
         })
     }
+
+    /// Whether a class has a number for its name.
+    pub(super) fn has_names_of_numbers(&self) -> bool {
+        self.names.iter().any(|name| number_of(name).is_some())
+    }
+}
+
+/// The number that a name is.
+fn number_of(name: &str) -> Option<f64> {
+    name.parse().ok().filter(|number: &f64| number.is_finite())
 }
 
 pub(super) fn no_class(label: impl std::fmt::Display, classes: usize) -> String {

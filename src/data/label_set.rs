@@ -133,6 +133,10 @@ impl Reader {
         for value in list {
             let label = match value {
                 Value::String(name) => self.label_of_name(name)?,
+                Value::Number(number) if self.has_names_of_numbers() => {
+                    let number = number.as_f64().unwrap_or(f64::NAN);
+                    Some(self.class_of_number(number)? as usize)
+                }
                 Value::Number(number) => number.as_u64().map(|label| label as usize),
                 _ => None,
             };
@@ -156,7 +160,10 @@ impl Reader {
         if let Some(label) = self.names.iter().position(|known| known == name) {
             return Ok(Some(label));
         }
-        match name.parse() {
+        match name.parse::<usize>() {
+            Ok(label) if self.has_names_of_numbers() => {
+                Ok(Some(self.class_of_number(label as f64)? as usize))
+            }
             Ok(label) => Ok(Some(label)),
             Err(_) if self.names.is_empty() => {
                 Err(format!("label {name:?}: the labels have no names: list them in model.labels"))

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use l2l::config::{Config, Labels, Task};
 use l2l::data::{Dataset, Sequence};
+use l2l::kernels::ProblemType;
 use l2l::{Error, shape_of};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -147,6 +148,28 @@ fn classes_whose_names_are_numbers() {
         let error = labels(&mut config, name, &text).expect_err("no class has this name");
         assert!(error.to_string().contains("label 0 is none of 1, 2, 3"), "{error}");
     }
+}
+
+/// The same holds for the names in a set of labels.
+#[test]
+fn sets_of_labels_whose_names_are_numbers() {
+    let mut config = config(goldens("wordpiece"));
+    config.model.task = Some(Task::SequenceClassification);
+    config.model.problem_type = Some(ProblemType::MultiLabelClassification);
+    config.model.labels = Some(Labels::Names(["1", "2", "3", "4"].map(String::from).into()));
+    for (name, text) in [
+        ("a.jsonl", "{\"text\": \"a\", \"labels\": [1, 3]}"),
+        ("a.jsonl", "{\"text\": \"a\", \"labels\": [\"3\", \"1\"]}"),
+        ("a.csv", "text,labels\na,\"[1, 3]\"\n"),
+        ("a.csv", "text,1,2,3,4\na,1,0,1,0\n"),
+    ] {
+        let set = all(&open(&mut config, name, text).expect(text)).remove(0).labels;
+        let set: Vec<f32> = set.into_iter().map(|bits| f32::from_bits(bits as u32)).collect();
+        assert_eq!(set, [1.0, 0.0, 1.0, 0.0], "{text}");
+    }
+    let text = "{\"text\": \"a\", \"labels\": [0]}";
+    let error = refusal(&mut config, "a.jsonl", text);
+    assert!(error.contains("label 0 is none of 1, 2, 3, 4"), "{error}");
 }
 
 /// A data set as it is cloned: its card and its hidden files are no training data.
