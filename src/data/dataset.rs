@@ -202,6 +202,11 @@ impl Dataset {
             let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions, classes };
             return Dataset::of(config, kind, files.to_string(), predicts, vocabulary, seed);
         }
+        let mut names = label_names(config)?;
+        // Names of another number of labels are those of a head that this one replaces.
+        if predicts == Predicts::LabelSet && names.len() != classes {
+            names.clear();
+        }
         let reader = Reader {
             vocabulary,
             tokens: shape.vocabulary,
@@ -211,7 +216,7 @@ impl Dataset {
             kinds: shape.token_types,
             predicts,
             classes,
-            names: label_names(config)?,
+            names,
             fields: config.data.fields.named(),
             unused: Default::default(),
         };
