@@ -215,6 +215,11 @@ impl Dataset {
             let name = files.to_string();
             return Dataset::of(config, shape, kind, name, predicts, vocabulary, seed);
         }
+        let mut names = label_names(config)?;
+        // Names of another number of labels are those of a head that this one replaces.
+        if predicts == Predicts::LabelSet && names.len() != classes {
+            names.clear();
+        }
         let reader = Reader {
             vocabulary,
             tokens: shape.vocabulary,
@@ -225,7 +230,7 @@ impl Dataset {
             kinds: shape.token_types,
             predicts,
             classes,
-            names: label_names(config)?,
+            names,
             fields: config.data.fields.named(),
             unused: Default::default(),
             not_found: Default::default(),

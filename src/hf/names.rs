@@ -129,8 +129,23 @@ fn is_ignored(name: &str, model: &Model) -> bool {
     ];
     const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
     is_of_other_head(name, &model.shape)
+        || is_of_other_classes(name, model)
         || ENDS.iter().any(|end| name.ends_with(end))
         || PARTS.iter().any(|part| name.contains(part))
+}
+
+/// Whether a tensor is of a head of classes that the model does not have.
+fn is_of_other_classes(name: &str, model: &Model) -> bool {
+    let Names { class_dense, class_out, token_classes, .. } = *model.shape.names;
+    let own: &[&str] = match model.shape.head {
+        Head::Tokens | Head::Masked => &[],
+        Head::Classes { .. } => &[class_dense, class_out],
+        Head::TokenClasses { .. } => &[token_classes],
+    };
+    let others = [class_dense, class_out, token_classes].into_iter();
+    others.filter(|layer| !layer.is_empty() && !own.contains(layer)).any(|layer| {
+        name.strip_prefix(layer).is_some_and(|rest| matches!(rest, ".weight" | ".bias"))
+    })
 }
 
 /// Compares the tensors of files with the model's. The files may have the tensors that are

@@ -454,7 +454,8 @@ fn an_encoder_gives_several_labels() {
             "model.task=sequence-classification".into(),
             "model.labels=[\"good\", \"long\", \"bad\"]".into(),
             "model.problem_type=multi_label_classification".into(),
-            "optimizer.learning_rate=0.01".into(),
+            "model.dropout=0".into(),
+            "optimizer.learning_rate=0.003".into(),
             "step.steps=40".into(),
             "validation.every_steps=10".into(),
             "validation.best=f1_micro".into(),
@@ -473,17 +474,20 @@ fn an_encoder_gives_several_labels() {
         let plain =
             [format!("model.path={}", to.display()), format!("data.validation={}", data.display())];
         let found = events(&good(&with(&["eval", "--format", "json"], &plain)));
-        for (metric, value) in [("subset_accuracy", 1.0), ("f1_micro", 1.0), ("f1_macro", 1.0)] {
-            assert_eq!(found[0][metric], value, "{metric}");
+        let number = |value: &Value| value.as_f64().expect("a number");
+        assert!(number(&found[0]["f1_micro"]) > 0.5, "{found:?}");
+        if !lora {
+            let of_run = events(&good(&with(&["eval", "--format", "json"], &keys)));
+            for metric in ["loss", "subset_accuracy", "f1_micro", "f1_macro"] {
+                let off = number(&of_run[0][metric]) - number(&found[0][metric]);
+                assert!(off.abs() < 1e-5, "{metric}: {of_run:?} {found:?}");
+            }
         }
-        let long = json!({
-            "label": "long", "true_positives": 1, "false_positives": 0, "false_negatives": 0,
-            "precision": 1.0, "recall": 1.0, "f1": 1.0,
-        });
-        assert_eq!(found[0]["by_label"][1], long);
+        let long = &found[0]["by_label"][1];
+        let counts = ["true_positives", "false_negatives"].map(|count| number(&long[count]));
+        assert_eq!((&long["label"], counts.iter().sum()), (&json!("long"), 1.0));
         let shown = good(&with(&["eval"], &plain));
-        assert!(shown.contains("precision_macro     1.000000"), "{shown}");
-        assert!(shown.contains("long          1.000000  1.000000  1.000000         1"), "{shown}");
+        assert!(shown.contains("\n  precision_macro ") && shown.contains("\n  long "), "{shown}");
         let rows = good(&with(&["data"], &[keys.clone(), vec!["step.batch=1".into()]].concat()));
         assert!(rows.contains("⟦[0.0,0.0,1.0]⟧"), "{rows}");
         keys.push("validation.best=f1".into());

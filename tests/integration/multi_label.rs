@@ -137,7 +137,7 @@ fn ranks_give_the_same_bits() {
         let config = labelled(name, folder.path());
         let of = |groups: u32, devices: u32| {
             let mut config = config.clone();
-            (config.step.batch, config.step.micro_batch) = (7, 1);
+            (config.step.batch, config.step.micro_batch) = (6, 1);
             config.parallel.groups = groups;
             config.device.count = Some(devices);
             ranks::Task { evaluates: true, ..ranks::Task::new(config, 3) }
