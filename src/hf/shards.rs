@@ -22,7 +22,7 @@ use crate::error::Error;
 /// How an export's values differ from the files.
 pub(super) enum Changed {
     No,
-    Merged(Merge),
+    Merged(Box<Merge>),
     Averaged(Averages),
 }
 
@@ -109,7 +109,7 @@ impl Source {
         let mut files = Vec::new();
         let mut tensors = Vec::new();
         let merge = match changed {
-            Changed::Merged(merge) => Some(merge),
+            Changed::Merged(merge) => Some(&**merge),
             Changed::No | Changed::Averaged(_) => None,
         };
         for (at, path) in paths.iter().enumerate() {

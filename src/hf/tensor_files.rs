@@ -374,7 +374,7 @@ mod tests {
         files.expect("a directory of ours").write_all(&from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");
-        load(folder.path(), &model, &to, Load::AS_WRITTEN).expect("what was just written");
+        load(folder.path(), &model, &to, Load::AS_WRITTEN, &[]).expect("just written");
         let digest = |eps: &Eps| eps.digest(&model).expect("in memory");
         assert_eq!(digest(&from), digest(&to));
     }
