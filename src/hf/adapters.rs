@@ -10,6 +10,7 @@ use super::json;
 use super::sealed::RECORD;
 use super::weights::WeightFile;
 use crate::error::Error;
+use crate::kernels::ProblemType;
 use crate::models::{BlockTensors, Head, Lora, Model, Shape, adapters, families};
 
 /// The file with the adapters' tensors.
@@ -151,8 +152,8 @@ pub(crate) fn adapters_head(directory: &Path, shape: &Shape) -> Result<Head, Err
         let view = file.tensors().tensor(&format!("{PREFIX}{layer}.weight")).ok()?.shape().to_vec();
         view.first().copied().filter(|_| !layer.is_empty())
     };
-    let of_sequences =
-        rows(names.class_out).map(|labels| Head::Classes { labels, is_value: labels == 1 });
+    let of_sequences = rows(names.class_out)
+        .map(|labels| Head::Classes { labels, problem: ProblemType::of_labels(labels) });
     let of_tokens = rows(names.token_classes).map(|labels| Head::TokenClasses { labels });
     let brought = match (task.as_deref(), of_sequences, of_tokens) {
         (Some("SEQ_CLS"), of_sequences, _) => of_sequences,
@@ -197,6 +198,9 @@ pub(crate) fn write_adapter_config(
     let saved = saved_modules(model);
     let is_whole = |layer: &str| saved.iter().any(|one| is_below(layer, one) && is_peft_head(one));
     let names = model.shape.names;
+    let ties = model.shape.tied && model.shape.scores_vocabulary();
+    let mut trained = model.blocks.iter().flat_map(|block| block.trained());
+    let trains_table = trained.any(|tensor| tensor.name == names.embedding);
     let task = match model.shape.head {
         Head::Tokens => json!("CAUSAL_LM"),
         Head::Classes { .. } if is_whole(names.class_out) => json!("SEQ_CLS"),
@@ -218,6 +222,7 @@ pub(crate) fn write_adapter_config(
         "use_rslora": lora.rank_stabilised,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
+        "ensure_weight_tying": ties && trains_table,
         "modules_to_save": if saved.is_empty() { Value::Null } else { json!(saved) },
         "fan_in_fan_out": !model.shape.transposed,
         "bias": "none",

@@ -9,18 +9,19 @@ use serde_json::Value;
 use super::adapters::{base_of, has_adapters};
 use super::average::Averages;
 use super::companions::copy_companions;
-use super::config::{read_config, set_label_names};
+use super::config::{read_config, read_shape, set_label_names};
 use super::json;
 use super::merge::Merge;
 use super::sealed::{RECORD, Sealed, check_seal};
-use super::shards::{Changed, Dtypes, Source};
+use super::shards::{Changed, Dtypes, Source, Tables};
 use super::tensor_files::SHARD_BYTES;
-use super::weights::weight_files;
+use super::tied::has_own_head;
+use super::weights::{check_format, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
 use crate::folder;
 use crate::lock::DirectoryLock;
-use crate::models::{Head, families};
+use crate::models::{Head, Shape, families};
 
 const CONFIG: &str = "config.json";
 
@@ -94,8 +95,7 @@ pub fn export(
         (false, _, None) => (from, Changed::No),
         (false, _, Some(averages)) => (from, Changed::Averaged(averages)),
         (true, Some(base), _) => {
-            let merge = Merge::new(from, base, options.head)?;
-            (base, Changed::Merged(Box::new(merge)))
+            (base, Changed::Merged(Box::new(Merge::new(from, base, options.head)?)))
         }
         (true, None, _) => {
             let what = "it holds adapters, and does not say of which model: set model.path to that \
@@ -107,7 +107,14 @@ pub fn export(
         let what = "there is no model to export: config.json is missing";
         return Err(Error::bad_model(weights_from.display(), what));
     }
-    let source = Source::open(&weight_files(weights_from)?, &changed, !options.unsealed)?;
+    check_format(weights_from)?;
+    let mut config = match &changed {
+        Changed::Merged(merge) => merged_config(from, weights_from, merge, &options.labels)?,
+        Changed::No | Changed::Averaged(_) => json::read(&from.join(CONFIG))?,
+    };
+    let tables = tables_of(weights_from, &config, &changed);
+    let files = weight_files(weights_from)?;
+    let source = Source::open(&files, &changed, tables, !options.unsealed)?;
     // A directory that only describes the model (model.random_weights) has no dtype to keep.
     let has_weights = |base: &&Path| {
         weight_files(base).is_ok_and(|files| files.iter().all(|file| file.is_file()))
@@ -116,15 +123,23 @@ pub fn export(
     let dtypes = Dtypes::of(options.dtype, source_of_dtypes)?;
     in_place(to, |partial, failed| {
         source.write(&changed, &dtypes, options.shard_bytes, partial)?;
-        let mut config = match &changed {
-            Changed::Merged(merge) => merged_config(from, weights_from, merge, &options.labels)?,
-            Changed::No | Changed::Averaged(_) => json::read(&from.join(CONFIG))?,
-        };
         source.describe(&dtypes, &mut config);
+        if tables.is_some_and(|tables| tables.has_own_head) {
+            config["tie_word_embeddings"] = false.into();
+        }
         json::write(&partial.join(CONFIG), &config)?;
-        base.map_or(Ok(()), |base| copy_companions(base, partial)).map_err(failed)?;
-        copy_companions(from, partial).map_err(failed)
+        let all: Vec<&Path> = [from].into_iter().chain(base).collect();
+        copy_companions(&all, partial).map_err(failed)
     })
+}
+
+/// The tables of an exported model whose `config.json` ties its head to its embedding.
+fn tables_of(weights_from: &Path, config: &Value, changed: &Changed) -> Option<Tables> {
+    let shape = read_shape(weights_from).ok().filter(|shape| shape.tied)?;
+    families::read(config).ok().filter(Shape::scores_vocabulary)?;
+    let parted = matches!(changed, Changed::Merged(merge) if merge.unties());
+    let has_own_head = parted || has_own_head(weights_from, &shape);
+    Some(Tables { names: shape.names, has_own_head })
 }
 
 /// The `config.json` of a model with adapters. A checkpoint of adapters has its own. PEFT's

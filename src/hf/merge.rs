@@ -9,6 +9,7 @@ use safetensors::tensor::TensorView;
 use super::adapters::{PREFIX, SavedAdapters, WEIGHTS, adapters_head, read_lora, refused_adapters};
 use super::config::read_shape;
 use super::names::{is_float, is_of_other_head};
+use super::tied::{has_own_head, keeps_tied};
 use super::weights::{WeightFile, decode_all};
 use crate::error::Error;
 use crate::models::{Head, Lora, Model, Shape, Training, adapters};
@@ -21,6 +22,8 @@ pub(super) struct Merge {
     saved: Vec<String>,
     /// The model with the adapters' head.
     shape: Shape,
+    /// Whether the adapters part the head's table from the embedding.
+    unties: bool,
 }
 
 impl Merge {
@@ -32,20 +35,30 @@ impl Merge {
     pub(super) fn new(directory: &Path, base: &Path, head: Option<Head>) -> Result<Merge, Error> {
         let own = read_shape(base)?;
         let head = head.map_or_else(|| adapters_head(directory, &own), Ok)?;
-        let shape = Shape { head, ..own };
+        let tied = own.tied && !has_own_head(base, &own);
+        let shape = Shape { head, tied, ..own };
         let SavedAdapters { lora, saved } = read_lora(directory)?;
-        let training =
-            Training { lora: Some(lora.clone()), saved: saved.clone(), ..Training::default() };
+        let training = Training {
+            lora: Some(lora.clone()),
+            saved: saved.clone(),
+            keeps_tied: keeps_tied(directory)?,
+            ..Training::default()
+        };
         let model = Model::for_training(shape, &training);
         let model = model.map_err(|error| refused_adapters(directory, error))?;
         let file = WeightFile::open(&directory.join(WEIGHTS))?;
         check_shapes(&model, &file).map_err(|what| file.refuse(what))?;
-        Ok(Merge { file, lora, saved, shape })
+        Ok(Merge { file, lora, saved, unties: shape.tied && !model.shape.tied, shape })
     }
 
     /// The model with the adapters' head.
     pub(super) fn shape(&self) -> &Shape {
         &self.shape
+    }
+
+    /// Whether the adapters part the head's table from the embedding.
+    pub(super) fn unties(&self) -> bool {
+        self.unties
     }
 
     /// Whether the model with the adapters has no tensor of this name, because the name is of
@@ -158,7 +171,7 @@ fn check_shapes(model: &Model, file: &WeightFile) -> Result<(), String> {
     }
     for (name, view) in file.tensors().iter() {
         let bare = name.strip_prefix(PREFIX).unwrap_or(name);
-        match expected.get(bare) {
+        match expected.get(&model.shape.name_of(bare)[..]) {
             Some(shape) if shape == view.shape() => {}
             Some(shape) => {
                 let found = view.shape();

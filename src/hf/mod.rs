@@ -8,6 +8,10 @@ mod average;
 mod caught;
 #[cfg(feature = "tokenizers")]
 mod chat;
+#[cfg(feature = "tokenizers")]
+mod chat_source;
+#[cfg(feature = "tokenizers")]
+mod clock;
 mod companions;
 mod config;
 mod export;
@@ -21,16 +25,23 @@ mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
 mod pattern;
+#[cfg(feature = "tokenizers")]
+mod python_text;
+mod quantised;
+mod record_value;
 mod sealed;
 mod shards;
 #[cfg(feature = "tokenizers")]
 mod template_text;
 mod tensor_files;
 mod text;
+mod tied;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
 #[cfg(feature = "tokenizers")]
 mod tokenizer_json;
+#[cfg(feature = "tokenizers")]
+mod tokenizer_settings;
 mod weights;
 
 pub(crate) use adapters::{
@@ -48,9 +59,12 @@ pub(crate) use config::{
 pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
+pub use record_value::RecordValue;
 pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
 pub(crate) use tensor_files::{Before, TensorFiles, save};
+pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};
+pub(crate) use tied::{has_own_head, keeps_tied};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{

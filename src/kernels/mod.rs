@@ -40,7 +40,9 @@ mod tests;
 pub use activation::{Activate, ActivateBackward, Activation, Gate, GateBackward};
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
-pub use classes::{ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples};
+pub use classes::{
+    ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Samples,
+};
 pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};
 pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};
@@ -57,7 +59,8 @@ pub(crate) use operation::{Access, Inspected, each_view};
 pub use operation::{KernelOperation, Named, Views};
 pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
-pub use rotary::{Rotary, RotaryScaling, Rotate};
+pub(crate) use rotary::PAIRS;
+pub use rotary::{LongRope, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
 
 use crate::tensor::Scratch;
 

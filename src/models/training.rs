@@ -25,6 +25,9 @@ pub struct Training {
     pub frozen: Vec<String>,
     /// Adapters.
     pub lora: Option<Lora>,
+    /// True: the embedding that is trained beside adapters is still the head's table, as with
+    /// PEFT's `ensure_weight_tying`. False: the tables part, as in PEFT.
+    pub keeps_tied: bool,
     /// Names of tensors that were trained beside adapters that were read. They are trained, too, in
     /// place of the head of classes.
     pub saved: Vec<String>,
@@ -39,6 +42,24 @@ pub struct Training {
 }
 
 impl Training {
+    /// Whether the head of a tied model gets a table of its own. In PEFT, a module that is trained
+    /// beside adapters is a copy. So a trained embedding does not move the head, nor a trained head
+    /// the embedding.
+    pub(crate) fn unties(&self, shape: &Shape) -> bool {
+        let names = |patterns: &[String], table: &str| {
+            patterns.iter().any(|pattern| pattern == "weight" || matches(pattern, table))
+        };
+        let trains = |table: &str| {
+            let is_saved = self.saved.iter().any(|name| name == table);
+            (is_saved || names(&self.only, table)) && !names(&self.frozen, table)
+        };
+        self.lora.is_some()
+            && !self.keeps_tied
+            && shape.tied
+            && shape.scores_vocabulary()
+            && (trains(shape.names.embedding) || trains(shape.names.head))
+    }
+
     /// The transform of a head of classes, if a target names it and it is not trained as a whole.
     fn adapted_transform(&self, shape: &Shape) -> Option<String> {
         let is_of_sequences = matches!(shape.head, Head::Classes { .. });
@@ -88,11 +109,15 @@ pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
 }
 
 impl Model {
-    /// A model of this shape, of which some tensors are trained.
+    /// A model of this shape, of which some tensors are trained. Its head is tied to its embedding
+    /// if the shape's is, and neither is trained beside adapters.
     ///
     /// # Errors
     /// A pattern names nothing, nothing is trained, or adapters do not fit the model.
     pub fn for_training(shape: Shape, training: &Training) -> Result<Model, Error> {
+        let shape = Shape { tied: shape.tied && !training.unties(&shape), ..shape };
+        let saved = training.saved.iter().map(|name| shape.name_of(name)).collect();
+        let training = &Training { saved, ..training.clone() };
         let adapters = |modules| training.lora.as_ref().and_then(|lora| lora.adapters(modules));
         let of_classes = || adapters(training.adapted_transform(&shape).into_iter().collect());
         let of_tiles = |tile_elements| {

@@ -16,6 +16,7 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
         only: only.clone(),
         frozen: frozen.clone(),
         lora: None,
+        keeps_tied: false,
         saved: Vec::new(),
         base: *base,
         dtype: config.device.dtype,
@@ -37,6 +38,7 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
         Some(path) => {
             let hf::SavedAdapters { lora, saved } = hf::read_lora(path)?;
             training.saved = saved;
+            training.keeps_tied = hf::keeps_tied(path)?;
             lora
         }
     };

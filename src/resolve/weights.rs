@@ -26,6 +26,7 @@ pub(crate) fn load_first(
         hf::check_seal(adapters, Sealed::Model)?;
     }
     let saved = hf::saved_tensors(adapters)?;
+    let saved: Vec<String> = saved.iter().map(|name| model.shape.name_of(name)).collect();
     let missing = load_base(config, model, eps, how, &saved)?;
     hf::load_adapters(adapters, &saved, model, eps, Load::to_use(!config.model.unsealed))?;
     Ok(missing)

@@ -30,6 +30,8 @@ pub(super) struct Run<'r> {
     pub(super) trainer: Trainer,
     pub(super) steps: u64,
     pub(super) between: Between,
+    /// The records of the training data that were left out.
+    pub(super) skipped_records: u64,
     pub(super) log: EventLog,
     pub(super) callbacks: &'r mut dyn Callbacks,
     pub(super) stop: StopRequest,
@@ -104,10 +106,12 @@ impl Run<'_> {
             (false, false) => End::Complete,
         };
         let link = self.trainer.config().device.link.clone();
-        let Run { mut trainer, mut log, callbacks, lost, validated, .. } = self;
+        let Run { mut trainer, mut log, callbacks, lost, validated, skipped_records, .. } = self;
         let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
-        report(&mut log, callbacks, &summary.event(&weights_digest, link.as_deref()));
+        let mut event = summary.event(&weights_digest, link.as_deref());
+        event["skipped_records"] = json!(skipped_records);
+        report(&mut log, callbacks, &event);
         // With `checkpoint.on_error = "continue"` a run goes on without a checkpoint. It does not
         // succeed without the last one.
         if let Some(lost) = lost {
