@@ -122,7 +122,7 @@ impl Source {
         let mut files = Vec::new();
         let mut tensors = Vec::new();
         let merge = match changed {
-            Changed::Merged(merge) => Some(merge),
+            Changed::Merged(merge) => Some(&**merge),
             Changed::No | Changed::Averaged(_) => None,
         };
         for (at, path) in paths.iter().enumerate() {
