@@ -29,6 +29,8 @@ def compare(base, checkpoint, merged):
     """How far the adapters move logits, and how far the merged weights are from that."""
     described = AutoConfig.from_pretrained(checkpoint)
     kind = next(kind for end, kind in KINDS.items() if described.architectures[0].endswith(end))
+    # The base is tied, also where a table beside the adapters makes the whole model untied.
+    described.tie_word_embeddings = AutoConfig.from_pretrained(base).tie_word_embeddings
     # A head that the base model lacks begins at random here, and comes from the checkpoint.
     plain = kind.from_pretrained(base, config=described, attn_implementation="eager").eval()
     merged, info = kind.from_pretrained(merged, attn_implementation="eager", output_loading_info=True)
