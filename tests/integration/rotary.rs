@@ -98,7 +98,7 @@ async fn every_kind_generates_as_in_transformers() {
         assert_eq!(alone, expected[1..2], "{name}");
         (config.parallel.deal, config.parallel.groups) = (Deal::Sequences, 2);
         (config.schedule.kind, config.stash.place) = (ScheduleKind::Relay, StashPlace::Host);
-        config.device.count = Some(2);
+        (config.step.batch, config.device.count) = (2, Some(2));
         assert_eq!(greedy(config, &prompts, most).await, expected, "{name}");
     }
 }
@@ -106,13 +106,15 @@ async fn every_kind_generates_as_in_transformers() {
 /// A text of Phi-3 that gets long is read anew, and the plan has memory for it.
 #[test]
 fn the_plan_has_room_to_read_a_text_anew() {
-    let bytes = |name: &str, tokens: usize| {
+    let bytes = |name: &str, prompt: usize, tokens: usize| {
         let (config, _) = case_of(name);
-        let room = Room { prompts: 2, prompt: 3, tokens };
+        let room = Room { prompts: 2, prompt, tokens };
         Generator::plan(&config, room).expect("a case of ours").device_bytes()
     };
-    assert_eq!(bytes("qwen3-longrope", 12), bytes("qwen3-longrope", 13));
-    assert!(bytes("phi3-longrope", 12) < bytes("phi3-longrope", 13));
+    // Up to 12 positions nothing is read anew; the text of 13 is.
+    assert!(bytes("phi3-longrope", 3, 12) < bytes("phi3-longrope", 12, 12));
+    assert_eq!(bytes("phi3-longrope", 3, 30), bytes("phi3-longrope", 13, 30));
+    assert!(bytes("qwen3-longrope", 3, 30) < bytes("qwen3-longrope", 13, 30));
 }
 
 fn json_of(file: &Path) -> Value {
