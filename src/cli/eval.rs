@@ -2,20 +2,23 @@
 
 use l2l::config::{Format, Labels};
 use l2l::data::Dataset;
-use l2l::inference::{Evaluation, Evaluator, Quality};
+use l2l::inference::{Evaluation, Evaluator, LabelCount, LabelCounts, Quality};
 use l2l::{Config, Error, StopRequest, shape_of};
 use serde_json::json;
 
 use super::common::load;
 use super::output::{has_ended, print};
 use super::signals::Signals;
-use super::{EvalArguments, Exit, train};
+use super::{EvalArguments, Exit, say, train};
 
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;
+        for set in &sets {
+            set.notes().iter().for_each(|note| say(format_args!("data {}: {note}", set.name())));
+        }
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
             let signals = Signals::stop(&stop, true);
@@ -50,7 +53,13 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
     let values = found.values();
     let names = match &config.model.labels {
         Some(Labels::Names(names)) => names.clone(),
-        _ => l2l::hf::labels(from),
+        // Adapters that PEFT wrote do not name classes; their model may.
+        _ => [Some(from), config.model.path.as_deref()]
+            .into_iter()
+            .flatten()
+            .map(l2l::hf::labels)
+            .find(|names| !names.is_empty())
+            .unwrap_or_default(),
     };
     let name = |class: usize| names.get(class).cloned().unwrap_or_else(|| class.to_string());
     if config.log.format == Format::Json {
@@ -61,6 +70,7 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
             "sequences": sequences,
             "tokens": tokens,
             "labelled": labelled,
+            "skipped_records": set.skipped_records(),
         });
         if let Some(name) = set.set_name() {
             event["set"] = json!(name);
@@ -70,10 +80,28 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
             event["confusion"] = confusion.rows().collect::<Vec<_>>().into();
             event["labels"] = (0..confusion.classes()).map(name).collect::<Vec<String>>().into();
         }
+        if let Some(Quality::LabelSets(counts)) = quality {
+            let of_label = |(label, count): (usize, &LabelCount)| {
+                json!({
+                    "label": name(label),
+                    "true_positives": count.true_positives,
+                    "false_positives": count.false_positives,
+                    "false_negatives": count.false_negatives,
+                    "precision": count.precision(),
+                    "recall": count.recall(),
+                    "f1": count.f1(),
+                })
+            };
+            event["by_label"] = counts.labels().iter().enumerate().map(of_label).collect();
+        }
         return print(event);
     }
     print(format_args!("{} on {data}: {sequences} sequences, {tokens} tokens", from.display()));
-    values.iter().for_each(|(name, value)| print(format_args!("  {name:<12} {value:>12.6}")));
+    let width = values.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(12);
+    values.iter().for_each(|(name, value)| print(format_args!("  {name:<width$} {value:>12.6}")));
+    if let Some(Quality::LabelSets(counts)) = quality {
+        show_labels(counts, &name);
+    }
     if let Some(Quality::Classes(confusion)) = quality {
         let width = (0..confusion.classes()).map(|class| name(class).chars().count()).max();
         let width = width.unwrap_or(0).max(8);
@@ -84,5 +112,20 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
             let row: String = row.iter().map(|count| format!("{count:>width$} ")).collect();
             print(format_args!("  {:<12} {row}", name(class)));
         }
+    }
+}
+
+/// A row for each label: how well it is predicted, and how many sequences have it.
+fn show_labels(counts: &LabelCounts, name: &dyn Fn(usize) -> String) {
+    let labels = counts.labels();
+    let names: Vec<String> = (0..labels.len()).map(name).collect();
+    let width = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).max(12);
+    let head = format!("  {:<width$} {:>9} {:>9} {:>9}", "label", "precision", "recall", "f1");
+    print(format_args!("{head} {:>9}", "sequences"));
+    for (name, count) in names.iter().zip(labels) {
+        let [precision, recall, f1] = [count.precision(), count.recall(), count.f1()];
+        let has = count.true_positives + count.false_negatives;
+        let row = format!("  {name:<width$} {precision:>9.6} {recall:>9.6} {f1:>9.6}");
+        print(format_args!("{row} {has:>9}"));
     }
 }

@@ -163,9 +163,12 @@ impl Screen {
         if self.format == Format::Json {
             return;
         }
-        let Summary { steps, seconds, visits, pinned_bytes, .. } = *summary;
+        let Summary { steps, skipped, seconds, visits, pinned_bytes, .. } = *summary;
         let Summary { bytes_uploaded, bytes_downloaded, .. } = *summary;
         print(format_args!("{steps} steps, {seconds:.1} s, {visits} visits"));
+        if skipped > 0 {
+            print(format_args!("{skipped} steps changed nothing: their gradients were not finite"));
+        }
         let link = link.map(|link| format!(", over a link of {link}, emulated"));
         print(format_args!(
             "{} up, {} down{}",

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::OnResume;
 use super::check::{must, refuse};
 use crate::error::Error;
+use crate::kernels::ProblemType;
 
 /// `[model]`
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
@@ -50,9 +51,14 @@ pub struct ModelConfig {
     /// The task that the model is trained for; when absent, the usual task of its family.
     pub task: Option<Task>,
     /// Classes of `sequence-classification` and `token-classification`: their number, or a list of
-    /// their names. 1 class of sequences means one real value (regression). When absent, the
-    /// model's own, else 2.
+    /// their names. 1 class of sequences means one real value (regression), unless `problem_type`
+    /// says otherwise. When absent, the model's own, else 2.
     pub labels: Option<Labels>,
+    /// With `sequence-classification`: `single_label_classification` (one class for each
+    /// sequence), `multi_label_classification` (any number of labels, each by itself) or
+    /// `regression` (one value). When absent, that of the model's `config.json`, else as `labels`
+    /// says.
+    pub problem_type: Option<ProblemType>,
 }
 
 /// The classes of sequences or tokens.

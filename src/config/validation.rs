@@ -19,14 +19,16 @@ pub struct ValidationConfig {
     pub patience: Option<u64>,
     /// The metric that decides which checkpoint is the best, and that `patience` counts: `loss`;
     /// for a model that classifies sequences also `accuracy`, `f1` or `matthews`; for a model that
-    /// predicts a value also `pearson` or `spearman`. The first validation set decides.
+    /// predicts a value also `pearson` or `spearman`; for a model that gives a sequence several
+    /// labels also `subset_accuracy`, and `precision`, `recall` or `f1` with `_micro` or `_macro`.
+    /// The first validation set decides.
     pub best: BestMetric,
 }
 
 /// The metric of a validation.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "snake_case")]
 pub enum BestMetric {
     /// The loss. A lower loss is better.
     #[default]
@@ -41,12 +43,40 @@ pub enum BestMetric {
     Pearson,
     /// Spearman's correlation.
     Spearman,
+    /// The share of sequences whose labels are all right.
+    SubsetAccuracy,
+    /// Precision over all labels of all sequences.
+    PrecisionMicro,
+    /// The mean of the labels' precisions.
+    PrecisionMacro,
+    /// Recall over all labels of all sequences.
+    RecallMicro,
+    /// The mean of the labels' recalls.
+    RecallMacro,
+    /// The F1 score over all labels of all sequences.
+    F1Micro,
+    /// The mean of the labels' F1 scores.
+    F1Macro,
 }
 
 impl BestMetric {
     /// The name in config files and events.
     pub fn name(self) -> &'static str {
-        ["loss", "accuracy", "f1", "matthews", "pearson", "spearman"][self as usize]
+        match self {
+            BestMetric::Loss => "loss",
+            BestMetric::Accuracy => "accuracy",
+            BestMetric::F1 => "f1",
+            BestMetric::Matthews => "matthews",
+            BestMetric::Pearson => "pearson",
+            BestMetric::Spearman => "spearman",
+            BestMetric::SubsetAccuracy => "subset_accuracy",
+            BestMetric::PrecisionMicro => "precision_micro",
+            BestMetric::PrecisionMacro => "precision_macro",
+            BestMetric::RecallMicro => "recall_micro",
+            BestMetric::RecallMacro => "recall_macro",
+            BestMetric::F1Micro => "f1_micro",
+            BestMetric::F1Macro => "f1_macro",
+        }
     }
 
     /// True if a lower value is better.

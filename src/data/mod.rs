@@ -6,18 +6,26 @@
 
 mod baseline;
 mod batches;
+mod chats;
 mod dataset;
 mod files;
+mod json_error;
+mod known;
+mod label_set;
+mod listing;
 mod mask;
 mod order;
 mod overview;
 mod pack;
 mod reader;
 mod record;
+mod remarks;
 mod source;
 mod spool;
 mod tables;
+mod tally;
 mod vocabulary;
+mod windows;
 
 pub use baseline::{Baseline, baselines};
 pub use batches::Batches;
@@ -29,7 +37,7 @@ use std::borrow::Borrow;
 use std::ops::Range;
 
 use crate::error::Error;
-use crate::kernels::Document;
+use crate::kernels::{Document, ProblemType};
 use crate::models::{Head, Model};
 
 /// The built-in corpus: the project's own source and documentation, concatenated.
@@ -50,7 +58,9 @@ pub struct Batch {
     pub(crate) starts: Vec<usize>,
     /// The document that each position belongs to. (R). Empty when each sequence is one document.
     pub(crate) documents: Vec<Document>,
-    /// The number of positions with a label.
+    /// With [`Predicts::LabelSet`], the labels of each sequence. (S, L). Otherwise empty.
+    pub(crate) label_sets: Vec<i32>,
+    /// The number of positions with a label, or of sequences with a set of labels.
     pub(crate) labelled: usize,
 }
 
@@ -59,7 +69,8 @@ pub struct Batch {
 pub struct Sequence {
     /// Token ids.
     pub tokens: Vec<u32>,
-    /// One label per token, as in transformers: not shifted, and −100 where nothing is scored.
+    /// One label per token, as in transformers: not shifted, and −100 where nothing is scored. With
+    /// [`Predicts::LabelSet`], one number per label of the model: the bits of an f32 from 0 to 1.
     pub labels: Vec<i32>,
     /// One token type per token (`token_type_ids`). Empty when all are of type 0.
     pub kinds: Vec<u8>,
@@ -79,8 +90,18 @@ pub enum Predicts {
     Class,
     /// A value of the sequence: the first position's label holds the bits of an f32.
     Value,
+    /// Any number of labels of the sequence, each with a number from 0 (no) to 1 (yes).
+    LabelSet,
     /// The class of each token: a position is scored by its own label.
     TokenClass,
+}
+
+/// The label of a whole sequence.
+enum OwnLabel {
+    /// A class, or the bits of a value (f32).
+    One(i32),
+    /// For each label of the model, the bits of a number from 0 to 1.
+    Set(Vec<i32>),
 }
 
 impl Predicts {
@@ -109,9 +130,17 @@ impl Sequence {
         Sequence { tokens, labels, kinds, documents: Vec::new() }
     }
 
+    /// A sequence with this label of its own.
+    fn with_label(tokens: Vec<u32>, label: OwnLabel, kinds: Vec<u8>) -> Sequence {
+        match label {
+            OwnLabel::One(label) => Sequence::classified(tokens, label, kinds),
+            OwnLabel::Set(labels) => Sequence { tokens, labels, kinds, documents: Vec::new() },
+        }
+    }
+
     /// The number of labels that are scored.
     pub fn labelled(&self, predicts: Predicts) -> usize {
-        if predicts == Predicts::Value {
+        if matches!(predicts, Predicts::Value | Predicts::LabelSet) {
             return 1;
         }
         self.scored(predicts).into_iter().filter(|&is| is).count()
@@ -145,14 +174,22 @@ impl Batch {
     pub(crate) fn part(&self, sequences: Range<usize>) -> Batch {
         let rows = self.starts[sequences.start]..self.starts[sequences.end];
         let starts = self.starts[sequences.start..=sequences.end].iter();
+        let label_sets = self.label_sets_of(sequences).to_vec();
         Batch {
             tokens: self.tokens[rows.clone()].to_vec(),
             kinds: self.kinds[rows.clone()].to_vec(),
             targets: self.targets[rows.clone()].to_vec(),
             starts: starts.map(|start| start - rows.start).collect(),
             documents: self.documents.get(rows).unwrap_or_default().to_vec(),
+            label_sets,
             labelled: self.labelled,
         }
+    }
+
+    /// The label sets of some of the batch's sequences, one behind the other.
+    pub(crate) fn label_sets_of(&self, sequences: Range<usize>) -> &[i32] {
+        let labels = self.label_sets.len() / self.sequences().max(1);
+        &self.label_sets[sequences.start * labels..sequences.end * labels]
     }
 
     /// A batch for a classifier, of the tokens and the class of each sequence.
@@ -175,27 +212,32 @@ impl Batch {
     }
 
     /// A batch for a model that predicts `predicts`. Each sequence has at least one token, and one
-    /// label per token.
+    /// label per token, or one per label of the model.
     ///
     /// # Panics
-    /// A sequence is empty, or its labels or token types (if it has any) are not one per token.
+    /// A sequence is empty, has token types that are not one per token, or has another number of
+    /// labels.
     pub fn of<S: Borrow<Sequence>>(sequences: &[S], predicts: Predicts) -> Batch {
         let mut tokens = Vec::new();
         let mut targets = Vec::new();
         let mut kinds = Vec::new();
         let mut starts = vec![0];
         let mut documents = Vec::new();
+        let mut label_sets = Vec::new();
         let has_documents = sequences.iter().any(|one| !one.borrow().documents.is_empty());
         for sequence in sequences.iter().map(Borrow::borrow) {
             let length = sequence.tokens.len();
             let labels = sequence.labels.len();
-            assert!(length > 0 && length == labels, "{length} tokens, {labels} labels");
+            let has_set = predicts == Predicts::LabelSet;
+            let expected = if has_set { sequences[0].borrow().labels.len() } else { length };
+            assert!(length > 0 && labels == expected, "{length} tokens, {labels} labels");
             assert!(sequence.kinds.is_empty() || sequence.kinds.len() == length, "kinds");
             let at = tokens.len();
             tokens.extend(&sequence.tokens);
             kinds.extend(&sequence.kinds);
             kinds.resize(at + length, 0);
-            targets.extend(&sequence.labels[predicts.label_offset()..]);
+            let to = if has_set { &mut label_sets } else { &mut targets };
+            to.extend(&sequence.labels[predicts.label_offset()..]);
             targets.resize(at + length, -100);
             starts.push(at + length);
             if !has_documents {
@@ -217,10 +259,10 @@ impl Batch {
             }
         }
         let labelled = match predicts {
-            Predicts::Value => sequences.len(),
+            Predicts::Value | Predicts::LabelSet => sequences.len(),
             _ => targets.iter().filter(|&&target| target >= 0).count(),
         };
-        Batch { tokens, kinds, targets, starts, documents, labelled }
+        Batch { tokens, kinds, targets, starts, documents, label_sets, labelled }
     }
 
     /// A batch for generation: only the last position of each sequence is scored, so the head
@@ -278,7 +320,8 @@ impl Batch {
         let known = |token: u32| (token as usize) < vocabulary;
         let is_known = |label: u32| match model.shape.head {
             Head::Tokens | Head::Masked => known(label),
-            Head::Classes { labels, is_value } => is_value || (label as usize) < labels,
+            Head::Classes { problem: ProblemType::Regression, .. } => true,
+            Head::Classes { labels, .. } => (label as usize) < labels,
             Head::TokenClasses { labels } => (label as usize) < labels,
         };
         let is_bad = |target: &&i32| **target >= 0 && !is_known(**target as u32);
@@ -297,10 +340,30 @@ impl Batch {
                 }
             }));
         }
+        self.check_label_sets(model.shape.head)?;
         if self.labelled == 0 {
             return Err(Error::bad_batch("no position of the batch has a label"));
         }
         Ok(())
+    }
+
+    /// Refuses label sets that the head does not score, and the lack of those that it scores.
+    fn check_label_sets(&self, head: Head) -> Result<(), Error> {
+        let needs = head.label_set().unwrap_or(0) * self.sequences();
+        let has = self.label_sets.len();
+        if has != needs {
+            return Err(Error::bad_batch(format_args!(
+                "{has} labels in sets of labels, and the model scores {needs}: make the batch \
+                 for what the model predicts"
+            )));
+        }
+        let mut values = self.label_sets.iter().map(|&bits| f32::from_bits(bits as u32));
+        match values.find(|value| !(0.0..=1.0).contains(value)) {
+            Some(value) => Err(Error::bad_batch(format_args!(
+                "label {value} in a set of labels: it must be 0 to 1"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// The number of sequences.

@@ -9,20 +9,23 @@ use std::sync::Mutex;
 
 use super::Sequence;
 
-/// The place of a sequence in the file: its tokens, then its labels, then its token types.
+/// The place of a sequence in the file: its tokens, then its labels, then its token types. There is
+/// a label for each token, or one for each label of the model.
 #[derive(Clone, Copy)]
 struct Place {
     /// The first byte.
     at: u64,
     tokens: u32,
-    /// Whether labels are stored. Labels that equal the tokens are not.
-    has_labels: bool,
+    /// The number of labels that are stored. Labels that equal the tokens are not.
+    labels: u32,
     /// Whether token types are stored.
     has_kinds: bool,
     /// Whether the sequence gets its labels when masks are drawn.
     is_unmasked: bool,
     /// Whether the sequence has a label, or will have one.
     is_labelled: bool,
+    /// Whether its first token has a label, which is scored if a text comes before.
+    has_first_label: bool,
 }
 
 /// A spool that is being written.
@@ -46,19 +49,23 @@ impl Spooling {
     /// Appends a sequence of one document.
     pub(super) fn push(&mut self, sequence: &Sequence, is_labelled: bool) -> io::Result<()> {
         let Sequence { tokens, labels, kinds, .. } = sequence;
-        let is_plain = labels.iter().zip(tokens).all(|(&label, &token)| label == token as i32);
+        let is_equal = |(&label, &token): (&i32, &u32)| label == token as i32;
+        let is_plain = labels.is_empty()
+            || (labels.len() == tokens.len() && labels.iter().zip(tokens).all(is_equal));
+        let stored = if is_plain { &[] } else { &labels[..] };
         let place = Place {
             at: self.end,
             tokens: tokens.len() as u32,
-            has_labels: !is_plain,
+            labels: stored.len() as u32,
             has_kinds: !kinds.is_empty(),
             is_unmasked: labels.is_empty(),
             is_labelled,
+            has_first_label: labels.first().is_some_and(|&label| label >= 0),
         };
         for token in tokens {
             self.file.write_all(&token.to_le_bytes())?;
         }
-        for label in labels.iter().filter(|_| place.has_labels) {
+        for label in stored {
             self.file.write_all(&label.to_le_bytes())?;
         }
         self.file.write_all(kinds)?;
@@ -75,9 +82,9 @@ impl Spooling {
 
 impl Place {
     fn bytes(&self) -> usize {
-        let labels = if self.has_labels { size_of::<i32>() } else { 0 };
         let kinds = usize::from(self.has_kinds);
-        self.tokens as usize * (size_of::<u32>() + labels + kinds)
+        let labels = self.labels as usize * size_of::<i32>();
+        self.tokens as usize * (size_of::<u32>() + kinds) + labels
     }
 }
 
@@ -107,6 +114,11 @@ impl Spool {
         self.places[index].is_labelled
     }
 
+    /// Whether the first token of a sequence has a label.
+    pub(super) fn has_first_label(&self, index: usize) -> bool {
+        self.places[index].has_first_label
+    }
+
     /// Reads a sequence.
     pub(super) fn read(&self, index: usize) -> io::Result<Sequence> {
         let place = self.places[index];
@@ -117,7 +129,7 @@ impl Spool {
             file.read_exact(&mut bytes)?;
         }
         let (tokens, rest) = bytes.split_at(place.tokens as usize * 4);
-        let (labels, kinds) = rest.split_at(if place.has_labels { tokens.len() } else { 0 });
+        let (labels, kinds) = rest.split_at(place.labels as usize * size_of::<i32>());
         let fours = |bytes: &[u8]| {
             let (fours, _) = bytes.as_chunks::<4>();
             fours.iter().map(|&four| u32::from_le_bytes(four)).collect::<Vec<u32>>()
@@ -126,7 +138,7 @@ impl Spool {
         if place.is_unmasked {
             return Ok(Sequence::unmasked(tokens, kinds.to_vec()));
         }
-        if !place.has_labels {
+        if place.labels == 0 {
             return Ok(Sequence { kinds: kinds.to_vec(), ..Sequence::plain(tokens) });
         }
         let labels = fours(labels).into_iter().map(|label| label as i32).collect();

@@ -1,7 +1,7 @@
 //! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of classes and
 //! values. A trainer and an [`Evaluator`] call the same function.
 
-use super::quality::{Agreement, Confusion, Quality};
+use super::quality::{Agreement, Confusion, LabelCount, LabelCounts, Quality};
 use super::{Loaded, model_of};
 use crate::blocking::unblock;
 use crate::config::{BestMetric, Config};
@@ -10,6 +10,7 @@ use crate::engine::Engine;
 use crate::eps::lost;
 use crate::error::Error;
 use crate::fabric::Exchanges;
+use crate::kernels::ProblemType;
 use crate::models::{Head, Model};
 use crate::plan::{Plan, Purpose};
 
@@ -18,8 +19,8 @@ use crate::plan::{Plan, Purpose};
 pub struct Evaluation {
     /// The name of the validation set, if there are several.
     pub set: Option<String>,
-    /// The mean over all labelled positions of the cross entropy in nats, or of the squared error
-    /// of a value.
+    /// The mean over all labelled positions of the cross entropy in nats, over all sequences of the
+    /// squared error of a value, or over all labels of all sequences of the binary cross entropy.
     pub loss: f64,
     /// The number of sequences.
     pub sequences: u64,
@@ -27,7 +28,7 @@ pub struct Evaluation {
     pub tokens: u64,
     /// Labelled positions, or labelled sequences.
     pub labelled: u64,
-    /// How predictions agree with labels, for a model that predicts classes or values.
+    /// How predictions agree with labels, for a model that predicts classes, values or labels.
     pub quality: Option<Quality>,
 }
 
@@ -49,6 +50,15 @@ impl Evaluation {
             ]),
             Some(Quality::Values(agreement)) => values
                 .extend([("pearson", agreement.pearson()), ("spearman", agreement.spearman())]),
+            Some(Quality::LabelSets(counts)) => values.extend([
+                ("subset_accuracy", counts.subset_accuracy()),
+                ("precision_micro", counts.all().precision()),
+                ("precision_macro", counts.mean(LabelCount::precision)),
+                ("recall_micro", counts.all().recall()),
+                ("recall_macro", counts.mean(LabelCount::recall)),
+                ("f1_micro", counts.all().f1()),
+                ("f1_macro", counts.mean(LabelCount::f1)),
+            ]),
         }
         values
     }
@@ -67,7 +77,12 @@ impl Evaluation {
     fn new(head: Head) -> Evaluation {
         let quality = match head {
             Head::Tokens | Head::Masked => None,
-            Head::Classes { is_value: true, .. } => Some(Quality::Values(Agreement::default())),
+            Head::Classes { problem: ProblemType::Regression, .. } => {
+                Some(Quality::Values(Agreement::default()))
+            }
+            Head::Classes { problem: ProblemType::MultiLabelClassification, labels } => {
+                Some(Quality::LabelSets(LabelCounts::new(labels)))
+            }
             Head::Classes { labels, .. } | Head::TokenClasses { labels } => {
                 Some(Quality::Classes(Confusion::new(labels)))
             }
@@ -76,13 +91,17 @@ impl Evaluation {
     }
 
     /// Counts a batch, and returns its labels: one of each token, or one of each sequence, which is
-    /// the label of its first position.
+    /// the label of its first position, or the labels of each sequence.
     fn count(&mut self, batch: &Batch, of_tokens: bool) -> Labels {
         self.sequences += batch.sequences() as u64;
         self.tokens += batch.token_count() as u64;
         self.labelled += batch.labelled as u64;
         let first = || batch.starts[..batch.sequences()].iter().map(|&row| batch.targets[row]);
-        let all = if of_tokens { batch.targets.clone() } else { first().collect() };
+        let all = match of_tokens {
+            true => batch.targets.clone(),
+            false if batch.label_sets.is_empty() => first().collect(),
+            false => batch.label_sets.clone(),
+        };
         Labels { all, scored: batch.labelled }
     }
 
@@ -94,6 +113,13 @@ impl Evaluation {
             Some(Quality::Values(agreement)) => {
                 let values = labels.all.iter().map(|&bits| f32::from_bits(bits as u32));
                 values.zip(scores).for_each(|(label, &score)| agreement.take(label, score));
+            }
+            Some(Quality::LabelSets(counts)) => {
+                let width = counts.labels().len();
+                let known: Vec<f32> =
+                    labels.all.iter().map(|&bits| f32::from_bits(bits as u32)).collect();
+                let sequences = known.chunks_exact(width).zip(scores.chunks_exact(width));
+                sequences.for_each(|(known, scores)| counts.take(known, scores));
             }
             Some(Quality::Classes(confusion)) => {
                 let of_each = scores.chunks_exact(confusion.classes());
@@ -112,7 +138,8 @@ impl Evaluation {
 
 /// The labels of a batch.
 struct Labels {
-    /// One for each sequence, or for each token. A negative label is not scored.
+    /// One for each sequence, or for each token: a negative label is not scored. Or those of each
+    /// sequence, one behind the other.
     all: Vec<i32>,
     /// The number of labelled positions of the batch.
     scored: usize,

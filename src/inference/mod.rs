@@ -13,7 +13,7 @@ pub(crate) use evaluate::evaluate;
 pub use evaluate::{Evaluation, Evaluator};
 pub(crate) use generate::generate;
 pub use generate::{Ended, Generator, Then};
-pub use quality::{Agreement, Confusion, Quality};
+pub use quality::{Agreement, Confusion, LabelCount, LabelCounts, Quality};
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 
@@ -50,9 +50,11 @@ pub fn load_from(config: &mut Config, directory: &Path) {
     if config.model.path.as_deref() != Some(directory) {
         config.train = TrainConfig::default();
     }
-    let ModelConfig { task, labels, unsealed, .. } = std::mem::take(&mut config.model);
+    let ModelConfig { task, labels, problem_type, unsealed, .. } =
+        std::mem::take(&mut config.model);
     let path = Some(directory.into());
-    config.model = ModelConfig { path, task, labels, unsealed, ..ModelConfig::default() };
+    config.model =
+        ModelConfig { path, task, labels, problem_type, unsealed, ..ModelConfig::default() };
     // A model that is not trained gets no layers.
     (config.depth.stack_at, config.depth.new_layers) = (Vec::new(), NewLayers::Copy);
 }
@@ -97,8 +99,7 @@ impl Loaded {
         };
         let worker = Worker::new(&config, parts)?;
         let how = Load::to_use(!config.model.unsealed);
-        resolve::load_base(&config, &model, worker.eps(), how)?;
-        resolve::load_adapters(&config, &model, worker.eps())?;
+        resolve::load_first(&config, &model, worker.eps(), how)?;
         let work = Emulated::new(&config, worker, false)?;
         Ok(Loaded { engine: Engine::start(config, work, 0)? })
     }

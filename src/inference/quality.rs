@@ -1,13 +1,15 @@
 //! GLUE's metrics (Wang et al. 2019) of predictions and labels, as scikit-learn and SciPy define
 //! them.
 
-/// How the predictions of classes, or of values, agree with their labels.
+/// How the predictions of classes, of values or of sets of labels agree with their labels.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Quality {
     /// The model predicts a class.
     Classes(Confusion),
     /// The model predicts a value.
     Values(Agreement),
+    /// The model predicts any number of labels.
+    LabelSets(LabelCounts),
 }
 
 /// A confusion matrix: how often each class was predicted for each label.
@@ -91,6 +93,100 @@ impl Confusion {
         let labels = all * all - sum(&|class| self.labelled(class).powi(2));
         let predictions = all * all - sum(&|class| self.predicted(class).powi(2));
         ratio(right * all - both, (labels * predictions).sqrt())
+    }
+}
+
+/// How often one label was predicted and was right.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LabelCount {
+    /// Sequences that have the label and were given it.
+    pub true_positives: u64,
+    /// Sequences that were given the label and do not have it.
+    pub false_positives: u64,
+    /// Sequences that have the label and were not given it.
+    pub false_negatives: u64,
+}
+
+impl LabelCount {
+    /// The share of the predictions of the label that are right; 0 without a prediction.
+    pub fn precision(&self) -> f64 {
+        let right = self.true_positives as f64;
+        ratio(right, right + self.false_positives as f64)
+    }
+
+    /// The share of the label's sequences that were given it; 0 if no sequence has it.
+    pub fn recall(&self) -> f64 {
+        let right = self.true_positives as f64;
+        ratio(right, right + self.false_negatives as f64)
+    }
+
+    /// The harmonic mean of precision and recall; 0 without a prediction and a sequence.
+    pub fn f1(&self) -> f64 {
+        let right = 2.0 * self.true_positives as f64;
+        ratio(right, right + (self.false_positives + self.false_negatives) as f64)
+    }
+}
+
+/// How the predicted labels of sequences agree with their labels, label by label. A label is
+/// predicted if its probability is above one half: if its score is above 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LabelCounts {
+    labels: Vec<LabelCount>,
+    sequences: u64,
+    /// The number of sequences whose labels are all right.
+    exact: u64,
+}
+
+impl LabelCounts {
+    /// No sequence of this many labels.
+    pub fn new(labels: usize) -> LabelCounts {
+        LabelCounts { labels: vec![LabelCount::default(); labels], sequences: 0, exact: 0 }
+    }
+
+    /// The counts of each label.
+    pub fn labels(&self) -> &[LabelCount] {
+        &self.labels
+    }
+
+    /// The number of sequences.
+    pub fn sequences(&self) -> u64 {
+        self.sequences
+    }
+
+    /// Counts a sequence, by its scores and the probabilities of its labels (0 or 1, where they are
+    /// known). A sequence has a label whose probability is above one half.
+    pub fn take(&mut self, known: &[f32], scores: &[f32]) {
+        let mut is_exact = true;
+        for ((count, known), score) in self.labels.iter_mut().zip(known).zip(scores) {
+            let has = *known > 0.5;
+            let is_predicted = *score > 0.0;
+            is_exact &= has == is_predicted;
+            count.true_positives += u64::from(has && is_predicted);
+            count.false_positives += u64::from(!has && is_predicted);
+            count.false_negatives += u64::from(has && !is_predicted);
+        }
+        self.sequences += 1;
+        self.exact += u64::from(is_exact);
+    }
+
+    /// The share of sequences whose labels are all right.
+    pub fn subset_accuracy(&self) -> f64 {
+        ratio(self.exact as f64, self.sequences as f64)
+    }
+
+    /// The counts of all labels together, for micro averages.
+    pub fn all(&self) -> LabelCount {
+        let sum = |of: fn(&LabelCount) -> u64| self.labels.iter().map(of).sum();
+        LabelCount {
+            true_positives: sum(|label| label.true_positives),
+            false_positives: sum(|label| label.false_positives),
+            false_negatives: sum(|label| label.false_negatives),
+        }
+    }
+
+    /// The mean over all labels (the macro average).
+    pub fn mean(&self, of: fn(&LabelCount) -> f64) -> f64 {
+        ratio(self.labels.iter().map(of).sum(), self.labels.len() as f64)
     }
 }
 
@@ -179,6 +275,30 @@ mod tests {
         close(three.f1(), (1.0 + 0.5 + 2.0 / 3.0) / 3.0);
         close(three.matthews(), (35.0 - 17.0) / (32.0 * 32.0_f64).sqrt());
         close(confusion(2, &[(1, 1), (1, 1)]).matthews(), 0.0);
+    }
+
+    /// scikit-learn 1.9.1: accuracy_score and precision_recall_fscore_support, micro and macro,
+    /// with zero_division=0.
+    #[test]
+    fn label_sets_as_scikit_learn_scores_them() {
+        let mut counts = LabelCounts::new(3);
+        for (known, scores) in [
+            ([1.0, 0.0, 0.0], [2.0, -1.0, -3.0]),
+            ([1.0, 1.0, 0.0], [-0.5, 0.5, -0.1]),
+            ([0.0, 1.0, 0.0], [1.0, 3.0, 0.0]),
+            ([0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]),
+            ([1.0, 1.0, 0.0], [4.0, -2.0, -1.0]),
+        ] {
+            counts.take(&known, &scores);
+        }
+        close(counts.subset_accuracy(), 2.0 / 5.0);
+        let all = counts.all();
+        close(all.precision(), 4.0 / 5.0);
+        close(all.recall(), 4.0 / 6.0);
+        close(all.f1(), 8.0 / 11.0);
+        close(counts.mean(LabelCount::precision), (2.0 / 3.0 + 1.0) / 3.0);
+        close(counts.mean(LabelCount::recall), (2.0 / 3.0 + 2.0 / 3.0) / 3.0);
+        close(counts.mean(LabelCount::f1), (2.0 / 3.0 + 4.0 / 5.0) / 3.0);
     }
 
     /// SciPy 1.17.1: stats.pearsonr, stats.spearmanr.

@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::batch::BatchView;
 use super::cross_entropy::STATISTICS;
 use super::loss::Smoothing;
@@ -55,6 +57,55 @@ impl Samples {
     }
 }
 
+/// The labels of a sample, and the loss of its scores: transformers' `problem_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum ProblemType {
+    /// One of the classes: cross entropy.
+    SingleLabelClassification,
+    /// One value: the squared error of the one score.
+    Regression,
+    /// Any number of the labels, each by itself: the mean over all labels of the binary cross
+    /// entropy of the score's sigmoid.
+    MultiLabelClassification,
+}
+
+impl ProblemType {
+    const ALL: [ProblemType; 3] = [
+        ProblemType::SingleLabelClassification,
+        ProblemType::Regression,
+        ProblemType::MultiLabelClassification,
+    ];
+
+    /// The usual problem of a head with this number of scores.
+    pub fn of_labels(labels: usize) -> ProblemType {
+        match labels {
+            1 => ProblemType::Regression,
+            _ => ProblemType::SingleLabelClassification,
+        }
+    }
+
+    /// The problem of this name.
+    pub fn named(name: &str) -> Option<ProblemType> {
+        ProblemType::ALL.into_iter().find(|problem| problem.name() == name)
+    }
+
+    /// Whether a head with this number of scores can have it.
+    pub fn fits(self, labels: usize) -> bool {
+        self == ProblemType::MultiLabelClassification || self == ProblemType::of_labels(labels)
+    }
+
+    /// The name in `config.json` and in config files.
+    pub fn name(self) -> &'static str {
+        match self {
+            ProblemType::SingleLabelClassification => "single_label_classification",
+            ProblemType::Regression => "regression",
+            ProblemType::MultiLabelClassification => "multi_label_classification",
+        }
+    }
+}
+
 /// y = one row of each sequence of x.
 #[derive(Clone, Copy, Debug)]
 pub struct PooledRows<'a> {
@@ -82,20 +133,20 @@ pub struct PooledRowsBackward<'a> {
 }
 
 /// Computes the loss of each of the N samples from the label in its statistics, and writes the loss
-/// there.
+/// there. With several labels, which only sequences have, the statistics are (B, 1 + L): the loss,
+/// then a number from 0 to 1 for each label. Otherwise they are (R, 4).
 #[derive(Clone, Copy, Debug)]
 pub struct ClassLoss<'a> {
-    /// Output: floats. (R, 4).
+    /// Output: floats. (R, 4) or (B, 1 + L).
     pub out: View,
-    /// Floats. (R, 4).
+    /// Floats. (R, 4) or (B, 1 + L).
     pub statistics: View,
     /// (N, L).
     pub scores: View,
     /// The units that have a label.
     pub samples: Samples,
-    /// True: the loss is the squared difference between the one score and a value (regression).
-    /// False: the cross entropy of classes.
-    pub is_value: bool,
+    /// The labels of a sample, and its loss.
+    pub problem: ProblemType,
     /// Label smoothing.
     pub smoothing: Smoothing,
     /// The sequences.
@@ -109,14 +160,14 @@ pub struct ClassLossBackward<'a> {
     pub dscores: View,
     /// (N, L).
     pub scores: View,
-    /// Floats. (R, 4).
+    /// Floats. (R, 4) or (B, 1 + L).
     pub statistics: View,
     /// A factor.
     pub scale: f32,
     /// As in [`ClassLoss`].
     pub samples: Samples,
     /// As in [`ClassLoss`].
-    pub is_value: bool,
+    pub problem: ProblemType,
     /// As in [`ClassLoss`].
     pub smoothing: Smoothing,
     /// The sequences.
@@ -139,23 +190,40 @@ impl KernelOperation for PooledRowsBackward<'_> {
     }
 }
 
+/// The shape of the statistics that a class loss reads and writes.
+fn statistics_shape(problem: ProblemType, scores: View, batch: &BatchView<'_>) -> [usize; 2] {
+    match problem {
+        ProblemType::MultiLabelClassification => [batch.sequences(), 1 + scores.columns],
+        _ => [batch.rows(), STATISTICS],
+    }
+}
+
+fn check_problem(problem: ProblemType, scores: View, samples: Samples, views: &mut Views<'_>) {
+    let is_value = problem == ProblemType::Regression;
+    views.rule(!is_value || scores.columns == 1, "a value has one score");
+    let is_set = problem == ProblemType::MultiLabelClassification;
+    views.rule(!is_set || samples == Samples::Sequences, "only sequences have several labels");
+}
+
 impl KernelOperation for ClassLoss<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let ClassLoss { out, statistics, scores, samples, is_value, batch, .. } = *self;
+        let ClassLoss { out, statistics, scores, samples, problem, batch, .. } = *self;
+        let shape = statistics_shape(problem, scores, &batch);
         // Each row of them holds a label, which is no number.
-        views.writes_opaque("out", out, [batch.rows(), STATISTICS], Dtype::F32);
-        views.reads("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
+        views.writes_opaque("out", out, shape, Dtype::F32);
+        views.reads("statistics", statistics, shape, Dtype::F32);
         views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
-        views.rule(!is_value || scores.columns == 1, "a value has one score");
+        check_problem(problem, scores, samples, views);
     }
 }
 
 impl KernelOperation for ClassLossBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let ClassLossBackward { dscores, scores, statistics, samples, batch, .. } = *self;
+        let ClassLossBackward { dscores, scores, statistics, samples, problem, batch, .. } = *self;
+        let shape = statistics_shape(problem, scores, &batch);
         views.writes("dscores", dscores, scores.shape(), scores.dtype);
         views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
-        views.reads("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
-        views.rule(!self.is_value || scores.columns == 1, "a value has one score");
+        views.reads("statistics", statistics, shape, Dtype::F32);
+        check_problem(problem, scores, samples, views);
     }
 }

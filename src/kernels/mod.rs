@@ -40,7 +40,9 @@ mod tests;
 pub use activation::{Activate, ActivateBackward, Activation, Gate, GateBackward};
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
-pub use classes::{ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples};
+pub use classes::{
+    ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Samples,
+};
 pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};
 pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};

@@ -265,7 +265,7 @@ fn wrong_views_of_heads_are_found() {
     found!(op, [dh, dw, dbias, dh_before, statistics, h, w, bias]);
 
     let scores = element(3, N);
-    let is_value = false;
+    let problem = ProblemType::SingleLabelClassification;
     let first = element(3, C);
     let all = element(R, C);
     let batch = batch();
@@ -276,12 +276,18 @@ fn wrong_views_of_heads_are_found() {
         statistics,
         scores,
         samples: Samples::Sequences,
-        is_value,
+        problem,
         smoothing: Smoothing::NONE,
         batch,
     };
     found!(op, [out, statistics], any_rows: ["scores"]);
     assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");
+    let set = float(3, 1 + N);
+    let several = ProblemType::MultiLabelClassification;
+    let of_sets = ClassLoss { out: set, statistics: set, problem: several, ..op };
+    found!(of_sets, [out, statistics], any_rows: ["scores"]);
+    let of_tokens = ClassLoss { samples: Samples::Tokens, ..of_sets };
+    assert!(panics(|| of_tokens.check()), "tokens have one label");
     let dscores = scores;
     let scale = 1.0;
     let samples = Samples::Sequences;
@@ -291,7 +297,7 @@ fn wrong_views_of_heads_are_found() {
         statistics,
         scale,
         samples,
-        is_value,
+        problem,
         smoothing,
         batch,
     };

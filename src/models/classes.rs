@@ -1,6 +1,7 @@
-//! The head of classes, of sequences or of tokens. A sequence gets scores of classes, or one value:
-//! an encoder computes them from the first position, behind a transform (Devlin et al. 2019), and a
-//! decoder from the last position. Of tokens, each position gets scores.
+//! The head of classes, of sequences or of tokens. A sequence gets scores of classes, scores of
+//! labels of which it may have several, or one value: an encoder computes them from the first
+//! position, behind a transform (Devlin et al. 2019), and a decoder from the last position. Of
+//! tokens, each position gets scores.
 
 use l2l_actors::schedule::{Boundary, Role};
 
@@ -11,7 +12,7 @@ use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
     ClassLossBackward, Dropout, Kernels, Linear, LinearBackward, MaskRows, PooledRows,
-    PooledRowsBackward, Pooling, Samples, Smoothing,
+    PooledRowsBackward, Pooling, ProblemType, Samples, Smoothing,
 };
 use crate::tensor::{Scratch, View};
 
@@ -33,7 +34,8 @@ pub struct Classes {
 /// The arguments of the head's forward on one micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassesForward<'a> {
-    /// Output: the statistics, with the loss of each of the N sequences or tokens. (R, 4).
+    /// Output: the statistics, with the loss of each of the N sequences or tokens. (R, 4); with
+    /// several labels a sequence, (B, 1 + L).
     pub out: View,
     /// Output: the scores of each sequence or token in floats, if the step asks for them. (N, L).
     pub scores: Option<View>,
@@ -41,7 +43,7 @@ pub struct ClassesForward<'a> {
     pub batch: BatchView<'a>,
     /// The head's tensors.
     pub weights: &'a [View],
-    /// Labels. (R, 4).
+    /// Labels, in the shape of [`ClassLoss`]'s statistics.
     pub statistics: View,
     /// Hidden states. (R, C).
     pub h: View,
@@ -60,7 +62,7 @@ pub struct ClassesBackward<'a> {
     pub batch: BatchView<'a>,
     /// The head's tensors.
     pub weights: &'a [View],
-    /// Labels. (R, 4).
+    /// Labels, in the shape of [`ClassLoss`]'s statistics.
     pub statistics: View,
     /// Hidden states. (R, C).
     pub h: View,
@@ -119,8 +121,11 @@ impl Classes {
         if self.shape.causal { Pooling::Last } else { Pooling::First }
     }
 
-    fn is_value(&self) -> bool {
-        matches!(self.shape.head, Head::Classes { is_value: true, .. })
+    fn problem(&self) -> ProblemType {
+        match self.shape.head {
+            Head::Classes { problem, .. } => problem,
+            _ => ProblemType::SingleLabelClassification,
+        }
     }
 
     /// The tensors of the head's block.
@@ -142,8 +147,8 @@ impl Classes {
         }
         let dense = linear(names.class_dense, c, Kind::Weight);
         let mut all = [dense, linear(names.class_out, self.labels(), Kind::Table)].concat();
-        let adapters = self.adapters.iter();
-        all.extend(adapters.flat_map(|adapters| adapters.tensors(names.class_dense, c, c)));
+        let adapters = self.adapters.iter().flat_map(|adapters| &adapters.modules);
+        all.extend(adapters.flat_map(|adapter| adapter.tensors(c, c)));
         all
     }
 
@@ -202,8 +207,9 @@ impl Classes {
         k.pooled_rows(&PooledRows { y: first, x: h, pool: self.pool(), batch: *batch });
         k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
         k.linear(&Linear { y: sum, x: first, w: w[0], bias: Some(w[1]), transposed: true });
-        if let Some(low_rank) = self.low_rank(k, *batch, &scratch.nested()) {
-            low_rank.add(sum, first, &Adapters::only(w, ADAPTER_AT, self.shape.hidden));
+        let low_rank = self.low_rank(k, *batch, &scratch.nested());
+        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
+            low_rank.add(sum, first, &adapters.only(w, ADAPTER_AT, self.shape.hidden));
         }
         k.activate(&Activate { y: pooled, x: sum, activation: self.activation() });
         k.dropout(&ApplyDropout { y: pooled, x: pooled, dropout: behind });
@@ -236,7 +242,7 @@ impl Classes {
             statistics,
             scores,
             samples: self.samples(),
-            is_value: self.is_value(),
+            problem: self.problem(),
             smoothing: pass.smoothing,
             batch: *batch,
         });
@@ -257,7 +263,7 @@ impl Classes {
             statistics,
             scale: pass.scale,
             samples: self.samples(),
-            is_value: self.is_value(),
+            problem: self.problem(),
             smoothing: pass.smoothing,
             batch,
         });
@@ -289,10 +295,11 @@ impl Classes {
         let activation = self.activation();
         k.activate_backward(&ActivateBackward { dx: dpooled, x: sum, activation });
         linear_backward(dfirst, dpooled, first, 0);
-        if let Some(low_rank) = self.low_rank(k, batch, scratch) {
+        let low_rank = self.low_rank(k, batch, scratch);
+        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
             let c = self.shape.hidden;
-            let w = Adapters::only(w, ADAPTER_AT, c);
-            let d = Adapters::only(d, ADAPTER_AT, c);
+            let w = adapters.only(w, ADAPTER_AT, c);
+            let d = adapters.only(d, ADAPTER_AT, c);
             low_rank.backward([dfirst, dpooled, first], &w, &d, pass.accumulate, scratch);
         }
         k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });

@@ -5,6 +5,7 @@
 use l2l_actors::schedule::{Boundary, Input, Role};
 
 use super::layer::Save;
+use super::shape::Head;
 use crate::kernels::STATISTICS;
 use crate::tensor::{Dtype, View};
 
@@ -94,9 +95,14 @@ impl StepContext {
         (floats > 0).then_some(boundary)
     }
 
-    /// The statistics of each position that the head's tiles pass on. (R, 4), floats.
-    pub(crate) fn statistics(&self) -> Boundary {
-        Boundary::of_tokens(Role::Statistics, STATISTICS, Dtype::F32.size())
+    /// The labels, from which this head computes losses, and the numbers that its tiles pass on.
+    /// (R, 4), floats; of sequences with L labels, which may be several, (B, 1 + L).
+    pub(crate) fn statistics(&self, head: Head) -> Boundary {
+        let size = Dtype::F32.size();
+        match head.label_set() {
+            None => Boundary::of_tokens(Role::Statistics, STATISTICS, size),
+            Some(labels) => Boundary::of_sequences(Role::Statistics, 1 + labels, size),
+        }
     }
 
     /// The hidden states as a head reads them. Their gradient has this dtype.

@@ -2,7 +2,7 @@
 //! share.
 
 use super::families::Names;
-use crate::kernels::{Activation, LongRope, Rotary, RotaryScaling, Yarn};
+use crate::kernels::{Activation, LongRope, ProblemType, Rotary, RotaryScaling, Yarn};
 
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -26,18 +26,38 @@ pub enum Head {
     Tokens,
     /// Masked tokens, by a transform, a table of the vocabulary and a bias for each token.
     Masked,
-    /// The class of a whole sequence, or one value for it.
+    /// The class of a whole sequence, several labels of it, or one value for it.
     Classes {
         /// The number of scores.
         labels: usize,
-        /// True when the one score is a value.
-        is_value: bool,
+        /// The labels of a sequence, and the loss.
+        problem: ProblemType,
     },
     /// The class of each token.
     TokenClasses {
         /// The number of scores.
         labels: usize,
     },
+}
+
+impl Head {
+    /// The number of scores of a head of classes.
+    pub fn labels(&self) -> Option<usize> {
+        match *self {
+            Head::Classes { labels, .. } | Head::TokenClasses { labels } => Some(labels),
+            Head::Tokens | Head::Masked => None,
+        }
+    }
+
+    /// The number of labels that a sequence may have at once, if it may have several.
+    pub(crate) fn label_set(self) -> Option<usize> {
+        match self {
+            Head::Classes { labels, problem: ProblemType::MultiLabelClassification } => {
+                Some(labels)
+            }
+            _ => None,
+        }
+    }
 }
 
 /// A window of attention.
@@ -182,6 +202,24 @@ impl Shape {
     /// True when the head has a transform and a bias for each token.
     pub fn masked_head(&self) -> bool {
         self.head == Head::Masked
+    }
+
+    /// The name of the model's tensor that files of adapters have under this one: a tied head is the
+    /// embedding, and the bias of a masked head has two names.
+    pub(crate) fn name_of(&self, stored: &str) -> String {
+        match self.names.head_biases() {
+            biases if biases.iter().any(|bias| bias == stored) => self.head_bias(),
+            _ if self.tied && self.scores_vocabulary() && stored == self.names.head => {
+                self.names.embedding.into()
+            }
+            _ => stored.into(),
+        }
+    }
+
+    /// The name of the bias of a masked LM head.
+    pub fn head_bias(&self) -> String {
+        let [of_layer, own] = self.names.head_biases();
+        if self.tied { own } else { of_layer }
     }
 
     /// True when the head scores the tokens of the vocabulary.

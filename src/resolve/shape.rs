@@ -3,7 +3,7 @@
 use crate::config::{Config, DepthConfig, Labels, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
-use crate::kernels::HEAD_LIMIT;
+use crate::kernels::{HEAD_LIMIT, ProblemType};
 use crate::models::{Dropouts, Head, Shape, families};
 
 /// The shape of the model that a config names.
@@ -56,25 +56,47 @@ fn is_set(config: &Config, key: &str) -> bool {
     key.strip_prefix("model.").is_some_and(|key| !all[key].is_null())
 }
 
-/// The shape of the preset or directory, with the config's sizes.
-fn resolve(config: &Config) -> Result<Shape, Error> {
+/// The shape of the preset or directory that the config names, with the head of its adapters.
+fn named(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
+    let adapters = config.train.adapters();
     let preset = model.preset.as_deref().unwrap_or("gpt-small");
     let mut shape = match &model.path {
         Some(path) if !path.exists() => {
+            let given = path.display().to_string();
+            if let Some(adapters) = adapters.filter(|one| hf::base_of(one).as_ref() == Some(path)) {
+                let what = format_args!(
+                    "base_model_name_or_path is {given:?}, and there is no such directory: set \
+                     model.path to the directory of that model"
+                );
+                return Err(Error::bad_model(adapters.display(), what));
+            }
             let problem = format_args!(
-                "is {:?}: there is no such directory (models are read from directories; nothing is \
-                 downloaded)",
-                path.display().to_string()
+                "is {given:?}: there is no such directory (models are read from directories; \
+                 nothing is downloaded)"
             );
             return Err(Error::config("model.path", problem));
         }
-        Some(path) => hf::read_shape(path)?,
+        Some(path) => {
+            let shape = hf::read_shape(path)?;
+            let has_own_head = !model.random_weights && hf::has_own_head(path, &shape);
+            Shape { tied: shape.tied && !has_own_head, ..shape }
+        }
         None => families::preset(preset).ok_or_else(|| {
             let known = families::PRESETS.join(", ");
             Error::config("model.preset", format_args!("is {preset:?}: known presets are {known}"))
         })?,
     };
+    if let Some(adapters) = adapters {
+        shape.head = hf::adapters_head(adapters, &shape)?;
+    }
+    Ok(shape)
+}
+
+/// The shape of the preset or directory, with the config's sizes.
+fn resolve(config: &Config) -> Result<Shape, Error> {
+    let model = &config.model;
+    let mut shape = named(config)?;
     let heads_before = shape.heads;
     if model.path.is_some() && model.kv_heads.is_some() {
         return Err(Error::config(
@@ -138,14 +160,26 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let tokens = if shape.causal { Head::Tokens } else { Head::Masked };
     let labels = match shape.head {
         Head::Classes { labels, .. } | Head::TokenClasses { labels } => labels,
+        Head::Tokens | Head::Masked if model.problem_type == Some(ProblemType::Regression) => 1,
         Head::Tokens | Head::Masked => 2,
     };
     let own = task_of(shape.head);
     let classes = !shape.names.class_out.is_empty();
     let token_classes = !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
-    let head = match model.task.unwrap_or(own) {
-        Task::SequenceClassification if classes => Head::Classes { labels, is_value: labels == 1 },
+    let task = model.task.unwrap_or(own);
+    if model.problem_type.is_some() && task != Task::SequenceClassification {
+        let problem = format_args!(
+            "is for sequence-classification, and the task is {:?}: leave it out, or set model.task",
+            task.name()
+        );
+        return Err(Error::config("model.problem_type", problem));
+    }
+    let head = match task {
+        Task::SequenceClassification if classes => {
+            let problem = problem_type(config, shape.head, labels)?;
+            Head::Classes { labels, problem }
+        }
         Task::TokenClassification if token_classes => Head::TokenClasses { labels },
         task if task == task_of(tokens) => return Ok(tokens),
         task => {
@@ -167,6 +201,44 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         return Err(Error::config("model.labels", problem));
     }
     Ok(head)
+}
+
+/// What a head of sequences with `labels` scores predicts: as the config says, else as the model's
+/// `config.json` says, else by the number of scores.
+///
+/// # Errors
+/// It is not known, or not built for this number of scores.
+fn problem_type(config: &Config, own: Head, labels: usize) -> Result<ProblemType, Error> {
+    if let Some(problem) = config.model.problem_type {
+        if problem.fits(labels) {
+            return Ok(problem);
+        }
+        let name = problem.name();
+        return Err(Error::config(
+            "model.problem_type",
+            format_args!(
+                "is {name:?} of {labels} labels: regression has model.labels = 1, and a class is \
+                 one of at least 2"
+            ),
+        ));
+    }
+    // Adapters that bring a head say what it predicts.
+    if let Head::Classes { labels: of_own, problem } = own
+        && of_own == labels
+        && config.train.lora.as_ref().is_some_and(|lora| lora.path.is_some())
+    {
+        return Ok(problem);
+    }
+    let usual = ProblemType::of_labels(labels);
+    let Some(path) = &config.model.path else { return Ok(usual) };
+    let source = hf::read_config(path)?;
+    let keys = source.as_object().cloned().unwrap_or_default();
+    match families::problem_type(&keys, labels) {
+        Err(what) if matches!(own, Head::Classes { labels: of_own, .. } if of_own == labels) => {
+            Err(Error::bad_model(path.join("config.json").display(), what))
+        }
+        written => Ok(written.unwrap_or(usual)),
+    }
 }
 
 /// The most layers of a model: more than any has, and few enough to plan a step.

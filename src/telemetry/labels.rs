@@ -15,6 +15,24 @@ pub enum LabelValues {
     Described(&'static str),
 }
 
+/// The metrics of validations, by the heads that have them.
+const METRICS: [&str; 14] = [
+    "loss",
+    "perplexity",
+    "accuracy",
+    "f1",
+    "matthews",
+    "pearson",
+    "spearman",
+    "subset_accuracy",
+    "precision_micro",
+    "precision_macro",
+    "recall_micro",
+    "recall_macro",
+    "f1_micro",
+    "f1_macro",
+];
+
 /// The values that a metric's label can have.
 ///
 /// # Panics
@@ -76,9 +94,7 @@ pub fn label_values(metric: &str, label: &str) -> LabelValues {
         ("set", _) => {
             Described("the name of the validation set; `validation` where it has no other")
         }
-        ("metric", _) => {
-            Listed(vec!["loss", "perplexity", "accuracy", "f1", "matthews", "pearson", "spearman"])
-        }
+        ("metric", _) => Listed(METRICS.into()),
         ("version", _) => Described("the program's version"),
         ("link", _) => Described("`device.link` of the config, or `none`"),
         _ => panic!("no metric has the label {label}"),

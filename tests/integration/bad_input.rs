@@ -437,7 +437,7 @@ fn configs_of_other_families() {
         ),
         ("qwen2", |c| c["layer_types"] = json!(["full_attention"]), "a list of 2 kinds"),
         ("bert", |c| c["type_vocab_size"] = json!(u64::MAX), "model.token_types is"),
-        ("bert", |c| c["tie_word_embeddings"] = json!(false), "only true is built"),
+        ("bert", |c| c["tie_word_embeddings"] = json!(1), "must be true or false"),
         ("opt", |c| c["do_layer_norm_before"] = json!(false), "Take another size"),
         ("opt", |c| c["_remove_final_layer_norm"] = json!(true), "Take a checkpoint with one"),
         ("opt", |c| c["word_embed_proj_dim"] = json!(24), "only hidden_size, which is 42, is"),

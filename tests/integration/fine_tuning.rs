@@ -435,3 +435,62 @@ fn text_ends_at_a_stop_string() {
     let penalised = good(&[&base[..], &["--repetition-penalty", "5"]].concat());
     assert_ne!(penalised.trim_end(), whole.trim_end());
 }
+
+/// A masked language model learns labels, of which a text may have several; with adapters, too. The
+/// checkpoint and the export say so, and need no key to be evaluated.
+#[test]
+fn an_encoder_gives_several_labels() {
+    for lora in [false, true] {
+        let folder = folder();
+        let mut keys = run_of("bert", &folder);
+        keys[0] = format!("model.path={}", golden("text/wordpiece"));
+        let data = folder.path().join("data.csv");
+        let rows = ["text,good,long,bad", "a good one,1,0,0", "a bad one,0,0,1"];
+        let more = ["so good and so bad and so long,1,1,1", "nothing,0,0,0"];
+        fs::write(&data, [rows.join("\n"), more.join("\n")].join("\n")).expect("ours");
+        keys[1] = format!("data.train={}", data.display());
+        keys[2] = format!("data.validation={}", data.display());
+        keys.extend([
+            "model.task=sequence-classification".into(),
+            "model.labels=[\"good\", \"long\", \"bad\"]".into(),
+            "model.problem_type=multi_label_classification".into(),
+            "model.dropout=0".into(),
+            "optimizer.learning_rate=0.003".into(),
+            "step.steps=40".into(),
+            "validation.every_steps=10".into(),
+            "validation.best=f1_micro".into(),
+        ]);
+        if lora {
+            keys.extend(["train.lora.rank=4".into(), "train.lora.targets=[\"all-linear\"]".into()]);
+        }
+        good(&with(&["train"], &keys));
+        let to = folder.path().join("exported");
+        good(&with(&["export", "--to", &to.display().to_string()], &keys));
+        let text = fs::read_to_string(to.join("config.json")).expect("it was written");
+        let written: Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(written["problem_type"], "multi_label_classification");
+        assert_eq!(written["id2label"], json!({ "0": "good", "1": "long", "2": "bad" }));
+        assert_eq!(written["architectures"][0], "BertForSequenceClassification");
+        let plain =
+            [format!("model.path={}", to.display()), format!("data.validation={}", data.display())];
+        let found = events(&good(&with(&["eval", "--format", "json"], &plain)));
+        let number = |value: &Value| value.as_f64().expect("a number");
+        assert!(number(&found[0]["f1_micro"]) > 0.5, "{found:?}");
+        if !lora {
+            let of_run = events(&good(&with(&["eval", "--format", "json"], &keys)));
+            for metric in ["loss", "subset_accuracy", "f1_micro", "f1_macro"] {
+                let off = number(&of_run[0][metric]) - number(&found[0][metric]);
+                assert!(off.abs() < 1e-5, "{metric}: {of_run:?} {found:?}");
+            }
+        }
+        let long = &found[0]["by_label"][1];
+        let counts = ["true_positives", "false_negatives"].map(|count| number(&long[count]));
+        assert_eq!((&long["label"], counts.iter().sum()), (&json!("long"), 1.0));
+        let shown = good(&with(&["eval"], &plain));
+        assert!(shown.contains("\n  precision_macro ") && shown.contains("\n  long "), "{shown}");
+        let rows = good(&with(&["data"], &[keys.clone(), vec!["step.batch=1".into()]].concat()));
+        assert!(rows.contains("⟦[0.0,0.0,1.0]⟧"), "{rows}");
+        keys.push("validation.best=f1".into());
+        refused(&with(&["train"], &keys), "validation.best");
+    }
+}

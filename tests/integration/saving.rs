@@ -358,6 +358,41 @@ fn a_dropped_run_keeps_its_directory_until_its_checkpoint_is_complete() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let fit = Trainer::fit(config).resume_strictly();
         let fitted = runtime.expect("a runtime").block_on(fit.run(&mut ()));
-        assert!(fitted.expect("a whole checkpoint").summary.steps <= 2);
+        assert_eq!(fitted.expect("a whole checkpoint").summary.steps, 3);
     });
+}
+
+/// Fails at a step whose checkpoint cannot be written.
+struct Fails(Obstacle);
+
+#[async_trait]
+impl Callbacks for Fails {
+    async fn step(
+        &mut self,
+        trainer: &mut Trainer,
+        it: &StepReport,
+    ) -> Result<ControlFlow<()>, Error> {
+        if it.step == self.0.of_step {
+            return Err(Error::own("the program's own"));
+        }
+        self.0.step(trainer, it).await
+    }
+
+    fn message(&mut self, message: &RunMessage) {
+        self.0.message(message);
+    }
+}
+
+/// An error of a callback is returned even if the checkpoint after it cannot be written.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_error_of_a_callback_is_kept() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = config();
+    config.checkpoint.directory = Some(folder.path().into());
+    let directory = folder.path().to_path_buf();
+    let mut fails = Fails(Obstacle { directory, of_step: 3, messages: Vec::new() });
+    let error = Trainer::fit(config).run(&mut fails).await.expect_err("the callback fails");
+    assert_eq!(error.to_string(), "the program's own");
+    let is_told = |message: &RunMessage| matches!(message, RunMessage::Warning(text) if text.contains("step-00000003"));
+    assert!(fails.0.messages.iter().any(is_told), "{:?}", fails.0.messages);
 }

@@ -2,8 +2,8 @@
 
 use super::views::{Call, Compute};
 use crate::kernels::{
-    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, STATISTICS,
-    Smoothing, label_of,
+    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType,
+    STATISTICS, Smoothing, label_of,
 };
 use crate::simd::Level;
 
@@ -42,17 +42,35 @@ fn lse(scores: &[f32]) -> f64 {
     f64::from(most) + sum.ln()
 }
 
+/// The mean over all labels of the binary cross entropy of a sequence's scores.
+fn binary_cross_entropy(scores: &[f32], labels: &[f32]) -> f64 {
+    let of_label = |(score, label): (&f32, &f32)| {
+        let score = f64::from(*score);
+        // log(1 + exp(score)) − label · score, without an overflow.
+        score.max(0.0) - f64::from(*label) * score + (-score.abs()).exp().ln_1p()
+    };
+    scores.iter().zip(labels).map(of_label).sum::<f64>() / scores.len() as f64
+}
+
 impl Compute for ClassLoss<'_> {
-    /// Writes each sample's loss, and 1 as its count, to the statistics of its row.
+    /// Writes each sample's loss to the statistics of its row; and 1 as its count, unless each
+    /// sequence has several labels.
     fn compute(&self, _: Level, call: &Call<'_>) {
-        let ClassLoss { scores, is_value, smoothing, .. } = *self;
+        let ClassLoss { scores, problem, smoothing, .. } = *self;
         let out = call.write(self.out);
         out.copy_from_slice(call.read(self.statistics));
+        if problem == ProblemType::MultiLabelClassification {
+            let samples = call.read(scores).chunks_exact(scores.columns);
+            for (scores, out) in samples.zip(out.chunks_exact_mut(1 + scores.columns)) {
+                out[0] = binary_cross_entropy(scores, &out[1..]) as f32;
+            }
+            return;
+        }
         let rows = self.samples.rows(&self.batch);
         for (scores, row) in call.read(scores).chunks_exact(scores.columns).zip(rows) {
             let statistics = &mut out[row * STATISTICS..][..STATISTICS];
             let label = label_of(statistics);
-            let loss = if is_value {
+            let loss = if problem == ProblemType::Regression {
                 let off = f64::from(scores[0]) - f64::from(f32::from_bits(label as u32));
                 Some(off * off)
             } else {
@@ -75,14 +93,24 @@ impl Compute for ClassLoss<'_> {
 
 impl Compute for ClassLossBackward<'_> {
     fn compute(&self, _: Level, call: &Call<'_>) {
-        let ClassLossBackward { dscores, scores, scale, is_value, smoothing, .. } = *self;
+        let ClassLossBackward { dscores, scores, scale, problem, smoothing, .. } = *self;
         let classes = scores.columns;
         let statistics = call.read(self.statistics);
         let all = call.write(dscores).chunks_exact_mut(classes);
         let all = all.zip(call.read(scores).chunks_exact(classes));
+        if problem == ProblemType::MultiLabelClassification {
+            let scale = f64::from(scale) / classes as f64;
+            for ((d, scores), labels) in all.zip(statistics.chunks_exact(1 + classes)) {
+                for ((d, score), label) in d.iter_mut().zip(scores).zip(&labels[1..]) {
+                    let sigmoid = 1.0 / (1.0 + (-f64::from(*score)).exp());
+                    *d = (scale * (sigmoid - f64::from(*label))) as f32;
+                }
+            }
+            return;
+        }
         for ((d, scores), row) in all.zip(self.samples.rows(&self.batch)) {
             let label = label_of(&statistics[row * STATISTICS..]);
-            if is_value {
+            if problem == ProblemType::Regression {
                 d[0] = scale * 2.0 * (scores[0] - f32::from_bits(label as u32));
                 continue;
             }
@@ -114,11 +142,12 @@ mod tests {
     #[test]
     fn losses_and_their_gradients_are_the_plain_ones() {
         let ways = [
-            (4, false, Smoothing::NONE),
-            (4, false, Smoothing::of(0.2, 4)),
-            (1, true, Smoothing::NONE),
+            (4, ProblemType::SingleLabelClassification, Smoothing::NONE),
+            (4, ProblemType::SingleLabelClassification, Smoothing::of(0.2, 4)),
+            (1, ProblemType::Regression, Smoothing::NONE),
         ];
-        for (labels, is_value, smoothing) in ways {
+        for (labels, problem, smoothing) in ways {
+            let is_value = problem == ProblemType::Regression;
             let scores = noise(3 * labels, 1);
             let values = [0.5_f32, -1.25, 2.0];
             let classes = [2_i32, -100, 0];
@@ -156,7 +185,7 @@ mod tests {
                     statistics: view,
                     scores: of_scores,
                     samples,
-                    is_value,
+                    problem,
                     smoothing,
                     batch,
                 });
@@ -166,7 +195,7 @@ mod tests {
                     statistics: out,
                     scale: 1.0,
                     samples,
-                    is_value,
+                    problem,
                     smoothing,
                     batch,
                 });
@@ -177,6 +206,65 @@ mod tests {
             assert!((loss - plain(&scores.wide)).abs() < 1e-5, "{loss}");
             close(&bench.values(dscores), &differences(&scores.wide, plain), 1e-5);
         }
+    }
+
+    /// Labels of 0 and 1, and one between them, as PyTorch's `BCEWithLogitsLoss` takes; scores so
+    /// large that exp would overflow.
+    #[test]
+    fn several_labels_have_the_binary_cross_entropy_of_each() {
+        let batch = batch();
+        let samples = Samples::Sequences;
+        let problem = ProblemType::MultiLabelClassification;
+        let smoothing = Smoothing::NONE;
+        let labels = [[1.0, 0.0, 1.0], [0.0, 0.0, 0.25], [1.0, 1.0, 0.0]];
+        let wide = [0.5, -1.25, 2.0, 40.0, -800.0, 0.0, 900.0, -3.0, 1.5];
+        let plain = |scores: &[f64]| -> f64 {
+            let of = |(score, label): (&f64, &f64)| {
+                let p = 1.0 / (1.0 + (-score).exp());
+                let of = |share: f64, p: f64| if share == 0.0 { 0.0 } else { share * p.ln() };
+                -of(*label, p) - of(1.0 - label, 1.0 / (1.0 + score.exp()))
+            };
+            scores.iter().zip(labels.as_flattened()).map(of).sum::<f64>() / 3.0
+        };
+        let statistics = labels.map(|[a, b, c]| [0.0, a as f32, b as f32, c as f32]);
+        let mut bench = Bench::new();
+        let view = bench.tensor(4, statistics.as_flattened());
+        let out = bench.nan(3, 4);
+        let dscores = bench.nan(3, 3);
+        let scores = bench.tensor(3, &wide.map(|score| score as f32));
+        bench.run(Level::Portable, |k, _| {
+            let statistics = view;
+            k.class_loss(&ClassLoss {
+                out,
+                statistics,
+                scores,
+                samples,
+                problem,
+                smoothing,
+                batch,
+            });
+            k.class_loss_backward(&ClassLossBackward {
+                dscores,
+                scores,
+                statistics: out,
+                scale: 0.5,
+                samples,
+                problem,
+                smoothing,
+                batch,
+            });
+        });
+        let rows = bench.values(out);
+        let loss: f64 = rows.chunks_exact(4).map(|of| f64::from(of[0])).sum();
+        assert!((loss - plain(&wide)).abs() < 1e-5, "{loss}");
+        let kept = rows.chunks_exact(4).map(|of| of[1..].to_vec()).collect::<Vec<_>>().concat();
+        assert_eq!(kept, labels.as_flattened().iter().map(|&y| y as f32).collect::<Vec<_>>());
+        let expected: Vec<f64> = wide
+            .iter()
+            .zip(labels.as_flattened())
+            .map(|(score, label)| 0.5 / 3.0 * (1.0 / (1.0 + (-score).exp()) - label))
+            .collect();
+        close(&bench.values(dscores), &expected, 1e-6);
     }
 
     #[test]

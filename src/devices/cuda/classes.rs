@@ -2,8 +2,8 @@
 
 use super::kernels::{On, arguments};
 use crate::kernels::{
-    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples,
-    Smoothing,
+    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType,
+    Samples, Smoothing,
 };
 use crate::tensor::View;
 
@@ -35,29 +35,40 @@ impl On<'_> {
     }
 
     pub(super) fn class_loss(&self, op: &ClassLoss<'_>) {
-        let ClassLoss { out, statistics, scores, samples, is_value, ref batch, .. } = *op;
+        let ClassLoss { out, statistics, scores, samples, problem, ref batch, .. } = *op;
+        let problem = kind_of_labels(problem);
         let Smoothing { own, each } = op.smoothing;
         self.copy(out, statistics);
         let [samples_count, labels] = scores.shape();
         let starts = self.metadata.starts(batch);
         let b = sequences(samples, batch);
         let arguments =
-            arguments!(self; out, scores, starts, b, batch.rows(), labels, is_value, own, each);
+            arguments!(self; out, scores, starts, b, batch.rows(), labels, problem, own, each);
         self.queue.launch("class_loss", [samples_count, 1, 1], [32, 1, 1], 0, arguments);
     }
 
     pub(super) fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
         let ClassLossBackward { dscores, scores, statistics, scale, ref batch, .. } = *op;
-        let ClassLossBackward { samples, is_value, .. } = *op;
+        let ClassLossBackward { samples, problem, .. } = *op;
+        let problem = kind_of_labels(problem);
         let Smoothing { own, each } = op.smoothing;
         let [samples_count, labels] = scores.shape();
         let starts = self.metadata.starts(batch);
         let b = sequences(samples, batch);
         let r = batch.rows();
         let arguments = arguments!(
-            self; dscores, scores, statistics, scale, starts, b, r, labels, is_value, own, each
+            self; dscores, scores, statistics, scale, starts, b, r, labels, problem, own, each
         );
         self.queue.launch("class_loss_backward", [samples_count, 1, 1], [32, 1, 1], 0, arguments);
+    }
+}
+
+/// The kernels' number of a kind of labels.
+fn kind_of_labels(problem: ProblemType) -> i32 {
+    match problem {
+        ProblemType::SingleLabelClassification => 0,
+        ProblemType::Regression => 1,
+        ProblemType::MultiLabelClassification => 2,
     }
 }
 

@@ -98,6 +98,14 @@ impl Names {
         ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
     }
 
+    /// The two names of the bias of a masked LM head: with the weight in one layer, and alone. If
+    /// files have both, transformers adds the layer's. If the weight is the embedding's, it writes
+    /// the other.
+    pub(crate) fn head_biases(&self) -> [String; 2] {
+        let layer = self.head.strip_suffix("weight").unwrap_or(self.head);
+        [format!("{layer}bias"), self.head_bias.into()]
+    }
+
     /// Whether a part of each head may rotate, as in transformers.
     pub(crate) fn rotates_parts(&self) -> bool {
         self.family == "phi3"
@@ -162,6 +170,7 @@ static FAMILIES: [&Names; 11] = [
 ];
 
 pub use gpt2::gpt2;
+pub(crate) use read::problem_type;
 
 /// The names that [`preset`] knows.
 pub const PRESETS: [&str; 13] = [
@@ -281,6 +290,7 @@ pub fn write(shape: &Shape, source: &Value) -> Value {
     config.insert("model_type".into(), shape.names.family.into());
     // Weights are written as f32, whatever dtype they were read in.
     config.remove("torch_dtype");
+    config.remove("quantization_config");
     config.insert("dtype".into(), "float32".into());
     // The source's names of the classes are kept, if it has as many classes.
     let count = |labels: &Value| labels.as_object().map(Map::len);

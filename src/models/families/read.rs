@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::kernels::Activation;
+use crate::kernels::{Activation, ProblemType};
 use crate::models::{Head, Shape};
 
 /// The keys of a `config.json`.
@@ -127,13 +127,26 @@ pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
     if of_tokens {
         return Ok(Head::TokenClasses { labels });
     }
-    let own = if labels == 1 { "regression" } else { "single_label_classification" };
-    if let Some(kind) = given(keys, "problem_type").filter(|kind| kind.as_str() != Some(own)) {
-        return Err(format!(
-            "problem_type is {kind} of {labels} labels: only {own} of so many is built"
-        ));
+    // Another head may replace this one, so a problem that is not built is no error here.
+    let problem = problem_type(keys, labels).unwrap_or(ProblemType::of_labels(labels));
+    Ok(Head::Classes { labels, problem })
+}
+
+/// The `problem_type` of a head of sequences with this number of labels.
+///
+/// # Errors
+/// It is not known, or not built for this number of labels.
+pub(crate) fn problem_type(keys: &Keys, labels: usize) -> Result<ProblemType, String> {
+    let usual = ProblemType::of_labels(labels);
+    let Some(kind) = given(keys, "problem_type") else { return Ok(usual) };
+    match kind.as_str().and_then(ProblemType::named) {
+        Some(problem) if problem.fits(labels) => Ok(problem),
+        _ => Err(format!(
+            "problem_type is {kind} of {labels} labels: built are {} and {}",
+            usual.name(),
+            ProblemType::MultiLabelClassification.name()
+        )),
     }
-    Ok(Head::Classes { labels, is_value: labels == 1 })
 }
 
 /// The name that transformers has for a family's model with this head.
@@ -169,8 +182,7 @@ pub(super) fn write_keys(
 /// Writes the keys of a classifier, with transformers' generic names of the classes.
 fn write_labels(shape: &Shape, config: &mut Value) {
     let (labels, kind) = match shape.head {
-        Head::Classes { labels, is_value: true } => (labels, Some("regression")),
-        Head::Classes { labels, .. } => (labels, Some("single_label_classification")),
+        Head::Classes { labels, problem } => (labels, Some(problem.name())),
         Head::TokenClasses { labels } => {
             if shape.names.token_classifier_dropout {
                 config["classifier_dropout"] = shape.dropout.classifier.into();

@@ -152,10 +152,8 @@ impl Fit {
         let keeper = self.open_keeper()?;
         let mut warnings: Vec<String> = Vec::new();
         for data in [&train].into_iter().chain(&validation) {
-            if !data.unused_columns().is_empty() {
-                let columns = data.unused_columns().join(", ");
-                warnings.push(format!("data {}: columns not used: {columns}", data.name()));
-            }
+            let notes = data.notes().into_iter();
+            warnings.extend(notes.map(|note| format!("data {}: {note}", data.name())));
         }
         let beginning = self.beginning(keeper.as_ref(), &mut warnings)?;
         let between = Between { validation, baseline, keeper: keeper.map(Arc::new) };
@@ -361,17 +359,20 @@ impl Prepared {
             }
         }
         let log = EventLog::open(&config.log)?;
+        let skipped_records = train.skipped_records();
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
         let run = Run {
             trainer,
             steps,
             between,
+            skipped_records,
             log,
             callbacks,
             stop,
             saved: None,
             writing: None,
+            skipped: 0,
             lost: None,
             validated: None,
         };

@@ -9,6 +9,7 @@ use crate::config::{Config, Labels};
 use crate::error::Error;
 use crate::hf;
 use crate::inference::Evaluation;
+use crate::kernels::ProblemType;
 use crate::models::{Head, Model};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Plan, RankShare, Room};
@@ -86,9 +87,15 @@ fn model_of_run(config: &Config, own: Option<Model>) -> Result<Model, Error> {
         None => resolve::model_of(config, largest_shape_of(config)?)?,
     };
     model.label_smoothing = model.label_smoothing.max(config.train.label_smoothing);
-    let predicts_value = matches!(model.shape.head, Head::Classes { is_value: true, .. });
-    if model.label_smoothing > 0.0 && predicts_value {
-        let problem = "is for classes, and this model predicts a value: leave it out";
+    let what = match model.shape.head {
+        Head::Classes { problem: ProblemType::Regression, .. } => Some("a value"),
+        Head::Classes { problem: ProblemType::MultiLabelClassification, .. } => {
+            Some("several labels, each by itself")
+        }
+        _ => None,
+    };
+    if let Some(what) = what.filter(|_| model.label_smoothing > 0.0) {
+        let problem = format_args!("is for classes, and this model predicts {what}: leave it out");
         return Err(Error::config("train.label_smoothing", problem));
     }
     Ok(model)

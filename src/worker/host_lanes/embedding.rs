@@ -67,9 +67,18 @@ impl HostLanes {
 
     fn begin_statistics(&self, at: &HostVisit<'_>, m: MicroBatch) {
         let schedule = at.schedule();
-        let targets = &at.state.input.batch.targets[at.state.range(m).rows];
+        let batch = &at.state.input.batch;
+        let range = at.state.range(m);
         let boundary = schedule.with_role(&at.visit.writes, Role::Statistics);
         let statistics = at.stashed_mut(boundary.expect("a gather writes statistics"), m);
+        if let Some(labels) = self.shared.model.shape.head.label_set() {
+            return loss::begin_label_sets(
+                statistics,
+                batch.label_sets_of(range.sequences),
+                labels,
+            );
+        }
+        let targets = &batch.targets[range.rows];
         let positions = statistics.chunks_exact_mut(STATISTICS).zip(targets);
         positions.for_each(|(of_one, &target)| loss::begin_statistics(of_one, target));
     }

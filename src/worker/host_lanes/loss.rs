@@ -26,15 +26,20 @@ impl HostLanes {
 
     fn loss_of_statistics(&self, at: &HostVisit<'_>, m: MicroBatch, of_tokens: bool) -> f64 {
         let boundary = at.schedule().with_role(&at.visit.reads, Role::Statistics);
+        let shared = &*self.shared;
         let statistics = at.stashed(boundary.expect("a loss reads statistics"), m);
+        let label_set = shared.model.shape.head.label_set();
         let of_position = |statistics: &[f32]| {
-            if of_tokens {
-                token_loss(statistics, &*self.shared.model.loss)
+            if label_set.is_some() {
+                Some(statistics[0])
+            } else if of_tokens {
+                token_loss(statistics, &*shared.model.loss)
             } else {
                 sequence_loss(statistics)
             }
         };
-        let losses = statistics.chunks_exact(STATISTICS).filter_map(of_position);
+        let width = label_set.map_or(STATISTICS, |labels| 1 + labels);
+        let losses = statistics.chunks_exact(width).filter_map(of_position);
         losses.map(f64::from).sum::<f64>() / at.state.input.batch.labelled as f64
     }
 
@@ -61,6 +66,16 @@ impl HostLanes {
 /// Writes the statistics of a position before the first tile of the head adds to them.
 pub(super) fn begin_statistics(statistics: &mut [f32], label: i32) {
     statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
+}
+
+/// Writes the statistics of sequences that may have several of the `labels`: a place for the loss,
+/// then the bits of a number for each label.
+pub(super) fn begin_label_sets(statistics: &mut [f32], sets: &[i32], labels: usize) {
+    let rows = statistics.chunks_exact_mut(1 + labels).zip(sets.chunks_exact(labels));
+    for (row, set) in rows {
+        row[0] = 0.0;
+        row[1..].iter_mut().zip(set).for_each(|(to, &bits)| *to = f32::from_bits(bits as u32));
+    }
 }
 
 /// The loss of a labelled position, from its complete statistics; `None` without a label.

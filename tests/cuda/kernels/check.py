@@ -1202,8 +1202,9 @@ def check_pooled_rows(device, random, sequences, positions, channels, last):
     device.same(dx, expected)
 
 
-def check_classes(device, random, sequences, positions, labels, is_value, smoothing=0.0, scale=0.37):
+def check_classes(device, random, sequences, positions, labels, problem, smoothing=0.0, scale=0.37):
     scores = device.elements(5 * noise(random, sequences, labels))
+    is_value = problem == 1
     if is_value:
         label = np.float32(noise(random, sequences)).view(np.int32)
     else:
@@ -1222,10 +1223,10 @@ def check_classes(device, random, sequences, positions, labels, is_value, smooth
         of_label = (1 - smoothing) * scores[rows, label % labels] + smoothing * scores.mean(1)
         return np.where(label < 0, 0, lse - of_label)
 
-    known = (label >= 0) | bool(is_value)
+    known = (label >= 0) | is_value
     expected[known, 0, 0], expected[known, 0, 1] = losses(scores.wide)[known], 1
     starts = make_starts(device, random, sequences, positions)
-    sizes = [starts, sequences, sequences * positions, labels, is_value, 1 - smoothing, smoothing / labels]
+    sizes = [starts, sequences, sequences * positions, labels, problem, 1 - smoothing, smoothing / labels]
     device.launch("class_loss", out, scores, *sizes)
     assert out.bits[:, 0, 3].tobytes() == label.tobytes(), "labels changed"
     out.bits[:, 0, 3], expected[:, 0, 3] = 0, 0  # some labels are not numbers
@@ -1233,6 +1234,26 @@ def check_classes(device, random, sequences, positions, labels, is_value, smooth
     d = device.out(sequences, labels)
     device.launch("class_loss_backward", d, scores, statistics, scale, *sizes)
     device.expect(d, scale * row_slopes(losses, scores.wide), 2e-6)
+
+
+def check_label_sets(device, random, sequences, labels, scale=0.37):
+    scores = device.elements(20 * noise(random, sequences, labels))
+    out = device.floats(noise(random, sequences, 1 + labels), changes=True)
+    out.bits[:, 1:] = random.choice([0, 1, 0.25], (sequences, labels))
+    out.before = out.all.copy()
+    statistics, expected = device.floats(out.bits), out.wide
+    known = out.wide[:, 1:].copy()
+
+    def losses(scores):
+        return (np.logaddexp(0, scores) - known * scores).mean(1)
+
+    expected[:, 0] = losses(scores.wide)
+    sizes = [make_starts(device, random, sequences, 2), sequences, 2 * sequences, labels, 2, 1.0, 0.0]
+    device.launch("class_loss", out, scores, *sizes)
+    device.expect(out, expected, 2e-6)
+    d = device.out(sequences, labels)
+    device.launch("class_loss_backward", d, scores, statistics, scale, *sizes)
+    device.expect(d, scale / labels * (1 / (1 + np.exp(-scores.wide)) - known), 2e-6)
 
 
 def check_token_classes(device, random, rows, labels, scale=0.37):
@@ -1332,7 +1353,7 @@ def checks():
     head_rows = [dict(rows=r, chunk=k) for r, k in ((1, 64), (5, 2), (70, 64))]
     kinds = [dict(count=c, chunk=k) for c, k in ((1, 4), (2, 64), (3, 5))]
     folds = [dict(count=c, length=l) for c, l in itertools.product((1, 7, 40), (1, 255, 257))]
-    classes = [dict(labels=l, is_value=v) for l, v in ((1, 0), (2, 0), (31, 0), (77, 0), (1, 1))]
+    classes = [dict(labels=l, problem=v) for l, v in ((1, 0), (2, 0), (31, 0), (77, 0), (1, 1))]
     places = [{}, dict(past=64), dict(has_pasts=True)]
     places += [dict(has_documents=True)]
     places = [dict(sequences=b, positions=t, **p) for b, t in ((1, 1), (3, 5), (2, 17)) for p in places]
@@ -1381,7 +1402,8 @@ def checks():
         ("classes", check_pooled_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027], last=[0, 1])),
         ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
         ("classes", check_token_classes, each(rows=[1, 13], labels=[1, 9, 40])),
-        ("classes", check_classes, each(sequences=[3], positions=[2], labels=[2, 40], is_value=[0], smoothing=[0.1])),
+        ("classes", check_classes, each(sequences=[3], positions=[2], labels=[2, 40], problem=[0], smoothing=[0.1])),
+        ("classes", check_label_sets, each(sequences=[1, 9], labels=[1, 3, 31, 77])),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),
         ("past", check_remember, remembered),

@@ -25,8 +25,8 @@ use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, AttentionShape, BatchView, Cast, ClassLoss,
     ClassLossBackward, Clear, CrossEntropy, Gate, GateBackward, Kernels, Logits, Norm,
-    NormBackward, PooledRows, PooledRowsBackward, Pooling, Residual, STATISTICS, Samples, Score,
-    ScoreBackward, Smoothing,
+    NormBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Residual, STATISTICS,
+    Samples, Score, ScoreBackward, Smoothing,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -376,36 +376,44 @@ impl<'c> Cases<'c> {
         let r = self.batch.rows();
         let none = Smoothing::NONE;
         let some = Smoothing::of(0.1, 4);
+        let single = ProblemType::SingleLabelClassification;
+        let several = ProblemType::MultiLabelClassification;
         let ways = [
-            (Samples::Sequences, 4, false, some),
-            (Samples::Sequences, 3, false, none),
-            (Samples::Sequences, 1, true, none),
-            (Samples::Tokens, 5, false, none),
+            (Samples::Sequences, 4, single, some),
+            (Samples::Sequences, 3, single, none),
+            (Samples::Sequences, 1, ProblemType::Regression, none),
+            (Samples::Tokens, 5, single, none),
+            (Samples::Sequences, 37, several, none),
         ];
-        for (samples, labels, is_value, smoothing) in ways {
+        for (samples, labels, problem, smoothing) in ways {
             let n = samples.of(&batch);
+            let shape = if problem == several { [n, 1 + labels] } else { [r, STATISTICS] };
             let of_rows = (0..r as i32).map(|row| row % labels.max(3) as i32).collect::<Vec<_>>();
             case!(self.class_loss, |p| ClassLoss {
-                statistics: p.floats([r, STATISTICS], 1.5),
-                out: p.floats_output([r, STATISTICS]),
+                statistics: p.floats(shape, 1.5),
+                out: p.floats_output(shape),
                 scores: p.input([n, labels]),
                 samples,
-                is_value,
+                problem,
                 smoothing,
                 batch,
             });
-            self.labelled(0, of_rows.clone());
+            if problem != several {
+                self.labelled(0, of_rows.clone());
+            }
             case!(self.class_loss_backward, |p| ClassLossBackward {
-                statistics: p.floats([r, STATISTICS], 1.5),
+                statistics: p.floats(shape, 1.5),
                 dscores: p.output([n, labels]),
                 scores: p.input([n, labels]),
                 scale: 0.3,
                 samples,
-                is_value,
+                problem,
                 smoothing,
                 batch,
             });
-            self.labelled(0, of_rows);
+            if problem != several {
+                self.labelled(0, of_rows);
+            }
         }
     }
 }

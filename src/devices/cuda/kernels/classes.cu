@@ -4,6 +4,10 @@
 
 constexpr int STATISTICS = 4;
 
+// Kinds of labels: a class, a value, or any number of labels. The last have statistics of their own, (sequences, 1 + L):
+// the loss, then a number from 0 to 1 for each label.
+constexpr int REGRESSION = 1, MULTI_LABEL = 2;
+
 __device__ inline long long pooled_row(Sequence sequence, int last) {
     return last ? sequence.first + sequence.count - 1 : sequence.first;
 }
@@ -60,17 +64,31 @@ __device__ inline long long sample_row(const int* starts, int sequences, int row
 }
 
 // The loss of each sample: of a sequence or, where `sequences` is 0, of a row. It is written to the label's row. It is
-// the squared difference of one score and a value, or the cross entropy of classes; a negative class has no loss.
-// scores: (samples, L). own, each: label smoothing's weight of the labelled class, and that of every class.
+// the squared difference of one score and a value, the cross entropy of classes (a negative class has no loss), or the
+// mean over all labels of the binary cross entropy of the score's sigmoid. scores: (samples, L). own, each: label smoothing's weight of the labelled class, and that of every class.
 // launch: grid (samples), block (32)
 extern "C" __global__ void class_loss(float* out, const T* scores, const int* starts, int sequences, int rows,
-                                      int labels, int is_value, float own, float each) {
+                                      int labels, int problem, float own, float each) {
+    const long long sample = blockIdx.x;
+    scores += sample * labels;
+    if (problem == MULTI_LABEL) {
+        out += sample * (1 + labels);
+        float total = 0.0f;
+        for (int label = threadIdx.x; label < labels; label += WARP) {
+            const float score = get(scores[label]);
+            total += fmaxf(score, 0.0f) - out[1 + label] * score + log1pf(expf(-fabsf(score)));
+        }
+        total = warp_sum(total);
+        if (threadIdx.x == 0) {
+            out[0] = total / labels;
+        }
+        return;
+    }
     out += sample_row(starts, sequences, rows) * STATISTICS;
-    scores += static_cast<long long>(blockIdx.x) * labels;
     const float value = out[3];
     const int label = __float_as_int(value);
     float loss;
-    if (is_value) {
+    if (problem == REGRESSION) {
         const float off = get(scores[0]) - value;
         loss = off * off;
     } else if (label >= 0) {
@@ -96,14 +114,22 @@ extern "C" __global__ void class_loss(float* out, const T* scores, const int* st
 // launch: grid (samples), block (32)
 extern "C" __global__ void class_loss_backward(T* d, const T* scores, const float* statistics, float scale,
                                                const int* starts, int sequences, int rows, int labels,
-                                               int is_value, float own, float each) {
+                                               int problem, float own, float each) {
     const long long sample = blockIdx.x;
-    const long long row = sample_row(starts, sequences, rows);
     d += sample * labels;
     scores += sample * labels;
+    if (problem == MULTI_LABEL) {
+        statistics += sample * (1 + labels);
+        for (int label = threadIdx.x; label < labels; label += WARP) {
+            const float sigmoid = 1.0f / (1.0f + expf(-get(scores[label])));
+            d[label] = put(scale / labels * (sigmoid - statistics[1 + label]));
+        }
+        return;
+    }
+    const long long row = sample_row(starts, sequences, rows);
     const float value = statistics[row * STATISTICS + 3];
     const int own_label = __float_as_int(value);
-    if (is_value) {
+    if (problem == REGRESSION) {
         if (threadIdx.x == 0) {
             d[0] = put(scale * 2.0f * (get(scores[0]) - value));
         }
