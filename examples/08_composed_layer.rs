@@ -4,7 +4,7 @@
 //!
 //! `cargo run --release --example 08_composed_layer`
 
-use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
+use l2l::kernels::{Activation, Rotary, Rows};
 use l2l::models::{
     Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Stem, Tensor,
     TransformerBlock, Value,
@@ -54,7 +54,7 @@ impl Composed for Gated {
             head_size: self.head_size,
             causal: true,
             window: None,
-            rotary: Some(Rotary { theta: 10_000.0, scaling: RotaryScaling::None }),
+            rotary: Some(Rotary::new(10_000.0)),
             dropout: 0.0,
         };
         let normed = ops.norm(x, 0, None, 1e-5, true);

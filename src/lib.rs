@@ -20,6 +20,7 @@ mod blocking;
 mod lock;
 
 mod folder;
+mod lfs;
 
 pub mod fabric;
 

@@ -25,6 +25,10 @@ impl Lock {
     pub(crate) fn of(path: &Path, file: File) -> io::Result<Lock> {
         file.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => io::Error::other("another run has it"),
+            TryLockError::Error(error) if error.kind() == ErrorKind::Unsupported => {
+                let what = "this file system has no file locks: choose a place on another one";
+                io::Error::new(ErrorKind::Unsupported, what)
+            }
             TryLockError::Error(error) => error,
         })?;
         let lock = Lock { path: path.into(), file };

@@ -20,7 +20,23 @@ pub struct RingConfig {
     /// when the norm is known (clipping, loss scaling, skipping).
     pub deferred: bool,
     /// The ring fails when nothing moved for this long.
-    pub watchdog: Option<Duration>,
+    pub watchdog: Option<Patience>,
     /// A fault to inject, for tests.
     pub inject: Option<FaultInjection>,
+}
+
+/// The times after which a standstill is a hang.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// While anything but the file lane works.
+    pub ring: Duration,
+    /// While an operation of the file lane runs: storage that stalls may go on.
+    pub storage: Duration,
+}
+
+impl From<Duration> for Patience {
+    /// The same patience with all operations.
+    fn from(patience: Duration) -> Patience {
+        Patience { ring: patience, storage: patience }
+    }
 }

@@ -86,7 +86,7 @@ pub mod threads;
 pub mod virtual_time;
 
 pub use cause::{BoxedError, Cause, Problem};
-pub use config::RingConfig;
+pub use config::{Patience, RingConfig};
 pub use context::{Fault, FaultInjection};
 pub use messages::Resolved;
 pub use names::ActorName;

@@ -177,6 +177,11 @@ impl Ring {
         self.awaited.load(Relaxed) || !self.operations().is_empty()
     }
 
+    /// True while an operation of the file lane runs.
+    pub(crate) fn is_at_storage(&self) -> bool {
+        self.operations().values().any(|queued| queued.begun && queued.row.lane == Lane::File)
+    }
+
     pub(crate) fn enqueued(&self, operation: Queued) -> u64 {
         let number = self.enqueued.fetch_add(1, Relaxed);
         self.operations().insert(number, operation);

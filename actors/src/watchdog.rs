@@ -6,11 +6,12 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use flume::{RecvTimeoutError, Sender};
 
 use crate::cause::{Cause, Problem};
+use crate::config::Patience;
 use crate::ring::Ring;
 
 /// Stops the watchdog when it is dropped.
@@ -20,7 +21,7 @@ pub(crate) struct Leash {
 }
 
 /// Watches a ring until the leash is dropped.
-pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
+pub(crate) fn watch(ring: &Arc<Ring>, patience: Patience) -> Leash {
     let (leash, held) = flume::bounded(1);
     let ring = ring.clone();
     let watchdog = thread::Builder::new().name("l2l-watchdog".into());
@@ -28,9 +29,13 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
         let mut progress = ring.progress();
         let mut since = Instant::now();
         let mut tripped = false;
-        while held.recv_timeout(patience / 4) == Err(RecvTimeoutError::Timeout) {
+        while held.recv_timeout(patience.ring / 4) == Err(RecvTimeoutError::Timeout) {
             let now = (ring.progress(), ring.switch.tripped());
             let is_idle = !tripped && !ring.is_working();
+            let patience = match !tripped && ring.is_at_storage() {
+                true => patience.ring.max(patience.storage),
+                false => patience.ring,
+            };
             if now != (progress, tripped) || is_idle {
                 ((progress, tripped), since) = (now, Instant::now());
             } else if since.elapsed() >= patience {

@@ -17,7 +17,7 @@ use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
 use l2l_actors::work::{Queue, Work};
 use l2l_actors::{
-    ActorName, Fault, FaultInjection, Integrity, Problem, Relay, RingConfig, RingError,
+    ActorName, Fault, FaultInjection, Integrity, Patience, Problem, Relay, RingConfig, RingError,
 };
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
@@ -207,7 +207,7 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
         }
     };
     let watchdog = (fault == Fault::Hang).then_some(PATIENCE);
-    let config = RingConfig { inject, watchdog, ..config };
+    let config = RingConfig { inject, watchdog: watchdog.map(Patience::from), ..config };
     let work = Rehearsal::new(schedule.blocks.len(), event);
     let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
     let begin = Instant::now();
@@ -308,7 +308,7 @@ fn every_hang_is_found_by_the_watchdog() {
 /// watchdog's patience. Returns whether the blocks were updated.
 fn fails_beside_a_slow_update(inject: FaultInjection, slow: &Name, mode: Mode) -> bool {
     let (schedule, config) = ring(mode);
-    let config = RingConfig { inject: Some(inject), watchdog: Some(PATIENCE), ..config };
+    let config = RingConfig { inject: Some(inject), watchdog: Some(PATIENCE.into()), ..config };
     let event = (slow.clone(), Event::IsSlow(PATIENCE * 5 / 2));
     let work = Rehearsal::new(schedule.blocks.len(), Some(event));
     let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));

@@ -12,10 +12,10 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use l2l::data::Dataset;
-use l2l::hf::{Message, Tokenizer};
+use l2l::hf::{Message, RecordValue, Tokenizer};
 use l2l::telemetry::Server;
 use l2l::{Config, Error, Trainer, shape_of};
-use serde_json::{Value, json};
+use serde_json::json;
 
 pub(crate) mod mutate;
 
@@ -155,11 +155,11 @@ fn tokenizer(folder: &Path, bytes: &[u8]) -> Outcome {
 }
 
 /// A chat with a tool, as data has it.
-fn chat() -> (Vec<Message>, Value) {
+fn chat() -> (Vec<Message>, RecordValue) {
     let call = json!({ "type": "function", "id": "a", "function": {
         "name": "weather", "arguments": { "city": "Bern", "days": [1, 2.5, null, true] } } });
     let mut calls = Message { role: "assistant".into(), ..Message::default() };
-    calls.more.insert("tool_calls".into(), json!([call]));
+    calls.more.push(("tool_calls".into(), json!([call]).into()));
     let messages = vec![
         Message::new("system", "Be brief."),
         Message::new("user", "How is the \u{2600} in\nBern?"),
@@ -170,7 +170,7 @@ fn chat() -> (Vec<Message>, Value) {
     let tools = json!([{ "type": "function", "function": { "name": "weather", "description": "d",
         "parameters": { "type": "object", "properties": { "city": { "type": "string" } },
             "required": ["city"] } } }]);
-    (messages, tools)
+    (messages, tools.into())
 }
 
 fn template(folder: &Path, bytes: &[u8]) -> Outcome {
@@ -179,8 +179,8 @@ fn template(folder: &Path, bytes: &[u8]) -> Outcome {
     let Some(tokenizer) = Tokenizer::open(folder).map_err(told)? else { return Ok(()) };
     let Some(template) = tokenizer.template()? else { return Ok(()) };
     let (messages, tools) = chat();
-    template.ask(&messages[..2], &Value::Null)?;
-    template.ask(&[], &Value::Null)?;
+    template.ask(&messages[..2], &RecordValue::Null)?;
+    template.ask(&[], &RecordValue::Null)?;
     template.render_chat(&messages, &tools).map(drop)
 }
 

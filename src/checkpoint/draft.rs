@@ -74,7 +74,7 @@ impl Draft {
         hf::write_config(&partial, &run.model.shape, &run.source_config)?;
         sync(&partial.join("config.json")).map_err(failed)?;
         if let Some(path) = &run.config.model.path {
-            hf::copy_companions(path, &partial).map_err(failed)?;
+            hf::copy_companions(&[path], &partial).map_err(failed)?;
         }
         if let Some(lora) = resolve::training_of(&run.config)?.lora {
             let base = run.config.model.path.as_deref();

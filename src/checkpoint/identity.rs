@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::record::{FIRST_FORMAT, FORMAT, RunRecord};
-use crate::config::{Config, OnResume, RateSchedule};
+use crate::config::{Config, Files, OnResume, RateSchedule};
 use crate::models::Model;
 
 /// The values that identify a run. Checkpoints keep them, and a run that resumes must have the
@@ -131,6 +131,12 @@ fn decays(config: &Config) -> bool {
     config.optimizer.schedule != RateSchedule::Constant
 }
 
+/// The weights of the entries of `data.train`.
+fn weights(train: &Value) -> Option<Vec<f64>> {
+    let files: Files = serde_json::from_value(train.clone()).ok()?;
+    Some(files.each().into_iter().map(|(_, weight)| weight).collect())
+}
+
 /// All differences between the run of a record and the run that resumes.
 fn differences(record: &RunRecord, run: &Identity) -> Vec<Difference> {
     let now = as_value(&run.config);
@@ -145,8 +151,14 @@ fn differences(record: &RunRecord, run: &Identity) -> Vec<Difference> {
     // The size of chunks has no effect on sequences that are not cut.
     let longest = run.config.sequence_length(&run.model.shape).unwrap_or(usize::MAX) as u64;
     let is_whole = |most: &Value| most.as_u64().is_some_and(|most| longest <= most);
-    let is_same = |key: &str, then: &Value, now: &Value| {
-        then == now || key == "step.chunk_positions" && is_whole(then) && is_whole(now)
+    let is_known = !record.data.is_empty() && !run.data.is_empty();
+    let is_other_data = is_known && record.data != run.data;
+    let is_same = |key: &str, then: &Value, now: &Value| match key {
+        _ if then == now => true,
+        "step.chunk_positions" => is_whole(then) && is_whole(now),
+        // The same data may lie elsewhere: its fingerprint identifies it.
+        "data.train" => is_known && !is_other_data && weights(then) == weights(now),
+        _ => false,
     };
     let mut differ = Vec::new();
     for (key, now) in compared(&now) {
@@ -165,8 +177,7 @@ fn differences(record: &RunRecord, run: &Identity) -> Vec<Difference> {
         );
         differ.push(Difference { key: "step.steps".into(), text });
     }
-    let is_known = !record.data.is_empty() && !run.data.is_empty();
-    if is_known && record.data != run.data {
+    if is_other_data {
         let text = format!("the data was {}, is {}", record.data, run.data);
         differ.push(Difference { key: "data".into(), text });
     }

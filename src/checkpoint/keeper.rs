@@ -6,6 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::directory::{OLD, PARTIAL, recover, remove};
+use super::hold::unless_held;
 use crate::error::Error;
 use crate::hf::RECORD;
 use crate::lock::DirectoryLock;
@@ -133,8 +134,10 @@ impl Keeper {
         Ok(all.pop().map(|(_, path)| path))
     }
 
-    /// Removes the checkpoints that the one at `written` replaces: all but the newest
-    /// `checkpoint.keep`, or the best ones before it.
+    /// Removes the checkpoints that the one at `written` replaces: those of earlier steps but the
+    /// last `checkpoint.keep - 1`, or the other best ones. A checkpoint of a later step stays: the
+    /// run cannot use it, since it resumed from an earlier one. So does a checkpoint that a
+    /// [`Hold`](super::Hold) keeps, until the next time.
     ///
     /// # Errors
     /// They cannot be removed.
@@ -149,13 +152,15 @@ impl Keeper {
                 bests.retain(|(of, _)| *of != step);
                 bests
             }
-            _ => {
+            Some((_, step)) => {
                 let mut steps = all("step")?;
+                steps.retain(|(of, _)| *of <= step);
                 steps.truncate(steps.len().saturating_sub(self.keep));
                 steps
             }
+            None => Vec::new(),
         };
-        replaced.iter().try_for_each(|(_, old)| remove(old))
+        replaced.iter().try_for_each(|(_, old)| unless_held(old, || remove(old)))
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod directory;
 mod draft;
+mod hold;
 mod identity;
 mod keeper;
 mod record;
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use directory::{discard, link};
 pub(crate) use draft::Draft;
+pub use hold::Hold;
 pub(crate) use identity::Identity;
 pub use keeper::Keeper;
 pub(crate) use record::{Checkpoint, check_seal, recall, remembered, remembered_layers};
@@ -32,6 +34,9 @@ pub struct Progress {
     pub step: u64,
     /// The best validation so far.
     pub best: Option<Best>,
+    /// The metric of the best validation, and the fingerprint of its data.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measure: Option<String>,
     /// The number of validations since the best one.
     #[serde(rename = "looks_since")]
     pub validations_since: u64,
@@ -75,6 +80,20 @@ pub struct Best {
 }
 
 impl Progress {
+    /// Sets the metric and the data of the next validations. Returns true if they are others than
+    /// those of the best validation, whose value cannot be compared: the best is then searched
+    /// anew.
+    pub(crate) fn measure_by(&mut self, metric: BestMetric, data: &str) -> bool {
+        let measure = format!("{} on {data}", metric.name());
+        let before = self.measure.replace(measure);
+        let is_other = self.best.is_some() && before.is_some() && before != self.measure;
+        if is_other {
+            self.best = None;
+            self.validations_since = 0;
+        }
+        is_other
+    }
+
     /// Records the value of a validation. A lower value is better if `metric` is the loss, else a
     /// higher one. Returns true if it is the best so far.
     pub fn note(&mut self, metric: BestMetric, value: f64) -> bool {

@@ -160,11 +160,11 @@ impl Checkpoint {
             // A checkpoint does not have the frozen weights: they are those that the run began
             // with.
             let how = Load::to_train(!run.config.model.unsealed);
-            resolve::load_base(&run.config, model, eps, how)?;
+            resolve::load_first(&run.config, model, eps, how)?;
         }
         match (lora, base) {
-            (Some(_), _) => hf::load_adapters(&directory, model, eps, Load::AS_WRITTEN)?,
-            (None, Base::AsIs) => drop(hf::load(&directory, model, eps, Load::AS_WRITTEN)?),
+            (Some(_), _) => hf::load_own_adapters(&directory, model, eps)?,
+            (None, Base::AsIs) => drop(hf::load(&directory, model, eps, Load::AS_WRITTEN, &[])?),
             (None, _) => hf::load_trained(&directory, model, eps)?,
         }
         hf::load_states(&directory.join(hf::STATES), model, eps)?;

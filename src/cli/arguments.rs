@@ -278,7 +278,7 @@ pub(super) struct GenerateArguments {
     /// A text to continue; may be repeated. Read from standard input when there is none.
     #[arg(long, value_name = "TEXT")]
     pub(super) prompt: Vec<String>,
-    /// A .jsonl file of prompts: `{"prompt"}`, `{"messages"}` or `{"input_ids"}`.
+    /// A .jsonl file of prompts: `{"prompt"}`, `{"messages"}` (with `"tools"`) or `{"input_ids"}`.
     #[arg(long, value_name = "FILE")]
     pub(super) prompts: Option<PathBuf>,
     /// Treat each prompt as a user's message, through the model's chat template.

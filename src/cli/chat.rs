@@ -4,10 +4,9 @@ use std::io::{BufRead, IsTerminal};
 
 use l2l::config::Format;
 use l2l::data::Vocabulary;
-use l2l::hf::Message;
+use l2l::hf::{Message, RecordValue};
 use l2l::inference::{Generator, Room};
 use l2l::{Error, StopRequest, shape_of};
-use serde_json::Value;
 
 use super::common::load;
 use super::generate::{DEFAULT_TOKENS, Page};
@@ -22,6 +21,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
         let from = load(&mut config, model)?;
         let shape = shape_of(&config)?;
         let vocabulary = Vocabulary::of(&config, &shape)?;
+        vocabulary.excess(shape.vocabulary).iter().for_each(say);
         vocabulary.template().map_err(Error::Argument)?;
         let ends = sampling.ends(&from, &vocabulary);
         let how = sampling.how(&config)?;
@@ -47,6 +47,8 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
                 }
                 messages.push(Message::new("user", line.trim_end()));
                 let prompt = fitting(&mut messages, first, room.prompt, &vocabulary)?;
+                let known = vocabulary.check(&prompt, shape.vocabulary);
+                known.map_err(Error::Argument)?;
                 let prompts = [prompt];
                 let mut page = Page::new(&config, &vocabulary, &sampling.stop, &prompts);
                 page.fill(&mut generator, &prompts, most, how, &ends, &stop).await?;
@@ -81,7 +83,7 @@ fn fitting(
     vocabulary: &Vocabulary,
 ) -> Result<Vec<u32>, Error> {
     loop {
-        let text = vocabulary.ask(messages, &Value::Null).map_err(Error::Argument)?;
+        let text = vocabulary.ask(messages, &RecordValue::Null).map_err(Error::Argument)?;
         let tokens = vocabulary.encode(&text, None, false).map_err(Error::Argument)?.tokens;
         if tokens.len() <= room {
             return Ok(tokens);

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use l2l::checkpoint::Keeper;
+use l2l::checkpoint::{Hold, Keeper};
 use l2l::config::{Format, TrainConfig};
 use l2l::{Config, Error, inference};
 
@@ -147,7 +147,19 @@ pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<Pa
 
 /// Makes a config load the model of its run, and returns the model's directory.
 pub(super) fn load(config: &mut Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
-    let from = model_of(config, arguments)?;
+    let from = loop {
+        let from = model_of(config, arguments)?;
+        match Hold::of(&from) {
+            // The command holds it to its end.
+            Some(hold) => {
+                std::mem::forget(hold);
+                break from;
+            }
+            // The run has just removed it, and has a newer one.
+            None if from.parent() == config.checkpoint.directory.as_deref() => {}
+            None => break from,
+        }
+    };
     if arguments.model.is_some() {
         config.train = TrainConfig::default();
     }

@@ -105,6 +105,8 @@ fn overview_event(part: &str, data: &Dataset, overview: &Overview) -> serde_json
         "lengths": lengths.collect::<Vec<_>>(),
         "padding_share": overview.padding_share,
         "unused_columns": data.unused_columns(),
+        "skipped_records": data.skipped_records(),
+        "notes": data.notes(),
     })
 }
 
@@ -117,9 +119,7 @@ fn show(part: &str, data: &Dataset, overview: &Overview) {
         "  {labelled} are learnt; padded batches would be {:.1} % padding (nothing is padded)",
         100.0 * padding_share
     ));
-    if !data.unused_columns().is_empty() {
-        print(format_args!("  columns not used: {}", data.unused_columns().join(", ")));
-    }
+    data.notes().iter().for_each(|note| print(format_args!("  {note}")));
     let most = lengths.iter().map(|(_, count)| *count).max().unwrap_or(1).max(1);
     for (to, count) in lengths {
         let bar = "█".repeat((40 * count).div_ceil(most) as usize);

@@ -9,13 +9,16 @@ use serde_json::json;
 use super::common::load;
 use super::output::{has_ended, print};
 use super::signals::Signals;
-use super::{EvalArguments, Exit, train};
+use super::{EvalArguments, Exit, say, train};
 
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;
+        for set in &sets {
+            set.notes().iter().for_each(|note| say(format_args!("data {}: {note}", set.name())));
+        }
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
             let signals = Signals::stop(&stop, true);
@@ -50,7 +53,13 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
     let values = found.values();
     let names = match &config.model.labels {
         Some(Labels::Names(names)) => names.clone(),
-        _ => l2l::hf::labels(from),
+        // Adapters that PEFT wrote do not name classes; their model may.
+        _ => [Some(from), config.model.path.as_deref()]
+            .into_iter()
+            .flatten()
+            .map(l2l::hf::labels)
+            .find(|names| !names.is_empty())
+            .unwrap_or_default(),
     };
     let name = |class: usize| names.get(class).cloned().unwrap_or_else(|| class.to_string());
     if config.log.format == Format::Json {
@@ -61,6 +70,7 @@ fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluati
             "sequences": sequences,
             "tokens": tokens,
             "labelled": labelled,
+            "skipped_records": set.skipped_records(),
         });
         if let Some(name) = set.set_name() {
             event["set"] = json!(name);

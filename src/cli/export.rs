@@ -1,6 +1,7 @@
 //! `l2l export`: writes a run's model, or the one that the config loads, to a new directory.
 
-use l2l::{Error, hf};
+use l2l::config::Labels;
+use l2l::{Error, hf, inference, shape_of};
 
 use super::common::model_of;
 use super::{Export, print};
@@ -29,6 +30,16 @@ pub(super) fn export(arguments: &Export) -> Result<(), Error> {
         // model.
         let is_of_run = model.model.is_none() || from.join("adapter_config.json").is_file();
         let base = config.model.path.as_deref().filter(|_| is_of_run);
+        if is_of_run && from.join("adapter_config.json").is_file() {
+            // The config may name the task of adapters, and their classes.
+            let mut loaded = config.clone();
+            inference::load_from(&mut loaded, &from);
+            let shape = loaded.model.path.is_some().then(|| shape_of(&loaded)).transpose()?;
+            options.head = shape.map(|shape| shape.head);
+            if let Some(Labels::Names(names)) = &config.model.labels {
+                options.labels.clone_from(names);
+            }
+        }
         hf::export(&from, base, to, options)?;
         print(format_args!("{} -> {}", from.display(), to.display()));
         Ok(())

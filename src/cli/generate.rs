@@ -5,17 +5,17 @@ use std::path::Path;
 
 use l2l::config::Format;
 use l2l::data::Vocabulary;
-use l2l::hf::{self, Message};
+use l2l::hf::{self, Message, RecordValue};
 use l2l::inference::{self, Generator, Room, Sampling, Then};
 use l2l::models::Model;
 use l2l::{Config, Error, StopRequest, shape_of};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::common::load;
 use super::output::{has_ended, print, print_part};
 use super::signals::Signals;
-use super::{Exit, GenerateArguments, SamplingArguments, plan, train};
+use super::{Exit, GenerateArguments, SamplingArguments, plan, say, train};
 
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_of_model(arguments.model.own_flags())?;
@@ -23,9 +23,10 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
         let from = load(&mut config, &arguments.model)?;
         let shape = shape_of(&config)?;
         let vocabulary = Vocabulary::of(&config, &shape)?;
+        vocabulary.excess(shape.vocabulary).iter().for_each(say);
         let prompts = prompts(arguments, &vocabulary, shape.vocabulary)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let left = shape.positions.saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
+        let left = shape.most_positions().saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
         let most = arguments.sampling.tokens.unwrap_or(left);
         let tokens = longest.saturating_add(most);
         let room = Room { prompts: prompts.len(), prompt: longest, tokens };
@@ -83,6 +84,7 @@ impl SamplingArguments {
 struct Line {
     prompt: Option<String>,
     messages: Option<Vec<Message>>,
+    tools: Option<RecordValue>,
     input_ids: Option<Vec<u32>>,
 }
 
@@ -102,8 +104,12 @@ fn prompts(
     }
     let chats = arguments.chat.then_some(system);
     let mut all = Vec::new();
+    let encode = |text: &str| {
+        let tokens = encode(vocabulary, text, chats)?;
+        vocabulary.check(&tokens, known).map(|()| tokens)
+    };
     for (index, text) in arguments.prompt.iter().enumerate() {
-        let tokens = encode(vocabulary, text, chats);
+        let tokens = encode(text);
         all.push(tokens.map_err(|what| refused(format!("prompt {index}: {what}")))?);
     }
     if let Some(path) = &arguments.prompts {
@@ -115,7 +121,7 @@ fn prompts(
         }
         let mut text = String::new();
         std::io::stdin().read_to_string(&mut text).map_err(|e| refused(format!("stdin: {e}")))?;
-        all.push(encode(vocabulary, &text, chats).map_err(refused)?);
+        all.push(encode(&text).map_err(refused)?);
     }
     match all.iter().position(Vec::is_empty) {
         Some(index) => Err(refused(format!("prompt {index} is empty"))),
@@ -133,7 +139,7 @@ fn encode(
     if let Some(system) = chats {
         let mut messages = vec![Message::new("user", text)];
         system.into_iter().for_each(|system| messages.insert(0, Message::new("system", system)));
-        let text = vocabulary.ask(&messages, &Value::Null)?;
+        let text = vocabulary.ask(&messages, &RecordValue::Null)?;
         return Ok(vocabulary.encode(&text, None, false)?.tokens);
     }
     let mut encoded = vocabulary.encode(text, None, true)?;
@@ -155,14 +161,11 @@ fn prompts_of_file(
 ) -> Result<Vec<Vec<u32>>, Error> {
     let refused = |what: String| Error::Argument(format!("{}{what}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| refused(format!(": {error}")))?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let mut all = Vec::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        let tokens = prompt_of_line(line, vocabulary, chats);
-        let tokens =
-            tokens.and_then(|tokens| match tokens.iter().find(|token| **token as usize >= known) {
-                Some(token) => Err(format!("token {token} is outside the vocabulary of {known}")),
-                None => Ok(tokens),
-            });
+        let tokens = prompt_of_line(line, vocabulary, chats)
+            .and_then(|tokens| vocabulary.check(&tokens, known).map(|()| tokens));
         all.push(tokens.map_err(|what| refused(format!(", line {}: {what}", number + 1)))?);
     }
     if all.is_empty() {
@@ -178,17 +181,18 @@ fn prompt_of_line(
 ) -> Result<Vec<u32>, String> {
     let line: Line = serde_json::from_str(line).map_err(|error| error.to_string())?;
     match line {
-        Line { prompt: Some(text), messages: None, input_ids: None } => {
+        Line { messages: None, tools: Some(_), .. } => Err("tools go with messages".into()),
+        Line { prompt: Some(text), messages: None, input_ids: None, .. } => {
             encode(vocabulary, &text, chats)
         }
         Line { messages: Some(messages), .. } if messages.is_empty() => {
             Err("messages is empty".into())
         }
-        Line { prompt: None, messages: Some(messages), input_ids: None } => {
-            let text = vocabulary.ask(&messages, &Value::Null)?;
+        Line { prompt: None, messages: Some(messages), input_ids: None, tools } => {
+            let text = vocabulary.ask(&messages, &tools.unwrap_or_default())?;
             Ok(vocabulary.encode(&text, None, false)?.tokens)
         }
-        Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),
+        Line { prompt: None, messages: None, input_ids: Some(ids), .. } => Ok(ids),
         _ => Err("it needs one of prompt, messages and input_ids".into()),
     }
 }

@@ -155,6 +155,16 @@ impl Layers {
     }
 
     fn set(&mut self, key: &str, value: Value, origin: Origin) -> Result<(), Error> {
+        let in_table =
+            |table: &str| Some((table.len(), key.strip_prefix(table)?.strip_prefix('.')?));
+        if let Some((end, name)) = TABLES.into_iter().find_map(in_table) {
+            let table = key[..end].to_string();
+            let entry = self.values.entry(table).or_insert_with(|| (Table::new().into(), origin));
+            if let Value::Table(table) = &mut entry.0 {
+                table.insert(name.into(), value);
+            }
+            return Ok(());
+        }
         if self.known.iter().any(|known| known == key) {
             // Steps and epochs both set the length of a run: the higher layer wins.
             let other = match key {
@@ -296,7 +306,7 @@ fn flatten(
         match (&values[key.get_ref().as_ref()], spanned.get_ref()) {
             // An empty table that is not a section is a value of the wrong type.
             (Value::Table(values), DeValue::Table(spans))
-                if is_section(&name) || !values.is_empty() =>
+                if !TABLES.contains(&&*name) && (is_section(&name) || !values.is_empty()) =>
             {
                 flatten(&format!("{name}."), values, spans, flat);
             }
@@ -321,12 +331,15 @@ fn parse(text: &str) -> Value {
 /// A section that is absent by default, and present once it is named.
 const OPTIONAL: &str = "train.lora";
 
+/// Keys whose values are tables with names of the user's own.
+const TABLES: [&str; 2] = ["train.lora.alpha_pattern", "train.lora.rank_pattern"];
+
 /// All keys, with their sections.
 pub(super) fn known_keys() -> Vec<String> {
     let mut config = Config::default();
     config.train.lora = Some(LoraConfig::default());
     let all = serde_json::to_value(config).expect("a config is plain data");
-    let mut keys = vec![OPTIONAL.to_string()];
+    let mut keys: Vec<String> = TABLES.into_iter().chain([OPTIONAL]).map(String::from).collect();
     list_keys("", &all, &mut keys);
     keys
 }
@@ -382,6 +395,26 @@ mod tests {
         let config = layers.config().expect("good");
         assert_eq!((config.step.seed, config.metrics.run), (0, None));
         layers.flag("step.sed=").expect_err("not a key");
+    }
+
+    /// Names in a table of the user's own are no keys. A layer sets one of them, or the table.
+    #[test]
+    fn tables_have_names_of_the_users_own() {
+        let mut layers = Layers::new();
+        let file = "[train.lora.rank_pattern]\nq_proj = 2\n\"layers.3\" = 4";
+        layers.text(Path::new("run.toml"), file).expect("good");
+        layers.flag("train.lora.rank_pattern.layers.0.mlp=6").expect("good");
+        layers.flag("train.lora.alpha_pattern={q_proj = 1.5}").expect("good");
+        let lora = layers.config().expect("good").train.lora.expect("it is named");
+        let ranks = [("layers.0.mlp", 6), ("layers.3", 4), ("q_proj", 2)];
+        let ranks = ranks.map(|(name, rank)| (name.to_string(), rank));
+        assert_eq!(lora.rank_pattern, Some(ranks.into()));
+        assert_eq!(lora.alpha_pattern, Some([("q_proj".to_string(), 1.5)].into()));
+        layers.flag("train.lora.rank_pattern=").expect("good");
+        assert_eq!(layers.config().expect("good").train.lora.expect("named").rank_pattern, None);
+        layers.flag("train.lora.rank_pattern.q_proj=0").expect("a number");
+        let error = layers.config().expect_err("no rank").to_string();
+        assert!(error.contains("train.lora.rank_pattern must be a table of ranks"), "{error}");
     }
 
     /// Texts of a file, each with a part of the error.

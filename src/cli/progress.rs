@@ -18,7 +18,10 @@ const LINES: u64 = 20;
 /// Shows a run in the format that the config asks for.
 pub(super) struct Screen {
     format: Format,
+    /// The bar, if standard error is a terminal.
     bar: Option<ProgressBar>,
+    /// True if standard output shows steps as lines: the bar is not there, or not in the same place.
+    has_lines: bool,
     steps: u64,
     /// The validation set whose loss is shown with each step, and its last loss.
     validation: Option<(Option<String>, f64)>,
@@ -37,16 +40,18 @@ const FIRST_MINUTE: Duration = Duration::from_secs(60);
 
 impl Screen {
     pub(super) fn new(format: Format, first: u64, steps: u64, ceiling: u64) -> Screen {
-        let shows = format == Format::Pretty && std::io::stderr().is_terminal();
-        let bar = shows.then(|| {
+        let is_pretty = format == Format::Pretty;
+        let bar = (is_pretty && std::io::stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:24} {pos}/{len}  {msg}");
             ProgressBar::new(steps)
                 .with_position(first)
                 .with_style(style.expect("a template of ours"))
         });
+        let has_lines = is_pretty && (bar.is_none() || !std::io::stdout().is_terminal());
         Screen {
             format,
             bar,
+            has_lines,
             steps,
             validation: None,
             ceiling,
@@ -65,29 +70,20 @@ impl Screen {
 
     /// Shows a step, in the format for people.
     pub(super) fn step(&mut self, report: &StepReport) {
-        match (&self.bar, self.format) {
-            (_, Format::Json) => {}
-            (Some(bar), Format::Pretty) => {
-                bar.set_message(self.line(report));
-                bar.set_position(report.step);
-            }
-            (None, Format::Pretty) => {
-                let every = self.steps.div_ceil(LINES);
-                let elapsed = self.began.elapsed();
-                let waits = elapsed < FIRST_MINUTE && elapsed - self.last_line >= FIRST_LINES;
-                if report.step.is_multiple_of(every)
-                    || [1, self.first + 1, self.steps].contains(&report.step)
-                    || waits
-                {
-                    self.last_line = elapsed;
-                    print(format_args!(
-                        "step {}/{}  {}",
-                        report.step,
-                        self.steps,
-                        self.line(report)
-                    ));
-                }
-            }
+        if let Some(bar) = &self.bar {
+            bar.set_message(self.line(report));
+            bar.set_position(report.step);
+        }
+        let every = self.steps.div_ceil(LINES);
+        let elapsed = self.began.elapsed();
+        let waits = elapsed < FIRST_MINUTE && elapsed - self.last_line >= FIRST_LINES;
+        let is_due = report.step.is_multiple_of(every)
+            || [1, self.first + 1, self.steps].contains(&report.step)
+            || waits;
+        if self.has_lines && is_due {
+            self.last_line = elapsed;
+            let StepReport { step, .. } = report;
+            self.say(format_args!("step {step}/{}  {}", self.steps, self.line(report)));
         }
     }
 
@@ -167,9 +163,12 @@ impl Screen {
         if self.format == Format::Json {
             return;
         }
-        let Summary { steps, seconds, visits, pinned_bytes, .. } = *summary;
+        let Summary { steps, skipped, seconds, visits, pinned_bytes, .. } = *summary;
         let Summary { bytes_uploaded, bytes_downloaded, .. } = *summary;
         print(format_args!("{steps} steps, {seconds:.1} s, {visits} visits"));
+        if skipped > 0 {
+            print(format_args!("{skipped} steps changed nothing: their gradients were not finite"));
+        }
         let link = link.map(|link| format!(", over a link of {link}, emulated"));
         print(format_args!(
             "{} up, {} down{}",

@@ -3,7 +3,7 @@
 
 use std::process;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
 use l2l::StopRequest;
 
@@ -25,23 +25,14 @@ impl Signals {
     pub(super) fn stop(stop: &StopRequest, says: bool) -> Signals {
         let signals = Signals { stop: stop.clone(), first: Arc::default(), says };
         signals.listen();
+        IS_HEARD.store(true, Relaxed);
         signals
     }
 
     #[cfg(unix)]
     fn listen(&self) {
-        use tokio::signal::unix::{SignalKind, signal};
-        let mut kinds = vec![SignalKind::interrupt(), SignalKind::terminate()];
-        kinds.extend((!ignores_hangup()).then(SignalKind::hangup));
-        for kind in kinds {
-            let Ok(mut signals) = signal(kind) else { continue };
-            let own = self.clone();
-            tokio::spawn(async move {
-                while signals.recv().await.is_some() {
-                    own.came(kind.as_raw_value() as u8);
-                }
-            });
-        }
+        let own = self.clone();
+        each_signal(move |number| own.came(number));
     }
 
     #[cfg(not(unix))]
@@ -71,6 +62,52 @@ impl Signals {
             0 => Exit::Well,
             number => Exit::Signalled(number),
         }
+    }
+}
+
+/// True once a command listens to signals.
+static IS_HEARD: AtomicBool = AtomicBool::new(false);
+
+/// Ends the process at a signal until its command listens to signals. The system does that for all
+/// processes but the first one of a container, which has no signals unless it listens.
+#[cfg(unix)]
+pub(super) fn end_first_process() -> std::io::Result<()> {
+    const FIRST: u32 = 1;
+    if process::id() != FIRST {
+        return Ok(());
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let listens = runtime.enter();
+    each_signal(|number| {
+        if !IS_HEARD.load(Relaxed) {
+            process::exit(128 + i32::from(number));
+        }
+    });
+    drop(listens);
+    let listen = move || runtime.block_on(std::future::pending::<()>());
+    std::thread::Builder::new().name("l2l-signals".into()).spawn(listen).map(|_| ())
+}
+
+#[cfg(not(unix))]
+pub(super) fn end_first_process() -> std::io::Result<()> {
+    Ok(())
+}
+
+/// Calls `came` with the number of each signal that ends a command. Must be called on a tokio
+/// runtime.
+#[cfg(unix)]
+fn each_signal(came: impl Fn(u8) + Clone + Send + 'static) {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut kinds = vec![SignalKind::interrupt(), SignalKind::terminate()];
+    kinds.extend((!ignores_hangup()).then(SignalKind::hangup));
+    for kind in kinds {
+        let Ok(mut signals) = signal(kind) else { continue };
+        let came = came.clone();
+        tokio::spawn(async move {
+            while signals.recv().await.is_some() {
+                came(kind.as_raw_value() as u8);
+            }
+        });
     }
 }
 

@@ -20,7 +20,8 @@ pub struct CheckpointConfig {
     /// Number of newest checkpoints to keep. The one of the best validation is kept as well.
     pub keep: usize,
     /// What happens if a checkpoint cannot be written, for instance to a full disk: `stop` ends the
-    /// run, `continue` warns and trains on. The checkpoints before are untouched.
+    /// run, `continue` warns and trains on; the run ends with the error if it was the last one. The
+    /// checkpoints before are untouched.
     pub on_error: OnError,
     /// The most bytes of a file of weights; `auto`: 5 GB, as transformers has it. If no step has
     /// updated the layers of a file since the checkpoint before, the file is a hard link to the

@@ -47,6 +47,12 @@ pub struct DataConfig {
     /// What happens to a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
     /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.
     pub too_long: TooLong,
+    /// What happens to a record that cannot be used or of which nothing is learnt: a broken line,
+    /// an unknown label, a text that is too long, labels that are all -100 or were all cut off.
+    /// `error` refuses a record that cannot be used, and a batch without any label, before the run
+    /// starts. `skip` leaves all such records out, counts them, and names the first few by file and
+    /// line.
+    pub bad_records: BadRecords,
     /// Packs several short texts into one sequence. They do not attend to each other, and each
     /// begins at position 0.
     pub packing: bool,
@@ -56,6 +62,9 @@ pub struct DataConfig {
     /// Adds the tokenizer's end-of-text token after each text of a causal model, so that it learns
     /// where texts end. A `completion` always gets it.
     pub end_of_text: bool,
+    /// The date that a chat template writes (`strftime_now`), as in `"2026-01-31"`; when absent,
+    /// the day on which the run starts.
+    pub date: Option<String>,
     /// Fraction of the tokens that a masked language model must predict. 80 % of them are masked,
     /// 10 % are replaced by another token and 10 % stay; masks are drawn anew in each epoch.
     pub mask_probability: f64,
@@ -72,9 +81,11 @@ impl Default for DataConfig {
             shuffle: true,
             group_by_length: false,
             too_long: TooLong::Error,
+            bad_records: BadRecords::Error,
             packing: false,
             attend_across: false,
             end_of_text: false,
+            date: None,
             mask_probability: 0.15,
         }
     }
@@ -84,8 +95,9 @@ impl DataConfig {
     /// The name of the built-in corpus.
     pub const BUILT_IN: &str = "built-in";
 
-    pub(super) const ON_RESUME: OnResume = OnResume::free("validation").with_changes(
-        "attend_across end_of_text fields group_by_length mask_probability packing \
+    /// The data's fingerprint has the date, if a template writes it.
+    pub(super) const ON_RESUME: OnResume = OnResume::free("date validation").with_changes(
+        "attend_across bad_records end_of_text fields group_by_length mask_probability packing \
          sequence_length shuffle too_long train validation_split",
     );
 
@@ -96,6 +108,8 @@ impl DataConfig {
         let mask = self.mask_probability;
         let be = "above 0 and at most 1";
         must(mask > 0.0 && mask <= 1.0, "data.mask_probability", be)?;
+        let is_day = self.date.as_deref().is_none_or(is_day);
+        must(is_day, "data.date", "a day, as in \"2026-01-31\"")?;
         let is_weight = |(_, weight): (&str, f64)| (1e-6..=1e6).contains(&weight);
         let have_weights = |files: &Files| files.each().into_iter().all(is_weight);
         let be = "of weights from 1e-6 to 1e6";
@@ -117,6 +131,19 @@ impl DataConfig {
     }
 }
 
+/// Whether a text is a day in the form `2026-01-31`.
+fn is_day(text: &str) -> bool {
+    let parts: Vec<Option<u32>> = text.split('-').map(|part| part.parse().ok()).collect();
+    let [Some(year), Some(month), Some(day)] = parts[..] else { return false };
+    let is_leap = year.is_multiple_of(4) && !year.is_multiple_of(100) || year.is_multiple_of(400);
+    let days = match month {
+        2 => 28 + u32::from(is_leap),
+        4 | 6 | 9 | 11 => 30,
+        _ => 31,
+    };
+    text.len() == 10 && (1..=12).contains(&month) && (1..=days).contains(&day)
+}
+
 impl Config {
     /// The most tokens of a sequence.
     ///
@@ -124,8 +151,8 @@ impl Config {
     /// The model has fewer positions.
     pub fn sequence_length(&self, shape: &Shape) -> Result<usize, Error> {
         let positions = self.data.sequence_length.unwrap_or(shape.positions.min(1024));
-        if positions == 0 || positions > shape.positions {
-            let most = shape.positions;
+        let most = shape.most_positions();
+        if positions == 0 || positions > most {
             let problem =
                 format_args!("is {positions}: it must be from 1 to the model's {most} positions");
             return Err(Error::config("data.sequence_length", problem));
@@ -308,4 +335,16 @@ pub enum TooLong {
     Cut,
     /// It continues in further sequences. Only for `text`.
     Split,
+}
+
+/// What happens to a record that cannot be used.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum BadRecords {
+    /// It is refused.
+    #[default]
+    Error,
+    /// It is left out, and counted.
+    Skip,
 }

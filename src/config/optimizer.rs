@@ -209,6 +209,8 @@ impl OptimizerConfig {
         let finite = "a finite number, at least 0";
         must(is_not_negative(learning_rate), "optimizer.learning_rate", finite)?;
         must(is_not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0")?;
+        let be = "at most optimizer.learning_rate, because the rate decays to it";
+        must(min_learning_rate <= learning_rate, "optimizer.min_learning_rate", be)?;
         let be = "two numbers in [0, 1)";
         must(is_share(betas.0) && is_share(betas.1), "optimizer.betas", be)?;
         self.check_groups()?;

@@ -1,6 +1,7 @@
 //! `[train]`: which tensors are trained, and adapters beside them.
 
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -51,6 +52,13 @@ pub struct LoraConfig {
     pub rank: Option<usize>,
     /// The output of an adapter is multiplied by `alpha` ÷ `rank`; 16 when absent.
     pub alpha: Option<f64>,
+    /// Ranks of some modules, in place of `rank`: a table from parts of names, as in `targets`, to
+    /// ranks. Of several entries that name a module, the longest counts.
+    #[serde(skip_serializing_if = "Option::is_none")] // Runs from before the key resume.
+    pub rank_pattern: Option<BTreeMap<String, usize>>,
+    /// Alphas of some modules, in place of `alpha`, as in `rank_pattern`.
+    #[serde(skip_serializing_if = "Option::is_none")] // Runs from before the key resume.
+    pub alpha_pattern: Option<BTreeMap<String, f64>>,
     /// Multiplies the output by `alpha` ÷ √`rank` instead (rsLoRA).
     pub rank_stabilised: bool,
     /// Probability of dropout of an adapter's input.
@@ -60,13 +68,18 @@ pub struct LoraConfig {
     /// The transform of a classifier's head gets an adapter only by its name.
     pub targets: Option<Vec<String>>,
     /// A directory with adapters to start from, as `peft` and the checkpoints of l2l have them. It
-    /// gives `rank`, `alpha`, `rank_stabilised` and `targets`.
+    /// gives all other keys but `dropout`.
     pub path: Option<PathBuf>,
 }
 
 impl TrainConfig {
     pub(super) const ON_RESUME: OnResume =
         OnResume::free("").with_changes("label_smoothing neftune_alpha");
+
+    /// The directory with the adapters that the model begins with.
+    pub fn adapters(&self) -> Option<&Path> {
+        self.lora.as_ref()?.path.as_deref()
+    }
 
     pub(super) fn check(&self) -> Result<(), Error> {
         must(
@@ -77,14 +90,26 @@ impl TrainConfig {
         let is_share = (0.0..1.0).contains(&self.label_smoothing);
         must(is_share, "train.label_smoothing", "in [0, 1)")?;
         let Some(lora) = &self.lora else { return Ok(()) };
-        let LoraConfig { rank, alpha, rank_stabilised, dropout, ref targets, ref path } = *lora;
+        let LoraConfig { rank, alpha, rank_stabilised, dropout, ref targets, ref path, .. } = *lora;
+        let LoraConfig { ref rank_pattern, ref alpha_pattern, .. } = *lora;
         must(rank != Some(0), "train.lora.rank", "at least 1")?;
         let be = "a finite number above 0";
         must(alpha.is_none_or(is_positive), "train.lora.alpha", be)?;
+        let mut ranks = rank_pattern.iter().flat_map(BTreeMap::values);
+        must(
+            !ranks.any(|rank| *rank == 0),
+            "train.lora.rank_pattern",
+            "a table of ranks of at least 1",
+        )?;
+        let mut alphas = alpha_pattern.iter().flat_map(BTreeMap::values);
+        let be = "a table of finite numbers above 0";
+        must(alphas.all(|alpha| is_positive(*alpha)), "train.lora.alpha_pattern", be)?;
         must((0.0..1.0).contains(&dropout), "train.lora.dropout", "in [0, 1)")?;
         let own = [
             ("train.lora.rank", rank.is_some()),
             ("train.lora.alpha", alpha.is_some()),
+            ("train.lora.rank_pattern", rank_pattern.is_some()),
+            ("train.lora.alpha_pattern", alpha_pattern.is_some()),
             ("train.lora.rank_stabilised", rank_stabilised),
             ("train.lora.targets", targets.is_some()),
         ];

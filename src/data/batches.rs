@@ -9,6 +9,7 @@ use futures_core::Stream;
 use tokio::sync::mpsc::{self, Receiver};
 
 use super::order::Order;
+use super::reader::SKIP_THEM;
 use super::{Batch, Dataset, Sequence};
 use crate::config::Config;
 use crate::error::Error;
@@ -20,9 +21,15 @@ pub struct Batches {
     ready: Receiver<Result<Batch, Error>>,
 }
 
-fn unlabelled(name: &str, step: u64) -> Error {
-    let step = step + 1;
-    Error::bad_data(name, format_args!("no position of the batch of step {step} has a label"))
+/// The error of a batch without a label. It names the first record that has none.
+fn unlabelled(data: &Dataset, step: u64) -> Error {
+    let batch = format!("no position of the batch of step {} has a label", step + 1);
+    let what = match data.unlabelled().count {
+        0 | 1 => format!(", and {batch}"),
+        count => format!("; there are {count} such records, and {batch}"),
+    };
+    let error = data.unlabelled().error(format_args!("{what}: {SKIP_THEM}"));
+    error.unwrap_or_else(|| Error::bad_data(data.name(), batch))
 }
 
 impl Batches {
@@ -40,11 +47,11 @@ impl Batches {
     /// Refuses data if a batch of the first `steps` steps has no label.
     ///
     /// # Errors
-    /// The first step without a label.
+    /// The first step without a label, with the first record that has none.
     pub fn check(config: &Config, data: &Dataset, steps: u64) -> Result<(), Error> {
         match Order::of(config).unlabelled(data, steps) {
             None => Ok(()),
-            Some(step) => Err(unlabelled(data.name(), step)),
+            Some(step) => Err(unlabelled(data, step)),
         }
     }
 
@@ -67,7 +74,7 @@ impl Batches {
             for step in first.. {
                 let sequences = order.sequences(&data, step);
                 let batch = match sequences.map(|all| Batch::of(&all, data.predicts())) {
-                    Ok(batch) if batch.labelled == 0 => Err(unlabelled(data.name(), step)),
+                    Ok(batch) if batch.labelled == 0 => Err(unlabelled(&data, step)),
                     batch => batch,
                 };
                 let is_last = batch.is_err();

@@ -6,7 +6,9 @@ use super::files;
 use super::mask::Mask;
 use super::pack::join;
 use super::reader::Reader;
+use super::remarks::Remarks;
 use super::source::{Part, Source};
+use super::tally::Tally;
 use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, Files};
@@ -37,8 +39,7 @@ pub struct Dataset {
     name: String,
     /// The name of the validation set, if there are several.
     set: Option<String>,
-    /// Columns of its records that are not used.
-    unused: Vec<String>,
+    remarks: Remarks,
     predicts: Predicts,
     mask: Option<Mask>,
     attend_across: bool,
@@ -77,8 +78,17 @@ impl Dataset {
         }
         let (_, sets) = Dataset::open(config, shape)?;
         if sets.is_empty() {
-            let problem = "is missing: name the data to evaluate, or set data.validation_split";
-            return Err(Error::config("data.validation", problem));
+            return Err(match config.data.validation_split {
+                Some(split) if split > 0.0 => {
+                    let problem = "holds out no sequence: the data is too small for it";
+                    Error::config("data.validation_split", problem)
+                }
+                _ => {
+                    let problem = "is missing: name the data to evaluate, or set \
+                                   data.validation_split";
+                    Error::config("data.validation", problem)
+                }
+            });
         }
         Ok(sets)
     }
@@ -136,6 +146,7 @@ impl Dataset {
         }
         let validation = Dataset::of(
             config,
+            shape,
             Kind::Sources(validation_sources),
             train.name.clone(),
             train.predicts,
@@ -148,6 +159,7 @@ impl Dataset {
     /// A dataset of these sources. `seed` is the seed of its masks.
     fn of(
         config: &Config,
+        shape: &Shape,
         kind: Kind,
         name: String,
         predicts: Predicts,
@@ -161,13 +173,13 @@ impl Dataset {
             _ => false,
         };
         let probability = config.data.mask_probability;
-        let mask = || Mask::new(vocabulary.clone(), probability, seed);
+        let mask = || Mask::new(vocabulary.clone(), shape.vocabulary, probability, seed);
         let mask = draws_masks.then(mask).transpose()?;
         Ok(Dataset {
             kind,
             name,
             set: None,
-            unused: Vec::new(),
+            remarks: Remarks::default(),
             predicts,
             mask,
             attend_across: config.data.attend_across,
@@ -200,7 +212,8 @@ impl Dataset {
                 ));
             }
             let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions, classes };
-            return Dataset::of(config, kind, files.to_string(), predicts, vocabulary, seed);
+            let name = files.to_string();
+            return Dataset::of(config, shape, kind, name, predicts, vocabulary, seed);
         }
         let mut names = label_names(config)?;
         // Names of another number of labels are those of a head that this one replaces.
@@ -212,6 +225,7 @@ impl Dataset {
             tokens: shape.vocabulary,
             positions,
             too_long: config.data.too_long,
+            bad_records: config.data.bad_records,
             end_of_text: config.data.end_of_text,
             kinds: shape.token_types,
             predicts,
@@ -219,19 +233,28 @@ impl Dataset {
             names,
             fields: config.data.fields.named(),
             unused: Default::default(),
+            not_found: Default::default(),
+            has_date: config.data.date.is_some(),
         };
+        let mut remarks = Remarks::default();
+        remarks.notes.extend(reader.vocabulary.excess(shape.vocabulary));
         let mut sources = Vec::new();
         for (name, weight) in files.each() {
             if name == "random" {
                 return Err(Error::bad_data(name, "it cannot be combined with other data"));
             }
-            sources.push(Source::new(files::open(name, &reader)?, weight));
+            let mut opened = files::open(name, &reader)?;
+            remarks.take(&mut opened);
+            sources.push(Source::new(opened, weight));
         }
+        remarks.notes.extend(reader.notes_of_chats());
         let kind = Kind::Sources(sources);
         let name = files.to_string();
         let unused = reader.unused.into_inner().expect("nothing panics inside");
-        let mut data = Dataset::of(config, kind, name, predicts, reader.vocabulary, seed)?;
-        data.unused = unused.into_iter().collect();
+        let vocabulary = reader.vocabulary;
+        let mut data = Dataset::of(config, shape, kind, name, predicts, vocabulary, seed)?;
+        data.remarks = remarks;
+        data.remarks.unused = unused.into_iter().collect();
         Ok(data)
     }
 
@@ -273,7 +296,23 @@ impl Dataset {
 
     /// The columns of its records that are not used.
     pub fn unused_columns(&self) -> &[String] {
-        &self.unused
+        &self.remarks.unused
+    }
+
+    /// The number of records that `data.bad_records = "skip"` left out.
+    pub fn skipped_records(&self) -> u64 {
+        self.remarks.skipped.count
+    }
+
+    /// The records that have no label.
+    pub(super) fn unlabelled(&self) -> &Tally {
+        &self.remarks.unlabelled
+    }
+
+    /// What a person should know of the data, in sentences: columns that are not used, files and
+    /// records that are left out, records without a label, tokens that the model does not have.
+    pub fn notes(&self) -> Vec<String> {
+        self.remarks.sentences()
     }
 
     /// The vocabulary of its tokens.
@@ -397,9 +436,10 @@ impl Dataset {
         let Kind::Sources(sources) = &self.kind else { return true };
         let (source, at) = self.find(sources, index);
         let rows = source.rows_of(at);
-        // Each text but the first has a scored label: its first token, which the text before
-        // predicts.
-        if self.attend_across && rows.len() > 1 {
+        // The text before predicts the first token of each text but the first.
+        let joins = self.attend_across && self.predicts == Predicts::Next;
+        let is_joined = |row: &u64| source.spool.has_first_label(source.place(*row));
+        if joins && rows.iter().skip(1).any(is_joined) {
             return true;
         }
         rows.into_iter().any(|row| source.spool.is_labelled(source.place(row)))
@@ -443,7 +483,12 @@ impl Dataset {
                 });
                 let each = each.collect::<Vec<_>>().join(", ");
                 match self.vocabulary.tokenizer() {
-                    Some(tokenizer) => format!("{each}, by tokenizer {}", tokenizer.digest()),
+                    Some(tokenizer) => {
+                        // The tokens depend on the date if the chat template writes it.
+                        let day = tokenizer.date().map(|day| format!(", on {day}"));
+                        let day = day.unwrap_or_default();
+                        format!("{each}, by tokenizer {}{day}", tokenizer.digest())
+                    }
                     None => each,
                 }
             }

@@ -1,9 +1,11 @@
 //! The labels of a record, where a sequence may have several: names, indices, a number for each
 //! label, or a column for each label.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::reader::Reader;
+use super::record::{ColumnTexts, columns_of};
 
 /// A label that a sequence has, as the bits of an f32.
 const YES: i32 = 1.0_f32.to_bits() as i32;
@@ -14,15 +16,13 @@ impl Reader {
     ///
     /// # Errors
     /// The record has no labels, or they are not labels of the model.
-    pub(super) fn take_label_set(
-        &self,
-        columns: &mut Map<String, Value>,
-    ) -> Result<Vec<i32>, String> {
+    pub(super) fn take_label_set(&self, columns: &mut ColumnTexts) -> Result<Vec<i32>, String> {
         let named = self.fields.iter().find(|(ours, _)| *ours == "label");
         let column = match named {
             Some((_, theirs)) => theirs.as_str(),
             None => {
-                let is_given = |name: &&str| columns.get(*name).is_some_and(|one| !one.is_null());
+                let is_given =
+                    |name: &&str| columns.get(*name).is_some_and(|one| one.get() != "null");
                 match ["label", "labels"].into_iter().filter(is_given).collect::<Vec<_>>()[..] {
                     [] => return self.take_label_columns(columns),
                     [one] => one,
@@ -35,43 +35,48 @@ impl Reader {
             }
         };
         // The column stays, without a value: a column that data.fields names must be there.
-        let value = columns.get_mut(column).map(Value::take).ok_or_else(|| {
-            format!("column {column:?} is missing, which data.fields.label names")
+        let none = || RawValue::NULL.to_owned();
+        let text = columns.get_mut(column).map(|text| std::mem::replace(text, none()));
+        let text = text.ok_or_else(|| {
+            let has = columns_of(columns);
+            format!("column {column:?} is missing, which data.fields.label names; {has}")
         })?;
         if named.is_none() {
             columns.remove(column);
         }
-        match value {
-            Value::Null => Err(self.no_labels()),
+        match value_of(&text)? {
+            Value::Null => Err(self.no_labels(columns)),
             value => self.label_set(&value).map_err(|what| format!("{column}: {what}")),
         }
     }
 
-    fn no_labels(&self) -> String {
+    fn no_labels(&self, columns: &ColumnTexts) -> String {
         let of_columns = match self.names[..] {
             [] => "list them in model.labels to read a column for each".into(),
             _ => format!("or give a column for each of {}", self.names.join(", ")),
         };
         format!(
             "labels is missing: this model gives a sequence any number of its labels; give a list \
-             of names, of indices, or of 0 or 1 for each label; {of_columns}"
+             of names, of indices, or of 0 or 1 for each label; {of_columns}; {}",
+            columns_of(columns)
         )
     }
 
     /// Takes a column for each label, of its name.
-    fn take_label_columns(&self, columns: &mut Map<String, Value>) -> Result<Vec<i32>, String> {
+    fn take_label_columns(&self, columns: &mut ColumnTexts) -> Result<Vec<i32>, String> {
         let has = |name: &&String| columns.contains_key(*name);
         let missing: Vec<&str> =
             self.names.iter().filter(|name| !has(name)).map(String::as_str).collect();
         if missing.len() == self.names.len() {
-            return Err(self.no_labels());
+            return Err(self.no_labels(columns));
         }
         if !missing.is_empty() {
             let missing = missing.join(", ");
             return Err(format!("no column {missing}: there must be a column for each label"));
         }
         let take = |name: &String| {
-            let value = columns.remove(name).unwrap_or_default();
+            let text = columns.remove(name).unwrap_or_else(|| RawValue::NULL.to_owned());
+            let value = value_of(&text)?;
             let share = match &value {
                 Value::String(text) => share_of_text(text),
                 value => share(value),
@@ -159,6 +164,10 @@ impl Reader {
             Err(_) => Err(format!("label {name:?} is none of {}", self.names.join(", "))),
         }
     }
+}
+
+fn value_of(text: &RawValue) -> Result<Value, String> {
+    serde_json::from_str(text.get()).map_err(|error| format!("{text}: {error}"))
 }
 
 /// A number from 0 to 1, or a truth value.

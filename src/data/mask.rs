@@ -22,8 +22,14 @@ impl Mask {
     /// Masks with the tokenizer's mask token.
     ///
     /// # Errors
-    /// The vocabulary has no tokenizer, or the tokenizer has no mask token.
-    pub(super) fn new(vocabulary: Vocabulary, probability: f64, seed: u64) -> Result<Mask, Error> {
+    /// The vocabulary has no tokenizer; or the tokenizer has no mask token, or one that the model
+    /// of `known` tokens does not have.
+    pub(super) fn new(
+        vocabulary: Vocabulary,
+        known: usize,
+        probability: f64,
+        seed: u64,
+    ) -> Result<Mask, Error> {
         let tokenizer = vocabulary.tokenizer();
         let mask_token = tokenizer.and_then(crate::hf::Tokenizer::mask);
         let (Some(tokenizer), Some(mask_token)) = (tokenizer, mask_token) else {
@@ -32,7 +38,9 @@ impl Mask {
                  add one, or give .jsonl files of input_ids and labels",
             ));
         };
-        let tokens = tokenizer.vocabulary();
+        let in_model = vocabulary.check(&[mask_token], known);
+        in_model.map_err(|what| Error::Argument(format!("mask_token: {what}")))?;
+        let tokens = tokenizer.vocabulary().min(known);
         Ok(Mask { probability, seed, mask_token, tokens, vocabulary })
     }
 

@@ -6,19 +6,26 @@
 
 mod baseline;
 mod batches;
+mod chats;
 mod dataset;
 mod files;
+mod json_error;
+mod known;
 mod label_set;
+mod listing;
 mod mask;
 mod order;
 mod overview;
 mod pack;
 mod reader;
 mod record;
+mod remarks;
 mod source;
 mod spool;
 mod tables;
+mod tally;
 mod vocabulary;
+mod windows;
 
 pub use baseline::{Baseline, baselines};
 pub use batches::Batches;

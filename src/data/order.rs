@@ -47,15 +47,26 @@ impl Order {
         if !self.by_length {
             return self.drawn(data, step * batch..(step + 1) * batch).collect();
         }
-        // A dataset with fewer batches is sorted epoch by epoch.
-        let epoch = data.len().map_or(SORTED, |count| (count / batch).max(1));
-        let sorted = SORTED.min(epoch);
-        let first = step / sorted * sorted;
-        let mut drawn: Vec<Drawn> =
-            self.drawn(data, first * batch..(first + sorted) * batch).collect();
-        drawn.sort_by_cached_key(|one| Reverse(data.length(one.index)));
+        let first = step / self.sorted(data) * self.sorted(data);
+        let drawn = self.drawn_by_length(data, first);
         let from = ((step - first) * batch) as usize;
         drawn[from..from + self.batch].to_vec()
+    }
+
+    /// The number of batches whose sequences are sorted together. A dataset with fewer batches is
+    /// sorted epoch by epoch.
+    fn sorted(self, data: &Dataset) -> u64 {
+        let epoch = data.len().map_or(SORTED, |count| (count / self.batch as u64).max(1));
+        SORTED.min(epoch)
+    }
+
+    /// The sequences of all batches that are sorted together, which begin at step `first`.
+    fn drawn_by_length(self, data: &Dataset, first: u64) -> Vec<Drawn> {
+        let batch = self.batch as u64;
+        let end = first + self.sorted(data);
+        let mut drawn: Vec<Drawn> = self.drawn(data, first * batch..end * batch).collect();
+        drawn.sort_by_cached_key(|one| Reverse(data.length(one.index)));
+        drawn
     }
 
     /// The sequences with these numbers since the run began.
@@ -80,16 +91,25 @@ impl Order {
         drawn.map(|one| data.masked(one.index, one.nth)).collect()
     }
 
-    /// The first of `steps` steps whose batch has no label. Only four epochs are searched: an
-    /// unlabelled batch of a later epoch is refused when its step comes.
+    /// The first of `steps` steps whose batch has no label.
     pub(super) fn unlabelled(self, data: &Dataset, steps: u64) -> Option<u64> {
         if data.all_labelled() {
             return None;
         }
-        let count = data.len().expect("files have an end");
-        let four_epochs = 4 * count.div_ceil(self.batch as u64);
-        (0..steps.min(four_epochs)).find(|&step| {
-            !self.of_step(data, step).into_iter().any(|one| data.is_labelled(one.index))
-        })
+        let is_labelled = |one: Drawn| data.is_labelled(one.index);
+        let batch = self.batch as u64;
+        if !self.by_length {
+            return (0..steps).find(|&step| {
+                !self.drawn(data, step * batch..(step + 1) * batch).any(is_labelled)
+            });
+        }
+        let sorted = self.sorted(data);
+        let begins = (0..steps.div_ceil(sorted)).map(|nth| nth * sorted);
+        let mut batches = begins.flat_map(|first| {
+            let drawn = self.drawn_by_length(data, first);
+            let batches = drawn.chunks(self.batch).map(|one| one.iter().copied().any(is_labelled));
+            (first..).zip(batches.collect::<Vec<bool>>())
+        });
+        batches.find(|&(step, is_labelled)| step < steps && !is_labelled).map(|(step, _)| step)
     }
 }

@@ -5,13 +5,21 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Mutex;
 
-use serde_json::{Map, Value};
-
-use super::record::{Columns, Label, Record, Turns};
+use super::chats::NotFound;
+use super::json_error;
+use super::known::no_class;
+use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{OwnLabel, Predicts, Sequence};
-use crate::config::TooLong;
-use crate::hf::{Encoded, Message};
+use crate::config::{BadRecords, TooLong};
+use crate::hf::Encoded;
+
+/// The problem of a record without a label.
+pub(super) const NOTHING_LEARNT: &str =
+    "nothing of it is learnt: the part to learn is empty or was cut off";
+
+/// What to do about such records.
+pub(super) const SKIP_THEM: &str = "data.bad_records = \"skip\" leaves such records out";
 
 /// Turns records into sequences, by these settings of the model and the config.
 pub(super) struct Reader {
@@ -21,6 +29,7 @@ pub(super) struct Reader {
     /// The most tokens of a sequence.
     pub(super) positions: usize,
     pub(super) too_long: TooLong,
+    pub(super) bad_records: BadRecords,
     pub(super) end_of_text: bool,
     /// The number of the model's token types.
     pub(super) kinds: usize,
@@ -33,26 +42,34 @@ pub(super) struct Reader {
     pub(super) fields: Vec<(&'static str, String)>,
     /// The columns met so far that are not used.
     pub(super) unused: Mutex<BTreeSet<String>>,
+    /// The answers met so far that cannot be learnt.
+    pub(super) not_found: Mutex<NotFound>,
+    /// Whether the config has the date that a chat template writes.
+    pub(super) has_date: bool,
 }
 
 impl Reader {
     /// Reads a line of JSON. It becomes one sequence, unless a long text is split.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
+        if line.is_empty() {
+            return Err("it is empty: each line must be a JSON object".into());
+        }
         if !line.starts_with('{') {
             return Err("it is not a JSON object".into());
         }
-        // serde_json counts lines from this line. The caller adds the line number of the file.
-        let plain =
-            |error: serde_json::Error| error.to_string().replace(" at line 1 column", " at column");
-        let Columns(columns) = serde_json::from_str(line).map_err(plain)?;
+        let columns = serde_json::from_str(line);
+        let Columns(columns) = columns.map_err(|error| json_error::explain(line, &error))?;
         self.read_record(columns)
     }
 
-    /// Reads a record, which is given as the values of its columns by name.
-    pub(super) fn read_record(
-        &self,
-        mut columns: Map<String, Value>,
-    ) -> Result<Vec<Sequence>, String> {
+    /// Reads a record, which is given as the JSON texts of its columns by name.
+    pub(super) fn read_record(&self, columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
+        let sequences = self.sequences(columns)?;
+        sequences.iter().try_for_each(|one| self.check_known(&one.tokens))?;
+        Ok(sequences)
+    }
+
+    fn sequences(&self, mut columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
         let set = match self.predicts {
             Predicts::LabelSet => Some(self.take_label_set(&mut columns)?),
             _ => None,
@@ -67,9 +84,8 @@ impl Reader {
         let label = match (self.scores_sequences(), record.label.as_ref()) {
             _ if set.is_some() => set.map(OwnLabel::Set),
             (true, None) => {
-                return Err(
-                    "label is missing: this model is trained on one label for each sequence".into(),
-                );
+                let what = "label is missing: this model is trained on one label for each sequence";
+                return Err(record.lacks(what));
             }
             (true, Some(label)) => Some(OwnLabel::One(self.label(label)?)),
             (false, _) => None,
@@ -91,7 +107,7 @@ impl Reader {
             }
             "instruction" => self.instruction(&record),
             _ => match (&record.prompt, &record.completion) {
-                (_, None) => Err("completion is missing".into()),
+                (_, None) => Err(record.lacks("completion is missing")),
                 (Some(Turns::Messages(prompt)), Some(Turns::Messages(completion))) => {
                     let prompt = record.with_system(prompt.clone());
                     self.chat(&prompt, completion, &record.tools)
@@ -117,7 +133,6 @@ impl Reader {
 
     /// The number of a class, or the bits of a value (f32).
     fn label(&self, label: &Label) -> Result<i32, String> {
-        let classes = self.classes;
         match (self.predicts, label) {
             (Predicts::TokenClass, Label::Number(-100.0)) => Ok(-100),
             (Predicts::Value, Label::Number(value)) if (*value as f32).is_finite() => {
@@ -137,13 +152,10 @@ impl Reader {
                  several labels with model.problem_type = \"multi_label_classification\"",
                 list.len()
             )),
-            (_, Label::Number(number)) => {
-                let class = (0..classes).find(|&class| class as f64 == *number);
-                class.map(|class| class as i32).ok_or_else(|| no_class(number, classes))
-            }
+            (_, Label::Number(number)) => self.class_of_number(*number),
             (_, Label::Name(name)) => {
                 let class = self.names.iter().position(|known| known == name);
-                // In a table of text, a class number is a string.
+                // In a table, each number is a text.
                 if let (None, Ok(number)) = (class, name.parse()) {
                     return self.label(&Label::Number(number));
                 }
@@ -242,52 +254,8 @@ impl Reader {
         }
     }
 
-    /// A chat. Only the assistant's messages in `messages`, which follow the prompt, are scored.
-    fn chat(
-        &self,
-        prompt: &[Message],
-        messages: &[Message],
-        tools: &Value,
-    ) -> Result<Sequence, String> {
-        let template = self.vocabulary.template()?;
-        if !prompt.is_empty() && !messages.iter().any(|message| message.role == "assistant") {
-            return Err("the completion has no message of the role \"assistant\"".into());
-        }
-        let mut chat = template.render_chat(&[prompt, messages].concat(), tools)?;
-        if !prompt.is_empty() {
-            let before = template.ask(prompt, tools)?;
-            if !chat.text.starts_with(&before) {
-                return Err(
-                    "the chat template changes the prompt when the completion follows, so \
-                            the completion cannot be found: give both as messages"
-                        .into(),
-                );
-            }
-            chat.assistant.retain(|range| range.end > before.len());
-        }
-        let encoded = self.vocabulary.encode(&chat.text, None, false)?;
-        self.score_only(encoded, &chat.assistant)
-    }
-
-    /// A record with Alpaca's columns: a chat if the model has a template, else Alpaca's prompt.
-    fn instruction(&self, record: &Record) -> Result<Sequence, String> {
-        let output =
-            record.output.as_deref().ok_or("output is missing, which instruction needs")?;
-        let instruction = record.instruction.as_deref().unwrap_or_default();
-        let input = record.input.as_deref().filter(|input| !input.is_empty());
-        if self.vocabulary.template().is_err() {
-            return self.completion(&alpaca_prompt(instruction, input), output);
-        }
-        let asked = match input {
-            Some(input) => format!("{instruction}\n\n{input}"),
-            None => instruction.into(),
-        };
-        let messages = vec![Message::new("user", asked), Message::new("assistant", output)];
-        self.chat(&[], &record.with_system(messages), &record.tools)
-    }
-
     /// A prompt and its completion. Only the completion is scored.
-    fn completion(&self, prompt: &str, completion: &str) -> Result<Sequence, String> {
+    pub(super) fn completion(&self, prompt: &str, completion: &str) -> Result<Sequence, String> {
         if completion.is_empty() {
             return Err("completion is empty".into());
         }
@@ -303,20 +271,32 @@ impl Reader {
         self.score_only(encoded, &[completion])
     }
 
-    /// A sequence in which only tokens with bytes in these ranges of the text are scored.
-    fn score_only(&self, encoded: Encoded, ranges: &[Range<usize>]) -> Result<Sequence, String> {
+    /// A sequence in which, for each of these ranges of the text, all tokens from the first to the
+    /// last with bytes in it are scored. A token between them may cover no bytes, as a space that
+    /// the tokenizer inserts.
+    pub(super) fn score_only(
+        &self,
+        encoded: Encoded,
+        ranges: &[Range<usize>],
+    ) -> Result<Sequence, String> {
         let Encoded { mut tokens, spans, .. } = encoded;
-        let is_scored = |&(from, to): &(usize, usize)| {
-            ranges.iter().any(|range| from < to && from < range.end && range.start < to)
-        };
+        let mut is_scored = vec![false; spans.len()];
+        for range in ranges {
+            let covers =
+                |&(from, to): &(usize, usize)| from < to && from < range.end && range.start < to;
+            let first = spans.iter().position(covers);
+            let last = spans.iter().rposition(covers);
+            if let Some((first, last)) = first.zip(last) {
+                is_scored[first..=last].fill(true);
+            }
+        }
         tokens.truncate(self.kept(tokens.len())?);
-        let labels = tokens.iter().zip(&spans);
-        let labels: Vec<i32> = labels
-            .map(|(&token, span)| if is_scored(span) { token as i32 } else { -100 })
-            .collect();
+        let labels = tokens.iter().zip(is_scored);
+        let labels: Vec<i32> =
+            labels.map(|(&token, is_scored)| if is_scored { token as i32 } else { -100 }).collect();
         let sequence = Sequence { tokens, labels, ..Sequence::default() };
         if sequence.labelled(self.predicts) == 0 {
-            return Err("nothing of it is learnt: the part to learn is empty or was cut off".into());
+            return Err(NOTHING_LEARNT.into());
         }
         Ok(sequence)
     }
@@ -351,7 +331,8 @@ impl Reader {
             );
         }
         let words = record.words.as_deref().unwrap_or_default();
-        let tags = record.tags.as_deref().ok_or("tags is missing: a class for each of tokens")?;
+        let missing = || record.lacks("tags is missing: a class for each of tokens");
+        let tags = record.tags.as_deref().ok_or_else(missing)?;
         if words.is_empty() || words.len() != tags.len() {
             return Err(format!("{} tags for {} tokens", tags.len(), words.len()));
         }
@@ -437,24 +418,5 @@ impl Reader {
             return Err(format!("label {id} at {at} is outside the vocabulary of {vocabulary}"));
         }
         Ok(())
-    }
-}
-
-fn no_class(label: impl std::fmt::Display, classes: usize) -> String {
-    format!("label {label} is none of the {classes} classes, which count from 0")
-}
-
-/// The prompt of Stanford's Alpaca.
-fn alpaca_prompt(instruction: &str, input: Option<&str>) -> String {
-    let task = "Below is an instruction that describes a task";
-    let ask = "Write a response that appropriately completes the request.";
-    match input {
-        Some(input) => format!(
-            "{task}, paired with an input that provides further context. {ask}\n\n\
-             ### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-        ),
-        None => {
-            format!("{task}. {ask}\n\n### Instruction:\n{instruction}\n\n### Response:\n")
-        }
     }
 }

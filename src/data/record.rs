@@ -1,12 +1,15 @@
 //! A record of data: the values of the columns with known names.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::de::{DeserializeOwned, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
-use serde_json::{Map, Value};
+use serde_json::Value;
+use serde_json::value::RawValue;
 
-use crate::hf::Message;
+use super::json_error;
+use crate::hf::{Message, RecordValue, list_of};
 
 /// The label of a sequence or a word: a class, by number or name, or a value.
 #[derive(Deserialize)]
@@ -19,15 +22,48 @@ pub(super) enum Label {
 }
 
 /// A prompt or a completion.
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "it must be a text, or a list of messages with role and content")]
 pub(super) enum Turns {
     Text(String),
     Messages(Vec<Message>),
 }
 
-/// The values of columns by name. Deserialization refuses a name that comes twice.
-pub(super) struct Columns(pub(super) Map<String, Value>);
+impl<'de> Deserialize<'de> for Turns {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Turns, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        let turns = match raw.get().as_bytes().first() {
+            Some(b'"') => serde_json::from_str(raw.get()).map(Turns::Text),
+            Some(b'[') => serde_json::from_str(raw.get()).map(Turns::Messages),
+            _ => {
+                let what = "it must be a text, or a list of messages with role and content";
+                return Err(D::Error::custom(what));
+            }
+        };
+        turns.map_err(|error| D::Error::custom(json_error::of_value(raw.get(), &error)))
+    }
+}
+
+/// The messages of a chat. A table of text has them as a JSON text.
+struct Chat(Vec<Message>);
+
+impl<'de> Deserialize<'de> for Chat {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Chat, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        let messages = match serde_json::from_str::<String>(raw.get()) {
+            Ok(text) => serde_json::from_str(&text),
+            Err(_) => serde_json::from_str(raw.get()),
+        };
+        messages
+            .map(Chat)
+            .map_err(|error| D::Error::custom(json_error::of_value(raw.get(), &error)))
+    }
+}
+
+/// The JSON texts of columns by name. Each is read as the type that its column has, so that
+/// nothing is lost in between.
+pub(super) type ColumnTexts = BTreeMap<String, Box<RawValue>>;
+
+/// The columns of a JSON object. Deserialization refuses a name that comes twice.
+pub(super) struct Columns(pub(super) ColumnTexts);
 
 impl<'de> Deserialize<'de> for Columns {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Columns, D::Error> {
@@ -40,8 +76,8 @@ impl<'de> Deserialize<'de> for Columns {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Columns, A::Error> {
-                let mut columns = Map::new();
-                while let Some((name, value)) = access.next_entry::<String, Value>()? {
+                let mut columns = BTreeMap::new();
+                while let Some((name, value)) = access.next_entry::<String, Box<RawValue>>()? {
                     if columns.insert(name.clone(), value).is_some() {
                         return Err(A::Error::custom(format_args!("duplicate field `{name}`")));
                     }
@@ -66,7 +102,7 @@ pub(super) struct Record {
     /// The system message of a chat.
     pub(super) system: Option<String>,
     /// Descriptions of tools for the chat template, or null.
-    pub(super) tools: Value,
+    pub(super) tools: RecordValue,
     /// The words of a text: the column `tokens`.
     pub(super) words: Option<Vec<String>>,
     /// A class for each word.
@@ -77,6 +113,8 @@ pub(super) struct Record {
     pub(super) token_type_ids: Option<Vec<i64>>,
     /// Written by tokenizers. It must be all ones, because a record has no padding.
     pub(super) attention_mask: Option<Vec<i64>>,
+    /// The columns that the data has, for messages.
+    has: String,
 }
 
 /// The columns that decide the kind of a record, which has exactly one of them.
@@ -89,13 +127,14 @@ impl Record {
     /// # Errors
     /// The column that is missing, or has a value of the wrong type.
     pub(super) fn of(
-        mut columns: Map<String, Value>,
+        mut columns: ColumnTexts,
         fields: &[(&'static str, String)],
     ) -> Result<(Record, Vec<String>), String> {
+        let has = columns_of(&columns);
         let mut renamed = Vec::new();
         for (ours, theirs) in fields {
             let value = columns.remove(theirs).ok_or_else(|| {
-                format!("column {theirs:?} is missing, which data.fields.{ours} names")
+                format!("column {theirs:?} is missing, which data.fields.{ours} names; {has}")
             })?;
             renamed.push((*ours, value));
         }
@@ -108,21 +147,22 @@ impl Record {
         columns.extend(renamed.into_iter().map(|(ours, value)| (ours.to_string(), value)));
         for (synonym, ours) in [("conversations", "messages"), ("ner_tags", "tags")] {
             if let Some(value) = columns.remove(synonym) {
-                columns.entry(ours).or_insert(value);
+                columns.entry(ours.into()).or_insert(value);
             }
         }
         let all = &mut columns;
         let record = Record {
             text: take(all, "text")?,
             text_pair: take(all, "text_pair")?,
-            messages: take(all, "messages")?,
+            messages: take(all, "messages")?.map(|Chat(messages)| messages),
             prompt: take(all, "prompt")?,
             completion: take(all, "completion")?,
             instruction: take(all, "instruction")?,
             input: take(all, "input")?,
             output: take(all, "output")?,
             system: take(all, "system")?,
-            tools: take(all, "tools")?.unwrap_or_default(),
+            tools: list_of(take(all, "tools")?.unwrap_or_default())
+                .map_err(|what| format!("tools: {what}"))?,
             words: take(all, "tokens")?,
             tags: take(all, "tags")?,
             input_ids: take(all, "input_ids")?,
@@ -130,6 +170,7 @@ impl Record {
             label: take(all, "label")?,
             token_type_ids: take(all, "token_type_ids")?,
             attention_mask: take(all, "attention_mask")?,
+            has,
         };
         let is_pair = columns.contains_key("chosen") && columns.contains_key("rejected");
         if is_pair && record.completion.is_none() && record.messages.is_none() {
@@ -159,10 +200,11 @@ impl Record {
         let kinds: Vec<&'static str> = kinds.map(|(kind, _)| *kind).collect();
         let [kind] = kinds[..] else {
             return Err(match kinds[..] {
-                [] => "it needs one of text, messages (or conversations), prompt with completion, \
-                       instruction with output, tokens with tags, or input_ids; data.fields names \
-                       columns that are called otherwise"
-                    .into(),
+                [] => self.lacks(
+                    "it needs one of text, messages (or conversations), prompt with completion, \
+                     instruction with output, tokens with tags, or input_ids; data.fields names \
+                     columns that are called otherwise",
+                ),
                 [first, ..] => format!(
                     "it has {}: name the one to use, for example data.fields.{first} = {first:?}",
                     kinds.join(" and ")
@@ -181,6 +223,11 @@ impl Record {
             Some((name, _, of)) => Err(format!("{name} goes with {of}, not with {kind}")),
             None => Ok(kind),
         }
+    }
+
+    /// The message about a column that is missing, with the columns that are there.
+    pub(super) fn lacks(&self, what: &str) -> String {
+        format!("{what}; {}", self.has)
     }
 
     /// Columns that a record of this kind does not use.
@@ -206,15 +253,32 @@ impl Record {
     }
 }
 
-/// Takes a column. A null means that the value is missing.
-fn take<T: DeserializeOwned>(
-    columns: &mut Map<String, Value>,
-    name: &str,
-) -> Result<Option<T>, String> {
-    match columns.remove(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => {
-            serde_json::from_value(value).map(Some).map_err(|error| format!("{name}: {error}"))
-        }
+/// A sentence about the columns of a record. Quotation marks show spaces around a name.
+pub(super) fn columns_of(columns: &ColumnTexts) -> String {
+    /// A message with more names than these is no help.
+    const NAMED: usize = 20;
+    let name = |(name, value): (&String, &Box<RawValue>)| match value.get() {
+        "null" => format!("{name:?} (empty)"),
+        _ => format!("{name:?}"),
+    };
+    let mut names: Vec<String> = columns.iter().take(NAMED).map(name).collect();
+    if columns.len() > NAMED {
+        names.push(format!("{} more", columns.len() - NAMED));
     }
+    let has_spaces = columns.keys().any(|name| name.trim() != name);
+    let hint = if has_spaces { ": leave the spaces around names out" } else { "" };
+    match names.is_empty() {
+        true => "the record is empty".into(),
+        false => format!("the record has {}{hint}", names.join(", ")),
+    }
+}
+
+/// Takes a column. A null means that the value is missing.
+fn take<T: DeserializeOwned>(columns: &mut ColumnTexts, name: &str) -> Result<Option<T>, String> {
+    let value = columns.remove(name).filter(|value| value.get() != "null");
+    let read = |value: Box<RawValue>| {
+        let problem = |error| format!("{name}: {}", json_error::of_value(value.get(), &error));
+        serde_json::from_str(value.get()).map_err(problem)
+    };
+    value.map(read).transpose()
 }

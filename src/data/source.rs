@@ -57,7 +57,7 @@ fn training_place(nth: u64, held_out: u64, count: u64) -> u64 {
 }
 
 impl Source {
-    pub(super) fn new(Opened { spool, digest, is_text }: Opened, weight: f64) -> Source {
+    pub(super) fn new(Opened { spool, digest, is_text, .. }: Opened, weight: f64) -> Source {
         let spool = Arc::new(spool);
         Source { spool, digest, is_text, part: Part::All, weight, packed: None }
     }

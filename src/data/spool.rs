@@ -24,6 +24,8 @@ struct Place {
     is_unmasked: bool,
     /// Whether the sequence has a label, or will have one.
     is_labelled: bool,
+    /// Whether its first token has a label, which is scored if a text comes before.
+    has_first_label: bool,
 }
 
 /// A spool that is being written.
@@ -58,6 +60,7 @@ impl Spooling {
             has_kinds: !kinds.is_empty(),
             is_unmasked: labels.is_empty(),
             is_labelled,
+            has_first_label: labels.first().is_some_and(|&label| label >= 0),
         };
         for token in tokens {
             self.file.write_all(&token.to_le_bytes())?;
@@ -109,6 +112,11 @@ impl Spool {
     /// Whether a sequence has a label.
     pub(super) fn is_labelled(&self, index: usize) -> bool {
         self.places[index].is_labelled
+    }
+
+    /// Whether the first token of a sequence has a label.
+    pub(super) fn has_first_label(&self, index: usize) -> bool {
+        self.places[index].has_first_label
     }
 
     /// Reads a sequence.

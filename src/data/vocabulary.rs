@@ -1,10 +1,8 @@
 //! The vocabulary: turns text into tokens with the model's own tokenizer, or byte by byte.
 
-use serde_json::Value;
-
 use crate::config::Config;
 use crate::error::Error;
-use crate::hf::{self, Encoded, Message, Template, Tokenizer};
+use crate::hf::{self, Encoded, Message, RecordValue, Template, Tokenizer, list_of};
 use crate::models::Shape;
 
 /// The number of tokens of a vocabulary of bytes.
@@ -46,7 +44,12 @@ impl Vocabulary {
             });
         };
         Ok(match Tokenizer::open(path) {
-            Ok(Some(tokenizer)) => Vocabulary::Words(Box::new(tokenizer)),
+            Ok(Some(tokenizer)) => {
+                let day = config.data.date.iter();
+                let mut set = day.map(|day| tokenizer.set_date(day));
+                set.try_for_each(|set| set.map_err(|what| Error::config("data.date", what)))?;
+                Vocabulary::Words(Box::new(tokenizer))
+            }
             // Not an error yet: training on token ids needs no tokenizer.
             Err(error) => Vocabulary::Unknown(error.to_string()),
             Ok(None) if known == BYTES || hf::reads_bytes(path) => Vocabulary::Bytes,
@@ -112,6 +115,31 @@ impl Vocabulary {
         }
     }
 
+    /// A sentence about a tokenizer that has tokens beyond the model's vocabulary of `known`.
+    pub fn excess(&self, known: usize) -> Option<String> {
+        let largest = self.tokenizer()?.largest().filter(|&largest| largest as usize >= known)?;
+        Some(format!(
+            "the tokenizer has tokens up to {largest}, and the model has embeddings for {known}: \
+             text with a token from {known} on cannot be used"
+        ))
+    }
+
+    /// Refuses tokens that the model of `known` tokens has no embedding for.
+    ///
+    /// # Errors
+    /// The first such token.
+    pub fn check(&self, tokens: &[u32], known: usize) -> Result<(), String> {
+        let unknown = tokens.iter().position(|&token| token as usize >= known);
+        unknown.map_or(Ok(()), |at| {
+            let problem =
+                format!("token {} at {at} is outside the vocabulary of {known}", tokens[at]);
+            Err(match self.tokenizer().is_some_and(|words| words.largest() >= Some(tokens[at])) {
+                true => format!("{problem}: the tokenizer has it, and the model does not"),
+                false => problem,
+            })
+        })
+    }
+
     /// The chat template.
     ///
     /// # Errors
@@ -126,12 +154,13 @@ impl Vocabulary {
     }
 
     /// Renders a chat as the prompt for the assistant's next message. `tools` describes the tools
-    /// that the assistant may call, or is null.
+    /// that the assistant may call, as a list or its JSON text, or is null.
     ///
     /// # Errors
-    /// There is no chat template, or it fails.
-    pub fn ask(&self, messages: &[Message], tools: &Value) -> Result<String, String> {
-        self.template()?.ask(messages, tools)
+    /// There is no chat template, or it fails; or `tools` is no list of objects.
+    pub fn ask(&self, messages: &[Message], tools: &RecordValue) -> Result<String, String> {
+        let tools = list_of(tools.clone()).map_err(|what| format!("tools: {what}"))?;
+        self.template()?.ask(messages, &tools)
     }
 
     /// The special tokens that the tokenizer puts around a text. They are found in the encoding of

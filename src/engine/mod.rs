@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use l2l_actors::ports::Lanes;
 use l2l_actors::schedule::Version;
 use l2l_actors::threads::ThreadLanes;
-use l2l_actors::{Integrity, Observer, Relay, Resolved, RingConfig};
+use l2l_actors::{Integrity, Observer, Patience, Relay, Resolved, RingConfig};
 
 pub use report::{Bottleneck, StepReport, Summary};
 
@@ -24,7 +24,7 @@ use self::plans::{Planned, StepPlans};
 use crate::blocking::unblock;
 use crate::config::{Config, NonFinite};
 use crate::data::Batch;
-use crate::eps::Saving;
+use crate::eps::{self, Saving};
 use crate::error::{self, Error};
 use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
@@ -97,7 +97,10 @@ impl Engine {
         let records = worker.records().clone();
         let lanes = ThreadLanes::start(work, &plan.pools, Some(records)).map_err(Error::system)?;
         let lanes = Arc::new(lanes);
-        let patience = Duration::from_secs_f64(config.watchdog.seconds);
+        let patience = Patience {
+            ring: Duration::from_secs_f64(config.watchdog.seconds),
+            storage: eps::STORAGE_PATIENCE,
+        };
         let ring = ring_config(&model, &plan, Some(patience));
         let relay = Relay::start(ring, lanes.clone());
         let loss_scale = config.loss_scale();
@@ -392,7 +395,7 @@ impl Engine {
     }
 }
 
-pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Duration>) -> RingConfig {
+pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Patience>) -> RingConfig {
     RingConfig {
         pools: plan.pools,
         blocks: model.blocks.len() as u32,

@@ -62,6 +62,8 @@ impl Bottleneck {
 pub struct Summary {
     /// The number of training steps, those before a resumed checkpoint included.
     pub steps: u64,
+    /// The number of those steps that changed nothing, because their gradients were not finite.
+    pub skipped: u64,
     /// The duration of the run, the last updates included.
     pub seconds: f64,
     /// The number of visits, of the device and of the host.

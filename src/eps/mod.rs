@@ -31,7 +31,7 @@ pub(crate) use index::{StateOnFile, rank_folder, state_in};
 pub(crate) use memory::MemoryTier;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 pub(crate) use places::{paged, runs_on_file};
-pub(crate) use saving::Saving;
+pub(crate) use saving::{STORAGE_PATIENCE, Saving};
 pub(crate) use stored::TableRows;
 
 use crate::error::Error;

@@ -12,7 +12,10 @@ use l2l_actors::schedule::{BlockId, Version};
 use super::Eps;
 
 /// How long a waiting lane sleeps before it looks whether the saving goes on.
-const LOOK: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(200);
+
+/// How long storage may stall: disks and network file systems come back within minutes.
+pub(crate) const STORAGE_PATIENCE: Duration = Duration::from_secs(600);
 
 /// A state that is being saved. When it is dropped, every block may be updated.
 pub(crate) struct Saving(Arc<Progress>);
@@ -43,14 +46,37 @@ impl Progress {
         change(&mut self.state());
         self.changed.notify_all();
     }
+
+    fn saved(&self, id: BlockId) {
+        self.change(|state| {
+            state.is_saved[id.0 as usize] = true;
+            state.count += 1;
+        });
+    }
+
+    fn wait_until_saved(&self, id: BlockId, beat: &dyn Fn()) {
+        let began = Instant::now();
+        let mut state = self.state();
+        let mut count = state.count;
+        let mut since = began;
+        while !state.is_saved[id.0 as usize] && !state.is_over {
+            let waited = self.changed.wait_timeout(state, LOOK);
+            state = waited.expect("nothing panics inside").0;
+            if state.count > count {
+                count = state.count;
+                since = Instant::now();
+            }
+            if since.elapsed() < STORAGE_PATIENCE {
+                beat();
+            }
+        }
+        state.waited += began.elapsed();
+    }
 }
 
 impl Saving {
     pub(crate) fn saved(&self, id: BlockId) {
-        self.0.change(|state| {
-            state.is_saved[id.0 as usize] = true;
-            state.count += 1;
-        });
+        self.0.saved(id);
     }
 }
 
@@ -75,27 +101,43 @@ impl Eps {
     }
 
     /// Waits until a block of this version may be changed. `beat` is called while the saving goes
-    /// on.
+    /// on, also if the storage stalls for [`STORAGE_PATIENCE`].
     pub(crate) fn wait_until_saved(&self, id: BlockId, version: Version, beat: &dyn Fn()) {
         let current = self.saving.lock().expect("nothing panics inside").clone();
         let Some(progress) = current.filter(|progress| version >= progress.version) else { return };
-        let began = Instant::now();
-        let mut state = progress.state();
-        let mut count = state.count;
-        while !state.is_saved[id.0 as usize] && !state.is_over {
-            let waited = progress.changed.wait_timeout(state, LOOK);
-            state = waited.expect("nothing panics inside").0;
-            if state.count > count {
-                count = state.count;
-                beat();
-            }
-        }
-        state.waited += began.elapsed();
+        progress.wait_until_saved(id, beat);
     }
 
     /// The time that lanes have waited until now.
     pub(crate) fn waited_for_saving(&self) -> Duration {
         let current = self.saving.lock().expect("nothing panics inside");
         current.as_ref().map_or(Duration::ZERO, |progress| progress.state().waited)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+    use std::thread;
+
+    use super::*;
+
+    /// A block that takes long to be saved is no standstill.
+    #[test]
+    fn a_lane_that_waits_for_a_slow_disk_tells_the_watchdog() {
+        let state =
+            State { is_saved: vec![false], is_over: false, count: 0, waited: Duration::ZERO };
+        let progress = Progress { version: 1, state: Mutex::new(state), changed: Condvar::new() };
+        let beats = AtomicU32::new(0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while beats.load(Relaxed) < 2 {
+                    thread::yield_now();
+                }
+                progress.saved(BlockId(0));
+            });
+            progress.wait_until_saved(BlockId(0), &|| _ = beats.fetch_add(1, Relaxed));
+        });
+        assert!(progress.state().waited > Duration::ZERO);
     }
 }

@@ -5,7 +5,6 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::companions::check_tokenizer;
 use super::json;
 use crate::error::Error;
 use crate::models::{Shape, families};
@@ -24,9 +23,7 @@ pub(crate) fn read_shape(directory: &Path) -> Result<Shape, Error> {
     let config = read_config(directory)?;
     let at = directory.join("config.json");
     let shape = families::read(&config);
-    let shape = shape.map_err(|what| Error::bad_model(at.display(), what))?;
-    check_tokenizer(directory, shape.vocabulary)?;
-    Ok(shape)
+    shape.map_err(|what| Error::bad_model(at.display(), what))
 }
 
 /// The names of the classes in a `config.json`, in the order of their numbers. Empty when the
@@ -64,8 +61,7 @@ pub fn labels(directory: &Path) -> Vec<String> {
 pub fn ends(directory: &Path) -> Vec<u32> {
     let mut ends = Vec::new();
     for file in ["config.json", "generation_config.json"] {
-        let text = fs::read_to_string(directory.join(file)).unwrap_or_default();
-        let config: Value = serde_json::from_str(&text).unwrap_or_default();
+        let config: Value = json::read(&directory.join(file)).unwrap_or_default();
         let id = &config["eos_token_id"];
         let ids = id.as_array().map_or(std::slice::from_ref(id), Vec::as_slice);
         ends.extend(ids.iter().filter_map(Value::as_u64).map(|id| id as u32));

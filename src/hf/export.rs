@@ -4,24 +4,29 @@
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use serde_json::Value;
+
 use super::adapters::{base_of, has_adapters};
 use super::average::Averages;
 use super::companions::copy_companions;
+use super::config::{read_config, read_shape, set_label_names};
 use super::json;
 use super::merge::Merge;
-use super::sealed::{Sealed, check_seal};
-use super::shards::{Changed, Dtypes, Source};
+use super::sealed::{RECORD, Sealed, check_seal};
+use super::shards::{Changed, Dtypes, Source, Tables};
 use super::tensor_files::SHARD_BYTES;
-use super::weights::weight_files;
+use super::tied::has_own_head;
+use super::weights::{check_format, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
 use crate::folder;
 use crate::lock::DirectoryLock;
+use crate::models::{Head, Shape, families};
 
 const CONFIG: &str = "config.json";
 
 /// How an export is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ExportOptions {
     /// The dtype of its weights.
     pub dtype: WeightDtype,
@@ -32,12 +37,24 @@ pub struct ExportOptions {
     pub average: bool,
     /// Whether a damaged or changed checkpoint is exported, too, and weights that are not finite.
     pub unsealed: bool,
+    /// The head of the model with adapters. `None`: the one that the adapters bring, or else the
+    /// model's own.
+    pub head: Option<Head>,
+    /// The names of the classes of adapters that do not name them. Empty: those of the model.
+    pub labels: Vec<String>,
 }
 
 impl Default for ExportOptions {
     fn default() -> ExportOptions {
         let shard_bytes = SHARD_BYTES as u64;
-        ExportOptions { dtype: WeightDtype::Source, shard_bytes, average: false, unsealed: false }
+        ExportOptions {
+            dtype: WeightDtype::Source,
+            shard_bytes,
+            average: false,
+            unsealed: false,
+            head: None,
+            labels: Vec::new(),
+        }
     }
 }
 
@@ -77,7 +94,7 @@ pub fn export(
     let (weights_from, changed) = match (has_adapters(from), base, averages) {
         (false, _, None) => (from, Changed::No),
         (false, _, Some(averages)) => (from, Changed::Averaged(averages)),
-        (true, Some(base), _) => (base, Changed::Merged(Merge::new(from, base)?)),
+        (true, Some(base), _) => (base, Changed::Merged(Merge::new(from, base, options.head)?)),
         (true, None, _) => {
             let what = "it holds adapters, and does not say of which model: set model.path to that \
                         model's directory";
@@ -88,7 +105,14 @@ pub fn export(
         let what = "there is no model to export: config.json is missing";
         return Err(Error::bad_model(weights_from.display(), what));
     }
-    let source = Source::open(&weight_files(weights_from)?, &changed, !options.unsealed)?;
+    check_format(weights_from)?;
+    let mut config = match &changed {
+        Changed::Merged(merge) => merged_config(from, weights_from, merge, &options.labels)?,
+        Changed::No | Changed::Averaged(_) => json::read(&from.join(CONFIG))?,
+    };
+    let tables = tables_of(weights_from, &config, &changed);
+    let files = weight_files(weights_from)?;
+    let source = Source::open(&files, &changed, tables, !options.unsealed)?;
     // A directory that only describes the model (model.random_weights) has no dtype to keep.
     let has_weights = |base: &&Path| {
         weight_files(base).is_ok_and(|files| files.iter().all(|file| file.is_file()))
@@ -97,14 +121,56 @@ pub fn export(
     let dtypes = Dtypes::of(options.dtype, source_of_dtypes)?;
     in_place(to, |partial, failed| {
         source.write(&changed, &dtypes, options.shard_bytes, partial)?;
-        // A checkpoint of adapters says what its head is; PEFT's directory has no config.json.
-        let described = [from, weights_from].into_iter().find(|one| one.join(CONFIG).is_file());
-        let mut config = json::read(&described.unwrap_or(from).join(CONFIG))?;
         source.describe(&dtypes, &mut config);
+        if tables.is_some_and(|tables| tables.has_own_head) {
+            config["tie_word_embeddings"] = false.into();
+        }
         json::write(&partial.join(CONFIG), &config)?;
-        base.map_or(Ok(()), |base| copy_companions(base, partial)).map_err(failed)?;
-        copy_companions(from, partial).map_err(failed)
+        let all: Vec<&Path> = [from].into_iter().chain(base).collect();
+        copy_companions(&all, partial).map_err(failed)
     })
+}
+
+/// The tables of an exported model whose `config.json` ties its head to its embedding.
+fn tables_of(weights_from: &Path, config: &Value, changed: &Changed) -> Option<Tables> {
+    let shape = read_shape(weights_from).ok().filter(|shape| shape.tied)?;
+    families::read(config).ok().filter(Shape::scores_vocabulary)?;
+    let parted = matches!(changed, Changed::Merged(merge) if merge.unties());
+    let has_own_head = parted || has_own_head(weights_from, &shape);
+    Some(Tables { names: shape.names, has_own_head })
+}
+
+/// The `config.json` of a model with adapters. A checkpoint of adapters has its own. PEFT's
+/// directory has none, or the base model's, so that the head is described here.
+fn merged_config(
+    from: &Path,
+    base: &Path,
+    merge: &Merge,
+    labels: &[String],
+) -> Result<Value, Error> {
+    if from.join(RECORD).is_file() {
+        return json::read(&from.join(CONFIG));
+    }
+    let source = read_config(base)?;
+    let of_base = families::read(&source).map(|shape| shape.head);
+    let head = merge.shape().head;
+    let mut config = match of_base == Ok(head) {
+        true => source,
+        false => families::write(merge.shape(), &source),
+    };
+    if !labels.is_empty() {
+        if head.labels() != Some(labels.len()) {
+            let problem = format_args!(
+                "has {} names, and the head of the adapters in {} has {} classes",
+                labels.len(),
+                from.display(),
+                head.labels().unwrap_or(0)
+            );
+            return Err(Error::config("model.labels", problem));
+        }
+        set_label_names(&mut config, labels);
+    }
+    Ok(config)
 }
 
 /// Makes a directory: `fill` writes a partial one beside its place, which is then renamed. A lock

@@ -29,6 +29,7 @@ use minijinja::{
 };
 
 use super::metered_calls;
+use super::python_text::printed;
 
 /// The most instructions of one rendering, counting all of a loop's body for each pass. Templates
 /// of published models have 50 to 1,000 for a message: enough for chats of 10,000 messages.
@@ -239,7 +240,7 @@ fn emit(out: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<()
         None => size_of(value)?.text,
     };
     Meter::of(state).make(bytes)?;
-    escape_formatter(out, state, value)
+    escape_formatter(out, state, printed(value).as_ref().unwrap_or(value))
 }
 
 /// Counts the items of a loop, because the engine may copy them.
@@ -370,7 +371,9 @@ fn with_checks<'source>(
         }
         I::Add => out.extend(both("l2l.add")),
         I::Mul => out.extend(both("l2l.multiply")),
-        I::StringConcat => out.extend(both("l2l.concat")),
+        I::StringConcat => {
+            return out.extend([call("l2l.concat", 2), call("l2l.settle", 1)]);
+        }
         I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte if compares => {
             out.extend(both("l2l.compare"));
         }
@@ -387,7 +390,7 @@ fn with_checks<'source>(
     out.push(instruction.clone());
     let makes_a_value = match instruction {
         I::LoadConst(value) => value.as_object().is_some(),
-        I::Add | I::Mul | I::StringConcat => true,
+        I::Add | I::Mul => true,
         I::BuildList(_) | I::BuildMap(_) | I::CallFunction(..) | I::CallObject(_) => true,
         _ => false,
     };

@@ -1,12 +1,15 @@
 //! The checks of [`super::metered`]: they limit the bytes that an operator, a filter, a test or a
 //! method of a template may read and make, before the engine makes the result.
 
-use minijinja::value::Rest;
+use std::borrow::Cow;
+
+use minijinja::value::{Rest, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
 use super::metered::{
     ITEM, Meter, Size, at_most, items, length, refusal, settle, size_inside, size_of,
 };
+use super::python_text::{printed, str_of};
 
 /// The widest indent, column or precision.
 const MOST_COLUMNS: u64 = 1_000;
@@ -20,6 +23,9 @@ const GLANCES: &str = "length count default d first safe attr get items";
 /// Filters that make a list of a text's characters.
 const LISTS: &str = "batch chain dictsort groupby list map reject rejectattr select selectattr \
                      slice sort sum unique zip";
+
+/// Filters that take any value as a text.
+const TEXTS: &str = "capitalize e escape indent lower replace string title trim upper urlencode";
 
 /// Tests that read only the kind of a value.
 const KINDS: &str = "boolean callable defined divisibleby escaped even false filter float int \
@@ -85,7 +91,7 @@ fn filter(state: &State<'_, '_>, name: &str, arguments: &[Value]) -> Result<Valu
         });
         return settle(state, Value::from(each.collect::<Result<Vec<Value>, Error>>()?));
     }
-    let made = state.apply_filter(name, arguments);
+    let made = state.apply_filter(name, &printed_as_python(name, arguments));
     settle(state, made.map_err(|error| unknown("filter", name, error))?)
 }
 
@@ -100,7 +106,30 @@ fn method(state: &State<'_, '_>, name: &str, arguments: &[Value]) -> Result<Valu
         // The engine would count forever.
         return Ok(Value::from(text.chars().count() + 1));
     }
-    settle(state, value.call_method(state, name, arguments)?)
+    settle(state, value.call_method(state, name, &printed_as_python(name, arguments))?)
+}
+
+/// The arguments of a filter or a method of texts. Lists, maps and floats are given as the text
+/// that Python prints, because the engine would print another.
+fn printed_as_python<'a>(name: &str, arguments: &'a [Value]) -> Cow<'a, [Value]> {
+    let text = |value: &Value| printed(value).unwrap_or_else(|| value.clone());
+    let each = |value: &Value| match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable => items(value).map(|item| text(&item)).collect(),
+        _ => value.clone(),
+    };
+    let is_number = |value: &&Value| value.is_number();
+    match arguments {
+        [first, rest @ ..] if is_one_of(name, TEXTS) && printed(first).is_some() => {
+            [text(first)].into_iter().chain(rest.iter().cloned()).collect()
+        }
+        // The list comes first for a filter, and second for a method of the separator.
+        [..] if name == "join" => arguments.iter().map(each).collect(),
+        [..] if name == "format" => arguments
+            .iter()
+            .map(|one| if is_number(&one) { one.clone() } else { text(one) })
+            .collect(),
+        _ => Cow::Borrowed(arguments),
+    }
 }
 
 /// Counts the bytes that a call reads, and refuses a call whose result would be too large.
@@ -237,9 +266,10 @@ fn multiply(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Err
     Ok(pair(a, b))
 }
 
-fn concat(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Error> {
+/// `a ~ b`, as Python prints both.
+fn concat(state: &State<'_, '_>, a: Value, b: Value) -> Result<String, Error> {
     Meter::of(state).fits(size_of(&a)?.text.saturating_add(size_of(&b)?.text))?;
-    Ok(pair(a, b))
+    Ok([str_of(&a), str_of(&b)].concat())
 }
 
 fn compare(state: &State<'_, '_>, a: Value, b: Value) -> Result<Vec<Value>, Error> {

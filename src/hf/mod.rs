@@ -1,12 +1,17 @@
 //! Models in transformers' format: reads and writes directories of `config.json`,
 //! `model.safetensors`, tokenizers and chat templates.
 
+mod adapter_config;
 mod adapters;
 mod average;
 #[cfg(feature = "tokenizers")]
 mod caught;
 #[cfg(feature = "tokenizers")]
 mod chat;
+#[cfg(feature = "tokenizers")]
+mod chat_source;
+#[cfg(feature = "tokenizers")]
+mod clock;
 mod companions;
 mod config;
 mod export;
@@ -19,19 +24,30 @@ mod metered_calls;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
+mod pattern;
+#[cfg(feature = "tokenizers")]
+mod python_text;
+mod quantised;
+mod record_value;
 mod sealed;
 mod shards;
 #[cfg(feature = "tokenizers")]
 mod template_text;
 mod tensor_files;
 mod text;
+mod tied;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
 #[cfg(feature = "tokenizers")]
 mod tokenizer_json;
+#[cfg(feature = "tokenizers")]
+mod tokenizer_settings;
 mod weights;
 
-pub(crate) use adapters::{ADAPTER_CONFIG, base_of, has_adapters, read_lora, write_adapter_config};
+pub(crate) use adapters::{
+    SavedAdapters, adapters_head, base_of, has_adapters, read_lora, refused_adapters,
+    saved_tensors, write_adapter_config,
+};
 #[cfg(feature = "tokenizers")]
 pub use chat::Template;
 pub(crate) use companions::copy_companions;
@@ -43,11 +59,14 @@ pub(crate) use config::{
 pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
+pub use record_value::RecordValue;
 pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
 pub(crate) use tensor_files::{Before, TensorFiles, save};
+pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};
+pub(crate) use tied::{has_own_head, keeps_tied};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{
-    Load, check_format, load, load_adapters, load_states, load_trained, tensor,
+    Load, check_format, load, load_adapters, load_own_adapters, load_states, load_trained, tensor,
 };

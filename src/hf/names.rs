@@ -1,19 +1,70 @@
-//! Finds the model's tensors in weight files: by name, with or without the family's prefix, or by
-//! an old name.
+//! Finds the model's tensors in weight files: by name, with or without the family's prefix, by an
+//! old name, or by the name of a tensor that it is tied to.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
+use super::adapters::PREFIX;
+use super::quantised::check_name;
+use super::tied::differ;
 use super::weights::FileTensor;
 use crate::eps::BlockRun;
 use crate::models::families::Names;
-use crate::models::{Head, Model};
+use crate::models::{Head, Model, Shape};
 
-/// The prefix of tensor names that checkpoints of a model may leave out.
-pub(super) fn prefix(model: Option<&Model>) -> &'static str {
-    model.map_or("", |model| model.shape.names.prefix)
+/// The names by which files may have the tensors of a model.
+#[derive(Clone, Copy)]
+pub(super) struct Spelling<'m> {
+    pub(super) model: &'m Model,
+    /// Whether the files are adapters.
+    pub(super) of_adapters: bool,
+    /// Whether one table of the files is the embedding's and the head's.
+    pub(super) is_tied: bool,
+}
+
+impl Spelling<'_> {
+    /// The prefix that files may leave out.
+    pub(super) fn prefix(&self) -> &'static str {
+        if self.of_adapters { "" } else { self.model.shape.names.prefix }
+    }
+
+    /// The names of a tensor, the one that prevails first.
+    pub(super) fn names_of(&self, name: &str) -> Vec<String> {
+        let Names { embedding, head, .. } = *self.model.shape.names;
+        let before = if self.of_adapters { PREFIX } else { "" };
+        let bare = name.strip_prefix(before).unwrap_or(name);
+        let all = match self.model.shape.names.head_biases() {
+            _ if self.is_tied && bare == embedding => vec![embedding.into(), head.into()],
+            _ if self.is_tied && bare == head => vec![head.into(), embedding.into()],
+            biases if biases.iter().any(|bias| bias == bare) => biases.to_vec(),
+            _ => vec![bare.to_string()],
+        };
+        all.into_iter().map(|bare| format!("{before}{bare}")).collect()
+    }
+
+    /// Finds a tensor in files.
+    pub(super) fn find<'t>(&self, files: &[SafeTensors<'t>], name: &str) -> Option<TensorView<'t>> {
+        self.names_of(name).iter().find_map(|name| find(files, name, self.prefix()))
+    }
+
+    /// Refuses files whose head is not their embedding, if the model has one table for both.
+    fn check_tied(&self, files: &[SafeTensors<'_>]) -> Result<(), String> {
+        let Names { embedding, head, .. } = *self.model.shape.names;
+        let before = if self.of_adapters { PREFIX } else { "" };
+        let table = |name: &str| find(files, &format!("{before}{name}"), self.prefix());
+        if !self.model.shape.tied || !self.model.shape.scores_vocabulary() {
+            return Ok(());
+        }
+        match (table(embedding), table(head)) {
+            (Some(one), Some(other)) if differ(&one, &other) => Err(format!(
+                "{head} is not {embedding}, and this model has one table for both: give it a head \
+                 of its own (tie_word_embeddings = false, and no ensure_weight_tying of adapters)"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Finds a tensor in files by its name, with or without the prefix, or by its old name.
@@ -46,8 +97,9 @@ pub(super) fn is_in(name: &str, layers: &[&str]) -> bool {
 /// follow the last block of a masked language model.
 pub(super) fn is_of_new_head(name: &str, model: &Model) -> bool {
     let Names { class_dense, class_out, token_classes, .. } = *model.shape.names;
-    let Names { transform, transform_norm, head_bias, .. } = *model.shape.names;
-    is_in(name, &[class_dense, class_out, token_classes, transform, transform_norm, head_bias])
+    let Names { transform, transform_norm, .. } = *model.shape.names;
+    is_in(name, &[class_dense, class_out, token_classes, transform, transform_norm])
+        || model.shape.names.head_biases().iter().any(|bias| bias == name)
 }
 
 /// Whether numbers of this dtype can be read as weights.
@@ -55,8 +107,28 @@ pub(super) fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
 }
 
-/// Whether a checkpoint may hold this tensor, although the model does not have it: a buffer, a head
-/// of another task, or a copy of a tied tensor. Such a tensor is not read.
+/// Whether a tensor is of the head of another task: the LM head of the pretrained model that a
+/// classifier starts from, the classes of sequences or of tokens, or the pooler, which tokens'
+/// classes do not use.
+pub(super) fn is_of_other_head(name: &str, shape: &Shape) -> bool {
+    let names = shape.names;
+    let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
+    let Names { class_dense, class_out, token_classes, .. } = *names;
+    let own: &[&str] = match shape.head {
+        Head::Tokens | Head::Masked => &[],
+        Head::Classes { .. } => &[class_dense, class_out],
+        Head::TokenClasses { .. } => &[token_classes],
+    };
+    let others = [class_dense, class_out, token_classes].into_iter();
+    let mut others = others.filter(|layer| !layer.is_empty() && !own.contains(layer));
+    let is_of = |layer: &str| {
+        name.strip_prefix(layer).is_some_and(|rest| matches!(rest, ".weight" | ".bias"))
+    };
+    others.any(is_of) || (!shape.scores_vocabulary() && is_in(name, &lm_head))
+}
+
+/// Whether a checkpoint may hold this tensor, although the model does not have it: a buffer, or a
+/// head of another task. Such a tensor is not read.
 fn is_ignored(name: &str, model: &Model) -> bool {
     const ENDS: [&str; 5] = [
         ".attn.bias",
@@ -66,42 +138,24 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         ".decoder.bias",
     ];
     const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
-    let names = model.shape.names;
-    // The LM head of the pretrained model that a classifier starts from.
-    let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
-    let no_pooler = matches!(model.shape.head, Head::TokenClasses { .. });
-    (no_pooler && is_in(name, &[names.class_dense]))
-        || is_of_other_classes(name, model)
-        || (!model.shape.scores_vocabulary() && is_in(name, &lm_head))
+    is_of_other_head(name, &model.shape)
         || ENDS.iter().any(|end| name.ends_with(end))
         || PARTS.iter().any(|part| name.contains(part))
-        || (model.shape.tied && name == names.head)
 }
 
-/// Whether a tensor is of a head of classes that the model does not have.
-fn is_of_other_classes(name: &str, model: &Model) -> bool {
-    let Names { class_dense, class_out, token_classes, .. } = *model.shape.names;
-    let own: &[&str] = match model.shape.head {
-        Head::Tokens | Head::Masked => &[],
-        Head::Classes { .. } => &[class_dense, class_out],
-        Head::TokenClasses { .. } => &[token_classes],
-    };
-    let others = [class_dense, class_out, token_classes].into_iter();
-    others.filter(|layer| !layer.is_empty() && !own.contains(layer)).any(|layer| {
-        name.strip_prefix(layer).is_some_and(|rest| matches!(rest, ".weight" | ".bias"))
-    })
-}
-
-/// Compares the tensors of files with the model's.
+/// Compares the tensors of files with the model's. The files may have the tensors that are
+/// `brought` from elsewhere, in any shape.
 ///
 /// # Errors
 /// The files lack a tensor, or have an unknown one, or one of another shape or dtype.
 pub(super) fn check<'t>(
     files: &[SafeTensors<'_>],
     tensors: &BTreeMap<&String, &FileTensor>,
-    model: Option<&Model>,
+    spelling: Option<Spelling<'_>>,
+    brought: &[String],
     find: &impl Fn(&str) -> Option<TensorView<'t>>,
 ) -> Result<(), String> {
+    spelling.map_or(Ok(()), |spelling| spelling.check_tied(files))?;
     let mut problems = Vec::new();
     let mut missing = Vec::new();
     for (name, tensor) in tensors {
@@ -126,14 +180,21 @@ pub(super) fn check<'t>(
             Some(_) => {}
         }
     }
-    problems.append(&mut missing);
-    let prefix = prefix(model);
-    let names = tensors.keys().flat_map(|name| [name.to_string(), old_name(name)]);
+    let prefix = spelling.map_or("", |spelling| spelling.prefix());
+    let all = |name: &String| match spelling {
+        Some(spelling) => spelling.names_of(name),
+        None => vec![name.clone()],
+    };
+    let names = tensors.keys().copied().chain(brought).flat_map(all);
+    let names = names.flat_map(|name| [old_name(&name), name]);
     let known: BTreeSet<String> = names
         .flat_map(|name| [name.strip_prefix(prefix).unwrap_or(&name).to_string(), name.clone()])
         .collect();
+    let base = spelling.filter(|spelling| !spelling.of_adapters).map(|spelling| spelling.model);
+    problems.append(&mut missing);
     for name in files.iter().flat_map(|tensors| tensors.names()) {
-        if !known.contains(name) && !model.is_some_and(|model| is_ignored(name, model)) {
+        if !known.contains(name) && !base.is_some_and(|model| is_ignored(name, model)) {
+            check_name(name)?;
             problems.push(format!("{name} is in the file and not in the model"));
         }
     }

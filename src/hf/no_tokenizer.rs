@@ -4,8 +4,7 @@
 use std::convert::Infallible;
 use std::path::Path;
 
-use serde_json::Value;
-
+use super::record_value::RecordValue;
 use super::text::{Encoded, Message, RenderedChat};
 use crate::error::Error;
 
@@ -47,9 +46,12 @@ impl Tokenizer {
         encode_cut(&str, Option<&str>, usize) -> Result<Encoded, String>;
         decode(&[u32], bool) -> String;
         vocabulary() -> usize;
+        largest() -> Option<u32>;
         is_special(u32) -> bool;
         end() -> Option<u32>;
         mask() -> Option<u32>;
+        set_date(&str) -> Result<(), String>;
+        date() -> Option<String>;
         digest() -> &str;
         template() -> Result<Option<&Template>, String>;
         token(&str) -> Option<u32>;
@@ -58,7 +60,7 @@ impl Tokenizer {
 
 impl Template {
     methods! {
-        ask(&[Message], &Value) -> Result<String, String>;
-        render_chat(&[Message], &Value) -> Result<RenderedChat, String>;
+        ask(&[Message], &RecordValue) -> Result<String, String>;
+        render_chat(&[Message], &RecordValue) -> Result<RenderedChat, String>;
     }
 }

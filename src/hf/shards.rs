@@ -18,6 +18,7 @@ use super::tensor_files::{bytes_in, cut_into_files, header, shard_name, write_in
 use super::weights::{WeightFile, check_finite, decode_all, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
+use crate::models::families::Names;
 
 /// How an export's values differ from the files.
 pub(super) enum Changed {
@@ -35,6 +36,14 @@ impl Changed {
             Changed::Averaged(averages) => averages.of_tensor(name, tensor),
         }
     }
+}
+
+/// The tables of a language model.
+#[derive(Clone, Copy)]
+pub(super) struct Tables {
+    pub(super) names: &'static Names,
+    /// Whether the head has a table of its own, although the model's `config.json` ties it.
+    pub(super) has_own_head: bool,
 }
 
 /// The dtype that each tensor is written in.
@@ -81,8 +90,11 @@ impl Dtypes {
 }
 
 /// A tensor of the files, or of the adapters that are merged into them.
+#[derive(Clone)]
 struct SourceTensor {
     name: String,
+    /// Its name in its file.
+    stored: String,
     dtype: Dtype,
     shape: Vec<usize>,
     /// The file that has the tensor. `None` for a tensor that only the adapters have.
@@ -96,7 +108,7 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Opens the files.
+    /// Opens the files. `tables` is `None` for a model of an unknown family, which is copied.
     ///
     /// # Errors
     /// A file cannot be read; a value is not finite, where all must be; or the adapters are of
@@ -104,10 +116,15 @@ impl Source {
     pub(super) fn open(
         paths: &[PathBuf],
         changed: &Changed,
+        tables: Option<Tables>,
         all_finite: bool,
     ) -> Result<Source, Error> {
         let mut files = Vec::new();
         let mut tensors = Vec::new();
+        let merge = match changed {
+            Changed::Merged(merge) => Some(merge),
+            Changed::No | Changed::Averaged(_) => None,
+        };
         for (at, path) in paths.iter().enumerate() {
             let file = WeightFile::open(path)?;
             let read = file.tensors();
@@ -116,21 +133,70 @@ impl Source {
                 if all_finite {
                     check_finite(&name, &view).map_err(|what| file.refuse(what))?;
                 }
+                if merge.is_some_and(|merge| merge.drops(&name)) {
+                    continue;
+                }
                 let shape = view.shape().to_vec();
-                tensors.push(SourceTensor { name, dtype: view.dtype(), shape, file: Some(at) });
+                let stored = name.clone();
+                let dtype = view.dtype();
+                tensors.push(SourceTensor { name, stored, dtype, shape, file: Some(at) });
             }
             drop(read);
             files.push(file);
         }
-        if let (Changed::Merged(merge), Some(last)) = (changed, files.last()) {
-            let names: Vec<&str> = tensors.iter().map(|tensor| &tensor.name[..]).collect();
-            for name in merge.new_tensors(&names).map_err(|what| last.refuse(what))? {
+        let mut source = Source { files, tensors };
+        if let Some(tables) = tables {
+            source.arrange(tables, changed);
+        }
+        if let Some((merge, last)) = merge.zip(source.files.last()) {
+            for tensor in &mut source.tensors {
+                tensor.shape = merge.replaced(&tensor.name).unwrap_or(tensor.shape.clone());
+            }
+            let names: Vec<&str> = source.tensors.iter().map(|tensor| &tensor.name[..]).collect();
+            let mut new = merge.new_tensors(&names).map_err(|what| last.refuse(what))?;
+            new.retain(|name| {
+                tables.is_none_or(|tables| tables.has_own_head || name != tables.names.head)
+            });
+            for name in new {
                 let view = merge.new_tensor(&name);
                 let shape = view.shape().to_vec();
-                tensors.push(SourceTensor { name, dtype: view.dtype(), shape, file: None });
+                let stored = name.clone();
+                let dtype = view.dtype();
+                source.tensors.push(SourceTensor { name, stored, dtype, shape, file: None });
             }
         }
-        Ok(Source { files, tensors })
+        Ok(source)
+    }
+
+    /// Gives a head of its own its tensors, and a tied model one table.
+    fn arrange(&mut self, tables: Tables, changed: &Changed) {
+        let Names { embedding, head, prefix, .. } = *tables.names;
+        let biases = tables.names.head_biases();
+        let at = |tensors: &[SourceTensor], name: &str| {
+            let is_called = |tensor: &SourceTensor| {
+                tensor.name == name || name.strip_prefix(prefix) == Some(&tensor.name)
+            };
+            tensors.iter().position(is_called)
+        };
+        let mut copy = |to: &str, from: &str| {
+            if let (None, Some(from)) = (at(&self.tensors, to), at(&self.tensors, from)) {
+                let tensor = SourceTensor { name: to.into(), ..self.tensors[from].clone() };
+                self.tensors.push(tensor);
+            }
+        };
+        copy(embedding, head);
+        if tables.has_own_head {
+            copy(head, embedding);
+            copy(&biases[0], &biases[1]);
+            return;
+        }
+        let is_new =
+            matches!(changed, Changed::Merged(merge) if merge.replaced(embedding).is_some());
+        let is_stored_once =
+            at(&self.tensors, embedding).is_some_and(|at| self.tensors[at].stored != head);
+        if let Some(head) = at(&self.tensors, head).filter(|_| is_new || !is_stored_once) {
+            self.tensors.remove(head);
+        }
     }
 
     /// Writes the dtype into a `config.json`: the dtype of most elements.
@@ -202,7 +268,7 @@ impl Source {
             let name = &tensor.name;
             let (view, values) = match (tensor.file, changed) {
                 (Some(file), _) => {
-                    let view = opened[file].tensor(name).expect("it is one of its names");
+                    let view = opened[file].tensor(&tensor.stored).expect("it is one of its names");
                     let values = changed.values(name, &view);
                     let values = values.map_err(|what| self.files[file].refuse(what))?;
                     (view, values)

@@ -23,7 +23,8 @@ use super::adapters::WEIGHTS;
 use super::json;
 use super::sealed::file_digest;
 use super::weights::{
-    FileTensor, FileTensors, INDEX, adapter_tensors, file_tensors, state_tensors, trained_names,
+    FileTensor, FileTensors, INDEX, state_tensors, stored_adapters, stored_parameters,
+    trained_names,
 };
 use crate::eps::{BlockRun, Eps, reserve};
 use crate::error::Error;
@@ -75,7 +76,7 @@ impl TensorFiles {
         model: &Model,
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
-        let all = file_tensors(model, eps, BlockRun::Parameters);
+        let all = stored_parameters(model, eps);
         TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), |_| None)
     }
 
@@ -89,8 +90,11 @@ impl TensorFiles {
         before: Option<Before<'_>>,
     ) -> Result<TensorFiles, Error> {
         let most = most.map_or(SHARD_BYTES, |bytes| bytes.try_into().unwrap_or(usize::MAX));
-        let names = trained_names(model);
-        let all = file_tensors(model, eps, BlockRun::Parameters).into_iter();
+        let mut names = trained_names(model);
+        if names.contains(&model.shape.head_bias()[..]) {
+            names.insert(model.shape.names.head_bias); // its second name
+        }
+        let all = stored_parameters(model, eps).into_iter();
         let (trained, frozen) = all.partition(|(name, _)| names.contains(&name[..]));
         let mut all = shards(frozen, most);
         all.extend(shards(trained, most));
@@ -141,7 +145,7 @@ impl TensorFiles {
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
         let mut all = TensorFiles::default();
-        all.add(directory.join(WEIGHTS), adapter_tensors(model, eps))?;
+        all.add(directory.join(WEIGHTS), stored_adapters(model, eps))?;
         Ok(all)
     }
 
@@ -355,7 +359,7 @@ pub(super) fn bytes_in(dtype: Dtype, shape: &[usize]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::weights::{Load, load};
+    use super::super::weights::{Load, file_tensors, load};
     use super::*;
     use crate::models::families::gpt2;
     use crate::optimizers::StateLayout;
@@ -374,7 +378,7 @@ mod tests {
         files.expect("a directory of ours").write_all(&from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");
-        load(folder.path(), &model, &to, Load::AS_WRITTEN).expect("what was just written");
+        load(folder.path(), &model, &to, Load::AS_WRITTEN, &[]).expect("what was just written");
         let digest = |eps: &Eps| eps.digest(&model).expect("in memory");
         assert_eq!(digest(&from), digest(&to));
     }

@@ -6,14 +6,17 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
+use tokenizers::processors::PostProcessorWrapper;
+use tokenizers::processors::sequence::Sequence;
 use tokenizers::{Encoding, PostProcessor, TruncationParams, truncate_encodings};
 
 use super::caught::caught;
 use super::chat::Template;
 use super::sealed::hex;
 use super::text::Encoded;
-use super::tokenizer_json;
+use super::{tokenizer_json, tokenizer_settings};
 use crate::error::Error;
+use crate::lfs;
 
 /// Turns text into tokens and back, by the files of a directory.
 #[derive(Clone)]
@@ -25,6 +28,8 @@ pub struct Tokenizer {
     end: Option<u32>,
     /// The `mask_token`.
     mask: Option<u32>,
+    /// The largest token id.
+    largest: Option<u32>,
     template: Result<Option<Template>, String>,
     digest: String,
 }
@@ -41,6 +46,9 @@ impl Tokenizer {
         }
         let refuse = |what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
         let text = fs::read_to_string(&path).map_err(|error| refuse(&error))?;
+        if lfs::is_pointer(text.as_bytes()) {
+            return Err(refuse(&lfs::INSTEAD));
+        }
         tokenizer_json::check(&text).map_err(|error| refuse(&error))?;
         let read = caught(|| text.parse::<tokenizers::Tokenizer>()).map_err(|error| {
             refuse(&format_args!("the tokenizers library cannot read it: {error}"))
@@ -50,6 +58,11 @@ impl Tokenizer {
         // The config limits the length of a sequence, and batches have no padding.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| refuse(&error))?;
+        caught(|| tokenizer_settings::apply(directory, &mut inner)).map_err(|error| {
+            refuse(&format_args!("the tokenizers library fails with its settings: {error}"))
+        })??;
+        let post_processor = inner.get_post_processor().cloned().map(untrimmed);
+        inner.with_post_processor(post_processor);
         let inner = Library(inner);
         let named = special_tokens(directory)?;
         let id = |token: &str| inner.ask(|inner| inner.token_to_id(token)).ok().flatten();
@@ -64,14 +77,19 @@ impl Tokenizer {
         specials.extend(named.values().filter_map(Value::as_str).filter_map(id));
         let end = role("eos_token");
         let mask = role("mask_token");
+        let largest = inner.ask(|inner| inner.get_vocab(true).into_values().max());
+        let largest = largest.map_err(|error| refuse(&error))?;
         // Only chats need the template, so an error in it is reported when a chat is read.
         let template = Template::open(directory, &named).map_err(|error| error.to_string());
         let mut hasher = Sha256::new();
         for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
             hasher.update(fs::read(directory.join(file)).unwrap_or_default());
         }
+        if let Ok(Some(template)) = &template {
+            template.texts_of_more_files().for_each(|text| hasher.update(text));
+        }
         let digest = hex(&hasher.finalize()[..8]);
-        Ok(Some(Tokenizer { specials, end, mask, template, digest, inner }))
+        Ok(Some(Tokenizer { specials, end, mask, largest, template, digest, inner }))
     }
 
     /// Encodes a text or a pair of texts, with special tokens if `specials`.
@@ -146,6 +164,11 @@ impl Tokenizer {
         self.inner.ask(|inner| inner.get_vocab_size(true)).unwrap_or(0)
     }
 
+    /// The largest token id.
+    pub fn largest(&self) -> Option<u32> {
+        self.largest
+    }
+
     /// Whether a token is special: it is not text.
     pub fn is_special(&self, token: u32) -> bool {
         self.specials.contains(&token)
@@ -167,6 +190,23 @@ impl Tokenizer {
     /// The template cannot be parsed.
     pub fn template(&self) -> Result<Option<&Template>, String> {
         self.template.as_ref().map(Option::as_ref).map_err(Clone::clone)
+    }
+
+    /// Sets the date that a chat template writes, in the form `2026-01-31`. Without, it is the day
+    /// on which the tokenizer was opened.
+    ///
+    /// # Errors
+    /// There is no such day.
+    pub fn set_date(&self, day: &str) -> Result<(), String> {
+        match &self.template {
+            Ok(Some(template)) => template.clock().set(day),
+            _ => Ok(()),
+        }
+    }
+
+    /// The date, if the chat template has written it.
+    pub fn date(&self) -> Option<String> {
+        self.template.as_ref().ok()?.as_ref()?.clock().read()
     }
 
     /// The first 8 bytes of a SHA-256 of the tokenizer's files.
@@ -223,6 +263,19 @@ fn as_encoded(encoded: &Encoding) -> Encoded {
         tokens: encoded.get_ids().to_vec(),
         kinds: encoded.get_type_ids().iter().map(|&kind| kind as u8).collect(),
         spans: spans.map(|(&span, &is_added)| if is_added == 1 { (0, 0) } else { span }).collect(),
+    }
+}
+
+/// The step with `trim_offsets` off. It leaves spaces out of the spans of tokens, so that a token
+/// of nothing but spaces, such as indentation, would seem to cover nothing of an answer.
+fn untrimmed(step: PostProcessorWrapper) -> PostProcessorWrapper {
+    match step {
+        PostProcessorWrapper::ByteLevel(step) => step.trim_offsets(false).into(),
+        PostProcessorWrapper::Roberta(step) => step.trim_offsets(false).into(),
+        PostProcessorWrapper::Sequence(steps) => {
+            Sequence::new(steps.into_iter().map(untrimmed).collect()).into()
+        }
+        step => step,
     }
 }
 

@@ -18,15 +18,19 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
-use super::json;
-use super::names::{check, find, is_of_new_head, prefix};
+use super::names::{Spelling, check, find, is_of_new_head};
+use super::tied::is_tied;
+use super::{json, quantised};
 use crate::eps::{BlockRun, Eps};
 use crate::error::Error;
+use crate::lfs;
 use crate::models::adapters::is_of_adapter;
+use crate::models::families::Names;
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{RuleState, StateDtype};
 
 /// A tensor of a file, and the place of its elements in the EPS.
+#[derive(Clone)]
 pub(super) struct FileTensor {
     pub(super) part: BlockRun,
     pub(super) dtype: Dtype,
@@ -72,9 +76,37 @@ pub(super) fn trained_names(model: &Model) -> BTreeSet<&str> {
 /// their names in PEFT.
 pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let trained = trained_names(model);
+    named_as_in_peft(model, eps, |name| trained.contains(name))
+}
+
+/// Some parameters of a model, under their names in PEFT.
+fn named_as_in_peft(model: &Model, eps: &Eps, is_wanted: impl Fn(&str) -> bool) -> FileTensors {
     let all = file_tensors(model, eps, BlockRun::Parameters).into_iter();
-    let all = all.filter(|(name, _)| trained.contains(&name[..]));
+    let all = all.filter(|(name, _)| is_wanted(name));
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
+}
+
+/// The parameters as files have them. transformers has the bias of a masked head under two names,
+/// and expects both where the head has a table of its own.
+pub(super) fn stored_parameters(model: &Model, eps: &Eps) -> FileTensors {
+    let mut all = file_tensors(model, eps, BlockRun::Parameters);
+    let [of_layer, alone] = model.shape.names.head_biases();
+    if let Some(bias) = all.get(&of_layer).filter(|_| model.shape.masked_head()).cloned() {
+        all.insert(alone, bias);
+    }
+    all
+}
+
+/// The tensors of a file of adapters. Where PEFT ties the head again, it also looks for the head.
+pub(super) fn stored_adapters(model: &Model, eps: &Eps) -> FileTensors {
+    let mut all = adapter_tensors(model, eps);
+    let Names { embedding, head, .. } = *model.shape.names;
+    let table = all.get(&format!("{PREFIX}{embedding}"));
+    let ties = model.shape.tied && model.shape.scores_vocabulary();
+    if let Some(table) = table.filter(|_| ties).cloned() {
+        all.insert(format!("{PREFIX}{head}"), table);
+    }
+    all
 }
 
 /// The tensors of a model's parameters, or of one of the optimizer's states.
@@ -115,7 +147,8 @@ pub(super) fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
 
 /// Reads a directory's weights into the EPS. With [`Load::to_train`] the files may lack the tensors
 /// of a head, so that a pretrained model gets a new head. Such tensors keep their initial values.
-/// Returns their names.
+/// Returns their names. Tensors that adapters bring (`brought`) are not read: the files may lack
+/// them, or have others.
 ///
 /// # Errors
 /// A file cannot be read, or tensors are missing, unknown or of another shape.
@@ -124,31 +157,65 @@ pub(crate) fn load(
     model: &Model,
     eps: &Eps,
     how: Load,
+    brought: &[String],
 ) -> Result<Vec<String>, Error> {
     let files = weight_files(directory)?;
-    read(&files, &base_tensors(model, eps), Some(model), eps, how)
+    let tensors = &base_tensors(model, eps);
+    let wanted = Wanted { tensors, spelling: Some(spelling_of(directory, model)), brought };
+    read(&files, &wanted, eps, how)
+}
+
+/// The names of a model's tensors in the weight files of a directory.
+fn spelling_of<'m>(directory: &Path, model: &'m Model) -> Spelling<'m> {
+    let is_tied = model.shape.tied || is_tied(directory);
+    Spelling { model, of_adapters: false, is_tied }
 }
 
 /// Reads the trained tensors into the EPS, from a checkpoint of the whole model.
 pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     let files = weight_files(directory)?;
     let how = Load { tensors: Tensors::Trained, all_finite: false };
-    read(&files, &base_tensors(model, eps), Some(model), eps, how).map(drop)
+    let tensors = &base_tensors(model, eps);
+    let wanted = Wanted { tensors, spelling: Some(spelling_of(directory, model)), brought: &[] };
+    read(&files, &wanted, eps, how).map(drop)
 }
 
-/// Reads adapters, and the tensors that were trained beside them, into the EPS.
+/// Reads the adapters of a run's own checkpoint, and all tensors that are trained beside them, into
+/// the EPS.
+pub(crate) fn load_own_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    read_adapters(directory, &adapter_tensors(model, eps), model, eps, Load::AS_WRITTEN)
+}
+
+/// Reads adapters, and the tensors that the file has beside them (`saved`), into the EPS. All other
+/// tensors keep their values.
 pub(crate) fn load_adapters(
     directory: &Path,
+    saved: &[String],
     model: &Model,
     eps: &Eps,
     how: Load,
 ) -> Result<(), Error> {
-    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, how).map(drop)
+    let is_wanted = |name: &str| is_of_adapter(name) || saved.iter().any(|one| one == name);
+    read_adapters(directory, &named_as_in_peft(model, eps, is_wanted), model, eps, how)
+}
+
+/// Reads a file of adapters that has these tensors and no others.
+fn read_adapters(
+    directory: &Path,
+    tensors: &FileTensors,
+    model: &Model,
+    eps: &Eps,
+    how: Load,
+) -> Result<(), Error> {
+    let spelling = Spelling { model, of_adapters: true, is_tied: model.shape.tied };
+    let wanted = Wanted { tensors, spelling: Some(spelling), brought: &[] };
+    read(&[directory.join(WEIGHTS)], &wanted, eps, how).map(drop)
 }
 
 /// Reads the optimizer's states into the EPS.
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Load::AS_WRITTEN).map(drop)
+    let wanted = Wanted { tensors: &state_tensors(model, eps), spelling: None, brought: &[] };
+    read(&[file.to_path_buf()], &wanted, eps, Load::AS_WRITTEN).map(drop)
 }
 
 /// Refuses a tensor with an infinite value or NaN.
@@ -205,7 +272,8 @@ pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
 
 /// Refuses a directory whose weights are in a format that is not read.
 pub(crate) fn check_format(directory: &Path) -> Result<(), Error> {
-    weight_files(directory).map(drop)
+    weight_files(directory)?;
+    quantised::check_config(directory)
 }
 
 /// The files of an index.
@@ -245,7 +313,12 @@ impl WeightFile {
         // file meanwhile. The documentation asks users not to do that.
         let map = unsafe { Mmap::map(&file) }.map_err(refuse)?;
         let file = WeightFile { path: path.into(), map };
-        SafeTensors::read_metadata(&file.map).map_err(|error| file.refuse(error))?;
+        SafeTensors::read_metadata(&file.map).map_err(|error| {
+            match lfs::is_pointer(&file.map) {
+                true => file.refuse(lfs::INSTEAD),
+                false => file.refuse(error),
+            }
+        })?;
         Ok(file)
     }
 
@@ -307,26 +380,39 @@ enum Tensors {
     Trained,
 }
 
+/// The tensors of files that are read.
+struct Wanted<'w> {
+    tensors: &'w FileTensors,
+    /// Other names of the same tensors. `None`: the files have no other names, because l2l wrote
+    /// them.
+    spelling: Option<Spelling<'w>>,
+    /// The names of tensors that adapters replace: they are neither read nor compared.
+    brought: &'w [String],
+}
+
 /// Reads tensors of files into the EPS. Returns the names of missing tensors that may be missing.
-/// The family of `model` knows other names of the same tensors. Files that only l2l writes have no
-/// other names: then `model` is `None`.
 fn read(
     paths: &[PathBuf],
-    tensors: &FileTensors,
-    model: Option<&Model>,
+    wanted: &Wanted<'_>,
     eps: &Eps,
     Load { tensors: reads, all_finite }: Load,
 ) -> Result<Vec<String>, Error> {
+    let &Wanted { tensors, spelling, brought } = wanted;
     let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>, _>>()?;
     let parsed: Vec<SafeTensors<'_>> = files.iter().map(WeightFile::tensors).collect();
-    let find = |name: &str| find(&parsed, name, prefix(model));
+    let model = spelling.map(|spelling| spelling.model);
+    let find = |name: &str| match spelling {
+        Some(spelling) => spelling.find(&parsed, name),
+        None => find(&parsed, name, ""),
+    };
     let keeps_initial = |name: &str| {
         let may_miss = reads == Tensors::ButMissingHead;
         may_miss && model.is_some_and(|model| is_of_new_head(name, model)) && find(name).is_none()
     };
+    let own = tensors.iter().filter(|(name, _)| !brought.contains(name));
     let (missing, tensors): (BTreeMap<_, _>, BTreeMap<_, _>) =
-        tensors.iter().partition(|(name, _)| keeps_initial(name));
-    check(&parsed, &tensors, model, &find).map_err(|what| files[0].refuse(what))?;
+        own.partition(|(name, _)| keeps_initial(name));
+    check(&parsed, &tensors, spelling, brought, &find).map_err(|what| files[0].refuse(what))?;
     if all_finite {
         let mut views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
         let checked = views.try_for_each(|(name, view)| check_finite(name, &view));
@@ -370,7 +456,7 @@ pub(super) fn decode_all(view: &TensorView<'_>) -> Vec<f32> {
 }
 
 /// Fills `to` with a tensor's elements from `from` on, as f32.
-fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
+pub(super) fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     fn each<const N: usize>(to: &mut [f32], bytes: &[u8], as_f32: impl Fn([u8; N]) -> f32) {
         to.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, &bytes)| *to = as_f32(bytes));
     }

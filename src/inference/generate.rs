@@ -46,7 +46,8 @@ struct Writing {
     index: usize,
     /// The number of positions in the KV cache.
     cached: usize,
-    last: u32,
+    /// The tokens that are not in the KV cache; or all tokens, where a text may be read anew.
+    text: Vec<u32>,
     /// The number of tokens behind the prompt.
     written: usize,
     dice: Dice,
@@ -143,48 +144,80 @@ pub(crate) async fn generate(
     if most == 0 {
         return Ok(());
     }
-    let mut writing: Vec<Writing> = (0..prompts.len())
-        .map(|index| {
-            let mut dice = Dice::new(how, index as u64);
-            dice.see(&prompts[index]);
-            Writing { index, cached: 0, last: 0, written: 0, dice }
-        })
-        .collect();
-    let mut batch = Batch::for_generation(prompts);
+    let begin = |(index, text): (usize, &Vec<u32>)| {
+        let mut dice = Dice::new(how, index as u64);
+        dice.see(text);
+        Writing { index, cached: 0, text: text.clone(), written: 0, dice }
+    };
+    let mut writing: Vec<Writing> = prompts.iter().enumerate().map(begin).collect();
+    let rereads_beyond = engine.model.shape.rereads_beyond();
     while !writing.is_empty() {
-        let lengths: Vec<usize> = batch.lengths().collect();
-        let cached = writing.iter().map(|one| one.cached).max().unwrap_or(0);
-        let cached = cached.next_multiple_of(STRIDE).min(room.tokens - 1);
-        let slots = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.cached });
-        let slots = slots.collect();
-        let logits = engine.run(batch, Purpose::Generate { cached }, slots).await?.logits;
-        let vocabulary = engine.model.shape.vocabulary;
-        let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
-        if logits.iter().any(|logit| !logit.is_finite()) {
-            return Err(Error::NotFinite(
-                "the model's logits are not finite: are its weights?".into(),
-            ));
-        }
-        let mut goes_on = Vec::new();
-        for ((one, length), logits) in of_each {
-            one.cached += length;
-            one.written += 1;
-            one.last = one.dice.draw(logits);
-            let ended = match one.last {
-                token if ends.contains(&token) => Some(Ended::EndOfText),
-                _ if one.written == most => Some(Ended::Length),
-                _ => None,
-            };
-            match each(one.index, one.last, ended) {
-                Then::EndAll => return Ok(()),
-                then => goes_on.push(ended.is_none() && then == Then::GoOn),
+        let mut goes_on = vec![true; prompts.len()];
+        // Texts that are read anew have a step of their own: it reads all of their tokens.
+        let gets_long = |one: &Writing| one.written > 0 && Some(one.cached) == rereads_beyond;
+        let (mut anew, mut others): (Vec<_>, Vec<_>) = writing.into_iter().partition(gets_long);
+        anew.iter_mut().for_each(|one| one.cached = 0);
+        for writing in [&mut anew, &mut others].into_iter().filter(|some| !some.is_empty()) {
+            let logits = next_logits(engine, room, writing).await?;
+            let vocabulary = engine.model.shape.vocabulary;
+            for (one, logits) in writing.iter_mut().zip(logits.chunks_exact(vocabulary)) {
+                let token = one.dice.draw(logits);
+                one.take(token, rereads_beyond);
+                let ended = match token {
+                    token if ends.contains(&token) => Some(Ended::EndOfText),
+                    _ if one.written == most => Some(Ended::Length),
+                    _ => None,
+                };
+                match each(one.index, token, ended) {
+                    Then::EndAll => return Ok(()),
+                    then => goes_on[one.index] = ended.is_none() && then == Then::GoOn,
+                }
             }
         }
-        let mut goes_on = goes_on.into_iter();
-        writing.retain(|_| goes_on.next() == Some(true));
-        batch = Batch::for_generation(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
+        writing = anew.into_iter().chain(others).filter(|one| goes_on[one.index]).collect();
+        writing.sort_by_key(|one| one.index);
     }
     Ok(())
+}
+
+impl Writing {
+    /// The tokens that the next step reads.
+    fn unread(&self) -> &[u32] {
+        match self.cached {
+            0 => &self.text,
+            _ => &self.text[self.text.len() - 1..],
+        }
+    }
+
+    /// Notes that all tokens were read, and the next token. Tokens are kept while the text may be
+    /// read anew.
+    fn take(&mut self, token: u32, rereads_beyond: Option<usize>) {
+        self.cached += self.unread().len();
+        self.written += 1;
+        if rereads_beyond.is_none_or(|beyond| self.cached > beyond) {
+            self.text.clear();
+        }
+        self.text.push(token);
+    }
+}
+
+/// The logits of the next token of each text.
+async fn next_logits(
+    engine: &mut Engine,
+    room: Room,
+    writing: &[Writing],
+) -> Result<Vec<f32>, Error> {
+    let unread: Vec<&[u32]> = writing.iter().map(Writing::unread).collect();
+    let cached = writing.iter().map(|one| one.cached).max().unwrap_or(0);
+    let cached = cached.next_multiple_of(STRIDE).min(room.tokens - 1);
+    let slots = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.cached });
+    let slots = slots.collect();
+    let batch = Batch::for_generation(&unread);
+    let logits = engine.run(batch, Purpose::Generate { cached }, slots).await?.logits;
+    if logits.iter().any(|logit| !logit.is_finite()) {
+        return Err(Error::NotFinite("the model's logits are not finite: are its weights?".into()));
+    }
+    Ok(logits)
 }
 
 /// Refuses prompts that the KV cache has no room for.

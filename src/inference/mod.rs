@@ -99,8 +99,7 @@ impl Loaded {
         };
         let worker = Worker::new(&config, parts)?;
         let how = Load::to_use(!config.model.unsealed);
-        resolve::load_base(&config, &model, worker.eps(), how)?;
-        resolve::load_adapters(&config, &model, worker.eps())?;
+        resolve::load_first(&config, &model, worker.eps(), how)?;
         let work = Emulated::new(&config, worker, false)?;
         Ok(Loaded { engine: Engine::start(config, work, 0)? })
     }

@@ -248,6 +248,23 @@ impl<'a> BatchView<'a> {
         position - document.map_or(0, |document| document.from as usize)
     }
 
+    /// The lengths that rotary frequencies follow. While texts are generated, each sequence has a
+    /// length of its own, as if it were alone. Else there is one for all sequences of the
+    /// micro-batch, also for a chunk: that of its longest document, as in transformers.
+    pub(crate) fn rotary_lengths(&self) -> Vec<usize> {
+        let BatchMetadata { documents, cached, .. } = self.metadata;
+        let of_sequence = |index: usize| {
+            cached.get(index).copied().unwrap_or(0) + self.metadata.sequence(index).len()
+        };
+        if !cached.is_empty() {
+            let first = self.first_sequence();
+            return (first..first + self.sequences()).map(of_sequence).collect();
+        }
+        let of_document = |document: &Document| (document.to - document.from) as usize;
+        let longest = documents.iter().map(of_document).max();
+        vec![longest.unwrap_or_else(|| self.metadata.longest())]
+    }
+
     /// True if the micro-batch is for training.
     pub fn trains(&self) -> bool {
         self.metadata.dropout_key.is_some()
@@ -323,6 +340,18 @@ mod tests {
         let first = (dropout.first_sequence, dropout.first_position, dropout.site);
         assert_eq!((first, dropout.place(1)), ((6, 1, 25), (0, 1)));
         assert!(whole.dropout(0.0, 3, 1).is_none());
+    }
+
+    #[test]
+    fn rotary_lengths_are_of_documents_or_of_generated_texts() {
+        let chunk = SequenceChunk { sequence: 1, from: 1, to: 3 };
+        assert_eq!(metadata().view().rotary_lengths(), [4]);
+        assert_eq!(metadata().view().chunk_of(chunk).rotary_lengths(), [4]);
+        let plain = BatchMetadata { documents: &[], starts: &[3, 5, 10], ..metadata() };
+        assert_eq!(plain.view().rotary_lengths(), [5]);
+        let generated = BatchMetadata { cached: &[7, 0], ..plain };
+        assert_eq!(generated.view().rotary_lengths(), [9, 5]);
+        assert_eq!(generated.view().chunk_of(chunk).rotary_lengths(), [5]);
     }
 
     #[test]

@@ -59,7 +59,8 @@ pub(crate) use operation::{Access, Inspected, each_view};
 pub use operation::{KernelOperation, Named, Views};
 pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
-pub use rotary::{Rotary, RotaryScaling, Rotate};
+pub(crate) use rotary::PAIRS;
+pub use rotary::{LongRope, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
 
 use crate::tensor::Scratch;
 

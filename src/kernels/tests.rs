@@ -173,7 +173,7 @@ fn wrong_views_of_attention_are_found() {
     assert!(panics(|| ReadKv { qkv: kv, kv: qkv, shape }.check()), "swapped");
     let cache = element(3 * 8, shape.kv_width());
     found!(CachedAttention { y, qkv, cache, shape }, [y, qkv, cache]);
-    let rotary = &Rotary { theta: 100.0, scaling: RotaryScaling::None };
+    let rotary = &Rotary::new(100.0);
     found!(Rotate { qkv, rotary, shape, inverse: false }, [qkv], any_dtype: ["qkv"]);
     let one = element(1, shape.head_size);
     let gamma = QueryKey { query: one, key: one };

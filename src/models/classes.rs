@@ -147,8 +147,8 @@ impl Classes {
         }
         let dense = linear(names.class_dense, c, Kind::Weight);
         let mut all = [dense, linear(names.class_out, self.labels(), Kind::Table)].concat();
-        let adapters = self.adapters.iter();
-        all.extend(adapters.flat_map(|adapters| adapters.tensors(names.class_dense, c, c)));
+        let adapters = self.adapters.iter().flat_map(|adapters| &adapters.modules);
+        all.extend(adapters.flat_map(|adapter| adapter.tensors(c, c)));
         all
     }
 
@@ -207,8 +207,9 @@ impl Classes {
         k.pooled_rows(&PooledRows { y: first, x: h, pool: self.pool(), batch: *batch });
         k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
         k.linear(&Linear { y: sum, x: first, w: w[0], bias: Some(w[1]), transposed: true });
-        if let Some(low_rank) = self.low_rank(k, *batch, &scratch.nested()) {
-            low_rank.add(sum, first, &Adapters::only(w, ADAPTER_AT, self.shape.hidden));
+        let low_rank = self.low_rank(k, *batch, &scratch.nested());
+        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
+            low_rank.add(sum, first, &adapters.only(w, ADAPTER_AT, self.shape.hidden));
         }
         k.activate(&Activate { y: pooled, x: sum, activation: self.activation() });
         k.dropout(&ApplyDropout { y: pooled, x: pooled, dropout: behind });
@@ -294,10 +295,11 @@ impl Classes {
         let activation = self.activation();
         k.activate_backward(&ActivateBackward { dx: dpooled, x: sum, activation });
         linear_backward(dfirst, dpooled, first, 0);
-        if let Some(low_rank) = self.low_rank(k, batch, scratch) {
+        let low_rank = self.low_rank(k, batch, scratch);
+        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
             let c = self.shape.hidden;
-            let w = Adapters::only(w, ADAPTER_AT, c);
-            let d = Adapters::only(d, ADAPTER_AT, c);
+            let w = adapters.only(w, ADAPTER_AT, c);
+            let d = adapters.only(d, ADAPTER_AT, c);
             low_rank.backward([dfirst, dpooled, first], &w, &d, pass.accumulate, scratch);
         }
         k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });

@@ -233,8 +233,8 @@ impl Final {
         let activated = scratch.take_like(x);
         let transposed = self.shape.transposed;
         k.linear(&Linear { y: sum, x, w: views[0], bias: Some(views[1]), transposed });
-        if let Some(low_rank) = low_rank {
-            low_rank.add(sum, x, &Adapters::only(views, ADAPTER_AT, self.shape.hidden));
+        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
+            low_rank.add(sum, x, &adapters.only(views, ADAPTER_AT, self.shape.hidden));
         }
         k.activate(&Activate { y: activated, x: sum, activation: self.activation() });
         (activated, Some(sum))
@@ -260,8 +260,8 @@ impl Layer for Final {
             Tensor::new(format!("{transform}.bias"), vec![c], Kind::Bias, Init::Zeros),
         ];
         all.extend(norm_tensors(names.transform_norm, &self.shape));
-        let adapters = self.adapters.iter();
-        all.extend(adapters.flat_map(|adapters| adapters.tensors(names.transform, c, c)));
+        let adapters = self.adapters.iter().flat_map(|adapters| &adapters.modules);
+        all.extend(adapters.flat_map(|adapter| adapter.tensors(c, c)));
         all
     }
 
@@ -343,10 +343,10 @@ impl Final {
                 accumulate,
             };
             k.activate_linear_backward(&activate, &op, scratch);
-            if let Some(low_rank) = low_rank {
+            if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
                 let c = self.shape.hidden;
-                let w = Adapters::only(weights, ADAPTER_AT, c);
-                let d = Adapters::only(d, ADAPTER_AT, c);
+                let w = adapters.only(weights, ADAPTER_AT, c);
+                let d = adapters.only(d, ADAPTER_AT, c);
                 low_rank.backward([dx, dinput, x], &w, &d, accumulate, scratch);
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! The backward of an adapter recomputes its activations from the product's input: they are small.
 
-use super::adapters::Adapters;
+use super::adapters::{AdaptedModule, Adapters};
 use crate::kernels::{
     AddColumns, ApplyDropout, BatchView, Dropout, Kernels, Linear, LinearBackward, MaskRows,
     TakeColumns,
@@ -16,6 +16,10 @@ pub(super) struct Adapter<V> {
     pub(super) a: V,
     /// (outputs, r).
     pub(super) b: V,
+    /// r.
+    pub(super) rank: usize,
+    /// s: the factor of the adapter's output.
+    pub(super) scale: f32,
     /// The module's first column in the product's output.
     pub(super) first: usize,
     /// The number of the module's columns.
@@ -35,7 +39,7 @@ pub(super) struct LowRank<'a> {
     of_sequences: bool,
     /// The input of A: the product's input behind dropout. (R, C).
     dropped: View,
-    /// The input of B. (R, r).
+    /// The input of B. (R, r), with the highest rank of the layer.
     low: View,
     /// The output of B. (R, outputs).
     sum: View,
@@ -69,7 +73,7 @@ impl<'a> LowRank<'a> {
     ) -> LowRank<'a> {
         let ProductSize { rows, inputs, outputs } = size;
         let [dropped, low, sum] =
-            [inputs, adapters.rank, outputs].map(|columns| scratch.take(rows, columns));
+            [inputs, adapters.most_rank(), outputs].map(|columns| scratch.take(rows, columns));
         LowRank { k, adapters, batch, index, of_sequences: false, dropped, low, sum }
     }
 
@@ -87,7 +91,7 @@ impl<'a> LowRank<'a> {
 
     /// The inputs of A and B of an adapter.
     fn inputs(&self, one: &Adapter<View>, x: View) -> [View; 2] {
-        let low = columns(self.low, x.rows, self.adapters.rank);
+        let low = columns(self.low, x.rows, one.rank);
         let mut input = x;
         let dropout = self.dropout(one.site);
         if dropout.is_some() {
@@ -106,8 +110,7 @@ impl<'a> LowRank<'a> {
             let sum = columns(self.sum, x.rows, one.outputs);
             let op = Linear { y: sum, x: low, w: one.b, bias: None, transposed: true };
             self.k.linear(&op);
-            let first = one.first;
-            let scale = self.adapters.scale;
+            let Adapter { first, scale, .. } = *one;
             self.k.add_columns(&AddColumns { y, x: sum, first, scale });
         }
     }
@@ -126,8 +129,7 @@ impl<'a> LowRank<'a> {
             let scratch = &scratch.nested();
             let [input, low] = self.inputs(one, x);
             let dsum = columns(self.sum, x.rows, one.outputs);
-            let first = one.first;
-            let scale = self.adapters.scale;
+            let Adapter { first, scale, .. } = *one;
             self.k.take_columns(&TakeColumns { y: dsum, x: dy, first, scale });
             let dlow = scratch.take_like(low);
             let dinput = scratch.take_like(x);
@@ -154,7 +156,8 @@ impl<'a> LowRank<'a> {
 
 impl Adapters {
     /// The adapter of the only module of a product, whose two tensors begin here among a layer's.
-    pub(super) fn only<V: Copy>(views: &[V], at: usize, outputs: usize) -> [Adapter<V>; 1] {
-        [Adapter { a: views[at], b: views[at + 1], first: 0, outputs, site: 0 }]
+    pub(super) fn only<V: Copy>(&self, views: &[V], at: usize, outputs: usize) -> [Adapter<V>; 1] {
+        let AdaptedModule { rank, scale, .. } = self.modules[0];
+        [Adapter { a: views[at], b: views[at + 1], rank, scale, first: 0, outputs, site: 0 }]
     }
 }

@@ -10,6 +10,7 @@ mod ends;
 pub mod families;
 mod frozen;
 mod layer;
+mod lora;
 mod low_rank;
 mod masters;
 mod model;
@@ -21,7 +22,7 @@ mod shape;
 mod training;
 mod visit;
 
-pub use adapters::Adapters;
+pub use adapters::{AdaptedModule, Adapters};
 pub use block::TransformerBlock;
 pub use block_tensors::BlockTensors;
 pub(crate) use block_tensors::SlotWeight;
@@ -34,12 +35,13 @@ pub use layer::{
     Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
     tensor_views,
 };
+pub use lora::Lora;
 pub use masters::MasterFormat;
 pub use model::{Model, ModelLayer, Tile};
 pub(crate) use ports::Port;
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;
 pub use shape::{Dropouts, Head, Shape, Window};
+pub use training::Training;
 pub(crate) use training::matches_tensor;
-pub use training::{Lora, Training};
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};

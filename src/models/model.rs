@@ -12,6 +12,7 @@ use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
+use super::families::Names;
 use super::layer::{Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
 use super::ports::{LayerStep, StepContext};
 use super::selection::LayerSelection;
@@ -167,7 +168,8 @@ impl Model {
             let rows = vec![tile.rows, shape.hidden];
             let mut all = vec![Tensor::new(name, rows, Kind::Table, init)];
             if is_head && shape.masked_head() {
-                all.push(Tensor::new(names.head_bias, vec![tile.rows], Kind::Bias, Init::Zeros));
+                let rows = vec![tile.rows];
+                all.push(Tensor::new(shape.head_bias(), rows, Kind::Bias, Init::Zeros));
             }
             all
         };
@@ -402,8 +404,8 @@ impl Model {
             }
         }
         let mut met = BTreeSet::new();
-        let tables =
-            [self.shape.names.embedding, self.shape.names.head, self.shape.names.head_bias];
+        let Names { embedding, head, .. } = *self.shape.names;
+        let tables = [embedding, head, &self.shape.head_bias()];
         for tensor in self.blocks.iter().flat_map(BlockTensors::iter) {
             let is_new = met.insert(&tensor.name) || tables.contains(&tensor.name.as_str());
             if !is_new || tensor.shape.is_empty() {

@@ -2,7 +2,7 @@
 //! share.
 
 use super::families::Names;
-use crate::kernels::{Activation, ProblemType, Rotary};
+use crate::kernels::{Activation, LongRope, ProblemType, Rotary, RotaryScaling, Yarn};
 
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -41,6 +41,14 @@ pub enum Head {
 }
 
 impl Head {
+    /// The number of scores of a head of classes.
+    pub fn labels(&self) -> Option<usize> {
+        match *self {
+            Head::Classes { labels, .. } | Head::TokenClasses { labels } => Some(labels),
+            Head::Tokens | Head::Masked => None,
+        }
+    }
+
     /// The number of labels that a sequence may have at once, if it may have several.
     pub(crate) fn label_set(self) -> Option<usize> {
         match self {
@@ -94,7 +102,7 @@ pub struct Shape {
     pub intermediate: usize,
     /// Tokens of the vocabulary.
     pub vocabulary: usize,
-    /// The most positions of a sequence.
+    /// The positions of a sequence, without a scaling of rotary positions for longer ones.
     pub positions: usize,
     /// With a table of positions: its unused rows before the first position. `None`: no table.
     pub learned_positions: Option<usize>,
@@ -150,6 +158,40 @@ impl Shape {
     /// Positions of the largest tile of attention on any device: chunks are of whole tiles.
     pub const CHUNK_TILE: usize = 128;
 
+    /// The most positions of any model.
+    pub(crate) const POSITION_LIMIT: usize = 1 << 20;
+
+    /// The most positions of a sequence: those of the model, or, if its rotary positions are
+    /// stretched, `factor` times those that it was trained with. The other kinds (Llama 3's,
+    /// LongRoPE), and models whose layers have rotary positions by their kind, count the longer
+    /// sequences in `positions` already.
+    pub fn most_positions(&self) -> usize {
+        let is_one_kind = self.window_rotary.is_none();
+        let scaling = self.rotary.filter(|_| is_one_kind).map(|rotary| rotary.scaling);
+        let (trained, factor) = match scaling {
+            Some(RotaryScaling::Linear(factor) | RotaryScaling::Dynamic { factor, .. }) => {
+                (self.positions, factor)
+            }
+            Some(RotaryScaling::Yarn(Yarn { factor, positions, .. })) => (positions, factor),
+            _ => (self.positions, 1.0),
+        };
+        let stretched = (trained as f64 * f64::from(factor)) as usize;
+        stretched.min(Shape::POSITION_LIMIT).max(self.positions)
+    }
+
+    /// The number of positions beyond which a text that is generated is read anew; `None`: it never
+    /// is.
+    pub(crate) fn rereads_beyond(&self) -> Option<usize> {
+        match self.rotary?.scaling {
+            RotaryScaling::LongRope(LongRope { positions, .. })
+                if self.names.rereads_long_texts() =>
+            {
+                Some(positions)
+            }
+            _ => None,
+        }
+    }
+
     /// The modules of a layer whose outputs are added to the hidden states: of attention and of the
     /// feed-forward layer.
     pub(crate) fn residual_outputs(&self, layer: usize) -> [String; 2] {
@@ -160,6 +202,24 @@ impl Shape {
     /// True when the head has a transform and a bias for each token.
     pub fn masked_head(&self) -> bool {
         self.head == Head::Masked
+    }
+
+    /// The name of the model's tensor that files of adapters have under this one: a tied head is the
+    /// embedding, and the bias of a masked head has two names.
+    pub(crate) fn name_of(&self, stored: &str) -> String {
+        match self.names.head_biases() {
+            biases if biases.iter().any(|bias| bias == stored) => self.head_bias(),
+            _ if self.tied && self.scores_vocabulary() && stored == self.names.head => {
+                self.names.embedding.into()
+            }
+            _ => stored.into(),
+        }
+    }
+
+    /// The name of the bias of a masked LM head.
+    pub fn head_bias(&self) -> String {
+        let [of_layer, own] = self.names.head_biases();
+        if self.tied { own } else { of_layer }
     }
 
     /// True when the head scores the tokens of the vocabulary.

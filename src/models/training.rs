@@ -2,11 +2,11 @@
 
 use l2l_actors::schedule::BlockId;
 
-use super::adapters::{self, Adapters};
-use super::block::TransformerBlock;
+use super::adapters;
 use super::block_tensors::BlockTensors;
 use super::frozen::{Base, WeightFormat};
 use super::layer::{Kind, Tensor};
+use super::lora::Lora;
 use super::masters::MasterFormat;
 use super::model::{Model, ModelLayer, largest_block};
 use super::shape::{Head, Shape};
@@ -25,6 +25,12 @@ pub struct Training {
     pub frozen: Vec<String>,
     /// Adapters.
     pub lora: Option<Lora>,
+    /// True: the embedding that is trained beside adapters is still the head's table, as with
+    /// PEFT's `ensure_weight_tying`. False: the tables part, as in PEFT.
+    pub keeps_tied: bool,
+    /// Names of tensors that were trained beside adapters that were read. They are trained, too, in
+    /// place of the head of classes.
+    pub saved: Vec<String>,
     /// How frozen weights are stored.
     pub base: Base,
     /// The device's dtype.
@@ -35,63 +41,40 @@ pub struct Training {
     pub relu_density: Option<f64>,
 }
 
-/// Low-rank adapters (Hu et al. 2021) of a model's products.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Lora {
-    /// r.
-    pub rank: usize,
-    /// The output of an adapter is multiplied by alpha ÷ r.
-    pub alpha: f64,
-    /// True: the factor is alpha ÷ √r (Kalajdzievski 2023).
-    pub rank_stabilised: bool,
-    /// Probability of dropout of an adapter's input.
-    pub dropout: f32,
-    /// Patterns of modules: parts of names, or names with `*`. `all-linear`: all.
-    pub targets: Vec<String>,
-}
-
-impl Lora {
-    /// The factor of an adapter's output.
-    pub fn scale(&self) -> f64 {
-        let rank = self.rank as f64;
-        self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
-    }
-
-    /// Whether a module gets an adapter.
-    pub(crate) fn targets(&self, module: &str) -> bool {
-        self.targets.iter().any(|target| target == ALL_LINEAR) || self.names(module)
-    }
-
-    fn names(&self, module: &str) -> bool {
-        self.targets.iter().any(|target| matches(target, module))
-    }
-
-    /// The adapters of a layer with these modules, if any of them is a target.
-    fn adapters(&self, mut modules: Vec<String>) -> Option<Adapters> {
-        modules.retain(|name| self.targets(name));
-        let rank = self.rank;
-        let scale = self.scale() as f32;
-        let dropout = self.dropout;
-        (!modules.is_empty()).then_some(Adapters { rank, scale, dropout, modules })
-    }
-}
-
 impl Training {
+    /// Whether the head of a tied model gets a table of its own. In PEFT, a module that is trained
+    /// beside adapters is a copy. So a trained embedding does not move the head, nor a trained head
+    /// the embedding.
+    pub(crate) fn unties(&self, shape: &Shape) -> bool {
+        let names = |patterns: &[String], table: &str| {
+            patterns.iter().any(|pattern| pattern == "weight" || matches(pattern, table))
+        };
+        let trains = |table: &str| {
+            let is_saved = self.saved.iter().any(|name| name == table);
+            (is_saved || names(&self.only, table)) && !names(&self.frozen, table)
+        };
+        self.lora.is_some()
+            && !self.keeps_tied
+            && shape.tied
+            && shape.scores_vocabulary()
+            && (trains(shape.names.embedding) || trains(shape.names.head))
+    }
+
     /// The transform of a head of classes, if a target names it and it is not trained as a whole.
     fn adapted_transform(&self, shape: &Shape) -> Option<String> {
         let is_of_sequences = matches!(shape.head, Head::Classes { .. });
         let lora = self.lora.as_ref().filter(|_| is_of_sequences)?;
         let module = Some(shape.names.class_dense).filter(|module| !module.is_empty())?;
         let weight = format!("{module}.weight");
-        let is_trained = self.only.iter().any(|pattern| matches(pattern, &weight));
+        let is_trained = self.beside().any(|pattern| matches(pattern, &weight));
         (lora.names(module) && !is_trained).then(|| module.into())
     }
-}
 
-/// The target for all products of transformer blocks, and the transform of a masked head. The
-/// transform of a head of classes gets an adapter only if a target names it. Otherwise it is
-/// trained with the head.
-const ALL_LINEAR: &str = "all-linear";
+    /// Patterns of the tensors that are trained, beside adapters or instead of all.
+    fn beside(&self) -> impl Iterator<Item = &String> {
+        self.only.iter().chain(&self.saved)
+    }
+}
 
 /// Whether a pattern names a tensor or a module. A pattern with `*` must match the whole name, and
 /// `*` matches any text. A pattern without `*` must be among the name's parts, which dots separate.
@@ -126,11 +109,15 @@ pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
 }
 
 impl Model {
-    /// A model of this shape, of which some tensors are trained.
+    /// A model of this shape, of which some tensors are trained. Its head is tied to its embedding
+    /// if the shape's is, and neither is trained beside adapters.
     ///
     /// # Errors
     /// A pattern names nothing, nothing is trained, or adapters do not fit the model.
     pub fn for_training(shape: Shape, training: &Training) -> Result<Model, Error> {
+        let shape = Shape { tied: shape.tied && !training.unties(&shape), ..shape };
+        let saved = training.saved.iter().map(|name| shape.name_of(name)).collect();
+        let training = &Training { saved, ..training.clone() };
         let adapters = |modules| training.lora.as_ref().and_then(|lora| lora.adapters(modules));
         let of_classes = || adapters(training.adapted_transform(&shape).into_iter().collect());
         let of_tiles = |tile_elements| {
@@ -166,7 +153,8 @@ impl Model {
     }
 
     fn freeze_tensors(&mut self, training: &Training) -> Result<(), Error> {
-        let &Training { ref only, ref frozen, ref lora, base, dtype, masters, .. } = training;
+        let &Training { ref only, ref frozen, ref lora, ref saved, base, .. } = training;
+        let &Training { dtype, masters, .. } = training;
         for block in &mut self.blocks {
             *block = std::mem::take(block).with_masters(masters);
         }
@@ -178,6 +166,7 @@ impl Model {
         }
         self.check_patterns("train.only", only)?;
         self.check_patterns("train.frozen", frozen)?;
+        self.check_patterns(adapters::SAVED, saved)?;
         let classes = self.layers.iter().zip(&self.layer_blocks);
         let classes = classes.filter(|(layer, _)| matches!(layer, ModelLayer::Classes(_)));
         let classes: Vec<usize> =
@@ -191,13 +180,15 @@ impl Model {
             let is_named = |patterns: &[String], tensor: &Tensor| {
                 patterns.iter().any(|pattern| matches_tensor(pattern, tensor))
             };
+            let has_own = !only.is_empty() || !saved.is_empty();
             *block = block.with_trained(|tensor| {
                 let by_default = match lora {
-                    Some(_) => only.is_empty() && classes.contains(&index) && !adapts(tensor),
+                    Some(_) => !has_own && classes.contains(&index) && !adapts(tensor),
                     None => only.is_empty(),
                 };
                 let is_adapter = lora.is_some() && adapters::is_of_adapter(&tensor.name);
-                (is_adapter || by_default || is_named(only, tensor)) && !is_named(frozen, tensor)
+                let is_beside = is_named(only, tensor) || saved.contains(&tensor.name);
+                (is_adapter || by_default || is_beside) && !is_named(frozen, tensor)
             });
             *block = std::mem::take(block).with_base(base, dtype);
         }
@@ -259,7 +250,7 @@ impl Model {
     }
 
     /// All tensors. The name of a table occurs once in each tile of the vocabulary.
-    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.blocks.iter().flat_map(BlockTensors::iter)
     }
 
@@ -276,55 +267,6 @@ impl Model {
         all
     }
 
-    /// Refuses targets that name no module, and ranks above the size of a module.
-    fn check_adapters(&self, lora: &Lora) -> Result<(), Error> {
-        let linear = self.linear_modules();
-        let mut names: Vec<String> = Vec::new();
-        for (name, ..) in &linear {
-            let last = name.rsplit('.').next().unwrap_or(name);
-            if !names.iter().any(|known| known == last) {
-                names.push(last.into());
-            }
-        }
-        if lora.targets.is_empty() {
-            let what =
-                format_args!("is empty: name some of {}, or {ALL_LINEAR:?}", names.join(", "));
-            return Err(Error::config("train.lora.targets", what));
-        }
-        for target in lora.targets.iter().filter(|target| *target != ALL_LINEAR) {
-            if !linear.iter().any(|(name, ..)| matches(target, name)) {
-                let what = no_match(target, &names);
-                return Err(Error::config("train.lora.targets", what));
-            }
-        }
-        let limit = linear.iter().filter(|(name, ..)| lora.targets(name));
-        let limit = limit.min_by_key(|(_, inputs, outputs)| *inputs.min(outputs));
-        match limit {
-            Some((name, inputs, outputs)) if lora.rank > *inputs.min(outputs) => {
-                let what = format_args!(
-                    "is {}, and {name} is a matrix of {outputs} × {inputs}: at most {}",
-                    lora.rank,
-                    inputs.min(outputs)
-                );
-                Err(Error::config("train.lora.rank", what))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// The modules that can have adapters: name, inputs and outputs.
-    pub(crate) fn linear_modules(&self) -> Vec<(String, usize, usize)> {
-        let Shape { names, hidden, layers, .. } = self.shape;
-        let blocks = (0..layers).map(|number| TransformerBlock::new(0, number, self.shape));
-        let of_head = match self.shape.head {
-            Head::Masked => Some(names.transform),
-            Head::Classes { .. } => Some(names.class_dense).filter(|name| !name.is_empty()),
-            Head::Tokens | Head::TokenClasses { .. } => None,
-        };
-        let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));
-        blocks.flat_map(|block| block.linear_modules()).chain(of_head).collect()
-    }
-
     pub(crate) fn adapted_modules(&self) -> impl Iterator<Item = &str> {
         self.tensors().filter_map(|tensor| tensor.name.strip_suffix(adapters::ENDS[0]))
     }
@@ -339,7 +281,7 @@ fn no_base(why: &str) -> Error {
     Error::config("train.base", problem)
 }
 
-fn no_match(pattern: &str, modules: &[String]) -> String {
+pub(super) fn no_match(pattern: &str, modules: &[String]) -> String {
     const SHOWN: usize = 24;
     let shown = modules[..modules.len().min(SHOWN)].join(", ");
     let more = if modules.len() > SHOWN { ", …" } else { "" };

@@ -128,7 +128,7 @@ impl Plan {
         steps.extend((share.ranks > 1).then_some(evaluate));
         let dtype = config.device.dtype;
         let cache = room.map(|room| KvCache::new(model, room, dtype)).transpose()?;
-        steps.extend(room.into_iter().flat_map(Room::steps));
+        steps.extend(room.into_iter().flat_map(|room| room.steps(model)));
         let spec = PlanSpec::new(config, model, Some(rule), &steps, share);
         PlanSpec { cache, ..spec }.plan()
     }
@@ -150,7 +150,7 @@ impl Plan {
     /// # Errors
     /// As [`new`](Plan::new).
     pub fn of_generation(config: &Config, model: &Model, room: Room) -> Result<Plan, Error> {
-        let steps = &room.steps();
+        let steps = &room.steps(model);
         let spec = PlanSpec::new(config, model, None, steps, RankShare::WHOLE);
         let cache = Some(KvCache::new(model, room, config.device.dtype)?);
         PlanSpec { cache, ..spec }.plan()

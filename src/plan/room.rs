@@ -19,15 +19,22 @@ pub struct Room {
 }
 
 impl Room {
-    /// The two largest steps: the first one reads whole prompts, and the last one has the most
+    /// The most tokens of a text that are read at once: those of the longest prompt, or those of a
+    /// text that is read anew because it gets long for the model.
+    pub(crate) fn longest_read(self, model: &Model) -> usize {
+        let beyond = model.shape.rereads_beyond().filter(|&beyond| beyond < self.tokens);
+        beyond.map_or(self.prompt, |beyond| self.prompt.max(beyond + 1))
+    }
+
+    /// The two largest steps: the first one reads whole texts, and the last one has the most
     /// cached positions.
-    pub(super) fn steps(self) -> [StepShape; 2] {
-        let Room { prompts: sequences, prompt, tokens } = self;
+    pub(super) fn steps(self, model: &Model) -> [StepShape; 2] {
+        let Room { prompts: sequences, tokens, .. } = self;
         let step = |positions, cached| {
             let purpose = Purpose::Generate { cached };
             StepShape { sequences, positions, purpose }
         };
-        [step(prompt, 0), step(1, tokens.saturating_sub(1))]
+        [step(self.longest_read(model), 0), step(1, tokens.saturating_sub(1))]
     }
 
     /// Refuses a room that does not fit a model.
@@ -36,7 +43,7 @@ impl Room {
             return Err(Error::argument("tokens are drawn from models that predict the next one"));
         }
         let Room { prompts, prompt, tokens } = self;
-        let positions = model.shape.positions;
+        let positions = model.shape.most_positions();
         if tokens > positions {
             return Err(Error::argument(format_args!(
                 "a prompt of {prompt} tokens and what is to come behind it are {tokens}: the model \

@@ -8,4 +8,4 @@ mod weights;
 pub(crate) use model::{freeze_own, label_names};
 pub use model::{model_of, training_of};
 pub use shape::{largest_shape_of, shape_of};
-pub(crate) use weights::{load_adapters, load_base};
+pub(crate) use weights::{check_missing, load_first};

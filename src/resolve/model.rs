@@ -1,5 +1,6 @@
 //! The model that a config names, and what of it is trained.
 
+use super::shape_of;
 use crate::config::{Config, Labels, LoraConfig, TrainConfig};
 use crate::error::Error;
 use crate::hf;
@@ -15,25 +16,30 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
         only: only.clone(),
         frozen: frozen.clone(),
         lora: None,
+        keeps_tied: false,
+        saved: Vec::new(),
         base: *base,
         dtype: config.device.dtype,
         masters: config.master_format()?,
         relu_density: config.stash.relu_density,
     };
     let Some(lora) = lora else { return Ok(training) };
-    let LoraConfig { rank, alpha, rank_stabilised, dropout, targets, path } = lora;
+    let LoraConfig { rank, alpha, rank_stabilised, dropout, targets, path, .. } = lora;
     let mut adapters = match path {
         None => Lora {
             rank: rank.unwrap_or(8),
             alpha: alpha.unwrap_or(16.0),
+            rank_pattern: lora.rank_pattern.clone().unwrap_or_default(),
+            alpha_pattern: lora.alpha_pattern.clone().unwrap_or_default(),
             rank_stabilised: *rank_stabilised,
             dropout: 0.0,
             targets: targets.clone().unwrap_or_else(|| vec!["all-linear".into()]),
         },
         Some(path) => {
-            let (adapters, saved) = hf::read_lora(path)?;
-            training.only.extend(saved);
-            adapters
+            let hf::SavedAdapters { lora, saved } = hf::read_lora(path)?;
+            training.saved = saved;
+            training.keeps_tied = hf::keeps_tied(path)?;
+            lora
         }
     };
     adapters.dropout = *dropout;
@@ -49,19 +55,11 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
     if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
         hf::check_format(path)?;
     }
-    Model::for_training(shape, &training_of(config)?).map_err(|error| {
-        let adapters = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref());
-        match (error, adapters) {
-            // The config did not set this key, so the value comes from the adapters.
-            (Error::Config { key, problem }, Some(path))
-                if key.starts_with("train.lora") || config.train.only.is_empty() =>
-            {
-                let file = path.join(hf::ADAPTER_CONFIG);
-                Error::bad_model(file.display(), format_args!("{key} {problem}"))
-            }
-            (error, _) => error,
-        }
-    })
+    let model = Model::for_training(shape, &training_of(config)?);
+    match config.train.adapters() {
+        Some(path) => model.map_err(|error| hf::refused_adapters(path, error)),
+        None => model,
+    }
 }
 
 /// Freezes what a config does not train of a model that the program built by itself.
@@ -83,10 +81,7 @@ pub(crate) fn freeze_own(config: &Config, model: &mut Model) -> Result<(), Error
 /// # Errors
 /// The config names the model's own classes in another order.
 pub(crate) fn label_names(config: &Config) -> Result<Vec<String>, Error> {
-    let own = match &config.model.path {
-        Some(path) => hf::label_names(&hf::read_config(path)?),
-        None => Vec::new(),
-    };
+    let own = own_label_names(config)?;
     let Some(Labels::Names(names)) = &config.model.labels else { return Ok(own) };
     let sorted = |names: &Vec<String>| {
         let mut names = names.clone();
@@ -101,4 +96,18 @@ pub(crate) fn label_names(config: &Config) -> Result<Vec<String>, Error> {
         ));
     }
     Ok(names.clone())
+}
+
+/// The names of the classes in the model's directory, or in that of adapters which bring the head.
+fn own_label_names(config: &Config) -> Result<Vec<String>, Error> {
+    let of_model = match &config.model.path {
+        Some(path) => hf::label_names(&hf::read_config(path)?),
+        None => Vec::new(),
+    };
+    let Some(adapters) = config.train.adapters() else { return Ok(of_model) };
+    let of_adapters = hf::labels(adapters);
+    let named = [of_adapters, of_model].into_iter().find(|names| !names.is_empty());
+    // Adapters may bring a head of more or fewer classes than the model's.
+    let labels = shape_of(config)?.head.labels();
+    Ok(named.filter(|names| Some(names.len()) == labels).unwrap_or_default())
 }

@@ -56,25 +56,47 @@ fn is_set(config: &Config, key: &str) -> bool {
     key.strip_prefix("model.").is_some_and(|key| !all[key].is_null())
 }
 
-/// The shape of the preset or directory, with the config's sizes.
-fn resolve(config: &Config) -> Result<Shape, Error> {
+/// The shape of the preset or directory that the config names, with the head of its adapters.
+fn named(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
+    let adapters = config.train.adapters();
     let preset = model.preset.as_deref().unwrap_or("gpt-small");
     let mut shape = match &model.path {
         Some(path) if !path.exists() => {
+            let given = path.display().to_string();
+            if let Some(adapters) = adapters.filter(|one| hf::base_of(one).as_ref() == Some(path)) {
+                let what = format_args!(
+                    "base_model_name_or_path is {given:?}, and there is no such directory: set \
+                     model.path to the directory of that model"
+                );
+                return Err(Error::bad_model(adapters.display(), what));
+            }
             let problem = format_args!(
-                "is {:?}: there is no such directory (models are read from directories; nothing is \
-                 downloaded)",
-                path.display().to_string()
+                "is {given:?}: there is no such directory (models are read from directories; \
+                 nothing is downloaded)"
             );
             return Err(Error::config("model.path", problem));
         }
-        Some(path) => hf::read_shape(path)?,
+        Some(path) => {
+            let shape = hf::read_shape(path)?;
+            let has_own_head = !model.random_weights && hf::has_own_head(path, &shape);
+            Shape { tied: shape.tied && !has_own_head, ..shape }
+        }
         None => families::preset(preset).ok_or_else(|| {
             let known = families::PRESETS.join(", ");
             Error::config("model.preset", format_args!("is {preset:?}: known presets are {known}"))
         })?,
     };
+    if let Some(adapters) = adapters {
+        shape.head = hf::adapters_head(adapters, &shape)?;
+    }
+    Ok(shape)
+}
+
+/// The shape of the preset or directory, with the config's sizes.
+fn resolve(config: &Config) -> Result<Shape, Error> {
+    let model = &config.model;
+    let mut shape = named(config)?;
     let heads_before = shape.heads;
     if model.path.is_some() && model.kv_heads.is_some() {
         return Err(Error::config(
@@ -200,6 +222,13 @@ fn problem_type(config: &Config, own: Head, labels: usize) -> Result<ProblemType
             ),
         ));
     }
+    // Adapters that bring a head say what it predicts.
+    if let Head::Classes { labels: of_own, problem } = own
+        && of_own == labels
+        && config.train.lora.as_ref().is_some_and(|lora| lora.path.is_some())
+    {
+        return Ok(problem);
+    }
     let usual = ProblemType::of_labels(labels);
     let Some(path) = &config.model.path else { return Ok(usual) };
     let source = hf::read_config(path)?;
@@ -224,8 +253,12 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
         ("heads", heads, 1 << 11),
         ("intermediate", intermediate, 1 << 22),
         ("vocabulary", vocabulary, 1 << 24),
-        ("positions", shape.learned_positions.unwrap_or(0).saturating_add(positions), 1 << 20),
-        ("positions", positions, 1 << 20),
+        (
+            "positions",
+            shape.learned_positions.unwrap_or(0).saturating_add(positions),
+            Shape::POSITION_LIMIT,
+        ),
+        ("positions", positions, Shape::POSITION_LIMIT),
         ("token_types", shape.token_types.max(1), 256),
     ];
     for (name, size, most) in sizes {

@@ -1,40 +1,81 @@
 //! The weights that a config's model begins with.
 
-use std::path::PathBuf;
-
 use crate::config::{Config, ModelConfig};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf::{self, Load, Sealed};
-use crate::models::Model;
+use crate::models::{BlockTensors, Model};
 
-/// The directory that a config's adapters come from.
-fn adapters_path(config: &Config) -> Option<&PathBuf> {
-    config.train.lora.as_ref().and_then(|lora| lora.path.as_ref())
-}
-
-/// Fills the EPS with random numbers, and over them the weights of the directory that the config
-/// names. Returns the names of tensors that the directory does not have. Seals of that directory
-/// and of the adapters' are checked before, unless the config allows changed files.
+/// Fills the EPS with random numbers, over them the weights of the directory that the config
+/// names, and over these the adapters that it names. Returns the names of tensors that neither
+/// directory has. Seals of the directories are checked before, unless the config allows changed
+/// files.
 ///
 /// # Errors
 /// A directory is not as its seal says, or its weights are not those of the model.
-pub(crate) fn load_base(
+pub(crate) fn load_first(
     config: &Config,
     model: &Model,
     eps: &Eps,
     how: Load,
 ) -> Result<Vec<String>, Error> {
-    let ModelConfig { path, random_weights, unsealed, .. } = &config.model;
-    let path = path.as_ref().filter(|_| !random_weights);
-    let mut directories = path.into_iter().chain(adapters_path(config)).filter(|_| !unsealed);
-    directories.try_for_each(|directory| hf::check_seal(directory, Sealed::Model))?;
-    eps.randomise(model, config.step.seed)?;
-    path.map_or(Ok(Vec::new()), |path| hf::load(path, model, eps, how))
+    let Some(adapters) = config.train.adapters() else {
+        return load_base(config, model, eps, how, &[]);
+    };
+    if !config.model.unsealed {
+        hf::check_seal(adapters, Sealed::Model)?;
+    }
+    let saved = hf::saved_tensors(adapters)?;
+    let saved: Vec<String> = saved.iter().map(|name| model.shape.name_of(name)).collect();
+    let missing = load_base(config, model, eps, how, &saved)?;
+    hf::load_adapters(adapters, &saved, model, eps, Load::to_use(!config.model.unsealed))?;
+    Ok(missing)
 }
 
-/// Reads the adapters that the config names into the EPS, if it names any.
-pub(crate) fn load_adapters(config: &Config, model: &Model, eps: &Eps) -> Result<(), Error> {
-    let Some(path) = adapters_path(config) else { return Ok(()) };
-    hf::load_adapters(path, model, eps, Load::to_use(!config.model.unsealed))
+/// Fills the EPS as [`load_first`], but without adapters. Tensors that adapters bring later
+/// (`brought`) are not read.
+fn load_base(
+    config: &Config,
+    model: &Model,
+    eps: &Eps,
+    how: Load,
+    brought: &[String],
+) -> Result<Vec<String>, Error> {
+    let ModelConfig { path, random_weights, unsealed, .. } = &config.model;
+    let path = path.as_ref().filter(|_| !random_weights);
+    if let Some(path) = path.filter(|_| !unsealed) {
+        hf::check_seal(path, Sealed::Model)?;
+    }
+    eps.randomise(model, config.step.seed)?;
+    path.map_or(Ok(Vec::new()), |path| hf::load(path, model, eps, how, brought))
+}
+
+/// Refuses tensors that the model's directory does not have (`missing`) and that a run with
+/// adapters would not train: they would stay random, and no checkpoint of adapters would have them.
+///
+/// # Errors
+/// The names of these tensors.
+pub(crate) fn check_missing(
+    config: &Config,
+    model: &Model,
+    missing: &[String],
+) -> Result<(), Error> {
+    let is_trained = |name: &String| {
+        let mut trained = model.blocks.iter().flat_map(BlockTensors::trained);
+        trained.any(|tensor| tensor.name == *name)
+    };
+    let lost: Vec<&str> =
+        missing.iter().filter(|name| !is_trained(name)).map(|name| &name[..]).collect();
+    let Some(path) = config.model.path.as_ref().filter(|_| !lost.is_empty()) else { return Ok(()) };
+    if config.train.lora.is_none() {
+        return Ok(()); // Its checkpoints have all tensors.
+    }
+    let what = format_args!(
+        "it lacks {}, which would begin at random and not be trained, and a checkpoint of adapters \
+         has what is trained alone: name {} in train.only, or set model.path to a model that has \
+         it",
+        lost.join(", "),
+        if lost.len() == 1 { "it" } else { "them" }
+    );
+    Err(Error::bad_model(path.display(), what))
 }

@@ -91,9 +91,18 @@ impl Exporter {
     }
 }
 
+/// The address in `metrics.listen`. The host `localhost` is the loopback address. Without a host,
+/// as in `:9464`, it is the loopback address, too, or all addresses of a public listener.
 fn address(listen: &str, public: bool) -> Result<SocketAddr, Error> {
-    let Ok(address) = listen.parse::<SocketAddr>() else {
-        let problem = format_args!("is {listen:?}: write an address such as 127.0.0.1:9464");
+    let host_and_port = match listen.rsplit_once(':') {
+        Some(("", port)) if public => format!("0.0.0.0:{port}"),
+        Some(("" | "localhost", port)) => format!("127.0.0.1:{port}"),
+        _ => listen.to_string(),
+    };
+    let Ok(address) = host_and_port.parse::<SocketAddr>() else {
+        let problem = format_args!(
+            "is {listen:?}: write an address and a port, such as 127.0.0.1:9464, or :9464"
+        );
         return Err(Error::config("metrics.listen", problem));
     };
     if !address.ip().is_loopback() && !public {
@@ -104,4 +113,22 @@ fn address(listen: &str, public: bool) -> Result<SocketAddr, Error> {
         return Err(Error::config("metrics.listen", problem));
     }
     Ok(address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_may_leave_the_host_out() {
+        let of = |listen, public| address(listen, public).ok().map(|address| address.to_string());
+        let loopback = Some("127.0.0.1:9464".to_string());
+        assert_eq!(of("localhost:9464", false), loopback);
+        assert_eq!(of(":9464", false), loopback);
+        assert_eq!(of(":9464", true), Some("0.0.0.0:9464".into()));
+        assert_eq!(of("[::1]:9464", false), Some("[::1]:9464".into()));
+        for refused in ["9464", ":", "host:9464", "0.0.0.0:9464"] {
+            assert_eq!(of(refused, false), None, "{refused}");
+        }
+    }
 }

@@ -62,6 +62,9 @@ impl Summary {
             "bytes_downloaded": self.bytes_downloaded,
             "pinned_bytes": self.pinned_bytes,
         });
+        if self.skipped > 0 {
+            event["skipped_steps"] = json!(self.skipped);
+        }
         if let Some(link) = link {
             event["link"] = json!(link);
         }

@@ -425,6 +425,7 @@ impl Trainer {
             }
             Summary {
                 steps: progress.step,
+                skipped: progress.skipped,
                 seconds: begin.elapsed().as_secs_f64(),
                 visits,
                 bytes_uploaded: moved.upload,

@@ -2,6 +2,7 @@
 //! update. A checkpoint that was begun is completed even if no future waits for it.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use l2l_actors::schedule::{BlockId, Version};
@@ -9,7 +10,7 @@ use l2l_actors::work::Lane;
 use tokio::task::JoinHandle;
 
 use super::Trainer;
-use crate::checkpoint::{self, Draft, Identity, Progress};
+use crate::checkpoint::{self, Draft, Identity, Keeper, Progress};
 use crate::eps::{Eps, Saving};
 use crate::error::Error;
 use crate::folder;
@@ -41,10 +42,21 @@ impl Trainer {
     /// # Errors
     /// The ring failed, or the checkpoint before could not be written.
     pub async fn begin_checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
+        self.begin_kept_checkpoint(directory, None).await
+    }
+
+    /// Begins a checkpoint in the keeper's directory. The thread that writes it keeps the
+    /// directory's lock, so that no other run writes there, even if this trainer is dropped.
+    pub(super) async fn begin_kept_checkpoint(
+        &mut self,
+        directory: &Path,
+        keeper: Option<Arc<Keeper>>,
+    ) -> Result<(), Error> {
         self.end_checkpoint().await?;
         self.refresh();
         let writing = Writing {
             directory: directory.to_path_buf(),
+            keeper,
             before: self.last_checkpoint.take(),
             // A folder that is removed later is not made again.
             makes_folder: !folder::parent(directory).is_dir(),
@@ -102,6 +114,8 @@ impl Trainer {
 /// The inputs of a checkpoint, which is written on a thread of its own.
 struct Writing {
     directory: PathBuf,
+    /// The lock of the folder above, which is freed when the checkpoint is complete.
+    keeper: Option<Arc<Keeper>>,
     /// A complete checkpoint, to whose files unchanged files can be links.
     before: Option<PathBuf>,
     /// True if the folder above must be made.
@@ -153,6 +167,7 @@ impl Writing {
             }
             Err(_) => status.checkpoint_failures += 1,
         }
+        drop(self.keeper);
         written
     }
 

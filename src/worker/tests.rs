@@ -301,7 +301,7 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
         max_layers: model.layers.len() as u32,
         max_micro_batches: plan.batch.micro_batches.len() as u32,
         deferred: plan.deferred(),
-        watchdog: patience,
+        watchdog: patience.map(Into::into),
         inject: None,
     };
     let mut relay = Relay::start(config, lanes);

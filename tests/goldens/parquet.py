@@ -14,6 +14,9 @@ RECORDS = [
     {"id": 1, "messages": [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]},
     {"id": 2, "messages": [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "1,80 m"}]},
     {"id": 3, "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi!"}]},
+    {"id": 4, "tools": [{"type": "function", "function": {"name": "sum", "about": "Adds."}}],
+     "messages": [{"role": "user", "content": "1 + 2?"},
+                  {"role": "assistant", "content": "", "tool_calls": [{"name": "sum", "arguments": {"y": 1, "x": 2.5}}]}]},
 ]
 
 folder = Path(__file__).parent / "records"

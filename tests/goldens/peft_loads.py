@@ -11,22 +11,42 @@ import sys
 import peft
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+KINDS = {
+    "CausalLM": AutoModelForCausalLM,
+    "LMHeadModel": AutoModelForCausalLM,
+    "MaskedLM": AutoModelForMaskedLM,
+    "SequenceClassification": AutoModelForSequenceClassification,
+    "TokenClassification": AutoModelForTokenClassification,
+}
 
 
-def main(base, checkpoint, merged):
-    task = json.loads((pathlib.Path(checkpoint) / "adapter_config.json").read_text())["task_type"]
-    kind = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
-    kind = kind.get(task, AutoModelForMaskedLM)
-    plain, merged = (kind.from_pretrained(path, attn_implementation="eager").eval() for path in (base, merged))
+def compare(base, checkpoint, merged):
+    """How far the adapters move logits, and how far the merged weights are from that."""
+    described = AutoConfig.from_pretrained(checkpoint)
+    kind = next(kind for end, kind in KINDS.items() if described.architectures[0].endswith(end))
+    # A head that the base model lacks begins at random here, and comes from the checkpoint.
+    plain = kind.from_pretrained(base, config=described, attn_implementation="eager").eval()
+    merged, info = kind.from_pretrained(merged, attn_implementation="eager", output_loading_info=True)
+    assert not any(info.values()), info
     ids = torch.randint(2, plain.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    for model in plain, merged:
+        model.config.pad_token_id = 1  # batches of decoders' sequences need one
     with torch.no_grad():
         before = plain(input_ids=ids).logits
         adapted = peft.PeftModel.from_pretrained(plain, checkpoint).eval()(input_ids=ids).logits
-        off = float((merged(input_ids=ids).logits - adapted).abs().max())
-    print(f"adapters move logits by up to {float((adapted - before).abs().max()):.3g}; "
-          f"merged weights differ from them by up to {off:.1e}")
+        off = float((merged.eval()(input_ids=ids).logits - adapted).abs().max())
     assert off < 1e-4 * max(1.0, float(adapted.abs().max())), transformers.__version__
+    return float((adapted - before).abs().max()), off
+
+
+def main(base, checkpoint, merged):
+    moved, off = compare(base, checkpoint, merged)
+    print(f"adapters move logits by up to {moved:.3g}; merged weights differ from them by up to {off:.1e}")
 
 
 if __name__ == "__main__":

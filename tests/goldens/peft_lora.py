@@ -35,6 +35,14 @@ CASES = {
     "distilbert-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
     "bert-classes-linear": dict(r=3, lora_alpha=6, target_modules=ALL, task_type="SEQ_CLS"),
     "opt": dict(r=3, lora_alpha=4, target_modules=["q_proj", "k_proj", "out_proj", "fc1", "fc2"]),
+    # Ranks and alphas by module, and adapters of some modules alone.
+    "llama-patterns": dict(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj", "o_proj"], use_rslora=True,
+                           rank_pattern={"q_proj": 2, r"^model\.layers\.[12]\.mlp\.up_proj": 7},
+                           alpha_pattern={r"layers\.1\..*_proj": 9, "v_proj": 3.5}),
+    "bert-patterns": dict(r=3, lora_alpha=6, target_modules=ALL, rank_pattern={"intermediate.dense": 5, "query": 1},
+                          alpha_pattern={"cls.predictions.transform.dense": 1.5}),
+    "qwen2-layers": dict(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"], layers_to_transform=[1],
+                         layers_pattern="layers", exclude_modules=["q_proj"]),
 }
 
 
@@ -43,7 +51,9 @@ def main():
     for number, (case, settings) in enumerate(CASES.items()):
         if sys.argv[1:] and case not in sys.argv[1:]:
             continue
-        name = case.removesuffix("-linear")
+        name = case
+        for end in ("-linear", "-patterns", "-layers"):
+            name = name.removesuffix(end)
         torch.manual_seed(100 + number)
         is_causal = name in CAUSAL or name == "tied"
         kind = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM

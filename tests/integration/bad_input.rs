@@ -114,6 +114,8 @@ fn shapes_and_budgets() {
     refused(&folder, turns, &["step.micro_batch larger"]);
     refused(&folder, "watchdog.seconds = 1e20", &["watchdog.seconds must be at most"]);
     refused(&folder, "optimizer.epsilon = 1e-50", &["optimizer.epsilon must be"]);
+    let rises = "optimizer = { learning_rate = 1e-4, min_learning_rate = 1e-2 }";
+    refused(&folder, rises, &["optimizer.min_learning_rate must be at most"]);
     refused(&folder, "[step]\nbach = 1", &["config.toml", "line 2", "did you mean step.batch?"]);
 }
 
@@ -415,8 +417,8 @@ fn configs_of_other_families() {
     let cases: [(&str, Change, &str); 21] = [
         (
             "llama",
-            |c| c["rope_parameters"]["rope_type"] = json!("yarn"),
-            "known are default, linear",
+            |c| c["rope_parameters"]["rope_type"] = json!("ntk"),
+            "known are default, linear, dynamic",
         ),
         ("llama", |c| c["rope_parameters"]["rope_type"] = json!(7), "rope_type is 7"),
         (
@@ -435,7 +437,7 @@ fn configs_of_other_families() {
         ),
         ("qwen2", |c| c["layer_types"] = json!(["full_attention"]), "a list of 2 kinds"),
         ("bert", |c| c["type_vocab_size"] = json!(u64::MAX), "model.token_types is"),
-        ("bert", |c| c["tie_word_embeddings"] = json!(false), "only true is built"),
+        ("bert", |c| c["tie_word_embeddings"] = json!(1), "must be true or false"),
         ("opt", |c| c["do_layer_norm_before"] = json!(false), "Take another size"),
         ("opt", |c| c["_remove_final_layer_norm"] = json!(true), "Take a checkpoint with one"),
         ("opt", |c| c["word_embed_proj_dim"] = json!(24), "only hidden_size, which is 42, is"),

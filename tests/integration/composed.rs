@@ -2,7 +2,7 @@
 //! whose backward is written by hand.
 
 use l2l::data::Batches;
-use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
+use l2l::kernels::{Activation, Rotary, Rows};
 use l2l::models::{
     Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Shape, Stem, Tensor,
     TransformerBlock, Value,
@@ -49,7 +49,7 @@ impl Composed for Everything {
             head_size: 4,
             causal: true,
             window: Some(4),
-            rotary: Some(Rotary { theta: 100.0, scaling: RotaryScaling::None }),
+            rotary: Some(Rotary::new(100.0)),
             dropout: 0.2,
         };
         let normed = ops.norm(x, 0, Some(1), 1e-5, false);

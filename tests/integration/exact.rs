@@ -87,6 +87,8 @@ impl Trained {
                     rank_stabilised: true,
                     dropout: 0.2,
                     targets: Some(texts(&["c_attn", "mlp.c_proj"])),
+                    rank_pattern: Some([("mlp.c_proj".into(), 5), ("h.0.mlp".into(), 2)].into()),
+                    alpha_pattern: Some([("c_attn".into(), 7.0)].into()),
                     path: None,
                 })
             },

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use l2l::hf::{Message, Tokenizer};
+use l2l::hf::{Message, RecordValue, Tokenizer};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -26,7 +26,7 @@ fn render(template: &str, messages: &[Message]) -> Result<String, String> {
     let files = [("tokenizer.json", &tokenizer[..]), ("chat_template.jinja", template.as_bytes())];
     let folder = folder_with(&files);
     let opened = Tokenizer::open(folder.path()).expect("it is read").expect("it is there");
-    opened.template()?.expect("it is there").ask(messages, &Value::Null)
+    opened.template()?.expect("it is there").ask(messages, &RecordValue::Null)
 }
 
 fn chat() -> Vec<Message> {
@@ -204,7 +204,8 @@ fn slices() {
 fn a_long_chat_is_rendered() {
     let template = include_str!("../../fuzz/corpus/template/qwen");
     let mut messages = chat();
-    messages[1].more.insert("tool_calls".into(), json!([{ "name": "f", "arguments": {} }]));
+    let calls = json!([{ "name": "f", "arguments": {} }]);
+    messages[1].more.push(("tool_calls".into(), calls.into()));
     let few = render(template, &messages).expect("it is good");
     let count = if cfg!(debug_assertions) { 500 } else { 2_000 };
     let long = vec![messages; count].concat();

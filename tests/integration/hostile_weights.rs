@@ -179,3 +179,73 @@ fn old_names_of_norms_are_read() {
 fn header_len(weights: &[u8]) -> usize {
     u64::from_le_bytes(weights[..8].try_into().expect("eight bytes")) as usize
 }
+
+const POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n";
+
+/// A clone without git-lfs has pointers in place of large files.
+#[test]
+fn pointers() {
+    for name in ["model.safetensors", "model.safetensors.index.json", "tokenizer.json"] {
+        let folder = directory("tied", |at| fs::write(at.join(name), POINTER).expect("ours"));
+        refused(&folder, &[&format!("{name}: it is a pointer of git-lfs"), "git lfs pull"]);
+    }
+    let folder = directory("tied", |at| {
+        for name in ["config.json", "model.safetensors"] {
+            fs::write(at.join(name), POINTER).expect("a directory of ours");
+        }
+    });
+    refused(&folder, &["config.json: it is a pointer of git-lfs"]);
+    let folder = tempfile::tempdir().expect("a place for files");
+    for name in ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.bin"] {
+        let path = folder.path().join(name);
+        fs::write(&path, POINTER).expect("a directory of ours");
+        let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
+            .args(["data", "--set", "model.preset=gpt-small", "--set"])
+            .arg(format!("data.train={}", path.display()))
+            .output()
+            .expect("the program runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains(&format!("{name}: it is a pointer of git-lfs")), "{error}");
+    }
+}
+
+/// Weights that another program has quantised, by `config.json` or by the names of tensors.
+#[test]
+fn quantised_weights() {
+    let with_config = |how: Value| {
+        directory("tied", |at| {
+            fs::copy(goldens("tied").join("model.safetensors"), at.join("model.safetensors"))
+                .expect("it is committed");
+            let path = at.join("config.json");
+            let text = fs::read_to_string(&path).expect("it was written");
+            let mut config: Value = serde_json::from_str(&text).expect("JSON");
+            config["quantization_config"] = how.clone();
+            fs::write(path, config.to_string()).expect("a directory of ours");
+        })
+    };
+    for (how, says) in [
+        (json!({ "quant_method": "gptq", "bits": 4 }), "quantised (gptq)"),
+        (json!({ "quant_method": "awq", "bits": 4 }), "quantised (awq)"),
+        (json!({ "load_in_4bit": true }), "quantised (bitsandbytes)"),
+        (json!({ "quant_method": "fp8" }), "quantised (fp8)"),
+    ] {
+        let folder = with_config(how);
+        refused(&folder, &["config.json: quantization_config", says, "train.base = \"nf4\""]);
+    }
+    for (end, says) in [
+        ("qweight", "GPTQ or AWQ"),
+        ("weight.absmax", "bitsandbytes"),
+        ("weight.quant_state.bitsandbytes__nf4", "bitsandbytes"),
+        ("SCB", "bitsandbytes"),
+        ("weight_scale_inv", "FP8"),
+    ] {
+        let name = format!("transformer.h.0.attn.c_attn.{end}");
+        let header =
+            json!({ &*name: { "dtype": "U8", "shape": [4], "data_offsets": [0, 4] } }).to_string();
+        let folder = directory("tied", |at| {
+            fs::write(at.join("model.safetensors"), file(&header, 4)).expect("ours");
+        });
+        refused(&folder, &[&format!("{name} is of a weight that is quantised ({says})")]);
+    }
+}

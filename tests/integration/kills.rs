@@ -7,7 +7,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use crate::program::{events, good, l2l, of_kind};
 use crate::pytorch::FAMILIES;
@@ -233,4 +233,53 @@ fn a_killed_export_or_evaluation_leaves_the_run_as_it_was() {
     assert_eq!(of_kind(&events(&good(&eval)), "evaluation").len(), 1);
     let resumed = run(&[train, vec!["--resume".into()]].concat(), None);
     assert_eq!(resumed.digest, Some(digest));
+}
+
+/// The first process of a container has no signals by default. Every command of it ends at a
+/// termination all the same. Without user namespaces, nothing is tested.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_first_process_of_a_container_ends_at_a_signal() {
+    let first_process = ["--map-root-user", "--pid", "--fork", "--kill-child"];
+    let unshare = || {
+        let mut unshare = Command::new("unshare");
+        unshare.args(first_process).stdin(Stdio::null());
+        unshare.stdout(Stdio::null()).stderr(Stdio::null());
+        unshare
+    };
+    if !unshare().arg("true").status().is_ok_and(|status| status.success()) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let config = folder.path().join("run.toml");
+    let text = "model = { layers = 2, hidden = 32, heads = 2 }\ndata = { train = \"random\", \
+                sequence_length = 16 }\nstep = { batch = 4, steps = 1000000 }\n";
+    fs::write(&config, text).expect("a place for files");
+    let tuned = folder.path().join("tuned.toml").display().to_string();
+    for (command, more) in [
+        ("train", &[][..]),
+        ("bench", &[]),
+        ("tune", &["--to", &tuned, "--rounds", "1000", "--steps", "1000"]),
+    ] {
+        let mut arguments = vec![command.to_string(), config.display().to_string()];
+        arguments.extend(more.iter().map(|more| more.to_string()));
+        let program = l2l(&arguments);
+        let mut inside = unshare();
+        inside.arg(program.get_program()).args(program.get_args());
+        let mut outside = inside.spawn().expect("it ran before");
+        let children = format!("/proc/{0}/task/{0}/children", outside.id());
+        // A signal before the program listens is lost.
+        let status = loop {
+            let first = fs::read_to_string(&children).unwrap_or_default();
+            if let Ok(first) = first.trim().parse::<i32>() {
+                let first = rustix::process::Pid::from_raw(first).expect("a process");
+                _ = rustix::process::kill_process(first, rustix::process::Signal::TERM);
+            }
+            if let Some(status) = outside.try_wait().expect("a child of ours") {
+                break status;
+            }
+            std::thread::yield_now();
+        };
+        assert_eq!(status.code(), Some(128 + 15), "{command}");
+    }
 }

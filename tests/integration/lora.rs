@@ -14,8 +14,9 @@ use serde_json::Value;
 
 use crate::pytorch::{self, check, golden_of};
 
-/// A case ends with `-linear` where adapters are of all linear layers of the model before that.
-const CASES: [&str; 15] = [
+/// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
+/// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
+const CASES: [&str; 18] = [
     "tied",
     "llama",
     "mistral",
@@ -31,6 +32,9 @@ const CASES: [&str; 15] = [
     "distilbert-linear",
     "bert-classes-linear",
     "opt",
+    "llama-patterns",
+    "bert-patterns",
+    "qwen2-layers",
 ];
 
 fn adapters(name: &str) -> PathBuf {
@@ -39,7 +43,9 @@ fn adapters(name: &str) -> PathBuf {
 
 /// A case that trains PEFT's adapters, and its golden.
 fn case(name: &str) -> (Config, Value) {
-    let (mut config, _) = pytorch::case(name.strip_suffix("-linear").unwrap_or(name));
+    let ends = ["-linear", "-patterns", "-layers"];
+    let model = ends.iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
+    let (mut config, _) = pytorch::case(model);
     let golden = golden_of(&adapters(name));
     config.optimizer.clip_norm = None;
     config.train.lora = Some(LoraConfig { path: Some(adapters(name)), ..LoraConfig::default() });
@@ -129,7 +135,8 @@ async fn adapters_are_written_in_pefts_layout() {
 #[tokio::test]
 async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
     const STEPS: u64 = 5;
-    for name in ["llama", "tied", "bert-classes", "bert-linear", "bert-classes-linear"] {
+    let names = ["llama", "tied", "bert-classes", "bert-linear", "bert-classes-linear"];
+    for name in names.into_iter().chain(["llama-patterns"]) {
         let (mut config, _) = case(name);
         config.step.steps = Some(STEPS);
         config.step.seed = 3;
@@ -200,6 +207,24 @@ fn what_cannot_be_trained_is_refused() {
         (with(&|t| lora(t, &|l| l.targets = Some(Vec::new()))), ["targets", "is empty", "q_proj"]),
         (with(&|t| lora(t, &|l| l.rank = Some(21))), ["train.lora.rank", "is 21", "at most 20"]),
         (with(&|t| lora(t, &|l| l.rank = Some(0))), ["train.lora.rank", "at least 1", ""]),
+        (
+            with(&|t| lora(t, &|l| l.rank_pattern = Some([("q_prj".into(), 2)].into()))),
+            ["train.lora.rank_pattern", "q_prj", "q_proj"],
+        ),
+        (
+            with(&|t| lora(t, &|l| l.rank_pattern = Some([("k_proj".into(), 40)].into()))),
+            ["train.lora.rank_pattern is 40", "k_proj", "at most 20"],
+        ),
+        (
+            with(&|t| {
+                lora(t, &|l| {
+                    l.rank_pattern = Some(
+                        [("k_proj".into(), 2), ("mlp".into(), 3), ("layers".into(), 5)].into(),
+                    );
+                })
+            }),
+            ["train.lora.rank_pattern", "k_proj", "layers"],
+        ),
         (with(&|t| lora(t, &|l| l.alpha = Some(f64::NAN))), ["train.lora.alpha", "finite", ""]),
         (with(&|t| lora(t, &|l| l.dropout = 1.0)), ["train.lora.dropout", "[0, 1)", ""]),
         (
@@ -300,20 +325,153 @@ async fn adapters_that_cannot_be_read_are_refused() {
     let whole = "nothing";
     for (errors, says) in [
         (refused(&|config| config["peft_type"] = "IA3".into(), whole).await, "only reads LORA"),
-        (refused(&|config| config["use_dora"] = true.into(), whole).await, "use_dora"),
+        (refused(&|config| config["use_dora"] = true.into(), whole).await, "DoRA"),
+        (
+            refused(&|config| config["init_lora_weights"] = "pissa".into(), whole).await,
+            "init_lora_weights is \"pissa\"",
+        ),
+        (
+            refused(&|config| config["init_lora_weights"] = "olora".into(), whole).await,
+            "path_initial_model_for_weight_conversion",
+        ),
+        (
+            refused(&|config| config["alora_invocation_tokens"] = vec![7, 8].into(), whole).await,
+            "alora_invocation_tokens is [7,8]",
+        ),
+        (
+            refused(&|config| config["use_nextlora"] = true.into(), whole).await,
+            "use_nextlora is true, and l2l does not know",
+        ),
         (
             refused(&|config| config["rank_pattern"]["q_proj"] = 2.into(), whole).await,
-            "rank_pattern",
+            "r and rank_pattern give model.layers.0.self_attn.q_proj rank 2",
+        ),
+        (
+            refused(&|config| config["alpha_pattern"]["q_proj("] = 2.into(), whole).await,
+            "alpha_pattern has \"q_proj(\"",
         ),
         (refused(&|config| config["r"] = 4.5.into(), whole).await, "r is no rank"),
-        (refused(&|config| config["r"] = 3.into(), whole).await, "[48, 56]"),
+        (refused(&|config| config["r"] = 3.into(), whole).await, "rank 3"),
         (
             refused(&|_| (), "layers.1.mlp.up_proj.lora_B.weight").await,
             "up_proj.lora_B.weight is missing",
         ),
     ] {
-        // A wrong rank is seen by other shapes when adapters are read.
-        assert!(errors[1].contains(says), "{says:?} is not in: {}", errors[1]);
-        assert!(errors[0].contains(says) || says.starts_with('['), "{says:?}: {}", errors[0]);
+        errors.iter().for_each(|error| assert!(error.contains(says), "{says:?}: {error}"));
     }
+}
+
+/// Settings that only say which modules have adapters, or how adapters began.
+#[tokio::test]
+async fn settings_that_change_no_result_are_read() {
+    let (config, _) = case("llama");
+    let expected = loss_of(&config).await;
+    for (key, value) in [
+        ("init_lora_weights", Value::from("gaussian")),
+        ("layers_to_transform", vec![0, 1, 2].into()),
+        ("exclude_modules", "lm_head".into()),
+        ("loftq_config", serde_json::json!({})),
+        ("eva_config", serde_json::json!({ "rho": 2.0 })),
+        ("auto_mapping", serde_json::json!({ "unsloth_fixed": true })),
+        ("peft_version", "99.0".into()),
+    ] {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let mut settings: Value = serde_json::from_str(
+            &fs::read_to_string(adapters("llama").join("adapter_config.json")).expect("ours"),
+        )
+        .expect("JSON");
+        settings[key] = value;
+        let file = folder.path().join("adapter_config.json");
+        fs::write(file, settings.to_string()).expect("a place for files");
+        let weights = "adapter_model.safetensors";
+        fs::copy(adapters("llama").join(weights), folder.path().join(weights)).expect("ours");
+        let mut config = config.clone();
+        let path = Some(folder.path().into());
+        config.train.lora = Some(LoraConfig { path, ..LoraConfig::default() });
+        assert_eq!(loss_of(&config).await, expected, "{key}");
+    }
+}
+
+/// Modules that can have no adapter are named by the file's key.
+#[tokio::test]
+async fn adapters_of_heads_and_embeddings_are_refused() {
+    let zeros = vec![0; 4 * 4 * 61];
+    for (module, ends, says) in [
+        ("lm_head", ["lora_A.weight", "lora_B.weight"], "target_modules has \"lm_head\": emb"),
+        ("model.embed_tokens", ["lora_embedding_A", "lora_embedding_B"], "of an embedding"),
+        ("model.layers.0.mlp.up_proj", ["lora_magnitude_vector", "x"], "DoRA"),
+    ] {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let name = |end: &str| format!("base_model.model.{module}.{end}");
+        let shapes = [vec![4, 48], vec![61, 4]];
+        let views = ends.iter().zip(shapes).map(|(end, shape)| {
+            let len = 4 * shape.iter().product::<usize>();
+            let view = TensorView::new(safetensors::Dtype::F32, shape, &zeros[..len]);
+            (name(end), view.expect("a plain tensor"))
+        });
+        let file = safetensors::serialize(views, None).expect("plain tensors");
+        fs::write(folder.path().join("adapter_model.safetensors"), file).expect("ours");
+        let settings = adapters("llama").join("adapter_config.json");
+        fs::copy(settings, folder.path().join("adapter_config.json")).expect("ours");
+        let (mut config, _) = pytorch::case("llama");
+        let path = Some(folder.path().into());
+        config.train.lora = Some(LoraConfig { path, ..LoraConfig::default() });
+        let error = Trainer::start(config.clone()).await.err().expect("refused").to_string();
+        assert!(error.contains(says), "{says:?}: {error}");
+        assert!(!error.contains("train.lora"), "{error}");
+        let to = folder.path().join("merged");
+        let error =
+            hf::export(folder.path(), config.model.path.as_deref(), &to, Default::default());
+        let error = error.expect_err("refused").to_string();
+        assert!(error.contains(says), "{says:?}: {error}");
+    }
+}
+
+/// Ranks and alphas by module: written as PEFT reads them, counted by the plan, and read back.
+#[tokio::test]
+async fn ranks_of_modules_are_trained_and_written() {
+    let (mut config, _) = pytorch::case("llama");
+    config.step.steps = Some(2);
+    let lora = LoraConfig {
+        rank: Some(4),
+        alpha: Some(8.0),
+        rank_pattern: Some([("q_proj".into(), 2), ("layers.1.mlp".into(), 6)].into()),
+        alpha_pattern: Some(
+            [("v_proj".into(), 3.0), ("layers.2.self_attn.v_proj".into(), 5.0)].into(),
+        ),
+        ..LoraConfig::default()
+    };
+    config.train.lora = Some(lora);
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+    // 3 layers; q 48 → 40, k and v 48 → 20, o 40 → 48, gate and up 48 → 56, down 56 → 48.
+    let attention = 2 * (48 + 40) + 4 * (2 * (48 + 20) + (40 + 48));
+    let mlp = 3 * (48 + 56);
+    assert_eq!(trainer.model().trained_parameters(), 3 * attention + (4 + 6 + 4) * mlp);
+    let mut batches = Batches::open(&config).expect("it is committed");
+    for _ in 0..2 {
+        trainer.step(batches.next().await.expect("good data")).await.expect("nothing fails here");
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let place = folder.path().join("checkpoint");
+    trainer.checkpoint(&place).await.expect("a directory of ours");
+    drop(trainer);
+    let text = fs::read_to_string(place.join("adapter_config.json")).expect("it was written");
+    let written: Value = serde_json::from_str(&text).expect("JSON");
+    let mut ranks = serde_json::json!({ "q_proj": 2 });
+    for module in ["gate_proj", "up_proj", "down_proj"] {
+        ranks[format!("model.layers.1.mlp.{module}")] = 6.into();
+    }
+    assert_eq!(written["rank_pattern"], ranks);
+    let of = |layer: usize| format!("model.layers.{layer}.self_attn.v_proj");
+    let alphas = serde_json::json!({ of(0): 3.0, of(1): 3.0, of(2): 5.0 });
+    assert_eq!(written["alpha_pattern"], alphas);
+    let mut read = config.clone();
+    inference::load_from(&mut read, &place);
+    let found = loss_of(&read).await;
+    let merged = folder.path().join("merged");
+    hf::export(&place, config.model.path.as_deref(), &merged, Default::default()).expect("ours");
+    let mut plain = config.clone();
+    plain.model.path = Some(merged);
+    plain.train = TrainConfig::default();
+    assert!((loss_of(&plain).await - found).abs() < 1e-5);
 }

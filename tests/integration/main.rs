@@ -4,9 +4,14 @@
 //! `tests/memory.rs` replaces the allocator, `tests/tidy.rs` and `tests/faults/` need nothing of
 //! the library.
 
+mod adapter_heads;
 #[cfg(feature = "cli")]
 mod bad_input;
+#[cfg(all(feature = "cli", feature = "tokenizers"))]
+mod bad_records;
 mod base;
+#[cfg(feature = "tokenizers")]
+mod chats;
 #[cfg(feature = "cli")]
 mod cli;
 #[cfg(feature = "cli")]
@@ -17,6 +22,8 @@ mod compression;
 mod cuda;
 #[cfg(feature = "cli")]
 mod damaged;
+#[cfg(feature = "tokenizers")]
+mod data_files;
 mod declared;
 mod depth;
 #[cfg(feature = "prometheus")]
@@ -34,6 +41,7 @@ mod fit;
 mod fuzz;
 mod generate;
 mod growth;
+mod heads;
 #[cfg(feature = "tokenizers")]
 mod hostile_text;
 #[cfg(feature = "cli")]
@@ -64,6 +72,7 @@ mod readme;
 mod recipes;
 mod records;
 mod resume;
+mod rotary;
 mod saving;
 mod seen;
 mod slim;

@@ -362,7 +362,7 @@ async fn averages_follow_the_weights_and_are_exported() {
 
     let to = folder.path().join("exported");
     let of_average = hf::ExportOptions { average: true, ..Default::default() };
-    hf::export(&place, None, &to, of_average).expect("a checkpoint of ours");
+    hf::export(&place, None, &to, of_average.clone()).expect("a checkpoint of ours");
     assert_eq!(values(&bytes_of(&to, "model.safetensors"), NAME), average);
     let all = |path: &Path| bytes_of(path, "model.safetensors").len();
     assert_eq!(all(&to), all(&place));

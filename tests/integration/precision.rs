@@ -199,6 +199,21 @@ async fn a_resumed_run_has_its_scale() {
     assert_eq!(one, other);
 }
 
+/// A run that learns nothing says so: in its summary, and after 100 steps with an error.
+#[tokio::test]
+async fn a_run_that_skips_all_of_its_steps_says_so() {
+    let mut config = half();
+    config.loss_scale.kind = LossScaleKind::Fixed;
+    config.loss_scale.initial = 1e30;
+    config.step.steps = Some(7);
+    let fitted = Trainer::fit(config.clone()).run(&mut ()).await.expect("a case of ours");
+    assert_eq!((fitted.summary.steps, fitted.summary.skipped), (7, 7));
+    config.step.steps = Some(1000);
+    let error = Trainer::fit(config).run(&mut ()).await.expect_err("it learns nothing");
+    assert_eq!(error.kind(), l2l::ErrorKind::NotFinite);
+    assert!(error.to_string().contains("the last 100 steps changed nothing"), "{error}");
+}
+
 /// A step whose future was dropped changes the scale all the same.
 #[tokio::test]
 async fn a_dropped_step_moves_the_scale() {

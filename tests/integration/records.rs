@@ -175,7 +175,8 @@ fn tables_and_lists_are_read_as_lines_are() {
         assert_eq!(all(&open(&mut config, name, text).expect(name)), expected, "{name}: {text}");
     }
     for (name, text, says) in [
-        ("data.json", "[1]", "it is no list of JSON objects"),
+        ("data.json", "[1]", "record 1: it is not a JSON object"),
+        ("data.json", "[{}", "it is no list of JSON objects: EOF"),
         ("data.json", r#"[{"text": "a", "label": 9}]"#, "record 1: label 9 is none of the 2"),
         ("data.csv", "text,label\na,1\nb\n", "found record with 1 fields"),
         ("data.csv", "text,label\na,1\nb,eggs\n", "record 2: label \"eggs\" is none of ham"),

@@ -7,11 +7,11 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
-use l2l::checkpoint::Keeper;
-use l2l::config::{EpsTier, ScheduleKind, StashPlace};
+use l2l::checkpoint::{Hold, Keeper};
+use l2l::config::{DataFile, EpsTier, Files, ScheduleKind, StashPlace};
 use l2l::data::{Batches, Dataset};
 use l2l::inference::Sampling;
-use l2l::{Callbacks, Config, Error, StepReport, Trainer, shape_of};
+use l2l::{Callbacks, Config, Error, RunMessage, StepReport, Trainer, shape_of};
 
 const STEPS: u64 = 6;
 
@@ -236,6 +236,120 @@ fn the_best_checkpoint_can_be_resumed() {
     keeper.tidy(&places[1]).expect("a directory of ours");
     assert_eq!(newest(&keeper).as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
+}
+
+/// A checkpoint that the run could not resume from neither counts nor goes: what the run writes
+/// stays.
+#[test]
+fn checkpoints_of_later_steps_do_not_count() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let keeper = Keeper::open(folder.path(), 2).expect("a directory of ours");
+    let places = [3, 4, 5, 8].map(|step| keeper.place(step));
+    for place in &places {
+        fs::create_dir(place).expect("a directory of ours");
+        fs::write(place.join("l2l.json"), "").expect("a directory of ours");
+    }
+    keeper.tidy(&places[2]).expect("a directory of ours");
+    assert_eq!(places.each_ref().map(|place| place.exists()), [false, true, true, true]);
+    keeper.tidy(&places[3]).expect("a directory of ours");
+    assert_eq!(places.map(|place| place.exists()), [false, false, true, true]);
+}
+
+/// A checkpoint that is being read is removed the next time.
+#[test]
+fn a_held_checkpoint_stays() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let keeper = Keeper::open(folder.path(), 1).expect("a directory of ours");
+    let places = [1, 2, 3].map(|step| keeper.place(step));
+    for place in &places {
+        fs::create_dir(place).expect("a directory of ours");
+        fs::write(place.join("l2l.json"), "").expect("a directory of ours");
+    }
+    let holds = [&places[0], &places[0]].map(|place| Hold::of(place).expect("it is there"));
+    keeper.tidy(&places[1]).expect("a directory of ours");
+    assert!(places[0].exists());
+    drop(holds);
+    keeper.tidy(&places[2]).expect("a directory of ours");
+    assert_eq!(places.each_ref().map(|place| place.exists()), [false, false, true]);
+    assert!(Hold::of(&places[0]).is_none(), "it is gone");
+}
+
+/// The best validation is one of a metric and of data: with others, it is searched anew.
+#[tokio::test]
+async fn the_best_validation_of_another_measure_does_not_count() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let data = |name: &str, rows: usize| {
+        let row = |row: usize| format!("{{\"input_ids\": [{}, 4, 5, 6]}}\n", 1 + row % 40);
+        let path = folder.path().join(name);
+        fs::write(&path, (0..rows).map(row).collect::<String>()).expect("a place for files");
+        path.display().to_string()
+    };
+    let mut config = config(false);
+    config.data.train = data("train.jsonl", 40).into();
+    config.data.validation = Some(data("held.jsonl", 5).into());
+    config.data.sequence_length = Some(4);
+    config.validation.every_steps = Some(1);
+    config.checkpoint.directory = Some(folder.path().join("run"));
+    config.step.steps = Some(2);
+    let run = async |config: &Config| {
+        let mut warnings = Warnings::default();
+        let fit = Trainer::fit(config.clone()).resume_with_changes();
+        fit.run(&mut warnings).await.expect("a case of ours");
+        let is_told = |text: &String| text.contains("the best validation is searched anew");
+        warnings.0.iter().filter(|text| is_told(text)).count()
+    };
+    assert_eq!(run(&config).await, 0);
+    config.step.steps = Some(3);
+    assert_eq!(run(&config).await, 0);
+    config.data.validation = Some(data("other.jsonl", 6).into());
+    config.step.steps = Some(4);
+    assert_eq!(run(&config).await, 1);
+    config.step.steps = Some(5);
+    assert_eq!(run(&config).await, 0);
+}
+
+/// The warnings of a run.
+#[derive(Default)]
+struct Warnings(Vec<String>);
+
+#[async_trait]
+impl Callbacks for Warnings {
+    fn message(&mut self, message: &RunMessage) {
+        if let RunMessage::Warning(text) = message {
+            self.0.push(text.clone());
+        }
+    }
+}
+
+/// The same data may lie elsewhere. Other data is another run.
+#[tokio::test]
+async fn data_may_move_between_runs() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let text = "{\"input_ids\": [1, 2, 3]}\n{\"input_ids\": [4, 5]}\n";
+    let [here, there, other] = ["here.jsonl", "there.jsonl", "other.jsonl"].map(|name| {
+        let path = folder.path().join(name);
+        let more = if name == "other.jsonl" { text } else { "" };
+        fs::write(&path, format!("{text}{more}")).expect("a place for files");
+        path.display().to_string()
+    });
+    let mut config = config(false);
+    config.data.sequence_length = Some(4);
+    config.data.train = here.as_str().into();
+    config.checkpoint.directory = Some(folder.path().join("run"));
+    config.step.steps = Some(1);
+    Trainer::fit(config.clone()).run(&mut ()).await.expect("a case of ours");
+    let resumed = async |train: Files| {
+        let mut config = config.clone();
+        config.data.train = train;
+        Trainer::fit(config).resume(true).run(&mut ()).await.map(|_| ())
+    };
+    resumed(there.as_str().into()).await.expect("the same data");
+    let entry = |weight| DataFile::Described { path: there.clone(), weight, name: None };
+    resumed(Files::Several(vec![entry(1.0)])).await.expect("the same data");
+    let weighted = resumed(Files::Several(vec![entry(2.0)])).await;
+    assert!(weighted.expect_err("another weight").to_string().contains("data.train was"));
+    let error = resumed(other.as_str().into()).await.expect_err("other data").to_string();
+    assert!(error.contains("the data was"), "{error}");
 }
 
 fn newest(keeper: &Keeper) -> Option<std::path::PathBuf> {

@@ -8,6 +8,7 @@ use std::os::unix::fs::DirEntryExt;
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
+use l2l::checkpoint::Keeper;
 use l2l::config::{ByteSize, CompressionKind, Dtype, EpsTier, MasterDtype, OnError, OptimizerKind};
 use l2l::data::Batches;
 use l2l::models::LayerSelection;
@@ -235,17 +236,19 @@ async fn checkpoints_share_the_files_of_layers_that_were_skipped() {
     }
 }
 
-/// Puts a file where the directory of the second checkpoint is to be made.
+/// Puts a file where the directory of a checkpoint is to be made.
 struct Obstacle {
     directory: PathBuf,
+    /// The step of that checkpoint.
+    of_step: u64,
     messages: Vec<RunMessage>,
 }
 
 #[async_trait]
 impl Callbacks for Obstacle {
     async fn step(&mut self, _: &mut Trainer, it: &StepReport) -> Result<ControlFlow<()>, Error> {
-        if it.step == 1 {
-            let at = self.directory.join("step-00000002.l2l-partial");
+        if it.step + 1 == self.of_step {
+            let at = self.directory.join(format!("step-{:08}.l2l-partial", self.of_step));
             fs::write(at, "in the way").expect("a directory of ours");
         }
         Ok(ControlFlow::Continue(()))
@@ -266,7 +269,8 @@ async fn a_checkpoint_that_cannot_be_written_costs_none_of_the_others() {
         config.checkpoint.directory = Some(folder.path().into());
         (config.checkpoint.every_steps, config.checkpoint.keep) = (Some(1), 9);
         config.checkpoint.on_error = on_error;
-        let mut obstacle = Obstacle { directory: folder.path().into(), messages: Vec::new() };
+        let directory = folder.path().to_path_buf();
+        let mut obstacle = Obstacle { directory, of_step: 2, messages: Vec::new() };
         let fitted = Trainer::fit(config).run(&mut obstacle).await;
         let is_there = |step: u64| folder.path().join(format!("step-{step:08}/l2l.json")).exists();
         assert!(is_there(1) && !is_there(2));
@@ -283,4 +287,112 @@ async fn a_checkpoint_that_cannot_be_written_costs_none_of_the_others() {
         };
         assert_eq!(obstacle.messages.iter().filter(|message| is_told(message)).count(), 1);
     }
+}
+
+/// A run that trains on without a checkpoint does not succeed without the last one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_without_its_last_checkpoint_ends_with_the_error() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = config();
+    config.checkpoint.directory = Some(folder.path().into());
+    config.checkpoint.every_steps = Some(2);
+    config.checkpoint.on_error = OnError::Continue;
+    let directory = folder.path().to_path_buf();
+    let mut obstacle = Obstacle { directory, of_step: STEPS, messages: Vec::new() };
+    let fitted = Trainer::fit(config).run(&mut obstacle).await;
+    let error = fitted.expect_err("the last one cannot be written").to_string();
+    assert!(error.contains("step-00000005"), "{error}");
+    assert!(folder.path().join("step-00000004/l2l.json").exists());
+}
+
+/// Says that step 2 is done, while the checkpoint of step 1 is being written, and waits for ever.
+struct Waits(Option<tokio::sync::oneshot::Sender<()>>);
+
+#[async_trait]
+impl Callbacks for Waits {
+    async fn step(&mut self, _: &mut Trainer, it: &StepReport) -> Result<ControlFlow<()>, Error> {
+        if it.step == 2 {
+            _ = self.0.take().expect("it is said once").send(());
+            std::future::pending::<()>().await;
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+}
+
+/// Drops a run while its first checkpoint is being written at a rate, and opens its directory.
+fn dropped_while_writing(rate: &str, and_then: impl FnOnce(&Path, Config)) {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let mut config = config();
+    config.checkpoint.directory = Some(folder.path().into());
+    config.checkpoint.every_steps = Some(1);
+    config.eps.disk_rate = Some(rate.into());
+    runtime.block_on(async {
+        let (says, said) = tokio::sync::oneshot::channel();
+        let mut waits = Waits(Some(says));
+        tokio::select! {
+            ended = Trainer::fit(config.clone()).run(&mut waits) => panic!("it waits: {ended:?}"),
+            said = said => said.expect("it comes to step 2"),
+        }
+    });
+    and_then(folder.path(), config);
+    runtime.shutdown_background();
+}
+
+/// A checkpoint that is being written keeps its directory locked, even if its run was dropped.
+#[test]
+fn a_dropped_run_keeps_its_directory_until_its_checkpoint_is_complete() {
+    // Some 20 seconds for the checkpoint.
+    dropped_while_writing("6KB/s", |folder, _| {
+        let error = Keeper::open(folder, 1).expect_err("it is being written").to_string();
+        assert!(error.contains("another run has it"), "{error}");
+    });
+    dropped_while_writing("1GB/s", |folder, mut config| {
+        let mut opened = Keeper::open(folder, 1);
+        while opened.is_err() {
+            std::thread::yield_now();
+            opened = Keeper::open(folder, 1);
+        }
+        drop(opened);
+        config.step.steps = Some(3);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let fit = Trainer::fit(config).resume_strictly();
+        let fitted = runtime.expect("a runtime").block_on(fit.run(&mut ()));
+        assert_eq!(fitted.expect("a whole checkpoint").summary.steps, 3);
+    });
+}
+
+/// Fails at a step whose checkpoint cannot be written.
+struct Fails(Obstacle);
+
+#[async_trait]
+impl Callbacks for Fails {
+    async fn step(
+        &mut self,
+        trainer: &mut Trainer,
+        it: &StepReport,
+    ) -> Result<ControlFlow<()>, Error> {
+        if it.step == self.0.of_step {
+            return Err(Error::own("the program's own"));
+        }
+        self.0.step(trainer, it).await
+    }
+
+    fn message(&mut self, message: &RunMessage) {
+        self.0.message(message);
+    }
+}
+
+/// An error of a callback is returned even if the checkpoint after it cannot be written.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_error_of_a_callback_is_kept() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = config();
+    config.checkpoint.directory = Some(folder.path().into());
+    let directory = folder.path().to_path_buf();
+    let mut fails = Fails(Obstacle { directory, of_step: 3, messages: Vec::new() });
+    let error = Trainer::fit(config).run(&mut fails).await.expect_err("the callback fails");
+    assert_eq!(error.to_string(), "the program's own");
+    let is_told = |message: &RunMessage| matches!(message, RunMessage::Warning(text) if text.contains("step-00000003"));
+    assert!(fails.0.messages.iter().any(is_told), "{:?}", fails.0.messages);
 }

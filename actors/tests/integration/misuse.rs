@@ -28,7 +28,7 @@ async fn a_cancelled_step_goes_on_and_leaves_an_idle_ring() {
     let schedule = small();
     let patience = Duration::from_millis(500);
     let config = config(&schedule, &Capacities::default(), true);
-    let config = RingConfig { watchdog: Some(patience), ..config };
+    let config = RingConfig { watchdog: Some(patience.into()), ..config };
     let mut relay = Relay::start(config, lanes(&schedule));
     let observer = relay.observer();
     {

@@ -4,37 +4,34 @@
 use rayon::prelude::*;
 
 use super::views::{Call, Compute};
-use crate::kernels::Rotate;
+use crate::kernels::{PAIRS, RotaryTable, Rotate};
 use crate::simd::Level;
-
-/// Channels of the largest head, halved.
-const PAIRS: usize = crate::kernels::HEAD_LIMIT / 2;
 
 impl Compute for Rotate<'_> {
     fn compute(&self, level: Level, call: &Call<'_>) {
-        let Rotate { rotary, shape, inverse, .. } = *self;
+        let Rotate { shape, inverse, .. } = *self;
         let d = shape.head_size;
-        let pairs = d / 2;
-        let mut frequencies = [0.0; PAIRS];
-        for (to, frequency) in frequencies.iter_mut().zip(rotary.frequencies(d)) {
-            *to = frequency;
-        }
+        let tables = self.tables();
         let rotated = (shape.heads + shape.kv_heads) * d;
         let rows = call.write(self.qkv).par_chunks_mut(shape.qkv_width()).enumerate();
         rows.for_each(|(row, qkv)| {
+            let of_row =
+                if let [one] = &tables[..] { one } else { &tables[shape.batch.place(row).0] };
+            let RotaryTable { frequencies, pairs, scale } = *of_row;
             let position = shape.batch.position_in_document(row) as f32;
             let mut cos = [0.0; PAIRS];
             let mut sin = [0.0; PAIRS];
             for pair in 0..pairs {
                 // The angle in f32, as transformers has it; its sine and cosine exactly.
                 let (s, c) = f64::from(position * frequencies[pair]).sin_cos();
-                (cos[pair], sin[pair]) = (c as f32, if inverse { -s as f32 } else { s as f32 });
+                let s = if inverse { -s as f32 } else { s as f32 };
+                (cos[pair], sin[pair]) = (c as f32 * scale, s * scale);
             }
             level.run(
                 #[inline(always)]
                 || {
                     for head in qkv[..rotated].chunks_exact_mut(d) {
-                        let (first, second) = head.split_at_mut(pairs);
+                        let (first, second) = head[..2 * pairs].split_at_mut(pairs);
                         let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
                         for ((a, b), (cos, sin)) in pairs {
                             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
@@ -50,11 +47,11 @@ impl Compute for Rotate<'_> {
 mod tests {
     use super::super::oracle::{Bench, close, noise};
     use super::*;
-    use crate::kernels::{AttentionShape, BatchMetadata, Rotary, RotaryScaling};
+    use crate::kernels::{AttentionShape, BatchMetadata, Rotary, RotaryScaling, Yarn};
 
     #[test]
     fn it_rotates_queries_and_keys_and_back() {
-        let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::None };
+        let rotary = Rotary::new(100.0);
         let shape = AttentionShape::causal(BatchMetadata::plain(&[0, 5, 9]).view(), [3, 1, 4]);
         let x = noise(shape.rows() * shape.qkv_width(), 1);
         for level in Level::all() {
@@ -82,19 +79,68 @@ mod tests {
         }
     }
 
-    /// The expected numbers are those of transformers' llama3 scaling: theta 500000, factor 8, low
-    /// 1, high 4, 8192 positions.
+    /// A part of each head rotates and is scaled; the transposed rotation scales it once more.
     #[test]
-    fn stretched_frequencies_are_transformers() {
-        let scaling = RotaryScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, positions: 8192 };
-        let rotary = Rotary { theta: 500_000.0, scaling };
-        let found: Vec<f32> = rotary.frequencies(128).collect();
-        for (pair, expected) in
-            [(0, 1.0), (28, 3.211_446e-3), (29, 2.166_570_6e-3), (63, 3.068_926e-7)]
-        {
-            assert!((found[pair] / expected - 1.0).abs() < 1e-6, "{pair}: {}", found[pair]);
+    fn a_part_rotates_and_is_scaled() {
+        let yarn = Yarn {
+            factor: 2.0,
+            attention_factor: 1.5,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            positions: 1 << 20,
+        };
+        let scaling = RotaryScaling::Yarn(yarn);
+        let rotary = Rotary { part: 0.5, scaling, ..Rotary::new(100.0) };
+        let shape = AttentionShape::causal(BatchMetadata::plain(&[0, 3]).view(), [1, 1, 4]);
+        let x = noise(shape.rows() * shape.qkv_width(), 2);
+        for level in Level::all() {
+            let mut bench = Bench::new();
+            let qkv = bench.tensor(shape.qkv_width(), &x.narrow);
+            let op = Rotate { qkv, rotary: &rotary, shape, inverse: false };
+            bench.run(level, |k, _| k.rotate(&op));
+            let once = |at: usize, scale: f64| {
+                let angle = (at / shape.qkv_width()) as f64;
+                match (at % shape.qkv_width(), at % 4) {
+                    (0..8, 0) => scale * (x.wide[at] * angle.cos() - x.wide[at + 1] * angle.sin()),
+                    (0..8, 1) => scale * (x.wide[at] * angle.cos() + x.wide[at - 1] * angle.sin()),
+                    _ => x.wide[at],
+                }
+            };
+            let rotated: Vec<f64> = (0..x.wide.len()).map(|at| once(at, 1.5)).collect();
+            close(&bench.values(qkv), &rotated, 1e-6);
+            bench.run(level, |k, _| k.rotate(&Rotate { inverse: true, ..op }));
+            let back = |at: usize| match (at % shape.qkv_width(), at % 4) {
+                (0..8, 0..2) => 2.25 * x.wide[at],
+                _ => x.wide[at],
+            };
+            let back: Vec<f64> = (0..x.wide.len()).map(back).collect();
+            close(&bench.values(qkv), &back, 1e-6);
         }
-        let halved = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
-        assert_eq!(halved.frequencies(4).collect::<Vec<_>>(), [0.5, 0.05]);
+    }
+
+    /// Texts that are generated follow their own lengths.
+    #[test]
+    fn each_text_has_the_frequencies_of_its_length() {
+        let scaling = RotaryScaling::Dynamic { factor: 2.0, positions: 4 };
+        let rotary = Rotary { scaling, ..Rotary::new(100.0) };
+        let all = BatchMetadata { cached: &[7, 2], ..BatchMetadata::plain(&[0, 1, 2]) };
+        let shape = AttentionShape::causal(all.view(), [1, 1, 4]);
+        let width = shape.qkv_width();
+        let x = noise(2 * width, 3);
+        let rotated = |shape: AttentionShape<'_>, x: &[f32]| {
+            let mut bench = Bench::new();
+            let qkv = bench.tensor(width, x);
+            let op = Rotate { qkv, rotary: &rotary, shape, inverse: false };
+            bench.run(Level::best(), |k, _| k.rotate(&op));
+            bench.values(qkv)
+        };
+        let both = rotated(shape, &x.narrow);
+        for (index, cached) in [[7], [2]].iter().enumerate() {
+            let alone = BatchMetadata { cached, ..BatchMetadata::plain(&[0, 1]) };
+            let shape = AttentionShape { batch: alone.view(), ..shape };
+            let of_one = index * width..(index + 1) * width;
+            assert_eq!(both[of_one.clone()], rotated(shape, &x.narrow[of_one]));
+        }
     }
 }

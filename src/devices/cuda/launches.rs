@@ -11,7 +11,7 @@ use super::driver::{Address, Alignment, Argument, Driver, Kind, Launch, Place, P
 use super::texts::Target;
 use super::times::Times;
 use super::ways::{Way, Ways};
-use crate::kernels::{Activation, AttentionShape, Dropout, Rotary};
+use crate::kernels::{Activation, AttentionShape, Dropout, PAIRS, RotaryTable};
 use crate::tensor::Dtype;
 
 impl Argument for Place {
@@ -123,13 +123,13 @@ pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<16> {
     Words { name: "Attention", words: all }
 }
 
-/// The text's `Frequencies`.
-pub(super) fn frequencies(rotary: &Rotary, head_size: usize) -> Words<128> {
-    let mut words = [0; 128];
-    for (word, frequency) in words.iter_mut().zip(rotary.frequencies(head_size)) {
-        *word = frequency.to_bits();
-    }
-    Words { name: "Frequencies", words }
+/// The text's `Rotary`.
+pub(super) fn rotary_words(table: &RotaryTable) -> Words<{ PAIRS + 2 }> {
+    let RotaryTable { frequencies, pairs, scale } = table;
+    let mut words = [0; PAIRS + 2];
+    words[..PAIRS].copy_from_slice(&frequencies.map(f32::to_bits));
+    words[PAIRS..].copy_from_slice(&[scale.to_bits(), *pairs as u32]);
+    Words { name: "Rotary", words }
 }
 
 /// A size, as an `int` of the text.

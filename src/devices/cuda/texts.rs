@@ -186,7 +186,7 @@ fn kind(parameter: &str, dtype: Dtype) -> Result<Kind, BoxedError> {
         Some("float") => Kind::Float,
         Some("Dropout") => Kind::Of("Dropout"),
         Some("Attention") => Kind::Of("Attention"),
-        Some("Frequencies") => Kind::Of("Frequencies"),
+        Some("Rotary") => Kind::Of("Rotary"),
         _ => return Err(format!("it takes {parameter:?}").into()),
     })
 }

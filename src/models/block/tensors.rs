@@ -2,6 +2,7 @@
 
 use super::TransformerBlock;
 use crate::kernels::QueryKey;
+use crate::models::adapters::AdaptedModule;
 use crate::models::layer::{Init, Kind, Tensor};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
@@ -113,8 +114,10 @@ impl TransformerBlock {
         let adapters = self.adapters.clone().into_iter();
         adapters.flat_map(|adapters| {
             let tensors = |modules: &Modules| -> Vec<Tensor> {
-                let has = modules.named.iter().filter(|(name, _)| adapters.has(name));
-                has.flat_map(|(name, n)| adapters.tensors(name, modules.inputs, *n)).collect()
+                let of = |(name, n): &(String, usize)| {
+                    Some(adapters.of(name)?.tensors(modules.inputs, *n))
+                };
+                modules.named.iter().filter_map(of).flatten().collect()
             };
             self.modules().iter().flat_map(tensors).collect::<Vec<Tensor>>()
         })
@@ -156,10 +159,11 @@ impl TransformerBlock {
             let mut adapters = Vec::new();
             let mut first = 0;
             for (name, outputs) in modules.named {
-                if self.adapters.as_ref().is_some_and(|adapters| adapters.has(&name)) {
+                let adapter = self.adapters.as_ref().and_then(|adapters| adapters.of(&name));
+                if let Some(&AdaptedModule { rank, scale, .. }) = adapter {
                     let a = next();
                     let b = next();
-                    adapters.push(Adapter { a, b, first, outputs, site });
+                    adapters.push(Adapter { a, b, rank, scale, first, outputs, site });
                 }
                 (first, site) = (first + outputs, site + 1);
             }

@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    Keys, SIZES, activation, architecture, number, only, read_head, size, sizes, write_keys,
+    Keys, SIZES, activation, architecture, flag, number, only, read_head, size, sizes, write_keys,
 };
 use super::{NONE, Names, gpt2};
 use crate::models::{Dropouts, Head, Shape};
@@ -41,7 +41,6 @@ pub(super) static NAMES: Names = Names {
 pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
     only(keys, "position_embedding_type", "absolute")?;
     only(keys, "is_decoder", false)?;
-    only(keys, "tie_word_embeddings", true)?;
     let residual = number(keys, "hidden_dropout_prob", 0.1)?;
     Ok(Shape {
         names,
@@ -58,6 +57,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
             feed_forward: residual,
             classifier: number(keys, "classifier_dropout", residual)?,
         },
+        tied: flag(keys, "tie_word_embeddings", true)?,
         head: read_head(keys, Head::Masked)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
         ..gpt2(sizes(keys, SIZES)?)

@@ -3,7 +3,9 @@
 
 use serde_json::{Value, json};
 
-use super::read::{Keys, activation, architecture, number, only, read_head, sizes, write_keys};
+use super::read::{
+    Keys, activation, architecture, flag, number, only, read_head, sizes, write_keys,
+};
 use super::{NONE, Names, gpt2};
 use crate::kernels::Activation;
 use crate::models::{Dropouts, Head, Shape};
@@ -42,7 +44,6 @@ const SIZES: [&str; 6] =
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "sinusoidal_pos_embds", false)?;
-    only(keys, "tie_word_embeddings", true)?;
     let residual = number(keys, "dropout", 0.1)?;
     Ok(Shape {
         names: &NAMES,
@@ -58,6 +59,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             feed_forward: residual,
             classifier: number(keys, "seq_classif_dropout", 0.2)?,
         },
+        tied: flag(keys, "tie_word_embeddings", true)?,
         head: read_head(keys, Head::Masked)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
         ..gpt2(sizes(keys, SIZES)?)

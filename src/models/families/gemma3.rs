@@ -7,9 +7,10 @@ use serde_json::{Value, json};
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{
-    Keys, activation, flag, given, layer_types, number, only, rotary_keys, rotary_of, size,
-    size_or_none, sliding_window, write_layer_types,
+    Keys, activation, flag, given, layer_types, number, only, size, size_or_none, sliding_window,
+    write_layer_types, wrong,
 };
+use super::rotary::{rotary_by_layer, rotary_keys};
 use crate::kernels::Rotary;
 use crate::models::{Head, Shape, Window};
 
@@ -36,7 +37,9 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             return Err(format!("{key} is {limit}: logits with a limit are not built"));
         }
     }
-    let shape = read_shared(keys, &NAMES, THETAS[0])?;
+    let mut shared = keys.clone();
+    shared.retain(|key, _| !ROPE.contains(&key.as_str()));
+    let shape = read_shared(&shared, &NAMES, THETAS[0])?;
     let head_size = size_or_none(keys, "head_dim")?.unwrap_or(256);
     let scalar = number(keys, "query_pre_attn_scalar", 256.0)?;
     if scalar != head_size as f32 {
@@ -62,19 +65,31 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     })
 }
 
+/// The keys of rotary positions by kind of layer, and of the layers without a window.
+const ROPE: [&str; 2] = ["rope_parameters", "rope_scaling"];
+
 /// The rotary positions of blocks without a window and of those with one.
 fn rotaries(keys: &Keys) -> Result<(Rotary, Rotary), String> {
-    let none = Keys::new();
-    let object = |keys: &'_ Keys, key: &str| -> Keys {
-        given(keys, key).and_then(Value::as_object).unwrap_or(&none).clone()
+    let object = |keys: &Keys, key: &str| {
+        let object = |value: &Value| {
+            value.as_object().cloned().ok_or_else(|| wrong(key, value, "an object"))
+        };
+        given(keys, key).map_or_else(|| Ok(Keys::new()), object)
     };
-    let both = object(keys, "rope_parameters");
-    let mut full = object(&both, "full_attention");
-    full.extend(object(keys, "rope_scaling"));
-    let slides = object(&both, "sliding_attention");
+    let [parameters, scaling] = ROPE.map(|key| object(keys, key));
+    let both = parameters?;
+    if let Some((key, _)) = both.iter().find(|(_, value)| !value.is_object() && !value.is_null()) {
+        return Err(format!(
+            "rope_parameters has {key:?}: it must have two objects, full_attention and \
+             sliding_attention, with such keys"
+        ));
+    }
+    let mut full = object(&both, "full_attention")?;
+    full.extend(scaling?);
+    let slides = object(&both, "sliding_attention")?;
     let theta = number(keys, "rope_theta", THETAS[0])?;
     let local = number(keys, "rope_local_base_freq", THETAS[1])?;
-    Ok((rotary_of(keys, &full, theta)?, rotary_of(keys, &slides, local)?))
+    Ok((rotary_by_layer(keys, &full, theta)?, rotary_by_layer(keys, &slides, local)?))
 }
 
 /// The window. The last of every few blocks has none.

@@ -4,9 +4,10 @@
 use serde_json::{Value, json};
 
 use super::read::{
-    Keys, SIZES, activation, architecture, flag, number, only, read_head, rotary, size_or_none,
-    sizes, write_keys, write_rotary,
+    Keys, SIZES, activation, architecture, flag, number, only, read_head, size_or_none, sizes,
+    write_keys,
 };
+use super::rotary::{rotary, write_rotary};
 use super::{NONE, Names, gpt2};
 use crate::models::{Dropouts, Head, Shape};
 
@@ -72,7 +73,7 @@ pub(super) fn write_shared(shape: &Shape, family: &str) -> Value {
     });
     let mut config = write_keys(shape, architecture(shape, family), SIZES, own);
     if let Some(rotary) = &shape.rotary {
-        write_rotary(rotary, &mut config);
+        write_rotary(shape, rotary, &mut config);
     }
     config
 }

@@ -13,6 +13,7 @@ mod qwen2;
 mod qwen3;
 mod read;
 mod roberta;
+mod rotary;
 
 use serde_json::{Map, Value, json};
 
@@ -95,6 +96,25 @@ impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
         ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
+    }
+
+    /// The two names of the bias of a masked LM head: with the weight in one layer, and alone. If
+    /// files have both, transformers adds the layer's. If the weight is the embedding's, it writes
+    /// the other.
+    pub(crate) fn head_biases(&self) -> [String; 2] {
+        let layer = self.head.strip_suffix("weight").unwrap_or(self.head);
+        [format!("{layer}bias"), self.head_bias.into()]
+    }
+
+    /// Whether a part of each head may rotate, as in transformers.
+    pub(crate) fn rotates_parts(&self) -> bool {
+        self.family == "phi3"
+    }
+
+    /// Whether transformers reads a text anew when it grows beyond the positions that the model was
+    /// first trained with, so that all of its keys rotate as in a long text.
+    pub(crate) fn rereads_long_texts(&self) -> bool {
+        self.family == "phi3"
     }
 
     /// Whether the family has grouped-query attention: fewer key and value heads than heads.
@@ -239,7 +259,9 @@ pub fn read(config: &Value) -> Result<Shape, String> {
     let Some(names) = FAMILIES.iter().find(|names| names.family == kind) else {
         return Err(format!("model_type is {kind:?}: known are {known}"));
     };
-    (names.read)(config)
+    let shape = (names.read)(config)?;
+    rotary::check_rotary(&shape)?;
+    Ok(shape)
 }
 
 /// Writes each number that is an f32 in as few digits as tell it: 1e-6, not 9.999999974752427e-7.
@@ -268,6 +290,7 @@ pub fn write(shape: &Shape, source: &Value) -> Value {
     config.insert("model_type".into(), shape.names.family.into());
     // Weights are written as f32, whatever dtype they were read in.
     config.remove("torch_dtype");
+    config.remove("quantization_config");
     config.insert("dtype".into(), "float32".into());
     // The source's names of the classes are kept, if it has as many classes.
     let count = |labels: &Value| labels.as_object().map(Map::len);
@@ -276,5 +299,7 @@ pub fn write(shape: &Shape, source: &Value) -> Value {
             config.insert(key.into(), source[key].clone());
         }
     }
-    Value::Object(config)
+    let mut config = Value::Object(config);
+    rotary::keep_rotary(shape, source, &mut config);
+    config
 }

@@ -2,13 +2,13 @@
 
 use serde_json::{Map, Value};
 
-use crate::kernels::{Activation, ProblemType, Rotary, RotaryScaling};
+use crate::kernels::{Activation, ProblemType};
 use crate::models::{Head, Shape};
 
 /// The keys of a `config.json`.
 pub(super) type Keys = Map<String, Value>;
 
-fn wrong(key: &str, value: &Value, must: &str) -> String {
+pub(super) fn wrong(key: &str, value: &Value, must: &str) -> String {
     format!("{key} is {value}: it must be {must}")
 }
 
@@ -90,95 +90,6 @@ pub(super) fn activation(keys: &Keys, key: &str, default: &str) -> Result<Activa
         let known = Activation::ALL.map(|(name, _)| name).join(", ");
         format!("{key} is {name:?}: known are {known}")
     })
-}
-
-/// Reads the rotary positions: `rope_theta` with `rope_scaling`, or both in `rope_parameters`.
-pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> {
-    let none = Keys::new();
-    let mut scaling = &none;
-    // `rope_scaling` wins where both are given, as in transformers: users add it by hand.
-    for key in ["rope_parameters", "rope_scaling"] {
-        if let Some(value) = given(keys, key) {
-            scaling = value.as_object().ok_or_else(|| wrong(key, value, "an object"))?;
-        }
-    }
-    let theta = number(keys, "rope_theta", default_theta)?;
-    rotary_of(keys, scaling, theta)
-}
-
-/// Reads rotary positions from their own keys, and what those lack from `keys`.
-pub(super) fn rotary_of(keys: &Keys, scaling: &Keys, theta: f32) -> Result<Rotary, String> {
-    let theta = number(scaling, "rope_theta", theta)?;
-    let part = number(keys, "partial_rotary_factor", 1.0)?;
-    if number(scaling, "partial_rotary_factor", part)? != 1.0 {
-        return Err("partial_rotary_factor: only 1 is built".into());
-    }
-    let kind = given(scaling, "rope_type").or_else(|| given(scaling, "type"));
-    let kind = kind.map_or(Ok("default"), |kind| {
-        kind.as_str().ok_or_else(|| wrong("rope_type", kind, "a name"))
-    })?;
-    let above = |key: &str, least: f32| {
-        let value = number(scaling, key, f32::NAN)?;
-        if value >= least {
-            Ok(value)
-        } else {
-            Err(format!("{key} must be given, at least {least}"))
-        }
-    };
-    let scaling = match kind {
-        "default" => RotaryScaling::None,
-        "linear" => RotaryScaling::Linear(above("factor", 1.0)?),
-        "llama3" => {
-            let low = above("low_freq_factor", 1e-6)?;
-            let high = above("high_freq_factor", 1e-6)?;
-            if high <= low {
-                return Err(format!(
-                    "high_freq_factor is {high}: it must be above low_freq_factor"
-                ));
-            }
-            let trained = size_or_none(scaling, "original_max_position_embeddings")?;
-            let positions = match trained {
-                Some(positions) => positions,
-                None => size(keys, "max_position_embeddings")?,
-            };
-            RotaryScaling::Llama3 { factor: above("factor", 1.0)?, low, high, positions }
-        }
-        other => {
-            return Err(format!("rope_type is {other:?}: known are default, linear, llama3"));
-        }
-    };
-    if theta <= 0.0 {
-        return Err(format!("rope_theta is {theta}: it must be above 0"));
-    }
-    Ok(Rotary { theta, scaling })
-}
-
-pub(super) fn rotary_keys(rotary: &Rotary) -> Value {
-    let mut parameters = serde_json::json!({ "rope_theta": rotary.theta, "rope_type": "default" });
-    match rotary.scaling {
-        RotaryScaling::None => {}
-        RotaryScaling::Linear(factor) => {
-            parameters["rope_type"] = "linear".into();
-            parameters["factor"] = factor.into();
-        }
-        RotaryScaling::Llama3 { factor, low, high, positions } => {
-            parameters["rope_type"] = "llama3".into();
-            parameters["factor"] = factor.into();
-            parameters["low_freq_factor"] = low.into();
-            parameters["high_freq_factor"] = high.into();
-            parameters["original_max_position_embeddings"] = positions.into();
-        }
-    }
-    parameters
-}
-
-/// Writes the keys that [`rotary`] reads, for older and for newer versions of transformers.
-pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
-    let parameters = rotary_keys(rotary);
-    config["rope_theta"] = rotary.theta.into();
-    let is_scaled = rotary.scaling != RotaryScaling::None;
-    config["rope_scaling"] = if is_scaled { parameters.clone() } else { Value::Null };
-    config["rope_parameters"] = parameters;
 }
 
 /// Of each block, whether `layer_types` says that its attention slides; `None` without that key.

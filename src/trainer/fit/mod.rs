@@ -141,16 +141,19 @@ impl Fit {
         Batches::check(config, &train, steps)?;
         let baseline = baseline(config, &train, validation.first())?;
         if validation.is_empty() && config.validation.every_steps.is_some() {
-            let problem = "needs a validation set: set data.validation or data.validation_split";
+            let problem = match config.data.validation_split {
+                Some(split) if split > 0.0 => {
+                    "needs a validation set: data.validation_split holds out no sequence"
+                }
+                _ => "needs a validation set: set data.validation or data.validation_split",
+            };
             return Err(Error::config("validation.every_steps", problem));
         }
         let keeper = self.open_keeper()?;
         let mut warnings: Vec<String> = Vec::new();
         for data in [&train].into_iter().chain(&validation) {
-            if !data.unused_columns().is_empty() {
-                let columns = data.unused_columns().join(", ");
-                warnings.push(format!("data {}: columns not used: {columns}", data.name()));
-            }
+            let notes = data.notes().into_iter();
+            warnings.extend(notes.map(|note| format!("data {}: {note}", data.name())));
         }
         let beginning = self.beginning(keeper.as_ref(), &mut warnings)?;
         let between = Between { validation, baseline, keeper: keeper.map(Arc::new) };
@@ -338,7 +341,7 @@ impl Prepared {
         }
         let keeps_state = between.keeper.is_some() || config.eps.tier == EpsTier::File;
         let data = keeps_state.then(|| train.fingerprint());
-        let trainer = start_trainer(builder, steps, data, beginning, exporter).await?;
+        let mut trainer = start_trainer(builder, steps, data, beginning, exporter).await?;
         if trainer.reads_through_cache() {
             callbacks.warn(
                 "eps.path: no direct requests there, so the file goes through the system's cache",
@@ -346,18 +349,31 @@ impl Prepared {
         }
         peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());
+        if let Some(validation) = between.validation.first() {
+            let data = validation.fingerprint();
+            if trainer.progress.measure_by(config.validation.best, &data) {
+                callbacks.warn(
+                    "validation.best or the validation data is another than before: the best \
+                     validation is searched anew, and validation.patience counts from here",
+                );
+            }
+        }
         let log = EventLog::open(&config.log)?;
+        let skipped_records = train.skipped_records();
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
         let run = Run {
             trainer,
             steps,
             between,
+            skipped_records,
             log,
             callbacks,
             stop,
             saved: None,
             writing: None,
+            skipped: 0,
+            lost: None,
             validated: None,
         };
         Ok((run, batches))

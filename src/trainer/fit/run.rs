@@ -21,11 +21,17 @@ const SHORT_SAMPLE: u64 = 60;
 /// Bytes of the sample at the end of the run: a few lines.
 const LONG_SAMPLE: u64 = 240;
 
+/// Steps in a row that may change nothing. A dynamic loss scale halves at each, so it comes from
+/// its start to any scale that trains in fewer.
+const MOST_SKIPPED: u64 = 100;
+
 /// A run whose trainer is made.
 pub(super) struct Run<'r> {
     pub(super) trainer: Trainer,
     pub(super) steps: u64,
     pub(super) between: Between,
+    /// The records of the training data that were left out.
+    pub(super) skipped_records: u64,
     pub(super) log: EventLog,
     pub(super) callbacks: &'r mut dyn Callbacks,
     pub(super) stop: StopRequest,
@@ -33,6 +39,10 @@ pub(super) struct Run<'r> {
     pub(super) saved: Option<u64>,
     /// The checkpoint that is being written.
     pub(super) writing: Option<Written>,
+    /// The number of steps in a row, up to now, that changed nothing.
+    pub(super) skipped: u64,
+    /// The error of the last checkpoint, if it was not written.
+    pub(super) lost: Option<Error>,
     /// The step and the loss of the last validation.
     pub(super) validated: Option<(u64, f64)>,
 }
@@ -68,8 +78,13 @@ impl Run<'_> {
             // The model is whole unless the ring failed, so a checkpoint keeps the steps before.
             // With several ranks there is none, because the others may be within a step.
             let is_alone = self.trainer.plan().share() == RankShare::WHOLE;
-            if is_alone && !matches!(error, Error::Ring(_)) && step > first {
-                self.save().await?;
+            // The first error is the one that is returned.
+            if is_alone
+                && !matches!(error, Error::Ring(_))
+                && step > first
+                && let Err(lost) = self.save().await
+            {
+                self.callbacks.warn(lost.to_string());
             }
             // The checkpoint that is being written becomes complete, even if the ring failed since.
             if let Err(lost) = self.end_checkpoint().await {
@@ -91,10 +106,17 @@ impl Run<'_> {
             (false, false) => End::Complete,
         };
         let link = self.trainer.config().device.link.clone();
-        let Run { mut trainer, mut log, callbacks, validated, .. } = self;
+        let Run { mut trainer, mut log, callbacks, lost, validated, skipped_records, .. } = self;
         let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
-        report(&mut log, callbacks, &summary.event(&weights_digest, link.as_deref()));
+        let mut event = summary.event(&weights_digest, link.as_deref());
+        event["skipped_records"] = json!(skipped_records);
+        report(&mut log, callbacks, &event);
+        // With `checkpoint.on_error = "continue"` a run goes on without a checkpoint. It does not
+        // succeed without the last one.
+        if let Some(lost) = lost {
+            return Err(lost);
+        }
         let validation_loss = validated.map(|(_, loss)| loss);
         Ok(Fitted { end, summary, weights_digest, validation_loss })
     }
@@ -151,6 +173,15 @@ impl Run<'_> {
     async fn step(&mut self, batches: &mut Batches) -> Result<u64, Error> {
         let report = self.trainer.step(batches.next().await?).await?;
         self.report(&report.event());
+        self.skipped = if report.skipped { self.skipped + 1 } else { 0 };
+        if self.skipped == MOST_SKIPPED {
+            return Err(Error::NotFinite(format!(
+                "the last {MOST_SKIPPED} steps changed nothing, because their gradients were not \
+                 finite (loss scale {:e}): set a smaller optimizer.learning_rate{}",
+                report.loss_scale.unwrap_or(1.0),
+                if report.loss_scale.is_some() { " or loss_scale.initial" } else { "" }
+            )));
+        }
         self.trainer.take_warnings().into_iter().for_each(|warning| self.callbacks.warn(warning));
         let then = self.callbacks.step(&mut self.trainer, &report).await?;
         if self.trainer.progress().step != report.step {
@@ -237,7 +268,7 @@ impl Run<'_> {
         }
         self.end_checkpoint().await?;
         keeper.still_held()?;
-        self.trainer.begin_checkpoint(&directory).await?;
+        self.trainer.begin_kept_checkpoint(&directory, Some(keeper)).await?;
         self.writing = Some(Written { directory, progress, links: Vec::new() });
         Ok(())
     }
@@ -247,12 +278,14 @@ impl Run<'_> {
     async fn end_checkpoint(&mut self) -> Result<(), Error> {
         let Some(written) = self.writing.take() else { return Ok(()) };
         let step = written.progress.step;
+        self.lost = None;
         let Err(error) = self.complete(written).await else { return Ok(()) };
         match self.trainer.config().checkpoint.on_error {
             OnError::Stop => Err(error),
             OnError::Continue => {
                 let text = format!("the checkpoint of step {step} was not written: {error}");
                 self.callbacks.warn(text);
+                self.lost = Some(error);
                 Ok(())
             }
         }

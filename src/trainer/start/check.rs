@@ -104,15 +104,16 @@ fn model_of_run(config: &Config, own: Option<Model>) -> Result<Model, Error> {
 /// Refuses a room for generation that is larger than a step.
 fn check_room(room: Room, config: &Config, model: &Model) -> Result<(), Error> {
     room.check(model)?;
-    let Room { prompts, prompt, .. } = room;
+    let Room { prompts, .. } = room;
     let most = config.step.batch;
     let longest = config.sequence_length(&model.shape)?;
-    if prompts <= most && prompt <= longest {
+    let read = room.longest_read(model);
+    if prompts <= most && read <= longest {
         return Ok(());
     }
     Err(Error::argument(format_args!(
-        "a room of {prompts} prompts of {prompt} tokens: a run generates from at most {most} \
-         (step.batch) of at most {longest} (data.sequence_length)"
+        "a room of {prompts} texts of which {read} tokens are read at once: a run generates from \
+         at most {most} (step.batch) and reads at most {longest} (data.sequence_length)"
     )))
 }
 

@@ -89,8 +89,8 @@ fn fill(
         Origin::Checkpoint(checkpoint) => checkpoint.read(run, eps)?,
         Origin::New => {
             let how = Load::to_train(!run.config.model.unsealed);
-            new_tensors = resolve::load_base(&run.config, &run.model, eps, how)?;
-            resolve::load_adapters(&run.config, &run.model, eps)?;
+            new_tensors = resolve::load_first(&run.config, &run.model, eps, how)?;
+            resolve::check_missing(&run.config, &run.model, &new_tensors)?;
             Progress { layers, ..Progress::default() }
         }
     };

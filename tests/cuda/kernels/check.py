@@ -368,8 +368,8 @@ class Attention(ctypes.Structure):
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
 
-class Frequencies(ctypes.Structure):
-    _fields_ = [("of", ctypes.c_float * 128)]
+class Rotary(ctypes.Structure):
+    _fields_ = [("frequencies", ctypes.c_float * 128), ("scale", ctypes.c_float), ("pairs", ctypes.c_int)]
 
 
 class Buffer:
@@ -414,7 +414,7 @@ def to_bfloat(values):
 class Device:
     """One emulated file of kernels, for the time of one check."""
 
-    Attention, Dropout, Frequencies = Attention, Dropout, Frequencies
+    Attention, Dropout, Rotary = Attention, Dropout, Rotary
 
     has_hazards = False
 
@@ -1134,18 +1134,18 @@ def check_rotate(device, random, sequences, positions, heads, kv_heads, head_siz
     documents, pasts, place = make_places(
         device, random, sequences, positions, past, places.get("has_documents"), places.get("has_pasts")
     )
-    pairs = head_size // 2
-    frequencies = np.zeros(128, np.float32)
-    frequencies[:pairs] = (1 / 10000.0 ** (np.arange(pairs) / max(pairs, 1))).astype(np.float32)
-    angle = (place[:, :, None].astype(np.float32) * frequencies[:pairs]).astype(np.float64)[:, :, None]
     x = noise(random, sequences, positions, heads + 2 * kv_heads, head_size)
-    for back in (0, 1):
+    # All of a head rotates, or, scaled, its first half.
+    for back, pairs, scale in [(0, head_size // 2, 1), (1, head_size // 2, 1), (0, head_size // 4, 1.5)]:
+        frequencies = np.zeros(128, np.float32)
+        frequencies[:pairs] = (1 / 10000.0 ** (np.arange(pairs) / max(pairs, 1))).astype(np.float32)
+        angle = (place[:, :, None].astype(np.float32) * frequencies[:pairs]).astype(np.float64)[:, :, None]
         qkv = device.elements(x, changes=True)
-        a, b = qkv.wide[..., :pairs], qkv.wide[..., pairs:]
-        cosine, sine = np.cos(angle), np.sin(angle) * (-1 if back else 1)
-        expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine], 3)
+        a, b, rest = np.split(qkv.wide, [pairs, 2 * pairs], 3)
+        cosine, sine = scale * np.cos(angle), scale * np.sin(angle) * (-1 if back else 1)
+        expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], 3)
         expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
-        of = Frequencies((ctypes.c_float * 128)(*frequencies))
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs)
         device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
         device.expect(qkv, expected, 1e-6)
 

@@ -255,9 +255,12 @@ struct Attention {
     Dropout dropout;
 };
 
-// The rotary frequency of each pair of a head's channels.
-struct Frequencies {
-    float of[128];
+// How heads are rotated: the frequency of each pair of channels, and the factor of rotated channels. The first channel of
+// a pair is `pairs` before the second; channels behind the pairs stay as they are.
+struct Rotary {
+    float frequencies[128];
+    float scale;
+    int pairs;
 };
 
 // The sequence of a row: its index, its first row, and its number of rows.

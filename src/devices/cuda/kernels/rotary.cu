@@ -1,25 +1,25 @@
-// Rotary position embeddings (Su et al. 2021). Channel i of a head's first half is paired with channel i of its second
-// half, as in transformers.
+// Rotary position embeddings (Su et al. 2021). Of the channels of a head that rotate, channel i of the first half is paired
+// with channel i of the second half, as in transformers.
 
-constexpr int PAIRS = sizeof(Frequencies) / sizeof(float);
+constexpr int PAIRS = sizeof(Rotary::frequencies) / sizeof(float);
 
 // Rotates queries and keys in place, or back. qkv: (rows, (H + 2K) D).
 // pasts: cached positions of each sequence; null: all sequences have size.past.
 // launch: grid (rows), block (256)
-extern "C" __global__ void rotate(T* qkv, Frequencies frequencies, const int* starts,
-                                  const unsigned* documents, const int* pasts, Attention size, int back) {
+extern "C" __global__ void rotate(T* qkv, Rotary rotary, const int* starts, const unsigned* documents,
+                                  const int* pasts, Attention size, int back) {
     alignas(16) __shared__ float cosines[PAIRS], sines[PAIRS];
     const long long row = blockIdx.x;
     const Sequence sequence = sequence_of(starts, size.sequences, size.rows, blockIdx.x);
     const int past = pasts != nullptr ? pasts[sequence.index] : size.past;
     const int position = position_of(documents, past, sequence, blockIdx.x);
-    const int pairs = size.head_size / 2;
+    const int pairs = rotary.pairs;
     for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
         // The angle is rounded to float, as in transformers.
         float sine, cosine;
-        sincosf(static_cast<float>(position) * frequencies.of[pair], &sine, &cosine);
-        cosines[pair] = cosine;
-        sines[pair] = back ? -sine : sine;
+        sincosf(static_cast<float>(position) * rotary.frequencies[pair], &sine, &cosine);
+        cosines[pair] = cosine * rotary.scale;
+        sines[pair] = (back ? -sine : sine) * rotary.scale;
     }
     __syncthreads();
 

@@ -3,7 +3,7 @@
 use super::Cases;
 use crate::kernels::{
     Attention, AttentionBackward, AttentionShape, CachedAttention, ChunkKv, HeadNorm,
-    HeadNormBackward, QueryKey, ReadKv, Rotary, RotaryScaling, Rotate, WriteKv,
+    HeadNormBackward, LongRope, PAIRS, QueryKey, ReadKv, Rotary, RotaryScaling, Rotate, WriteKv,
 };
 
 impl<'c> Cases<'c> {
@@ -35,10 +35,20 @@ impl<'c> Cases<'c> {
     }
 
     fn of_rotations(&mut self, shape: AttentionShape<'c>) {
-        const ROTARY: Rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
+        const WHOLE: Rotary = Rotary { scaling: RotaryScaling::Linear(2.0), ..Rotary::new(100.0) };
+        // The first half of each head, scaled, by the length of each text.
+        const HALF: Rotary = Rotary { part: 0.5, scaling: LONG, ..Rotary::new(100.0) };
+        const LONG: RotaryScaling = RotaryScaling::LongRope(LongRope {
+            short: [1.0; PAIRS],
+            long: [3.0; PAIRS],
+            attention_factor: 1.5,
+            positions: 4,
+        });
         let all = [shape.rows(), shape.qkv_width()];
-        for inverse in [false, true] {
-            case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary: &ROTARY, shape, inverse });
+        for rotary in [&WHOLE, &HALF] {
+            for inverse in [false, true] {
+                case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary, shape, inverse });
+            }
         }
     }
 

@@ -1,0 +1,172 @@
+//! Low-rank adapters as a run asks for them: the modules that get one, with ranks and factors.
+
+use std::collections::BTreeMap;
+
+use super::adapters::{AdaptedModule, Adapters};
+use super::block::TransformerBlock;
+use super::model::Model;
+use super::shape::{Head, Shape};
+use super::training::{matches, no_match};
+use crate::error::Error;
+
+/// Low-rank adapters (Hu et al. 2021) of a model's products.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Lora {
+    /// r.
+    pub rank: usize,
+    /// The output of an adapter is multiplied by alpha ÷ r.
+    pub alpha: f64,
+    /// r of the modules that a pattern names, in place of `rank`. The longest pattern counts.
+    pub rank_pattern: BTreeMap<String, usize>,
+    /// alpha of the modules that a pattern names, in place of `alpha`. The longest pattern counts.
+    pub alpha_pattern: BTreeMap<String, f64>,
+    /// True: the factor is alpha ÷ √r (Kalajdzievski 2023).
+    pub rank_stabilised: bool,
+    /// Probability of dropout of an adapter's input.
+    pub dropout: f32,
+    /// Patterns of modules: parts of names, or names with `*`. `all-linear`: all.
+    pub targets: Vec<String>,
+}
+
+/// The target for all products of transformer blocks, and the transform of a masked head. The
+/// transform of a head of classes gets an adapter only if a target names it. Otherwise it is
+/// trained with the head.
+const ALL_LINEAR: &str = "all-linear";
+
+/// The value of the longest pattern that names a module.
+fn of_longest<V: Copy>(patterns: &BTreeMap<String, V>, module: &str) -> Option<V> {
+    let found = patterns.iter().filter(|(pattern, _)| matches(pattern, module));
+    found.max_by_key(|(pattern, _)| pattern.len()).map(|(_, value)| *value)
+}
+
+/// Two patterns of one length that name a module, if they are the longest and their values differ.
+fn undecided<'p, V: PartialEq>(
+    patterns: &'p BTreeMap<String, V>,
+    module: &str,
+) -> Option<[&'p str; 2]> {
+    let mut found: Vec<_> = patterns.iter().filter(|(one, _)| matches(one, module)).collect();
+    let most = found.iter().map(|(pattern, _)| pattern.len()).max()?;
+    found.retain(|(pattern, _)| pattern.len() == most);
+    let pair = found.windows(2).find(|pair| pair[0].1 != pair[1].1)?;
+    Some([pair[0].0, pair[1].0])
+}
+
+impl Lora {
+    /// r of a module.
+    pub fn rank_of(&self, module: &str) -> usize {
+        of_longest(&self.rank_pattern, module).unwrap_or(self.rank)
+    }
+
+    /// alpha of a module.
+    pub fn alpha_of(&self, module: &str) -> f64 {
+        of_longest(&self.alpha_pattern, module).unwrap_or(self.alpha)
+    }
+
+    /// The factor of the output of a module's adapter.
+    pub fn scale_of(&self, module: &str) -> f64 {
+        let rank = self.rank_of(module) as f64;
+        self.alpha_of(module) / if self.rank_stabilised { rank.sqrt() } else { rank }
+    }
+
+    /// Whether a module gets an adapter.
+    pub(crate) fn targets(&self, module: &str) -> bool {
+        self.targets.iter().any(|target| target == ALL_LINEAR) || self.names(module)
+    }
+
+    /// Whether a target names a module by itself.
+    pub(super) fn names(&self, module: &str) -> bool {
+        self.targets.iter().any(|target| matches(target, module))
+    }
+
+    /// The adapters of a layer with these modules, if any of them is a target.
+    pub(super) fn adapters(&self, mut modules: Vec<String>) -> Option<Adapters> {
+        modules.retain(|name| self.targets(name));
+        let adapted = |name: String| AdaptedModule {
+            rank: self.rank_of(&name),
+            scale: self.scale_of(&name) as f32,
+            name,
+        };
+        let dropout = self.dropout;
+        let modules: Vec<AdaptedModule> = modules.into_iter().map(adapted).collect();
+        (!modules.is_empty()).then_some(Adapters { dropout, modules })
+    }
+
+    /// Refuses patterns that disagree on a module, and a rank above the module's sizes.
+    fn check_module(&self, module: &str, inputs: usize, outputs: usize) -> Result<(), Error> {
+        let pairs = [
+            ("train.lora.rank_pattern", undecided(&self.rank_pattern, module)),
+            ("train.lora.alpha_pattern", undecided(&self.alpha_pattern, module)),
+        ];
+        if let Some((key, [one, other])) = pairs.into_iter().find_map(|(key, p)| Some((key, p?))) {
+            let what = format_args!(
+                "has {one:?} and {other:?}, which both name {module} with other values: of several \
+                 entries the longest counts, so make one of them longer"
+            );
+            return Err(Error::config(key, what));
+        }
+        let most = inputs.min(outputs);
+        let rank = self.rank_of(module);
+        if rank <= most {
+            return Ok(());
+        }
+        let has_own = of_longest(&self.rank_pattern, module).is_some();
+        let key = if has_own { "train.lora.rank_pattern" } else { "train.lora.rank" };
+        let what = format_args!(
+            "is {rank}, and {module} is a matrix of {outputs} × {inputs}: at most {most}"
+        );
+        Err(Error::config(key, what))
+    }
+}
+
+impl Model {
+    /// Refuses targets and patterns that name no module, and ranks above the size of a module.
+    pub(super) fn check_adapters(&self, lora: &Lora) -> Result<(), Error> {
+        let linear = self.linear_modules();
+        let mut names: Vec<String> = Vec::new();
+        for (name, ..) in &linear {
+            let last = name.rsplit('.').next().unwrap_or(name);
+            if !names.iter().any(|known| known == last) {
+                names.push(last.into());
+            }
+        }
+        if lora.targets.is_empty() {
+            let what =
+                format_args!("is empty: name some of {}, or {ALL_LINEAR:?}", names.join(", "));
+            return Err(Error::config("train.lora.targets", what));
+        }
+        let ranks = lora.rank_pattern.keys().map(|pattern| ("train.lora.rank_pattern", pattern));
+        let alphas = lora.alpha_pattern.keys().map(|pattern| ("train.lora.alpha_pattern", pattern));
+        let targets = lora.targets.iter().filter(|target| *target != ALL_LINEAR);
+        let targets = targets.map(|target| ("train.lora.targets", target));
+        for (key, pattern) in targets.chain(ranks).chain(alphas) {
+            if linear.iter().any(|(name, ..)| matches(pattern, name)) {
+                continue;
+            }
+            let other = [self.shape.names.head, self.shape.names.embedding];
+            let mut others = self.tensors().map(|tensor| &tensor.name[..]).chain(other);
+            let what = match others.any(|name| matches(pattern, name)) {
+                true => format!(
+                    "has {pattern:?}: embeddings, norms and heads have no adapters here, only {}",
+                    names.join(", ")
+                ),
+                false => no_match(pattern, &names),
+            };
+            return Err(Error::config(key, what));
+        }
+        let mut adapted = linear.iter().filter(|(name, ..)| lora.targets(name));
+        adapted.try_for_each(|(name, inputs, outputs)| lora.check_module(name, *inputs, *outputs))
+    }
+
+    /// The modules that can have adapters: name, inputs and outputs.
+    pub(crate) fn linear_modules(&self) -> Vec<(String, usize, usize)> {
+        let Shape { names, hidden, layers, .. } = self.shape;
+        let blocks = (0..layers).map(|number| TransformerBlock::new(0, number, self.shape));
+        let of_head = match self.shape.head {
+            Head::Masked => Some(names.transform),
+            Head::Classes { .. } => Some(names.class_dense).filter(|name| !name.is_empty()),
+            Head::Tokens | Head::TokenClasses { .. } => None,
+        };
+        let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));
+        blocks.flat_map(|block| block.linear_modules()).chain(of_head).collect()
+    }
+}
