@@ -94,7 +94,9 @@ pub fn export(
     let (weights_from, changed) = match (has_adapters(from), base, averages) {
         (false, _, None) => (from, Changed::No),
         (false, _, Some(averages)) => (from, Changed::Averaged(averages)),
-        (true, Some(base), _) => (base, Changed::Merged(Merge::new(from, base, options.head)?)),
+        (true, Some(base), _) => {
+            (base, Changed::Merged(Box::new(Merge::new(from, base, options.head)?)))
+        }
         (true, None, _) => {
             let what = "it holds adapters, and does not say of which model: set model.path to that \
                         model's directory";

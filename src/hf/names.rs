@@ -108,23 +108,13 @@ pub(super) fn is_float(dtype: Dtype) -> bool {
 }
 
 /// Whether a tensor is of the head of another task: the LM head of the pretrained model that a
-/// classifier starts from, the classes of sequences or of tokens, or the pooler, which tokens'
-/// classes do not use.
+/// classifier starts from, or the pooler, which tokens' classes do not use.
 pub(super) fn is_of_other_head(name: &str, shape: &Shape) -> bool {
     let names = shape.names;
     let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
-    let Names { class_dense, class_out, token_classes, .. } = *names;
-    let own: &[&str] = match shape.head {
-        Head::Tokens | Head::Masked => &[],
-        Head::Classes { .. } => &[class_dense, class_out],
-        Head::TokenClasses { .. } => &[token_classes],
-    };
-    let others = [class_dense, class_out, token_classes].into_iter();
-    let mut others = others.filter(|layer| !layer.is_empty() && !own.contains(layer));
-    let is_of = |layer: &str| {
-        name.strip_prefix(layer).is_some_and(|rest| matches!(rest, ".weight" | ".bias"))
-    };
-    others.any(is_of) || (!shape.scores_vocabulary() && is_in(name, &lm_head))
+    let no_pooler = matches!(shape.head, Head::TokenClasses { .. });
+    (no_pooler && is_in(name, &[names.class_dense]))
+        || (!shape.scores_vocabulary() && is_in(name, &lm_head))
 }
 
 /// Whether a checkpoint may hold this tensor, although the model does not have it: a buffer, or a
@@ -139,8 +129,23 @@ fn is_ignored(name: &str, model: &Model) -> bool {
     ];
     const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
     is_of_other_head(name, &model.shape)
+        || is_of_other_classes(name, model)
         || ENDS.iter().any(|end| name.ends_with(end))
         || PARTS.iter().any(|part| name.contains(part))
+}
+
+/// Whether a tensor is of a head of classes that the model does not have.
+fn is_of_other_classes(name: &str, model: &Model) -> bool {
+    let Names { class_dense, class_out, token_classes, .. } = *model.shape.names;
+    let own: &[&str] = match model.shape.head {
+        Head::Tokens | Head::Masked => &[],
+        Head::Classes { .. } => &[class_dense, class_out],
+        Head::TokenClasses { .. } => &[token_classes],
+    };
+    let others = [class_dense, class_out, token_classes].into_iter();
+    others.filter(|layer| !layer.is_empty() && !own.contains(layer)).any(|layer| {
+        name.strip_prefix(layer).is_some_and(|rest| matches!(rest, ".weight" | ".bias"))
+    })
 }
 
 /// Compares the tensors of files with the model's. The files may have the tensors that are

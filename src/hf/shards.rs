@@ -23,7 +23,7 @@ use crate::models::families::Names;
 /// How an export's values differ from the files.
 pub(super) enum Changed {
     No,
-    Merged(Merge),
+    Merged(Box<Merge>),
     Averaged(Averages),
 }
 

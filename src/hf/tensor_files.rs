@@ -373,7 +373,7 @@ mod tests {
         let to = make();
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
-        let all = file_tensors(&model, &from, BlockRun::Parameters);
+        let all = stored_parameters(&model, &from);
         let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), |_| None);
         files.expect("a directory of ours").write_all(&from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
