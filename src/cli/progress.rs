@@ -20,7 +20,8 @@ pub(super) struct Screen {
     format: Format,
     /// The bar, if standard error is a terminal.
     bar: Option<ProgressBar>,
-    /// True if standard output shows steps as lines: the bar is not there, or not in the same place.
+    /// True if standard output shows steps as lines: there is no bar, or it is a terminal's and
+    /// standard output is not.
     has_lines: bool,
     steps: u64,
     /// The validation set whose loss is shown with each step, and its last loss.

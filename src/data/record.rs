@@ -179,7 +179,7 @@ impl Record {
                         data.fields.messages = \"chosen\" where it has the whole chat"
                 .into());
         }
-        unused.extend(columns.into_iter().map(|(name, _)| name));
+        unused.extend(columns.into_keys());
         Ok((record, unused))
     }
 
@@ -257,11 +257,11 @@ impl Record {
 pub(super) fn columns_of(columns: &ColumnTexts) -> String {
     /// A message with more names than these is no help.
     const NAMED: usize = 20;
-    let name = |(name, value): (&String, &Box<RawValue>)| match value.get() {
+    let named = columns.iter().take(NAMED).map(|(name, value)| match value.get() {
         "null" => format!("{name:?} (empty)"),
         _ => format!("{name:?}"),
-    };
-    let mut names: Vec<String> = columns.iter().take(NAMED).map(name).collect();
+    });
+    let mut names: Vec<String> = named.collect();
     if columns.len() > NAMED {
         names.push(format!("{} more", columns.len() - NAMED));
     }

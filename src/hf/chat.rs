@@ -146,7 +146,7 @@ impl Template {
                 "message {at} contains U+E000 or U+E001, reserved characters of private use"
             ));
         }
-        let last = messages.iter().rposition(Message::is_answer);
+        let last = messages.iter().rposition(is_answer);
         let messages = &messages[..=last.ok_or_else(|| no_answer(messages))?];
         let all = self.render(messages, tools, false)?;
         if self.source(tools)?.has_marks {
@@ -240,7 +240,7 @@ impl Template {
         }
         let mut is_kept = vec![true; chat.assistant.len()];
         // Most chats have their context first, as the prompt of a completion.
-        let first = messages.iter().position(Message::is_answer).unwrap_or(0);
+        let first = messages.iter().position(is_answer).unwrap_or(0);
         let before = self.ask(&messages[..first], tools)?;
         if chat.text.starts_with(&before) {
             context.retain(|&at| at > first);
@@ -321,6 +321,11 @@ fn remove_marks(text: &str) -> RenderedChat {
         }
     }
     chat
+}
+
+/// Whether a message is an answer to learn.
+fn is_answer(message: &Message) -> bool {
+    message.role == "assistant" && !message.is_context
 }
 
 #[cfg(test)]

@@ -359,7 +359,7 @@ pub(super) fn bytes_in(dtype: Dtype, shape: &[usize]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::weights::{Load, file_tensors, load};
+    use super::super::weights::{Load, load};
     use super::*;
     use crate::models::families::gpt2;
     use crate::optimizers::StateLayout;

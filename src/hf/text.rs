@@ -36,11 +36,6 @@ impl Message {
         Message { role: role.into(), content: Some(content.into()), ..Message::default() }
     }
 
-    /// Whether this is an answer to learn.
-    pub(crate) fn is_answer(&self) -> bool {
-        self.role == "assistant" && !self.is_context
-    }
-
     /// The keys and values that a chat template sees, in the order of the data. As in
     /// transformers, a key without a value is left out, and thoughts have two names.
     fn fields(&self) -> Vec<(&str, Field<'_>)> {

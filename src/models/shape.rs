@@ -204,8 +204,8 @@ impl Shape {
         self.head == Head::Masked
     }
 
-    /// The name of the model's tensor that files of adapters have under this one: a tied head is the
-    /// embedding, and the bias of a masked head has two names.
+    /// The name of the model's tensor that files of adapters have under this one. A tied head is
+    /// the embedding, and the bias of a masked head has two names.
     pub(crate) fn name_of(&self, stored: &str) -> String {
         match self.names.head_biases() {
             biases if biases.iter().any(|bias| bias == stored) => self.head_bias(),

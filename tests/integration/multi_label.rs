@@ -267,7 +267,7 @@ fn labels_that_are_none_are_refused() {
         (&Labels::Count(3), json!(["joy"]), "the labels have no names"),
     ] {
         let line = json!({ "text": "a word", "labels": set }).to_string();
-        let error = open(&mut of_text(of.clone()), "bad.jsonl", &line).err().expect(&line);
+        let error = open(&mut of_text(of.clone()), "bad.jsonl", &line).expect_err(&line);
         assert!(error.to_string().contains(says), "{line}: {error}");
     }
     for (line, says) in [
@@ -277,13 +277,13 @@ fn labels_that_are_none_are_refused() {
         (json!({ "text": "a" }), "or give a column for each of anger, joy, fear, trust"),
     ] {
         let error = open(&mut of_text(four.clone()), "bad.jsonl", &line.to_string());
-        let error = error.err().expect("refused").to_string();
+        let error = error.expect_err("refused").to_string();
         assert!(error.contains(says), "{line}: {error}");
     }
     let mut single = of_text(four);
     single.model.problem_type = None;
     let line = json!({ "text": "a word", "label": ["joy"] }).to_string();
-    let error = open(&mut single, "bad.jsonl", &line).err().expect("one label a sequence");
+    let error = open(&mut single, "bad.jsonl", &line).expect_err("one label a sequence");
     assert!(error.to_string().contains("with model.problem_type"), "{error}");
 }
 

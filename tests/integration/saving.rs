@@ -393,6 +393,9 @@ async fn the_error_of_a_callback_is_kept() {
     let mut fails = Fails(Obstacle { directory, of_step: 3, messages: Vec::new() });
     let error = Trainer::fit(config).run(&mut fails).await.expect_err("the callback fails");
     assert_eq!(error.to_string(), "the program's own");
-    let is_told = |message: &RunMessage| matches!(message, RunMessage::Warning(text) if text.contains("step-00000003"));
+    let is_told = |message: &RunMessage| match message {
+        RunMessage::Warning(text) => text.contains("step-00000003"),
+        _ => false,
+    };
     assert!(fails.0.messages.iter().any(is_told), "{:?}", fails.0.messages);
 }
