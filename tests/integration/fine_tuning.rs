@@ -459,6 +459,7 @@ fn an_encoder_gives_several_labels() {
             "step.steps=40".into(),
             "validation.every_steps=10".into(),
             "validation.best=f1_micro".into(),
+            "export.dtype=f32".into(),
         ]);
         if lora {
             keys.extend(["train.lora.rank=4".into(), "train.lora.targets=[\"all-linear\"]".into()]);
