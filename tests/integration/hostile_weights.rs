@@ -132,17 +132,6 @@ fn half_written_shards() {
     }
 }
 
-#[test]
-fn a_tokenizer_of_another_model() {
-    let folder = directory("tied", |at| {
-        fs::copy(goldens("tied").join("model.safetensors"), at.join("model.safetensors"))
-            .expect("it is committed");
-        let tokenizer = json!({ "model": { "vocab": { "a": 0, "b": 37 } }, "added_tokens": [] });
-        fs::write(at.join("tokenizer.json"), tokenizer.to_string()).expect("a directory of ours");
-    });
-    refused(&folder, &["tokenizer.json", "token 37", "the model knows 37"]);
-}
-
 /// The first BERT's checkpoints have other names of norms.
 #[test]
 fn old_names_of_norms_are_read() {
@@ -185,7 +174,7 @@ const POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:01
 /// A clone without git-lfs has pointers in place of large files.
 #[test]
 fn pointers() {
-    for name in ["model.safetensors", "model.safetensors.index.json", "tokenizer.json"] {
+    for name in ["model.safetensors", "model.safetensors.index.json"] {
         let folder = directory("tied", |at| fs::write(at.join(name), POINTER).expect("ours"));
         refused(&folder, &[&format!("{name}: it is a pointer of git-lfs"), "git lfs pull"]);
     }
@@ -195,18 +184,27 @@ fn pointers() {
         }
     });
     refused(&folder, &["config.json: it is a pointer of git-lfs"]);
-    let folder = tempfile::tempdir().expect("a place for files");
-    for name in ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.bin"] {
-        let path = folder.path().join(name);
-        fs::write(&path, POINTER).expect("a directory of ours");
+    let data = |model: &str, train: &Path, name: &str| {
         let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
-            .args(["data", "--set", "model.preset=gpt-small", "--set"])
-            .arg(format!("data.train={}", path.display()))
+            .args(["data", "--set", model, "--set"])
+            .arg(format!("data.train={}", train.display()))
             .output()
             .expect("the program runs");
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{error}");
         assert!(error.contains(&format!("{name}: it is a pointer of git-lfs")), "{error}");
+    };
+    let folder = directory("tied", |at| {
+        fs::write(at.join("tokenizer.json"), POINTER).expect("a directory of ours");
+        fs::write(at.join("a.txt"), "a text").expect("a directory of ours");
+    });
+    let model = format!("model.path={}", folder.path().display());
+    data(&model, &folder.path().join("a.txt"), "tokenizer.json");
+    let folder = tempfile::tempdir().expect("a place for files");
+    for name in ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.bin"] {
+        let path = folder.path().join(name);
+        fs::write(&path, POINTER).expect("a directory of ours");
+        data("model.preset=gpt-small", &path, name);
     }
 }
 
