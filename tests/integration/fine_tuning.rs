@@ -490,6 +490,7 @@ fn an_encoder_gives_several_labels() {
         let rows = good(&with(&["data"], &[keys.clone(), vec!["step.batch=1".into()]].concat()));
         assert!(rows.contains("⟦[0.0,0.0,1.0]⟧"), "{rows}");
         keys.push("validation.best=f1".into());
+        keys.push(format!("checkpoint.directory={}", folder.path().join("other").display()));
         refused(&with(&["train"], &keys), "validation.best");
     }
 }

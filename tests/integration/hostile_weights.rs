@@ -186,7 +186,7 @@ fn pointers() {
     refused(&folder, &["config.json: it is a pointer of git-lfs"]);
     let data = |model: &str, train: &Path, name: &str| {
         let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
-            .args(["data", "--set", model, "--set"])
+            .args(["data", "--set", model, "--set", "data.sequence_length=8", "--set"])
             .arg(format!("data.train={}", train.display()))
             .output()
             .expect("the program runs");
