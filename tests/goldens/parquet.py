@@ -23,5 +23,6 @@ folder = Path(__file__).parent / "records"
 folder.mkdir(exist_ok=True)
 (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RECORDS))
 for compression in ("snappy", "zstd"):
-    table = pyarrow.Table.from_pylist(RECORDS)
+    # The columns of a table are those of its first record.
+    table = pyarrow.Table.from_pylist([{"tools": None, **record} for record in RECORDS])
     pyarrow.parquet.write_table(table, folder / f"{compression}.parquet", compression=compression)
