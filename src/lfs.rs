@@ -1,4 +1,4 @@
-//! Recognises a pointer of git-lfs. A clone without git-lfs has such a small text in place of each
+//! Recognises a pointer of git-lfs: a small text that a clone without git-lfs has in place of a
 //! large file.
 
 /// What to do about a pointer.

@@ -265,7 +265,7 @@ fn every_error_and_panic_names_its_place_and_leaves_nothing() {
     let all = MODES.map(|mode| [(Fault::Error, mode), (Fault::Panic, mode)]);
     for (nth, (fault, mode)) in all.into_iter().flatten().enumerate() {
         for (index, (case, blame)) in injections(fault, mode).into_iter().enumerate() {
-            // Bounded, each place fails in one of four ways.
+            // In a bounded search, each place fails in one of the four ways.
             for threads in [0, 2].into_iter().filter(|&ways| whole() || (index + nth) % 4 == ways) {
                 quietly(|| check(&case, &blame, mode, threads));
                 soon("threads gone", || threads_of_ours() == 0);

@@ -1,5 +1,5 @@
-//! Says what is wrong with a record of JSON, where the library's own message would leave a person
-//! to guess: values that Python's `json` writes and JSON does not have.
+//! Messages about values that Python's `json` writes and JSON does not have, such as NaN. The
+//! library's own messages do not name them.
 
 /// The message of an error in the text of a value, without its place in that text.
 pub(super) fn of_value(text: &str, error: &serde_json::Error) -> String {

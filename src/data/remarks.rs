@@ -1,5 +1,5 @@
-//! What a person should know of a dataset: what of its files is not used, and what of it teaches
-//! nothing.
+//! Remarks about a dataset: files and columns that are not used, and records of which nothing is
+//! learnt.
 
 use super::files::Opened;
 use super::tally::Tally;
@@ -25,7 +25,7 @@ impl Remarks {
         self.notes.extend(opened.left_out.take());
     }
 
-    /// All of it, in sentences.
+    /// The remarks as sentences.
     pub(super) fn sentences(&self) -> Vec<String> {
         let mut all = self.notes.clone();
         if !self.unused.is_empty() {

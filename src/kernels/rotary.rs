@@ -176,7 +176,7 @@ impl Yarn {
     /// How much a pair's frequency is divided: 0 not at all, 1 by the whole factor.
     fn ramp(&self, theta: f32, channels: usize, pair: usize) -> f64 {
         let Yarn { beta_fast, beta_slow, truncate, positions, .. } = *self;
-        // The pair that turns so many times over the positions.
+        // The pair of channels that turns this often over all positions.
         let pair_of = |turns: f32| {
             let period = positions as f64 / (f64::from(turns) * 2.0 * std::f64::consts::PI);
             channels as f64 * period.ln() / (2.0 * f64::from(theta).ln())

@@ -26,7 +26,7 @@ pub enum Head {
     Tokens,
     /// Masked tokens, by a transform, a table of the vocabulary and a bias for each token.
     Masked,
-    /// The class of a whole sequence, several labels of it, or one value for it.
+    /// The class of a sequence, any number of its labels, or one value.
     Classes {
         /// The number of scores.
         labels: usize,
