@@ -1,5 +1,5 @@
-//! Which files of a folder are data. A folder as it was cloned or downloaded also has a card,
-//! hidden files and links; what is left out of it is said.
+//! Which files of a folder are data. A folder that was cloned or downloaded also has a card,
+//! hidden files and links. They are left out, and the user is told which.
 
 use std::fs;
 use std::io::{self, Read};
