@@ -1,0 +1,103 @@
+"""The command: reads the flags, runs the parts within the minutes, prints the table."""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+from . import peer
+from .bench import Bench, table
+from .budget import Budget
+from .parts import GROUPS, PARTS
+
+ABOUT = """One command for a machine with an NVIDIA GPU: the device checked, then measured, beside PyTorch.
+
+It needs the program (--program, else the environment's L2L, else target/release/l2l) and the folder
+tests/goldens; neither cargo nor a network. PyTorch (2.4 or newer), where this Python has it with CUDA,
+is the peer. With --minutes all parts together end in time: those that tell most run first, and those
+that there is no time for are named. Parts (all of them when none is named), the least seconds that
+each needs, and what it tells:
+
+{parts}
+
+Each part writes DIR/PART.json as it runs, DIR/logs.tar.gz has what every program printed, and a table
+is printed at the end. --dtype (bf16; f32 with --kind cpu) is the device's and the peer's: f16 on a V100
+or a T4, which have no bf16. Targets of speed are bf16's and judged with it alone. --kind cpu --quick
+tries all of the logic at toy sizes where there is no GPU: its figures mean nothing. --kernels is a
+folder for compiled kernels: take it along, and the next machine with this kind of GPU does not
+compile them. --set KEY=VALUE goes to the program. A figure is the median of steps (without the first)
+or of rounds in turns, with the least and the most. A part that would not end in time times fewer layers
+or steps: the row says how many.
+"""
+# Toy sizes need this share of the least seconds.
+QUICK = 0.04
+# Seconds at the end for the last kill, the archive and the table.
+END = 8
+
+
+def read_flags():
+    lines = [f"    {part.name:<14} {part.least:>4.0f} s  {part.tells}" for part in PARTS]
+    lines += [f"    {name:<14}         {', '.join(parts)}" for name, parts in GROUPS.items()]
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("benches/gpu.py", description=ABOUT.format(parts="\n".join(lines)), formatter_class=form)
+    parser.add_argument("--program", default=os.environ.get("L2L", "target/release/l2l"))
+    names = [*(part.name for part in PARTS), *GROUPS]
+    parser.add_argument("--part", nargs="+", action="extend", choices=names, metavar="NAME")
+    parser.add_argument("--minutes", type=float, help="all parts together end within them")
+    parser.add_argument("--out", default="gpu-results", metavar="DIR")
+    parser.add_argument("--kernels", metavar="DIR", help="compiled kernels (else the program's own folder)")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--kind", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=["f32", "bf16", "f16"])
+    parser.add_argument("--host-gib", type=float, help="host memory that a model may take (120)")
+    parser.add_argument("--steps", type=int, help="steps of a run at most, after the first (6)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    flags.dtype = flags.dtype or ("bf16" if flags.kind == "cuda" else "f32")
+    flags.host_gib = flags.host_gib or (0.03 if flags.quick else 120)
+    flags.steps = max(2, flags.steps or (3 if flags.quick else 6))
+    return flags
+
+
+def chosen(flags):
+    names = [one for name in flags.part or [] for one in GROUPS.get(name, [name])]
+    parts = [part for part in PARTS if not names or part.name in names]
+    share = QUICK if flags.quick else 1
+    return [dataclasses.replace(part, least=share * part.least) for part in parts]
+
+
+def main():
+    flags = read_flags()
+    if flags.peer:
+        return peer.run(json.loads(flags.peer))
+    program = shutil.which(flags.program)
+    if not program:
+        sys.exit(f"{flags.program}: no such program: give --program")
+    flags.program = os.path.abspath(program)
+    budget = Budget(flags.minutes and 60 * flags.minutes - END)
+    version = subprocess.run([program, "--version"], stdout=subprocess.PIPE, text=True, check=True)
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    head = {"date": now, "program": version.stdout.strip(), "arguments": sys.argv[1:], "kind": flags.kind,
+            "dtype": flags.dtype, "quick": flags.quick}
+    out = pathlib.Path(flags.out)
+    out.mkdir(parents=True, exist_ok=True)
+    # A call that is ended from outside ends its programs, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="l2l-gpu-", ignore_cleanup_errors=True) as scratch:
+        bench = Bench(flags, budget, out, pathlib.Path(scratch), head)
+        budget.run(chosen(flags), bench.run, bench.leave_out)
+    print(f"device.kind {flags.kind}, device.dtype {flags.dtype}{', toy sizes' if flags.quick else ''}, {now}\n")
+    print(table(bench.parts))
+    print(f"\n{out.resolve()}")
+    bad = any(one["met"] is False for one in bench.all_rows())
+    # A part that was left out is named, and no error.
+    cut = any(not part["ended"].startswith(("by itself", "left out")) for part in bench.parts)
+    sys.exit(1 if bad or cut else 0)

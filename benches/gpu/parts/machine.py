@@ -1,0 +1,82 @@
+"""The machine: what it is, what it has free, its rates, and how long the first start takes."""
+
+import importlib.metadata
+import pathlib
+import platform
+import resource
+import shutil
+import sys
+
+SMI = ("name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,"
+       "temperature.gpu,ecc.mode.current,compute_mode,pcie.link.gen.current,pcie.link.width.current")
+PACKAGES = ["torch", "transformers", "nvidia-cuda-nvrtc", "nvidia-cublas", "nvidia-cuda-nvrtc-cu12", "nvidia-cublas-cu12"]
+TOOLS = ["nvidia-smi", "compute-sanitizer", "ncu", "nvcc"]
+
+
+def run(bench):
+    found = {"memory": memory(), "gpu": gpu(bench), "versions": versions(), "processor": processor()}
+    bench.row("this machine", platform.platform(), **found)
+    doctor = bench.program.machine
+    ok = doctor["status"] == 0
+    if bench.flags.kind == "cuda":
+        ok = ok and bool(doctor.get("gpu_rates"))
+    # The first start compiles kernels, unless compiled ones were carried here.
+    bench.row("doctor, with the first start", doctor["seconds"], "s", met=ok, **doctor)
+    rates = doctor.get("gpu_rates") or {}
+    for how in ("pinned", "pageable"):
+        if both := rates.get(f"{how}_bytes_per_second"):
+            bench.row(f"link, {how}", " and ".join(f"{rate / 1e9:.1f}" for rate in both), "GB/s up and down")
+    for name, of in (("a large product", rates), ("a large product of the host, f32", doctor)):
+        if rate := of.get("matmul_flops_per_second"):
+            bench.row(name, rate / 1e12, "TFLOP/s")
+    for name in ("adamw", "adamw_bf16"):
+        if (rate := doctor.get(f"{name}_bytes_per_second")) and doctor.get("stream_bytes_per_second"):
+            share = rate / doctor["stream_bytes_per_second"]
+            bench.row(f"{name} / the memory's stream", share, target=">= 0.8", gigabytes_per_second=rate / 1e9)
+
+
+def memory():
+    """/proc/meminfo in its own words, and what a process may pin."""
+    found = {}
+    for line in read("/proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.startswith(("Mem", "Swap", "Cached", "Commit", "Mlocked", "Unevictable", "Huge", "AnonHuge", "Shmem")):
+            found[name] = value.strip()
+    huge = read("/sys/kernel/mm/transparent_hugepage/enabled").strip()
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    free = {folder: shutil.disk_usage(folder).free for folder in ("/tmp", ".")}
+    return {**found, "transparent_hugepages": huge, "locked_limit": limit, "free_disk_bytes": free}
+
+
+def gpu(bench):
+    """The card's clocks, power, heat and link, as nvidia-smi names them."""
+    if not shutil.which("nvidia-smi"):
+        return "no nvidia-smi"
+    ended = bench.commands.run("nvidia-smi", ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"], 30)
+    if ended.status != 0:
+        return f"nvidia-smi: {ended.says}"
+    bench.commands.run("nvidia-smi -q", ["nvidia-smi", "-q"], 30)
+    return [dict(zip(SMI.split(","), line.split(", "))) for line in ended.says.splitlines()]
+
+
+def versions():
+    found = {"python": sys.version.split()[0], "libc": " ".join(platform.libc_ver())}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return {**found, "tools": [name for name in TOOLS if shutil.which(name)]}
+
+
+def processor():
+    lines = read("/proc/cpuinfo").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {"name": names[0] if names else platform.processor(), "threads": len(names)}
+
+
+def read(path):
+    try:
+        return pathlib.Path(path).read_text()
+    except OSError:
+        return ""
