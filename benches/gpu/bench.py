@@ -1,4 +1,4 @@
-"""What every part uses: the flags, the program, the time that is left, and the rows that it writes."""
+"""What every part uses: the flags, the program, the time that is left, and its rows."""
 
 import json
 import math
@@ -41,7 +41,7 @@ class Bench:
         """Runs a part. Whatever happens in it costs no other part."""
         begin = time.monotonic()
         self.begin(part, f"by its limit of {self.left():.0f} s")
-        print(f"{part.name}: {part.tells} (at most {self.left():.0f} s)", file=sys.stderr, flush=True)
+        self.say(f"{part.name}: {part.tells} (at most {self.left():.0f} s)")
         try:
             part.run(self)
             self.parts[-1]["ended"] = "by itself"
@@ -57,12 +57,17 @@ class Bench:
             self.pack()
 
     def leave_out(self, part, left):
-        self.begin(part, f"left out: it needs {part.least:.0f} s, and {max(left, 0):.0f} s were left")
-        print(f"{part.name}: {self.parts[-1]['ended']}", file=sys.stderr, flush=True)
+        left = max(left, 0)
+        self.begin(part, f"left out: it needs {part.least:.0f} s, and {left:.0f} s were left")
+        self.say(f"{part.name}: {self.parts[-1]['ended']}")
         self.store()
 
     def begin(self, part, ended):
-        self.parts.append({"part": part.name, "tells": part.tells, **self.head, "ended": ended, "rows": []})
+        about = {"part": part.name, "tells": part.tells, **self.head}
+        self.parts.append({**about, "ended": ended, "rows": []})
+
+    def say(self, line):
+        print(line[:200], file=sys.stderr, flush=True)
 
     def store(self):
         path = self.out / f"{self.parts[-1]['part']}.json"
@@ -87,23 +92,25 @@ class Bench:
         with self.lock:
             self.parts[-1]["rows"].append(one)
             self.store()
-            print(f"  {figure}: {told(value)} {unit}".rstrip()[:200], file=sys.stderr, flush=True)
+            self.say(f"  {figure}: {told(value)} {unit}".rstrip())
 
-    def median(self, figure, values, unit="", target=None, is_met=None, **more):
-        """A row of the median, with the least, the most and the count. Targets are bf16's on a GPU."""
+    def median(self, figure, values, unit="", least=None, most=None, **more):
+        """A row of the median, with the least, the most and the count. `least` or `most` is its
+        target, judged in bf16 on a GPU."""
         middle = statistics.median(values)
+        target = least and f">= {least}" or most and f"<= {most}"
         judges = self.flags.kind == "cuda" and self.flags.dtype == "bf16" and not self.flags.quick
-        met = is_met(middle) if is_met and judges else None
+        met = (middle >= least if least else middle <= most) if target and judges else None
         self.row(figure, middle, unit, [min(values), max(values), len(values)], target, met, **more)
         return middle
 
     def failed(self, figure, error):
         self.row(figure, f"failed: {error}", met=False, command=getattr(error, "argv", None))
 
-    def attempt(self, figure, function, *arguments):
-        """What a call gives; `None`, and a row that says why, if it fails."""
+    def attempt(self, figure, function):
+        """What the function of a figure gives; `None`, and a row that says why, if it fails."""
         try:
-            return function(*arguments)
+            return function(figure)
         except Failed as error:
             self.failed(figure, error)
             return None
@@ -119,19 +126,28 @@ class Bench:
                 self.row(f"{name}: {way}", f"not run: {why}")
         return found
 
-    def rounds(self, ways):
-        """Results of each way, in turns: three, or as many as there is time for. A way that fails ends."""
-        found = {name: [] for name in ways}
-        for _ in range(1 if self.flags.quick else 3):
-            begin = time.monotonic()
-            for name in list(ways):
-                one = self.attempt(name, ways[name])
-                if one is None:
-                    del ways[name]
-                else:
-                    found[name].append(one)
-            if time.monotonic() - begin > self.left():
-                break
+    def turn(self, settings, steps, what="bench"):
+        """A run of so many steps after the first, as a turn of `rounds`."""
+        return lambda name: self.program.run(name, settings, steps + 1, what)
+
+    def rounds(self, turns):
+        """What each of the functions tells, in turns: three, or as many as there is time for. One
+        that fails has no further turn."""
+        found = {name: [] for name in turns}
+        try:
+            for _ in range(1 if self.flags.quick else 3):
+                begin = time.monotonic()
+                for name in list(turns):
+                    one = self.attempt(name, turns[name])
+                    if one is None:
+                        del turns[name]
+                    else:
+                        found[name].append(one)
+                if time.monotonic() - begin > self.left():
+                    break
+        except OutOfTime:
+            # What the earlier turns told is told.
+            pass
         return {name: results for name, results in found.items() if results}
 
     def all_rows(self):
@@ -154,7 +170,7 @@ def told(number):
 
 
 def table(parts):
-    lines = ["| part | figure | result | least to most | target | met |", "|---|---|---|---|---|---|"]
+    lines = ["| part | figure | result | least to most | target | met |", "|---" * 6 + "|"]
     for part in parts:
         for one in part["rows"]:
             # Goldens are many: those that are right stand in the file.
@@ -165,7 +181,8 @@ def table(parts):
             met = {True: "yes", False: "**no**", None: ""}[one["met"]]
             value = f"{told(one['value'])} {one['unit']}".strip().split("\n")[0][:200]
             layers = f" ({one['layers']} layers)" if "layers" in one else ""
-            cells = [part["part"], one["figure"] + layers, value, spread or "", one["target"] or "", met]
+            figure = one["figure"] + layers
+            cells = [part["part"], figure, value, spread or "", one["target"] or "", met]
             lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
         if part["ended"] != "by itself":
             lines.append(f"| {part['part']} | {part['tells']} | {part['ended']} | | | |")

@@ -1,4 +1,4 @@
-"""Which parts run, and for how long each: the parts that tell most come first, and all end in time."""
+"""Which parts run, and for how long: those that tell most come first, and all end in time."""
 
 import dataclasses
 import math
@@ -34,8 +34,8 @@ class Budget:
         return self.part_end - self.clock()
 
     def given(self, part, later):
-        """The seconds of a part; `None` if it would tell nothing in what is left. The parts after it
-        keep their least, as many of them as there is time for, those that tell most first."""
+        """The seconds of a part; `None` if it would tell nothing in what is left. The parts after
+        it keep their least, as many of them as there is time for, those that tell most first."""
         room = self.end - self.clock() - part.least
         if room < 0:
             return None

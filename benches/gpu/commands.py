@@ -1,7 +1,7 @@
 """Runs programs. Each is a process group of its own that writes to a file, and ends with its part.
 
-A program that hangs inside the driver may not even end when it is killed. It would keep the pipes that
-it writes to open, so there are none: nothing ever waits for it longer than its limit.
+A program that hangs inside the driver may not even end when it is killed. It would keep the pipes
+that it writes to open, so there are none: nothing ever waits for it longer than its limit.
 """
 
 import concurrent.futures
@@ -63,7 +63,8 @@ class Commands:
             try:
                 process = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                    start_new_session=True, env={**os.environ, "RUST_BACKTRACE": "1", **environment})
+                    start_new_session=True,
+                    env={**os.environ, "RUST_BACKTRACE": "1", **environment})
             except OSError as error:
                 raise Failed(f"{argv[0]}: {error}", argv) from error
         process.path, process.begin = path, time.monotonic()
@@ -82,7 +83,8 @@ class Commands:
         seconds = time.monotonic() - process.begin
         text = process.path.read_text(errors="replace")
         with open(process.path, "a") as file:
-            file.write(f"\n# {'killed' if status is None else f'status {status}'}, {seconds:.1f} s\n")
+            how = "killed" if status is None else f"status {status}"
+            file.write(f"\n# {how}, {seconds:.1f} s\n")
         events, says = sort_lines(text.splitlines()[1:])
         if status is None:
             says = f"it did not end within {seconds:.0f} s: {says}"
@@ -122,7 +124,7 @@ class Commands:
 
 
 def sort_lines(lines):
-    """The JSON objects among lines, and the end of the other lines. A cut-off object is no object."""
+    """The JSON objects among lines, and the end of the other lines."""
     events, says = [], []
     for line in lines:
         try:

@@ -17,24 +17,24 @@ from .bench import Bench, table
 from .budget import Budget
 from .parts import GROUPS, PARTS
 
-ABOUT = """One command for a machine with an NVIDIA GPU: the device checked, then measured, beside PyTorch.
+ABOUT = """One command for a machine with an NVIDIA GPU: checked, then measured, beside PyTorch.
 
 It needs the program (--program, else the environment's L2L, else target/release/l2l) and the folder
-tests/goldens; neither cargo nor a network. PyTorch (2.4 or newer), where this Python has it with CUDA,
-is the peer. With --minutes all parts together end in time: those that tell most run first, and those
-that there is no time for are named. Parts (all of them when none is named), the least seconds that
-each needs, and what it tells:
+tests/goldens; neither cargo nor a network. PyTorch (2.4 or newer) is the peer, where this Python has
+it with CUDA. With --minutes all parts together end in time: those that tell most run first, and those
+that there is no time for are named. The parts (all of them when none is named), the least seconds
+that each needs, and what it tells:
 
 {parts}
 
 Each part writes DIR/PART.json as it runs, DIR/logs.tar.gz has what every program printed, and a table
-is printed at the end. --dtype (bf16; f32 with --kind cpu) is the device's and the peer's: f16 on a V100
-or a T4, which have no bf16. Targets of speed are bf16's and judged with it alone. --kind cpu --quick
-tries all of the logic at toy sizes where there is no GPU: its figures mean nothing. --kernels is a
-folder for compiled kernels: take it along, and the next machine with this kind of GPU does not
-compile them. --set KEY=VALUE goes to the program. A figure is the median of steps (without the first)
-or of rounds in turns, with the least and the most. A part that would not end in time times fewer layers
-or steps: the row says how many.
+is printed at the end. A figure is the median of steps (without the first) or of turns, with the least
+and the most. A part that would not end in time times fewer layers or steps: the row says how many.
+--dtype (bf16; f32 with --kind cpu) is the device's and the peer's: f16 on a V100 or a T4, which have
+no bf16. Targets of speed are judged in bf16 alone. --kernels is a folder for compiled kernels: take it
+along, and the next machine with the same kind of GPU does not compile them. --kind cpu --quick tries
+all of the logic at toy sizes where there is no GPU: its figures mean nothing. --set goes to the
+program.
 """
 # Toy sizes need this share of the least seconds.
 QUICK = 0.04
@@ -46,13 +46,14 @@ def read_flags():
     lines = [f"    {part.name:<14} {part.least:>4.0f} s  {part.tells}" for part in PARTS]
     lines += [f"    {name:<14}         {', '.join(parts)}" for name, parts in GROUPS.items()]
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("benches/gpu.py", description=ABOUT.format(parts="\n".join(lines)), formatter_class=form)
+    about = ABOUT.format(parts="\n".join(lines))
+    parser = argparse.ArgumentParser("benches/gpu.py", description=about, formatter_class=form)
     parser.add_argument("--program", default=os.environ.get("L2L", "target/release/l2l"))
     names = [*(part.name for part in PARTS), *GROUPS]
     parser.add_argument("--part", nargs="+", action="extend", choices=names, metavar="NAME")
     parser.add_argument("--minutes", type=float, help="all parts together end within them")
     parser.add_argument("--out", default="gpu-results", metavar="DIR")
-    parser.add_argument("--kernels", metavar="DIR", help="compiled kernels (else the program's own folder)")
+    parser.add_argument("--kernels", metavar="DIR", help="compiled kernels (the program's own folder)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--kind", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["f32", "bf16", "f16"])
@@ -85,8 +86,8 @@ def main():
     budget = Budget(flags.minutes and 60 * flags.minutes - END)
     version = subprocess.run([program, "--version"], stdout=subprocess.PIPE, text=True, check=True)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    head = {"date": now, "program": version.stdout.strip(), "arguments": sys.argv[1:], "kind": flags.kind,
-            "dtype": flags.dtype, "quick": flags.quick}
+    head = {"date": now, "program": version.stdout.strip(), "arguments": sys.argv[1:],
+            "kind": flags.kind, "dtype": flags.dtype, "quick": flags.quick}
     out = pathlib.Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
     # A call that is ended from outside ends its programs, too.
@@ -94,7 +95,8 @@ def main():
     with tempfile.TemporaryDirectory(prefix="l2l-gpu-", ignore_cleanup_errors=True) as scratch:
         bench = Bench(flags, budget, out, pathlib.Path(scratch), head)
         budget.run(chosen(flags), bench.run, bench.leave_out)
-    print(f"device.kind {flags.kind}, device.dtype {flags.dtype}{', toy sizes' if flags.quick else ''}, {now}\n")
+    sizes = ", toy sizes" if flags.quick else ""
+    print(f"device.kind {flags.kind}, device.dtype {flags.dtype}{sizes}, {now}\n")
     print(table(bench.parts))
     print(f"\n{out.resolve()}")
     bad = any(one["met"] is False for one in bench.all_rows())

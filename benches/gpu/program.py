@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import statistics
 
+from .budget import OutOfTime
 from .commands import Failed
 
 GIB = 1 << 30
@@ -45,6 +47,11 @@ class Run:
         return [step["model_flops"] / step["seconds"] for step in self.counted]
 
     @property
+    def first(self):
+        """The time of the first step in later steps."""
+        return self.steps[0]["seconds"] / statistics.median(one["seconds"] for one in self.counted)
+
+    @property
     def digest(self):
         return self.summary.get("weights_digest")
 
@@ -60,7 +67,8 @@ class Program:
         """The settings of the device."""
         kind = kind or self.flags.kind
         settings = {"device.kind": kind, "device.dtype": dtype or self.flags.dtype}
-        if kind == "cuda" and not any(one.startswith("device.cuda_libraries=") for one in self.flags.set):
+        is_set = any(one.startswith("device.cuda_libraries=") for one in self.flags.set)
+        if kind == "cuda" and not is_set:
             wheels = importlib.util.find_spec("nvidia")
             if wheels and wheels.submodule_search_locations:
                 settings["device.cuda_libraries"] = list(wheels.submodule_search_locations)[0]
@@ -71,14 +79,23 @@ class Program:
     def shaped(self, model, tokens, micro, layers=None, **more):
         """The settings of a step of `tokens` tokens of a model. `a__b=1` sets `a.b`."""
         found = {
-            "model.preset": model["preset"], "model.dropout": 0, "model.layers": layers or model["layers"],
+            "model.preset": model["preset"], "model.layers": layers or model["layers"],
             "model.hidden": model["hidden"], "model.intermediate": model["intermediate"],
+            "model.dropout": 0,
             "model.heads": model["heads"], "model.kv_heads": model["kv_heads"],
             "model.vocabulary": model["vocabulary"], "model.positions": max(model["length"], 512),
             "data.train": "random", "data.sequence_length": model["length"],
             "step.batch": tokens // model["length"], "step.micro_batch": micro,
             "schedule.recompute": "true"}
-        return self.device() | found | {key.replace("__", "."): value for key, value in more.items()}
+        more = {key.replace("__", "."): value for key, value in more.items()}
+        return {**self.device(), **found, **more}
+
+    def ways(self, settings, memory=None):
+        """The ways of l2l to train a shape. `memory` is the ceiling up to which layers keep their
+        activations on the device, without one most of the device."""
+        memory = memory or int(0.9 * self.device_memory())
+        kept = {**settings, "schedule.recompute": "auto", "device.memory": memory}
+        return {"recomputing": settings, "keeping what fits": kept}
 
     def resident(self):
         """Everything waits on the device, the stash too where it can."""
@@ -94,6 +111,8 @@ class Program:
 
     def plan(self, settings, *more):
         ended = self.commands.run("plan", self.argv("plan", settings, *more), PATIENCE)
+        if ended.status is None and self.commands.left() <= 0:
+            raise OutOfTime("plan")
         if ended.status != 0 or not ended.events:
             raise Failed(f"plan: {ended.says}", ended.argv)
         return ended.events[-1]
@@ -109,17 +128,21 @@ class Program:
     def parameters(self, settings):
         return self.plan(settings)["parameters"]
 
-    def run(self, name, settings, steps, what="bench", watch=None):
+    def run(self, name, settings, steps, what="bench", limit=math.inf, watch=None):
         """Runs steps. `watch` is called with the process until that ends."""
         argv = self.argv(what, {**settings, "step.steps": steps})
         process = self.commands.start(name, argv)
         while watch and process.poll() is None and self.commands.left() > 0:
             watch(process)
-        ended = self.commands.finish(process)
+        ended = self.commands.finish(process, limit)
         of = lambda event: [one for one in ended.events if one.get("event") == event]
         steps, summary = of("step"), of("summary")
-        # A run that is cut off after a few steps has told its speed.
-        if not steps or (ended.status and len(steps) < 2):
+        # A bench that is cut off after a few steps has told its speed.
+        told = len(steps) >= 2 or (steps and ended.status == 0)
+        whole = ended.status == 0 or (told and not what.startswith("train"))
+        if not whole and ended.status is None and self.commands.left() <= 0:
+            raise OutOfTime(name)
+        if not whole:
             raise Failed(f"status {ended.status}: {ended.says}", ended.argv)
         summary = summary[-1] if summary else {}
         return Run(ended.argv, ended.status, steps, summary, of("kernel"), ended.seconds)
@@ -162,7 +185,8 @@ class Program:
         return deep(least)
 
     def in_time(self, settings, seconds, runs=1):
-        """The settings, with fewer layers where two steps of each run would take too long; and the steps."""
+        """The settings, with fewer layers where two steps of each run would take too long, and the
+        steps that there is time for."""
         one, two = ({**settings, "model.layers": layers} for layers in (1, 2))
         trial = self.run("trial of one layer", one, 2)
         parameters = self.parameters(one)

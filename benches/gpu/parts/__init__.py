@@ -1,25 +1,26 @@
 """All parts, in the order of what they tell."""
 
 from ..budget import Part
-from . import against, check, copies, goldens, kernels, machine, memory, product, race, sanitizer, shapes
+from . import (against, check, copies, goldens, kernels, machine, memory, product, race, sanitizer,
+               shapes)
 
-# Least and most seconds are those of an H100 with 16 cores.
+# Name, what it tells, least and most seconds on an H100 with 16 cores.
 PARTS = [
-    Part("machine", "the machine, its libraries and rates, and the first start", 15, 150, machine.run),
+    Part("machine", "the machine, its libraries and rates, the first start", 15, 150, machine.run),
     Part("check", "every kernel against the CPU's", 30, 150, check.run),
-    Part("goldens", "whole models against PyTorch's; relay against resident; features against the CPU", 35, 240, goldens.run),
-    Part("sanitizer", "NVIDIA's compute-sanitizer on what failed until here", 20, 120, sanitizer.run),
-    Part("llama", "layers of Llama-3-8B beside PyTorch that keeps, recomputes and compiles", 90, 300, against.llama),
-    Part("bert", "BERT-Large beside PyTorch that keeps, recomputes and compiles", 60, 240, against.bert),
-    Part("race", "the paper's race: BERT-Large in 16 GiB and in 4 GiB, PyTorch in 16 GiB", 60, 300, race.run),
-    Part("copies", "the link, one weight slot and two, resident, and time without copies", 60, 240, copies.run),
+    Part("goldens", "models against PyTorch's, features against the CPU", 35, 240, goldens.run),
+    Part("sanitizer", "compute-sanitizer on what failed until here", 20, 120, sanitizer.run),
+    Part("llama", "layers of Llama-3-8B beside PyTorch", 90, 300, against.llama),
+    Part("bert", "BERT-Large beside PyTorch", 60, 240, against.bert),
+    Part("race", "the paper's race: BERT-Large in 16 GiB and in 4 GiB", 60, 300, race.run),
+    Part("copies", "what copies cost: slots, resident, without copies", 60, 240, copies.run),
     Part("kernels", "the time of each kernel", 30, 120, kernels.run),
-    Part("streaming", "a plain loop in PyTorch that uploads each layer", 60, 300, against.streaming),
-    Part("memory", "the driver's own count of device memory beside the plan", 45, 120, memory.run),
-    Part("product", "a large product in bursts and for ten seconds without a pause", 25, 60, product.run),
+    Part("streaming", "a loop in PyTorch that uploads each layer", 60, 300, against.streaming),
+    Part("memory", "the driver's count of device memory, beside the plan", 45, 120, memory.run),
+    Part("product", "a large product, ten seconds without a pause", 25, 60, product.run),
     Part("llama8b", "as many of the 8B's layers as the host holds", 120, 560, shapes.llama8b),
     Part("llama3b", "Llama-3.2-3B's shape", 90, 560, shapes.llama3b),
-    Part("llama8b_clip", "the 8B's layers with clip_norm, 128k tokens a step", 120, 560, shapes.llama8b_clip),
+    Part("llama8b_clip", "the same with clip_norm, 128k tokens", 120, 560, shapes.llama8b_clip),
     Part("largest", "the deepest model that the host holds", 180, 560, shapes.largest),
 ]
 # Several parts by one name.

@@ -1,4 +1,4 @@
-"""Every kernel against the CPU's, on fresh random values: each group of kernels and dtype in a process of its own."""
+"""Every kernel against the CPU's, on random values: a process for each group and dtype."""
 
 GROUPS = ["losses", "products", "rows", "attention"]
 
@@ -6,26 +6,30 @@ GROUPS = ["losses", "products", "rows", "attention"]
 def run(bench):
     if bench.flags.kind != "cuda":
         return bench.row("kernels", "not run: --kind cpu")
-    # The first group compiles all kernels of a dtype, where no compiled ones were carried here. Were all
-    # groups to begin at once, each would compile them.
     dtypes = list(dict.fromkeys([bench.flags.dtype, "f32"]))
+    # The first group compiles all kernels of a dtype, unless they were carried here. If all groups
+    # began at once, each would compile them.
     for groups in (GROUPS[:1], GROUPS[1:]):
-        bench.commands.side_by_side(lambda dtype, group: check(bench, dtype, group), [(dtype, group) for dtype in dtypes for group in groups])
+        jobs = [(bench, dtype, group) for dtype in dtypes for group in groups]
+        bench.commands.side_by_side(check, jobs)
 
 
 def check(bench, dtype, group):
-    argv = bench.program.argv("doctor", bench.program.device(dtype=dtype), "--check", "--group", group)
+    device = bench.program.device(dtype=dtype)
+    argv = bench.program.argv("doctor", device, "--check", "--group", group)
     ended = bench.commands.run(f"check {group} in {dtype}", argv)
     kernels = [event for event in ended.events if event.get("event") == "check"]
     for event in kernels:
-        off, tolerance = event["off"], event["tolerance"]
-        figure, about = f"{event['kernel']} in {event['dtype']}", {"cases": event["cases"], "seed": event["seed"], "detail": True}
+        figure = f"{event['kernel']} in {event['dtype']}"
+        off, most = event["off"], event["tolerance"]
+        about = {"cases": event["cases"], "seed": event["seed"], "detail": True}
         if event.get("error"):
             bench.row(figure, "failed", met=False, said=event["error"], **about)
             continue
         # JSON has no infinity. A kernel that writes what is not its own is off by that.
-        bench.row(figure, "infinite" if off is None else off, "largest difference", target=f"<= {tolerance:g}",
-                  met=off is not None and off <= tolerance, **about)
+        fine = off is not None and off <= most
+        off = "infinite" if off is None else off
+        bench.row(figure, off, "largest difference", target=f"<= {most:g}", met=fine, **about)
     met = ended.status == 0 and bool(kernels)
-    bench.row(f"group {group} in {dtype}", len(kernels), "kernels", target="none off", met=met, seconds=ended.seconds,
-              said=ended.says, command=None if met else ended.argv)
+    bench.row(f"group {group} in {dtype}", len(kernels), "kernels", target="none off", met=met,
+              seconds=ended.seconds, said=ended.says, command=None if met else ended.argv)

@@ -7,15 +7,19 @@ import resource
 import shutil
 import sys
 
-SMI = ("name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,"
-       "temperature.gpu,ecc.mode.current,compute_mode,pcie.link.gen.current,pcie.link.width.current")
-PACKAGES = ["torch", "transformers", "nvidia-cuda-nvrtc", "nvidia-cublas", "nvidia-cuda-nvrtc-cu12", "nvidia-cublas-cu12"]
+SMI = ("name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,clocks.mem,power.draw,"
+       "power.limit,temperature.gpu,ecc.mode.current,compute_mode,pcie.link.gen.current,"
+       "pcie.link.width.current")
+PACKAGES = ["torch", "nvidia-cuda-nvrtc", "nvidia-cublas", "nvidia-cuda-nvrtc-cu12",
+            "nvidia-cublas-cu12"]
+# Lines of /proc/meminfo, by how they begin.
+MEMORY = ("Mem", "Swap", "Cached", "Commit", "Mlocked", "Unevictable", "Huge", "AnonHuge", "Shmem")
 TOOLS = ["nvidia-smi", "compute-sanitizer", "ncu", "nvcc"]
 
 
 def run(bench):
-    found = {"memory": memory(), "gpu": gpu(bench), "versions": versions(), "processor": processor()}
-    bench.row("this machine", platform.platform(), **found)
+    bench.row("this machine", platform.platform(), memory=memory(), gpu=gpu(bench),
+              versions=versions(), processor=processor())
     doctor = bench.program.machine
     ok = doctor["status"] == 0
     if bench.flags.kind == "cuda":
@@ -25,14 +29,16 @@ def run(bench):
     rates = doctor.get("gpu_rates") or {}
     for how in ("pinned", "pageable"):
         if both := rates.get(f"{how}_bytes_per_second"):
-            bench.row(f"link, {how}", " and ".join(f"{rate / 1e9:.1f}" for rate in both), "GB/s up and down")
+            both = " and ".join(f"{rate / 1e9:.1f}" for rate in both)
+            bench.row(f"link, {how}", both, "GB/s up and down")
     for name, of in (("a large product", rates), ("a large product of the host, f32", doctor)):
         if rate := of.get("matmul_flops_per_second"):
             bench.row(name, rate / 1e12, "TFLOP/s")
     for name in ("adamw", "adamw_bf16"):
-        if (rate := doctor.get(f"{name}_bytes_per_second")) and doctor.get("stream_bytes_per_second"):
-            share = rate / doctor["stream_bytes_per_second"]
-            bench.row(f"{name} / the memory's stream", share, target=">= 0.8", gigabytes_per_second=rate / 1e9)
+        rate, stream = (doctor.get(f"{of}_bytes_per_second") for of in (name, "stream"))
+        if rate and stream:
+            bench.row(f"{name} / the memory's stream", rate / stream, target=">= 0.8",
+                      gigabytes_per_second=rate / 1e9)
 
 
 def memory():
@@ -40,7 +46,7 @@ def memory():
     found = {}
     for line in read("/proc/meminfo").splitlines():
         name, _, value = line.partition(":")
-        if name.startswith(("Mem", "Swap", "Cached", "Commit", "Mlocked", "Unevictable", "Huge", "AnonHuge", "Shmem")):
+        if name.startswith(MEMORY):
             found[name] = value.strip()
     huge = read("/sys/kernel/mm/transparent_hugepage/enabled").strip()
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -52,7 +58,8 @@ def gpu(bench):
     """The card's clocks, power, heat and link, as nvidia-smi names them."""
     if not shutil.which("nvidia-smi"):
         return "no nvidia-smi"
-    ended = bench.commands.run("nvidia-smi", ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"], 30)
+    argv = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"]
+    ended = bench.commands.run("nvidia-smi", argv, 30)
     if ended.status != 0:
         return f"nvidia-smi: {ended.says}"
     bench.commands.run("nvidia-smi -q", ["nvidia-smi", "-q"], 30)

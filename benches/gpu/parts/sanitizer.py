@@ -1,26 +1,29 @@
-"""NVIDIA's compute-sanitizer on what failed before: a fault that it finds is named with its kernel and line.
+"""NVIDIA's compute-sanitizer on what failed before: it names the kernel and line of a fault.
 
-The first failures tell the most, and each is slow under a tool. memcheck and racecheck look at different faults.
+The first failures tell the most, and each is slow under a tool.
 """
 
 import shutil
 
 FAILURES = 2
+# Accesses outside of memory, and accesses of two threads without a barrier between them.
 TOOLS = ["memcheck", "racecheck"]
 
 
 def run(bench):
     failed = [one for one in bench.all_rows() if one["met"] is False and one.get("command")]
-    of_program = [one for one in failed if one["command"][0] == bench.flags.program]
-    if not of_program:
+    failed = [one for one in failed if one["command"][0] == bench.flags.program]
+    if not failed:
         return bench.row("compute-sanitizer", "not run: nothing failed")
     if not shutil.which("compute-sanitizer"):
-        return bench.row("compute-sanitizer", "not run: it is not on the path (it comes with the CUDA toolkit)")
-    bench.commands.side_by_side(lambda *job: check(bench, *job), [(one, tool) for one in of_program[:FAILURES] for tool in TOOLS])
+        return bench.row("compute-sanitizer", "not run: it is not on the path")
+    jobs = [(bench, one, tool) for one in failed[:FAILURES] for tool in TOOLS]
+    bench.commands.side_by_side(check, jobs)
 
 
 def check(bench, failed, tool):
+    figure = f"{tool}: {failed['figure']}"
     argv = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", *failed["command"]]
-    ended = bench.commands.run(f"{tool} of {failed['figure']}", argv)
-    found = [line for line in ended.says.splitlines() if "SUMMARY" in line]
-    bench.row(f"{tool}: {failed['figure']}", found[-1].strip("= ") if found else ended.says[-300:], seconds=ended.seconds)
+    ended = bench.commands.run(figure, argv)
+    found = [line.strip("= ") for line in ended.says.splitlines() if "SUMMARY" in line]
+    bench.row(figure, found[-1] if found else ended.says[-300:], seconds=ended.seconds)

@@ -1,7 +1,7 @@
 """PyTorch as the peer, in a process of its own, so that it begins with an empty device.
 
-A job is a JSON object. For each of its tries a line is printed as it ends: a job that is cut off has
-told its first tries.
+A job is a JSON object. For each of its tries a line is printed as it ends: a job that is cut off
+has told its first tries.
 """
 
 import gc

@@ -22,13 +22,14 @@ def has_torch(bench):
     return bench.flags.kind == "cpu" or torch.cuda.is_available()
 
 
-def peer(bench, name, what, tries, limit=math.inf, **job):
-    """By try, what it told with its rates in tokens a second, or its error. A peer costs no row of ours."""
-    job = {"what": what, "tries": tries, "kind": bench.flags.kind, "dtype": bench.flags.dtype, **job}
+def peer(bench, name, limit=math.inf, **job):
+    """By try, what it told with its rates in tokens a second, or its error. A peer costs no row of
+    ours."""
+    job = {"kind": bench.flags.kind, "dtype": bench.flags.dtype, **job}
     grows = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     argv = [sys.executable, MAIN, "--peer", json.dumps(job)]
     ended = bench.commands.run(f"PyTorch, {name}", argv, limit, PYTORCH_CUDA_ALLOC_CONF=grows)
-    found = {one["name"]: {"error": f"status {ended.status}: {ended.says}"} for one in tries}
+    found = {one["name"]: {"error": f"status {ended.status}: {ended.says}"} for one in job["tries"]}
     for told in ended.events:
         if "seconds" in told:
             told["rates"] = [told["tokens"] / seconds for seconds in told["seconds"]]

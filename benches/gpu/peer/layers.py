@@ -10,7 +10,8 @@ def part_shapes(model):
         return [[(v, h)], *[block] * model["layers"], [(h,), (v, h)]]
     block = [(3 * h, h), (3 * h,), (h, h), (h,), (h,), (h,), (i, h), (i,), (h, i), (h,), (h,), (h,)]
     # The head's table is the embedding's.
-    return [[(v, h), (512, h), (h,), (h,)], *[block] * model["layers"], [(h, h), (h,), (h,), (h,), (v,)]]
+    head = [(h, h), (h,), (h,), (h,), (v,)]
+    return [[(v, h), (512, h), (h,), (h,)], *[block] * model["layers"], head]
 
 
 def initialise(torch, tensor):
@@ -20,8 +21,8 @@ def initialise(torch, tensor):
 def turn(torch, x):
     """Rotary positions."""
     half = x.shape[-1] // 2
-    at = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
-    angles = at[:, None] * 500000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    count = lambda n: torch.arange(n, device=x.device, dtype=torch.float32)
+    angles = count(x.shape[-2])[:, None] * 500000.0 ** (-count(half) / half)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     one, two = x[..., :half], x[..., half:]
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
@@ -34,8 +35,10 @@ def block_of(torch, model):
 
     def llama(x, n1, q, k, v, o, n2, gate, up, down):
         y = F.rms_norm(x, n1.shape, n1, 1e-5)
-        q, k = turn(torch, split(F.linear(y, q), heads)), turn(torch, split(F.linear(y, k), kv_heads))
-        k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, split(F.linear(y, v), kv_heads)))
+        q = turn(torch, split(F.linear(y, q), heads))
+        k = turn(torch, split(F.linear(y, k), kv_heads))
+        k, v = (one.repeat_interleave(heads // kv_heads, 1)
+                for one in (k, split(F.linear(y, v), kv_heads)))
         x = x + F.linear(join(F.scaled_dot_product_attention(q, k, v, is_causal=True)), o)
         y = F.rms_norm(x, n2.shape, n2, 1e-5)
         return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)

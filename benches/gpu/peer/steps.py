@@ -31,6 +31,8 @@ def steps(torch, device, job, one):
     if one.get("compile"):
         torch._dynamo.reset()
         block = torch.compile(block, dynamic=False)
+    recomputing = lambda *tensors: checkpoint(block, *tensors, use_reentrant=False)
+    through = recomputing if one.get("recompute") else block
     for _ in range(job["steps"] + 1):
         ids = torch.randint(0, model["vocabulary"], (job["batch"], model["length"]))
         begin, total = settle(torch, device), 0
@@ -39,8 +41,7 @@ def steps(torch, device, job, one):
             with torch.autocast(device.type, dtype, enabled=job["dtype"] != "f32"):
                 x = embed(torch, model, parts[0], some)
                 for part in parts[1:-1]:
-                    again = one.get("recompute")
-                    x = checkpoint(block, x, *part, use_reentrant=False) if again else block(x, *part)
+                    x = through(x, *part)
                 loss = loss_of(torch, model, parts[-1], parts[0][0], x, some, job["batch"])
             scaler.scale(loss).backward()
             total += loss.detach()
@@ -55,6 +56,7 @@ def steps(torch, device, job, one):
 def told(torch, device, job, one, seconds, losses):
     """What a try tells. The first step is not counted: it allocates, and compiles."""
     on_gpu = device.type == "cuda"
-    return {"seconds": seconds[1:], "tokens": job["batch"] * job["model"]["length"], "micro": one["micro"],
-            "loss": losses[-1], "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+    return {"seconds": seconds[1:], "tokens": job["batch"] * job["model"]["length"],
+            "micro": one["micro"], "loss": losses[-1],
+            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
             "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0}

@@ -1,6 +1,9 @@
-"""The plain loop that l2l competes with: the weights of a layer are copied in from pinned memory, all
-micro-batches go through it, its gradients are copied out, and PyTorch's AdamW updates them on the host.
-What passes between layers stays on the device, which is in its favour."""
+"""The plain loop that l2l competes with: layer by layer, with PyTorch's AdamW on the host.
+
+The weights of a layer are copied in from pinned memory, all micro-batches go through it, its
+gradients are copied out, and the host updates it. What passes between layers stays on the device,
+which is in the loop's favour.
+"""
 
 import math
 
@@ -26,8 +29,9 @@ class Host:
             for one in views(flat, part):
                 initialise(torch, one)
             self.masters.append(torch.nn.Parameter(flat))
-            copy = flat if self.plain else torch.empty(len(flat), dtype=self.dtype, **pinned).copy_(flat)
-            self.uploaded.append(copy)
+            if not self.plain:
+                flat = torch.empty(len(flat), dtype=self.dtype, **pinned).copy_(flat)
+            self.uploaded.append(flat)
         self.landing = torch.empty(max(map(len, self.uploaded)), dtype=self.dtype, **pinned)
         new = lambda master: torch.optim.AdamW([master], lr=3e-4, weight_decay=0.01, fused=True)
         self.optimizers = [new(master) for master in self.masters]
@@ -82,8 +86,8 @@ def steps(torch, device, job, one):
         dys, total = host.backward(last, lambda part: through_head(part, passed.pop(), micros))
         for index in range(last - 1, 0, -1):
             dys = host.backward(index, lambda part: through_block(part, passed.pop(), dys))
-        embedding = lambda part: [embed(torch, model, part, some).backward(dy) for some, dy in zip(micros, dys)]
-        host.backward(0, embedding)
+        through = lambda part, some, dy: embed(torch, model, part, some).backward(dy)
+        host.backward(0, lambda part: [through(part, *both) for both in zip(micros, dys)])
         seconds.append(settle(torch, device) - begin)
         losses.append(float(total))
     return told(torch, device, job, one, seconds, losses)
