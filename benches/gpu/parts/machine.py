@@ -21,12 +21,10 @@ def run(bench):
     bench.row("this machine", platform.platform(), memory=memory(), gpu=gpu(bench),
               versions=versions(), processor=processor())
     doctor = bench.program.machine
-    ok = doctor["status"] == 0
-    if bench.flags.kind == "cuda":
-        ok = ok and bool(doctor.get("gpu_rates"))
-    # The first start compiles kernels, unless compiled ones were carried here.
-    bench.row("doctor, with the first start", doctor["seconds"], "s", met=ok, **doctor)
     rates = doctor.get("gpu_rates") or {}
+    met = (doctor["status"] == 0 and bool(rates)) if bench.flags.kind == "cuda" else None
+    # The first start compiles kernels, unless compiled ones were carried here.
+    bench.row("doctor, with the first start", doctor["seconds"], "s", met=met, **doctor)
     for how in ("pinned", "pageable"):
         if both := rates.get(f"{how}_bytes_per_second"):
             both = " and ".join(f"{rate / 1e9:.1f}" for rate in both)
