@@ -4,9 +4,12 @@
 def figures(bench, name, runs, share=None, wait=None, first=None, **about):
     """`share` is the least share of the product, `wait` the most exposed wait, and `first` the
     longest first step in later steps."""
+    for line in runs[0].warnings:
+        bench.say(f"  {line}")
     every = lambda of: [one for run in runs for one in of(run)]
     last = runs[-1].counted[-1]
-    about = {"tokens": last["tokens"], "steps": len(runs[-1].counted), **about}
+    about = {"tokens": last["tokens"], "steps": len(runs[-1].counted),
+             "warnings": runs[0].warnings, **about}
     flops = [one / 1e12 for one in every(lambda run: run.flops)]
     bench.median(f"{name}: tokens a second", every(lambda run: run.rates), "tokens/s", **about)
     bench.median(f"{name}: model FLOPs", flops, "TFLOP/s", **about)

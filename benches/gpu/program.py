@@ -23,6 +23,8 @@ class Run:
     steps: list
     summary: dict
     kernels: list
+    # What made it slower than it could be.
+    warnings: list
     seconds: float
 
     @property
@@ -145,7 +147,9 @@ class Program:
         if not whole:
             raise Failed(f"status {ended.status}: {ended.says}", ended.argv)
         summary = summary[-1] if summary else {}
-        return Run(ended.argv, ended.status, steps, summary, of("kernel"), ended.seconds)
+        lines = dict.fromkeys(ended.says.splitlines())
+        warnings = [line for line in lines if line.startswith("warning: ")]
+        return Run(ended.argv, ended.status, steps, summary, of("kernel"), warnings, ended.seconds)
 
     @functools.cached_property
     def machine(self):

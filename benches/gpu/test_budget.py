@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 import types
 import unittest
+import unittest.mock
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -119,9 +120,9 @@ class OfPrograms(Temporary):
 
 
 class OfParts(Temporary):
-    def run_parts(self, parts, seconds):
-        flags = types.SimpleNamespace(kind="cpu", dtype="f32", quick=True, program="true", set=[],
-                                      kernels=None)
+    def run_parts(self, parts, seconds, kind="cpu", program="true"):
+        flags = types.SimpleNamespace(kind=kind, dtype="f32", quick=True, program=program, set=[],
+                                      kernels="kernels")
         self.clock = Clock()
         budget = Budget(seconds, self.clock)
         (self.folder / "scratch").mkdir()
@@ -158,6 +159,29 @@ class OfParts(Temporary):
         self.assertIn(f"| large | all | {left_out} |", table(bench.parts))
         with tarfile.open(self.folder / "logs.tar.gz") as archive:
             self.assertIn("logs/000-plan.log", archive.getnames())
+
+    def script(self, name, line):
+        path = self.folder / name
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def test_what_failed_runs_again_under_the_sanitizer(self):
+        event = {"event": "check", "kernel": "product", "dtype": "f32", "cases": 1, "off": 0.5,
+                 "tolerance": 0.1, "seed": 7, "error": None}
+        program = self.script("l2l", f"echo '{json.dumps(event)}'; exit 1")
+        self.script("compute-sanitizer", 'echo "$@"; echo "== ERROR SUMMARY: 1 error"')
+        parts = [one for one in PARTS if one.name in ("check", "sanitizer")]
+        path = f"{self.folder}:{os.environ['PATH']}"
+        with unittest.mock.patch.dict(os.environ, PATH=path):
+            bench = self.run_parts(parts, None, "cuda", program)
+        check, sanitizer = (part["rows"] for part in bench.parts)
+        self.assertEqual({row["met"] for row in check}, {False})
+        self.assertEqual({row["value"] for row in sanitizer}, {"ERROR SUMMARY: 1 error"})
+        # Two failures, each under two tools.
+        self.assertEqual(len(sanitizer), 4)
+        logs = [path.read_text() for path in (self.folder / "scratch/logs").glob("*memcheck*")]
+        self.assertTrue(all("--check --group" in log and "kernels" in log for log in logs))
 
 
 if __name__ == "__main__":
