@@ -8,6 +8,7 @@ import sys
 import tarfile
 import threading
 import time
+import traceback
 
 from .budget import OutOfTime
 from .commands import Commands, Failed
@@ -105,7 +106,10 @@ class Bench:
         return middle
 
     def failed(self, figure, error):
-        self.row(figure, f"failed: {error}", met=False, command=getattr(error, "argv", None))
+        # A defect of the command itself is told with its place.
+        more = {} if isinstance(error, Failed) else {"trace": traceback.format_exc()}
+        command = getattr(error, "argv", None)
+        self.row(figure, f"failed: {error!s}", met=False, command=command, **more)
 
     def attempt(self, figure, function):
         """What the function of a figure gives; `None`, and a row that says why, if it fails."""

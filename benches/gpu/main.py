@@ -20,21 +20,21 @@ from .parts import GROUPS, PARTS
 ABOUT = """One command for a machine with an NVIDIA GPU: checked, then measured, beside PyTorch.
 
 It needs the program (--program, else the environment's L2L, else target/release/l2l) and the folder
-tests/goldens; neither cargo nor a network. PyTorch (2.4 or newer) is the peer, where this Python has
-it with CUDA. With --minutes all parts together end in time: those that tell most run first, and those
-that there is no time for are named. The parts (all of them when none is named), the least seconds
-that each needs, and what it tells:
+tests/goldens; neither cargo nor a network. PyTorch (2.4 or newer) is the peer, where this Python
+has it with CUDA. With --minutes all parts together end in time: those that tell most run first, and
+those that there is no time for are named. The parts (all of them when none is named), the least
+seconds that each needs, and what it tells:
 
 {parts}
 
-Each part writes DIR/PART.json as it runs, DIR/logs.tar.gz has what every program printed, and a table
-is printed at the end. A figure is the median of steps (without the first) or of turns, with the least
-and the most. A part that would not end in time times fewer layers or steps: the row says how many.
---dtype (bf16; f32 with --kind cpu) is the device's and the peer's: f16 on a V100 or a T4, which have
-no bf16. Targets of speed are judged in bf16 alone. --kernels is a folder for compiled kernels: take it
-along, and the next machine with the same kind of GPU does not compile them. --kind cpu --quick tries
-all of the logic at toy sizes where there is no GPU: its figures mean nothing. --set goes to the
-program.
+Each part writes DIR/PART.json as it runs, DIR/logs.tar.gz has what every program printed, and a
+table is printed at the end. A figure is the median of steps (without the first) or of turns, with
+the least and the most. A part that would not end in time times fewer layers or steps: the row says
+how many. --dtype (bf16; f32 with --kind cpu) is the device's and the peer's: f16 on a V100 or a T4,
+which have no bf16. Targets of speed are judged in bf16 alone. --kernels is a folder for compiled
+kernels: take it along, and the next machine with the same kind of GPU does not compile them. --kind
+cpu --quick tries all of the logic at toy sizes where there is no GPU: its figures mean nothing.
+--set goes to the program.
 """
 # Toy sizes need this share of the least seconds.
 QUICK = 0.04
@@ -53,7 +53,7 @@ def read_flags():
     parser.add_argument("--part", nargs="+", action="extend", choices=names, metavar="NAME")
     parser.add_argument("--minutes", type=float, help="all parts together end within them")
     parser.add_argument("--out", default="gpu-results", metavar="DIR")
-    parser.add_argument("--kernels", metavar="DIR", help="compiled kernels (the program's own folder)")
+    parser.add_argument("--kernels", metavar="DIR", help="folder for compiled kernels")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--kind", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["f32", "bf16", "f16"])

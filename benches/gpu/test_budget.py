@@ -1,4 +1,4 @@
-"""Tests that all parts end in time, whatever hangs or fails: `python3 benches/gpu/test_budget.py`"""
+"""Tests that all parts end in time, whatever hangs or fails."""
 
 import contextlib
 import io

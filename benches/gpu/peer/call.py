@@ -17,7 +17,7 @@ def has_torch(bench):
     """True if this Python has PyTorch for the device."""
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError):
         return False
     return bench.flags.kind == "cpu" or torch.cuda.is_available()
 
