@@ -1,5 +1,6 @@
 """What every part uses: the flags, the program, the time that is left, and its rows."""
 
+import collections
 import json
 import math
 import os
@@ -50,7 +51,8 @@ class Bench:
             pass
         except Exception as error:
             self.failed(part.name, error)
-            self.parts[-1]["ended"] = f"by {type(error).__name__}"
+            told = isinstance(error, Failed)
+            self.parts[-1]["ended"] = "by itself" if told else f"by {type(error).__name__}"
         finally:
             self.commands.kill_all()
             self.parts[-1]["seconds"] = round(time.monotonic() - begin, 1)
@@ -174,19 +176,26 @@ def told(number):
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
+def is_words(value):
+    return isinstance(value, str) and value.startswith(("failed: ", "not run: "))
+
+
 def table(parts):
+    """The rows of all parts. Goldens that are right stand in the file alone, and of rows that failed
+    or did not run for the same reason there is one."""
     lines = ["| part | figure | result | least to most | target | met |", "|---" * 6 + "|"]
     for part in parts:
+        whys = collections.Counter(one["value"] for one in part["rows"] if is_words(one["value"]))
         for one in part["rows"]:
-            # Goldens are many: those that are right stand in the file.
-            if one.get("detail") and one["met"]:
+            same = whys.pop(one["value"], 0) if is_words(one["value"]) else 1
+            if one.get("detail") and one["met"] or not same:
                 continue
             spread = one["spread"]
             spread = spread and f"{told(spread[0])} to {told(spread[1])} of {spread[2]}"
             met = {True: "yes", False: "**no**", None: ""}[one["met"]]
             value = f"{told(one['value'])} {one['unit']}".strip().split("\n")[0][:200]
             layers = f" ({one['layers']} layers)" if "layers" in one else ""
-            figure = one["figure"] + layers
+            figure = one["figure"] + layers + (f" and {same - 1} others" if same > 1 else "")
             cells = [part["part"], figure, value, spread or "", one["target"] or "", met]
             lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
         if part["ended"] != "by itself":

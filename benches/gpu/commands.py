@@ -42,6 +42,11 @@ class Ended:
     says: str
     seconds: float
 
+    @property
+    def why(self):
+        """The error at the end of what it says, without the notes before it."""
+        return self.says[max(self.says.rfind("error: "), 0):]
+
 
 class Commands:
     def __init__(self, logs, left):

@@ -116,7 +116,7 @@ class Program:
         if ended.status is None and self.commands.left() <= 0:
             raise OutOfTime("plan")
         if ended.status != 0 or not ended.events:
-            raise Failed(f"plan: {ended.says}", ended.argv)
+            raise Failed(f"plan: {ended.why}", ended.argv)
         return ended.events[-1]
 
     def refuses(self, settings):
@@ -145,7 +145,7 @@ class Program:
         if not whole and ended.status is None and self.commands.left() <= 0:
             raise OutOfTime(name)
         if not whole:
-            raise Failed(f"status {ended.status}: {ended.says}", ended.argv)
+            raise Failed(f"status {ended.status}: {ended.why}", ended.argv)
         summary = summary[-1] if summary else {}
         lines = dict.fromkeys(ended.says.splitlines())
         warnings = [line for line in lines if line.startswith("warning: ")]
@@ -156,7 +156,8 @@ class Program:
         """What `l2l doctor` says, asked once; `{}` if it says nothing."""
         ended = self.commands.run("doctor", self.argv("doctor", self.device()), PATIENCE)
         found = next((one for one in ended.events if one.get("event") == "doctor"), {})
-        return {**found, "status": ended.status, "says": ended.says, "seconds": ended.seconds}
+        why = found.get("gpu_error") or ended.why or "it names no GPU"
+        return {**found, "status": ended.status, "why": why, "seconds": ended.seconds}
 
     def device_memory(self):
         """Bytes of the device; of the host half of what is free, where that is the device."""
@@ -164,7 +165,7 @@ class Program:
             return self.flags.host_gib * GIB / 2
         gpus = self.machine.get("gpus") or []
         if not gpus:
-            raise Failed(f"doctor names no GPU: {self.machine['says']}")
+            raise Failed(f"doctor: {self.machine['why']}")
         return gpus[0]["memory_bytes"]
 
     def holds(self, settings, share=1.0):

@@ -144,19 +144,22 @@ class OfParts(Temporary):
             bench.attempt("a figure", lambda figure: bench.program.plan({}))
 
         fine = lambda bench: bench.row("fine", 2.0, met=True)
+        for_one_reason = lambda bench: [bench.row(name, "not run: x") for name in "abc"]
         parts = [Part("breaks", "", 1, 9, breaks), Part("late", "", 1, 9, late),
                  Part("large", "all", 99, 99, fine), Part("fails", "", 1, 9, fails),
-                 Part("fine", "", 1, 9, fine)]
+                 Part("fine", "", 1, 9, fine), Part("words", "", 1, 9, for_one_reason)]
         bench = self.run_parts(parts, 60)
         left_out = "left out: it needs 99 s, and 40 s were left"
         self.assertEqual([part["ended"] for part in bench.parts],
-                         ["by KeyError", "by its limit of 9 s", left_out, "by itself", "by itself"])
+                         ["by KeyError", "by its limit of 9 s", left_out, *["by itself"] * 3])
         files = {path.stem: json.loads(path.read_text()) for path in self.folder.glob("*.json")}
-        self.assertEqual(sorted(files), ["breaks", "fails", "fine", "large", "late"])
+        self.assertEqual(sorted(files), ["breaks", "fails", "fine", "large", "late", "words"])
         self.assertEqual([row["met"] for row in files["breaks"]["rows"]], [None, False])
         self.assertEqual(files["fails"]["rows"][0]["command"][0], "true")
         self.assertEqual(files["fine"]["program"], "fake")
         self.assertIn(f"| large | all | {left_out} |", table(bench.parts))
+        self.assertIn("| words | a and 2 others | not run: x |", table(bench.parts))
+        self.assertNotIn("| words | b |", table(bench.parts))
         with tarfile.open(self.folder / "logs.tar.gz") as archive:
             self.assertIn("logs/000-plan.log", archive.getnames())
 

@@ -31,5 +31,7 @@ def check(bench, dtype, group):
         off = "infinite" if off is None else off
         bench.row(figure, off, "largest difference", target=f"<= {most:g}", met=fine, **about)
     met = ended.status == 0 and bool(kernels)
-    bench.row(f"group {group} in {dtype}", len(kernels), "kernels", target="none off", met=met,
-              seconds=ended.seconds, said=ended.says, command=None if met else ended.argv)
+    value = len(kernels) or f"failed: {ended.why}"
+    bench.row(f"group {group} in {dtype}", value, "kernels" if kernels else "", met=met,
+              target="none off", seconds=ended.seconds, said=ended.says,
+              command=None if met else ended.argv)

@@ -23,6 +23,8 @@ def run(bench):
     doctor = bench.program.machine
     rates = doctor.get("gpu_rates") or {}
     met = (doctor["status"] == 0 and bool(rates)) if bench.flags.kind == "cuda" else None
+    if met is False:
+        bench.row("the GPU", f"failed: {doctor['why']}", met=False)
     # The first start compiles kernels, unless compiled ones were carried here.
     bench.row("doctor, with the first start", doctor["seconds"], "s", met=met, **doctor)
     for how in ("pinned", "pageable"):

@@ -29,7 +29,7 @@ def peer(bench, name, limit=math.inf, **job):
     grows = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     argv = [sys.executable, MAIN, "--peer", json.dumps(job)]
     ended = bench.commands.run(f"PyTorch, {name}", argv, limit, PYTORCH_CUDA_ALLOC_CONF=grows)
-    found = {one["name"]: {"error": f"status {ended.status}: {ended.says}"} for one in job["tries"]}
+    found = {one["name"]: {"error": f"status {ended.status}: {ended.why}"} for one in job["tries"]}
     for told in ended.events:
         if "seconds" in told:
             told["rates"] = [told["tokens"] / seconds for seconds in told["seconds"]]
