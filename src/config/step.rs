@@ -114,7 +114,7 @@ mod tests {
             (2.999, 1000, 1, 2999),
             (2.999, 1000, 10, 300),
             (1e-9, 5, 4, 1),
-            (1e9, 1 << 40, 1, (1 << 40) * 1_000_000_000),
+            (1e9, 1 << 30, 1, (1 << 30) * 1_000_000_000),
         ] {
             let step = StepConfig { epochs: Some(epochs), batch, ..StepConfig::default() };
             let config = Config { step, ..Config::default() };
