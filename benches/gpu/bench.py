@@ -181,8 +181,8 @@ def is_words(value):
 
 
 def table(parts):
-    """The rows of all parts. Goldens that are right stand in the file alone, and of rows that failed
-    or did not run for the same reason there is one."""
+    """The rows of all parts. Goldens that are right stand in the file alone, and of rows that
+    failed or did not run for the same reason there is one."""
     lines = ["| part | figure | result | least to most | target | met |", "|---" * 6 + "|"]
     for part in parts:
         whys = collections.Counter(one["value"] for one in part["rows"] if is_words(one["value"]))

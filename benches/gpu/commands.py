@@ -109,7 +109,7 @@ class Commands:
         for process in list(self.running):
             self.kill(process)
 
-    def side_by_side(self, function, jobs, at_once=AT_ONCE):
+    def side_by_side(self, function, jobs, at_once):
         """The results of `function` for each job, in order; `None` for a job without time."""
         def one(job):
             try:

@@ -8,7 +8,7 @@ import os
 import statistics
 
 from .budget import OutOfTime
-from .commands import Failed
+from .commands import AT_ONCE, Failed
 
 GIB = 1 << 30
 # Seconds that a plan or a look at the machine may take.
@@ -83,9 +83,9 @@ class Program:
         found = {
             "model.preset": model["preset"], "model.layers": layers or model["layers"],
             "model.hidden": model["hidden"], "model.intermediate": model["intermediate"],
-            "model.dropout": 0,
             "model.heads": model["heads"], "model.kv_heads": model["kv_heads"],
-            "model.vocabulary": model["vocabulary"], "model.positions": max(model["length"], 512),
+            "model.dropout": 0, "model.vocabulary": model["vocabulary"],
+            "model.positions": max(model["length"], 512),
             "data.train": "random", "data.sequence_length": model["length"],
             "step.batch": tokens // model["length"], "step.micro_batch": micro,
             "schedule.recompute": "true"}
@@ -140,11 +140,11 @@ class Program:
         of = lambda event: [one for one in ended.events if one.get("event") == event]
         steps, summary = of("step"), of("summary")
         # A bench that is cut off after a few steps has told its speed.
-        told = len(steps) >= 2 or (steps and ended.status == 0)
-        whole = ended.status == 0 or (told and not what.startswith("train"))
-        if not whole and ended.status is None and self.commands.left() <= 0:
+        cut = ended.status is None and self.commands.left() <= 0
+        tells = len(steps) >= 2 and what != "train" if cut else ended.status == 0 and steps
+        if cut and not tells:
             raise OutOfTime(name)
-        if not whole:
+        if not tells:
             raise Failed(f"status {ended.status}: {ended.why}", ended.argv)
         summary = summary[-1] if summary else {}
         lines = dict.fromkeys(ended.says.splitlines())
@@ -152,8 +152,24 @@ class Program:
         return Run(ended.argv, ended.status, steps, summary, of("kernel"), warnings, ended.seconds)
 
     @functools.cached_property
+    def at_once(self):
+        """Tiny trainings that run side by side: one where a GPU takes one process at a time, and no
+        more than it has memory for their contexts."""
+        if self.flags.kind == "cpu":
+            return os.cpu_count()
+        mode = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+        try:
+            if "Exclusive" in self.commands.run("compute mode", mode, PATIENCE).says:
+                return 1
+        except Failed:
+            # Containers may lack this command.
+            pass
+        gpus = self.machine.get("gpus") or [{"memory_bytes": GIB}]
+        return max(1, min(AT_ONCE, gpus[0]["memory_bytes"] // GIB))
+
+    @functools.cached_property
     def machine(self):
-        """What `l2l doctor` says, asked once; `{}` if it says nothing."""
+        """What `l2l doctor` says, asked once."""
         ended = self.commands.run("doctor", self.argv("doctor", self.device()), PATIENCE)
         found = next((one for one in ended.events if one.get("event") == "doctor"), {})
         why = found.get("gpu_error") or ended.why or "it names no GPU"

@@ -11,7 +11,7 @@ def run(bench):
     # began at once, each would compile them.
     for groups in (GROUPS[:1], GROUPS[1:]):
         jobs = [(bench, dtype, group) for dtype in dtypes for group in groups]
-        bench.commands.side_by_side(check, jobs)
+        bench.commands.side_by_side(check, jobs, bench.program.at_once)
 
 
 def check(bench, dtype, group):

@@ -5,11 +5,10 @@ Every training is tiny, so many share the device at once.
 
 import json
 import math
-import os
 import pathlib
 
 from .. import models
-from ..commands import AT_ONCE, Failed
+from ..commands import Failed
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[3] / "tests/goldens"
 # The most that losses and norms may be off. Norms are relative; in 16 bits losses above 1 are, too.
@@ -57,8 +56,7 @@ def run(bench):
         jobs += [(bench, compare, name, model, dtype, {}) for name, model in WIDE.items()]
     toy = models.TOY_LLAMA
     jobs += [(bench, compare, name, toy, "f32", more) for name, more in FEATURES.items()]
-    at_once = AT_ONCE if bench.flags.kind == "cuda" else os.cpu_count()
-    ended = bench.commands.side_by_side(attempt, jobs, at_once)
+    ended = bench.commands.side_by_side(attempt, jobs, bench.program.at_once)
     late = [f"{job[2]} in {job[4]}" for job, one in zip(jobs, ended) if one is None]
     if late:
         bench.row("not compared for lack of time", ", ".join(late))

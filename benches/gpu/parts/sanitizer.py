@@ -18,7 +18,7 @@ def run(bench):
     if not shutil.which("compute-sanitizer"):
         return bench.row("compute-sanitizer", "not run: it is not on the path")
     jobs = [(bench, one, tool) for one in failed[:FAILURES] for tool in TOOLS]
-    bench.commands.side_by_side(check, jobs)
+    bench.commands.side_by_side(check, jobs, bench.program.at_once)
 
 
 def check(bench, failed, tool):
