@@ -54,6 +54,7 @@ class Commands:
         self.left = left
         self.count = itertools.count()
         self.running = set()
+        # True while all programs are ended.
         self.closed = False
 
     def start(self, name, argv, **environment):
@@ -74,6 +75,8 @@ class Commands:
                 raise Failed(f"{argv[0]}: {error}", argv) from error
         process.path, process.begin = path, time.monotonic()
         self.running.add(process)
+        if self.closed:
+            self.kill(process)
         return process
 
     def finish(self, process, limit=math.inf):
@@ -85,6 +88,8 @@ class Commands:
             status = None
             self.kill(process)
         self.running.discard(process)
+        if self.closed:
+            raise OutOfTime(process.path.name)
         seconds = time.monotonic() - process.begin
         text = process.path.read_text(errors="replace")
         with open(process.path, "a") as file:

@@ -38,6 +38,8 @@ cpu --quick tries all of the logic at toy sizes where there is no GPU: its figur
 """
 # Toy sizes need this share of the least seconds.
 QUICK = 0.04
+# Seconds of a part without --minutes: a machine may end a call after ten minutes.
+ALONE = 560
 # Seconds at the end for the last kill, the archive and the table.
 END = 8
 
@@ -72,7 +74,8 @@ def chosen(flags):
     names = [one for name in flags.part or [] for one in GROUPS.get(name, [name])]
     parts = [part for part in PARTS if not names or part.name in names]
     share = QUICK if flags.quick else 1
-    return [dataclasses.replace(part, least=share * part.least) for part in parts]
+    return [dataclasses.replace(part, least=share * part.least,
+                                most=part.most if flags.minutes else ALONE) for part in parts]
 
 
 def main():
