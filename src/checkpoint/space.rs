@@ -6,8 +6,9 @@ use std::path::Path;
 use super::Keeper;
 use crate::config::{ByteSize, Config};
 use crate::error::{Misfit, Resource};
+use crate::hf;
 use crate::machine;
-use crate::models::{BlockTensors, Model};
+use crate::models::{BlockTensors, Model, Tensor};
 use crate::optimizers::{StateLayout, UpdateRule};
 
 /// The size of a run's checkpoints, and the most that exist at once.
@@ -18,6 +19,35 @@ pub struct Space {
     pub each: u64,
     /// The most checkpoints that exist at once.
     pub count: u64,
+    /// Bytes of the largest file of a checkpoint, or a little less: headers are not counted.
+    pub largest_file: u64,
+}
+
+/// Bytes of the largest file: of the optimizer's states, which are in one file, or of weights.
+fn largest_file(config: &Config, model: &Model, layout: &StateLayout) -> u64 {
+    const FLOAT: usize = size_of::<f32>();
+    let blocks = || model.blocks.iter();
+    let of_block = |(nth, block): (usize, &BlockTensors)| {
+        let states = (0..block.trained().len()).flat_map(|at| layout.of(nth).of_tensor(at));
+        states.map(|(_, range)| range.len()).sum::<usize>()
+    };
+    let states = FLOAT * blocks().enumerate().map(of_block).sum::<usize>();
+    let all = |tensors: fn(&BlockTensors) -> &[Tensor]| -> Vec<usize> {
+        blocks().flat_map(tensors).map(|tensor| FLOAT * tensor.len()).collect()
+    };
+    let trained = all(BlockTensors::trained);
+    let weights = match config.train.lora {
+        Some(_) => trained.iter().sum(),
+        None => {
+            let most = hf::shard_bytes(config.checkpoint.shard_size.bytes());
+            let files = |sizes: &[usize]| {
+                let files = hf::cut_into_files(sizes, most).into_iter();
+                files.map(|file| sizes[file].iter().sum::<usize>()).max()
+            };
+            files(&trained).max(files(&all(BlockTensors::frozen))).unwrap_or(0)
+        }
+    };
+    states.max(weights) as u64
 }
 
 impl Space {
@@ -50,7 +80,8 @@ impl Space {
         let best = u64::from(config.validation.every_steps.is_some());
         let replaced = u64::from(written > kept || best > 0);
         let count = kept.saturating_add(best + replaced);
-        Some(Space { each: (floats * size_of::<f32>()) as u64, count })
+        let largest_file = largest_file(config, model, &layout);
+        Some(Space { each: (floats * size_of::<f32>()) as u64, count, largest_file })
     }
 
     /// Bytes of all checkpoints.
@@ -58,9 +89,15 @@ impl Space {
         self.each.saturating_mul(self.count)
     }
 
-    /// The misfit, if the disk of the directory has less space than they need. The space of
-    /// checkpoints that are there already counts as free, because new ones replace them.
+    /// The misfit, if a file of a checkpoint is larger than this process may write, or the disk of
+    /// the directory has less space than they need. The space of checkpoints that are there already
+    /// counts as free, because new ones replace them.
     pub fn misfit(&self, directory: &Path) -> Option<Misfit> {
+        let file = format_args!("the largest file of a checkpoint in {}", directory.display());
+        let misfit = Misfit::of_file(file, "checkpoints", self.largest_file);
+        if misfit.is_some() {
+            return misfit;
+        }
         let there = Keeper::peek(directory).newest_first().unwrap_or_default();
         let there: u64 = there.iter().map(|(_, at)| bytes_of(at)).sum();
         let free = machine::free_disk(directory.ancestors().find(|path| path.is_dir())?)?;
@@ -107,7 +144,8 @@ mod tests {
             Space::of(config, &model, &config.update_rule()).expect("there is a directory")
         };
         let masters_and_moments = 3 * 4 * model.parameters() as u64;
-        let Space { each, count } = of(&config);
+        let Space { each, count, largest_file } = of(&config);
+        assert_eq!(largest_file, 2 * 4 * model.parameters() as u64, "AdamW's two moments");
         assert!((masters_and_moments..masters_and_moments * 101 / 100).contains(&each), "{each}");
         assert_eq!(count, 1);
         config.checkpoint.every_steps = Some(4);
@@ -116,7 +154,8 @@ mod tests {
         assert_eq!(of(&config).count, 4);
         let folder = tempfile::tempdir().expect("a place for files");
         assert_eq!(of(&config).misfit(folder.path()), None);
-        let misfit = Space { each: 1 << 60, count: 3 }.misfit(&folder.path().join("not/yet"));
+        let misfit = Space { each: 1 << 60, count: 3, largest_file: 0 }
+            .misfit(&folder.path().join("not/yet"));
         let text = misfit.expect("no disk is that large").to_string();
         assert!(text.contains("checkpoint.keep") && text.contains("3 checkpoints"), "{text}");
     }

@@ -69,7 +69,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         let place = "cannot make a temporary file for the data (set TMPDIR to choose its folder)";
         Error::storage(place, error)
     })?;
-    let pool = ThreadPoolBuilder::new().build().map_err(Error::system)?;
+    let pool = ThreadPoolBuilder::new().build().map_err(Error::no_thread)?;
     let mut opening = Opening {
         reader,
         pool,

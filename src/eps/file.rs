@@ -18,6 +18,7 @@ use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
 use super::places::{BlockPlace, FileRange, Places};
 use crate::folder;
+use crate::limits::named;
 use crate::lock::Lock;
 use crate::models::BlockTensors;
 use crate::optimizers::StateLayout;
@@ -274,7 +275,7 @@ impl FileTier {
 
     fn located(&self, id: BlockId, error: io::Error) -> io::Error {
         let folder = self.folder.as_deref().map_or("an unnamed file".into(), Path::to_string_lossy);
-        io::Error::new(error.kind(), format!("eps.path {folder}: {id}: {error}"))
+        io::Error::new(error.kind(), format!("eps.path {folder}: {id}: {}", named(error)))
     }
 
     /// Reads the masters of a block, which must have this version.

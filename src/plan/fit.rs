@@ -29,7 +29,7 @@ impl Plan {
     /// term and a remedy.
     pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<Misfit> {
         let all = [self.device_misfit(model, rule), self.host_misfit(model), self.disk_misfit()];
-        all.into_iter().flatten().chain(files_misfit()).collect()
+        all.into_iter().flatten().chain(self.file_size_misfit()).chain(files_misfit()).collect()
     }
 
     fn device_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<Misfit> {
@@ -161,6 +161,12 @@ impl Plan {
                 ByteSize::from(needed),
             ),
         })
+    }
+
+    fn file_size_misfit(&self) -> Option<Misfit> {
+        let path = self.settings.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
+        let file = format!("eps.path: {}", path.join("blocks").display());
+        Misfit::of_file(file, largest(&self.file).name, self.file_bytes())
     }
 
     /// The smallest plan of this model's training: one sequence, depths of 1, recomputation, and

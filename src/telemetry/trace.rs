@@ -21,6 +21,7 @@ use serde_json::Value;
 use super::perfetto::{Events, Place};
 use super::{Observe, Slice};
 use crate::fabric::{ClockOffset, Exchanges, Lost, Rank};
+use crate::limits::no_thread;
 
 /// The most slices that wait to be written.
 const QUEUE: usize = 1 << 14;
@@ -98,7 +99,8 @@ impl Trace {
         let place = Arc::new(OnceLock::new());
         let told = place.clone();
         let (done, writer) = channel();
-        std::thread::Builder::new().name("l2l-trace".into()).spawn(move || {
+        let thread = std::thread::Builder::new().name("l2l-trace".into());
+        let started = thread.spawn(move || {
             let written = received.recv().ok().map(|first| {
                 let place = told.get().copied(); // set before the first step
                 let mut events = Events::new(place);
@@ -106,7 +108,8 @@ impl Trace {
                 write(file, opens, head, &mut events, first, &received, &missed)
             });
             _ = done.send(written.transpose());
-        })?;
+        });
+        started.map_err(|error| io::Error::other(no_thread(error)))?;
         let output = Mutex::new(Output { writer: Some(writer), file: None, problem: None });
         Ok(Arc::new(Trace { slices: Mutex::new(Some(slices)), output, place, left_out }))
     }
