@@ -57,17 +57,17 @@ pub fn no_thread(error: impl Display) -> String {
     let user = getrlimit(Resource::Nproc).current;
     let memory = getrlimit(Resource::As).current;
     let limits = [
-        group.map(|most| format!("{most} processes and threads in its control group (pids.max)")),
         user.map(|most| format!("{most} processes and threads of its user (`ulimit -u`)")),
-        memory.map(|most| format!("{most} bytes of memory, stacks included (`ulimit -v`)")),
+        group.map(|most| format!("{most} processes and threads of its control group (pids.max)")),
+        memory.map(|most| format!("{most} bytes of memory with all stacks (`ulimit -v`)")),
     ];
     let mut limits: Vec<String> = limits.into_iter().flatten().collect();
     if limits.is_empty() {
-        limits.push("what memory and kernel.threads-max allow".into());
+        limits.push("kernel.threads-max and the machine's memory".into());
     }
     format!(
-        "the system starts no further thread for this process ({error}), which may have {}",
-        limits.join(", and ")
+        "the system starts no further thread for this process ({error}): the limits are {}",
+        limits.join(", ")
     )
 }
 
@@ -127,8 +127,6 @@ mod tests {
         let error = named_error(io::Error::from(Errno::FBIG));
         assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
         assert_eq!(error.to_string(), said(Errno::FBIG));
-        assert!(
-            no_thread(io::Error::from(Errno::AGAIN)).contains("(os error 11)), which may have")
-        );
+        assert!(no_thread(io::Error::from(Errno::AGAIN)).contains("(os error 11)): the limits are "));
     }
 }
