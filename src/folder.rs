@@ -1,5 +1,5 @@
-//! Folders that survive a power loss. An entry is on the disk once the folder that has it is
-//! synced.
+//! Folders that survive a power loss, and the folder of temporary files. An entry is on the disk
+//! once the folder that has it is synced.
 
 use std::fs::{self, File};
 use std::io;
@@ -26,6 +26,11 @@ pub(crate) fn create(path: &Path) -> io::Result<()> {
 /// Waits until a folder's entries, or a file's bytes, are on the disk.
 pub(crate) fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
+}
+
+/// The folder of temporary files, as errors name it.
+pub(crate) fn temporary() -> String {
+    format!("TMPDIR {}", tempfile::env::temp_dir().display())
 }
 
 /// The folder that contains a path.

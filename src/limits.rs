@@ -127,6 +127,8 @@ mod tests {
         let error = named_error(io::Error::from(Errno::FBIG));
         assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
         assert_eq!(error.to_string(), said(Errno::FBIG));
-        assert!(no_thread(io::Error::from(Errno::AGAIN)).contains("(os error 11)): the limits are "));
+        assert!(
+            no_thread(io::Error::from(Errno::AGAIN)).contains("(os error 11)): the limits are ")
+        );
     }
 }

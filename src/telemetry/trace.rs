@@ -21,7 +21,8 @@ use serde_json::Value;
 use super::perfetto::{Events, Place};
 use super::{Observe, Slice};
 use crate::fabric::{ClockOffset, Exchanges, Lost, Rank};
-use crate::limits::no_thread;
+use crate::folder;
+use crate::limits::{named, no_thread};
 
 /// The most slices that wait to be written.
 const QUEUE: usize = 1 << 14;
@@ -84,7 +85,10 @@ impl Trace {
     /// The file cannot be created.
     pub fn unnamed() -> io::Result<Arc<Trace>> {
         let name = |place: Option<Place>| format!("rank {}", place.unwrap_or_default().0);
-        Trace::start(tempfile::tempfile()?, SEPARATOR, name)
+        let file = tempfile::tempfile().map_err(|error| {
+            io::Error::new(error.kind(), format!("{}: {error}", folder::temporary()))
+        });
+        Trace::start(file?, SEPARATOR, name)
     }
 
     /// Starts the writer. `opens` comes before the first event.
@@ -231,7 +235,9 @@ impl Output {
             self.problem.get_or_insert(error);
             0
         });
-        let problem = self.problem.as_ref().map_or(String::new(), io::Error::to_string);
+        let problem = self.problem.as_ref();
+        let problem = problem.map(|error| format!("{}: {}", folder::temporary(), named(error)));
+        let problem = problem.unwrap_or_default();
         [&bytes.to_le_bytes(), &left_out.to_le_bytes(), problem.as_bytes()].concat()
     }
 }
