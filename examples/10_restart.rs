@@ -142,9 +142,10 @@ async fn main() -> Result<(), Error> {
         }
         None => small(folder.path()),
     };
+    // The same run in other folders is not dropped.
     let mut whole = config.clone();
-    whole.checkpoint = Default::default();
-    whole.eps = Default::default();
+    whole.checkpoint.directory = whole.checkpoint.directory.map(|_| folder.path().join("whole"));
+    whole.eps.path = whole.eps.path.map(|_| folder.path().join("eps"));
     let began = Instant::now();
     let expected = Trainer::fit(whole).run(&mut ()).await?.weights_digest;
     let most = began.elapsed().mul_f64(0.4);

@@ -54,6 +54,7 @@ impl Streams {
             "data.sequence_length=16",
             "step.batch=4",
             "step.steps=5",
+            "validation.every_steps=",
         ];
         let sets = settings.into_iter().flat_map(|setting| ["--set", setting]);
         let arguments: Vec<&str> = ["train"].into_iter().chain(sets).collect();
