@@ -475,7 +475,7 @@ def freeze_work():
         pass
     every = [case._replace(steps=FROZEN_STEPS) for case in cases()]
     groups = [every[begin:begin + FROZEN_TOGETHER] for begin in range(0, len(every), FROZEN_TOGETHER)]
-    return [(", ".join(map(str, group)), freezing_case, group) for group in groups]
+    return [(f"{group[0]} to {group[-1]}", freezing_case, group) for group in groups]
 
 
 def first_work():
