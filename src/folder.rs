@@ -1,5 +1,5 @@
-//! Folders that survive a power loss. An entry is on the disk once the folder that has it is
-//! synced.
+//! Folders that survive a power loss, and the folder of temporary files. An entry is on the disk
+//! once the folder that has it is synced.
 
 use std::fs::{self, File};
 use std::io;
@@ -37,6 +37,11 @@ pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
         })
     };
     one == other || real(one).is_some_and(|one| real(other) == Some(one))
+}
+
+/// The folder of temporary files, as errors name it.
+pub(crate) fn temporary() -> String {
+    format!("TMPDIR {}", tempfile::env::temp_dir().display())
 }
 
 /// The folder that contains a path.

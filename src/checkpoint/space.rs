@@ -6,8 +6,9 @@ use std::path::Path;
 
 use super::Keeper;
 use crate::config::{ByteSize, Config};
+use crate::hf;
 use crate::machine;
-use crate::models::{BlockTensors, Model};
+use crate::models::{BlockTensors, Model, Tensor};
 use crate::optimizers::{StateLayout, UpdateRule};
 use crate::plan::DiskNeed;
 
@@ -19,6 +20,35 @@ pub struct Space {
     pub each: u64,
     /// The most checkpoints that exist at once.
     pub count: u64,
+    /// Bytes of the largest file of a checkpoint, or a little less: headers are not counted.
+    pub largest_file: u64,
+}
+
+/// Bytes of the largest file: of the optimizer's states, which are in one file, or of weights.
+fn largest_file(config: &Config, model: &Model, layout: &StateLayout) -> u64 {
+    const FLOAT: usize = size_of::<f32>();
+    let blocks = || model.blocks.iter();
+    let of_block = |(nth, block): (usize, &BlockTensors)| {
+        let states = (0..block.trained().len()).flat_map(|at| layout.of(nth).of_tensor(at));
+        states.map(|(_, range)| range.len()).sum::<usize>()
+    };
+    let states = FLOAT * blocks().enumerate().map(of_block).sum::<usize>();
+    let all = |tensors: fn(&BlockTensors) -> &[Tensor]| -> Vec<usize> {
+        blocks().flat_map(tensors).map(|tensor| FLOAT * tensor.len()).collect()
+    };
+    let trained = all(BlockTensors::trained);
+    let weights = match config.train.lora {
+        Some(_) => trained.iter().sum(),
+        None => {
+            let most = hf::shard_bytes(config.checkpoint.shard_size.bytes());
+            let files = |sizes: &[usize]| {
+                let files = hf::cut_into_files(sizes, most).into_iter();
+                files.map(|file| sizes[file].iter().sum::<usize>()).max()
+            };
+            files(&trained).max(files(&all(BlockTensors::frozen))).unwrap_or(0)
+        }
+    };
+    states.max(weights) as u64
 }
 
 impl Space {
@@ -51,7 +81,8 @@ impl Space {
         let best = u64::from(config.validation.every_steps.is_some());
         let replaced = u64::from(written > kept || best > 0);
         let count = kept.saturating_add(best + replaced);
-        Some(Space { each: (floats * size_of::<f32>()) as u64, count })
+        let largest_file = largest_file(config, model, &layout);
+        Some(Space { each: (floats * size_of::<f32>()) as u64, count, largest_file })
     }
 
     /// Bytes of all checkpoints.
@@ -70,6 +101,7 @@ impl Space {
             place: directory.into(),
             bytes: self.bytes().max(replaced.saturating_add(self.each)),
             replaced,
+            largest_file: self.largest_file,
             term: "checkpoints",
             purpose: format!(
                 "up to {} checkpoints of {}, with the one that is being written",
@@ -103,7 +135,8 @@ mod tests {
             Space::of(config, &model, &config.update_rule()).expect("there is a directory")
         };
         let masters_and_moments = 3 * 4 * model.parameters() as u64;
-        let Space { each, count } = of(&config);
+        let Space { each, count, largest_file } = of(&config);
+        assert_eq!(largest_file, 2 * 4 * model.parameters() as u64, "AdamW's two moments");
         assert!((masters_and_moments..masters_and_moments * 101 / 100).contains(&each), "{each}");
         assert_eq!(count, 1);
         config.checkpoint.every_steps = Some(4);
@@ -111,6 +144,7 @@ mod tests {
         config.validation.every_steps = Some(2);
         assert_eq!(of(&config).count, 4);
     }
+
     /// A file counts once, and only if no other name keeps it. One checkpoint is written before an
     /// old one is removed.
     #[test]
@@ -122,7 +156,7 @@ mod tests {
             fs::write(at.join(crate::hf::RECORD), vec![1; 8192]).expect("a folder of ours");
             at.join(crate::hf::RECORD)
         };
-        let space = Space { each: 100_000, count: 1 };
+        let space = Space { each: 100_000, count: 1, largest_file: 0 };
         assert_eq!(space.need(&folder.path().join("not/yet")).replaced, 0);
         let one = checkpoint("step-00000001");
         let DiskNeed { bytes, replaced, .. } = space.need(folder.path());

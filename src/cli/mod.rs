@@ -19,6 +19,7 @@ mod output;
 mod plan;
 mod progress;
 mod reference;
+mod runtime;
 mod signals;
 mod train;
 mod tune;
@@ -43,7 +44,7 @@ pub(crate) enum Exit {
 
 /// Runs the command that the arguments name.
 pub(crate) fn run() -> Result<Exit, Error> {
-    signals::end_first_process().map_err(|error| Error::System(error.to_string()))?;
+    signals::prepare()?;
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) if error.use_stderr() => error.exit(),

@@ -99,14 +99,13 @@ impl Loaded {
         };
         let worker = Worker::new(&config, parts)?;
         let how = Load::to_use(!config.model.unsealed);
-        resolve::load_first(&config, &model, worker.eps(), how)?;
+        worker.install(|| resolve::load_first(&config, &model, worker.eps(), how))?;
         let work = Emulated::new(&config, worker, false)?;
         Ok(Loaded { engine: Engine::start(config, work, 0)? })
     }
 
     async fn stop(self) -> Result<(), Error> {
         let lanes = self.engine.stop().await?;
-        unblock(move || drop(lanes)).await;
-        Ok(())
+        unblock(move || drop(lanes)).await
     }
 }

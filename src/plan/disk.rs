@@ -18,6 +18,8 @@ pub struct DiskNeed {
     pub bytes: u64,
     /// Bytes of files that are there already and that the run writes over or removes.
     pub replaced: u64,
+    /// Bytes of the largest file there.
+    pub largest_file: u64,
     /// The largest term of the plan, or the kind of file.
     pub term: &'static str,
     /// What the bytes are for, after the word "for".
@@ -26,14 +28,21 @@ pub struct DiskNeed {
     pub remedy: &'static str,
 }
 
-/// The misfits of the disks that have less room than is needed at all places on them.
+/// The misfits of files that are larger than this process may write, and of the disks that have
+/// less room than is needed at all places on them.
 pub(super) fn misfits(needs: Vec<DiskNeed>) -> Vec<Misfit> {
+    let too_large = |DiskNeed { key, place, largest_file, term, .. }: &DiskNeed| {
+        let file = format_args!("the largest file of {key} {}", place.display());
+        Misfit::of_file(file, term, *largest_file)
+    };
+    let too_large: Vec<Misfit> = needs.iter().filter_map(too_large).collect();
     let mut of_disks: BTreeMap<u64, (Disk, Vec<DiskNeed>)> = BTreeMap::new();
     for need in needs {
         let Some(disk) = machine::disk(&need.place) else { continue };
         of_disks.entry(disk.id).or_insert((disk, Vec::new())).1.push(need);
     }
-    of_disks.into_values().filter_map(|(disk, needs)| misfit(disk, &needs)).collect()
+    let full = of_disks.into_values().filter_map(|(disk, needs)| misfit(disk, &needs));
+    too_large.into_iter().chain(full).collect()
 }
 
 fn misfit(disk: Disk, needs: &[DiskNeed]) -> Option<Misfit> {
@@ -82,6 +91,7 @@ mod tests {
             place: folder.path().join(key).join("not/yet"),
             bytes: free / 100 * share,
             replaced: 0,
+            largest_file: 0,
             term: "masters",
             purpose: "weights".into(),
             remedy: "write less",

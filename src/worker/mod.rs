@@ -83,6 +83,7 @@ impl Worker {
     pub(crate) fn new(config: &Config, parts: WorkerParts) -> Result<Worker, Error> {
         let WorkerParts { model, plan, rule, learning_rate, eps, records } = parts;
         let threads = HostThreads::new(config)?;
+        eps.use_threads(&threads.pool);
         let on_device = plan.regions.arena(Side::Device);
         let on_host = plan.regions.arena(Side::Host);
         let own = match config.device.kind {
@@ -118,6 +119,11 @@ impl Worker {
             used,
             records,
         })
+    }
+
+    /// Runs `work`, whose parallel loops then use the host's threads.
+    pub(crate) fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        self.shared.threads.install(work)
     }
 
     /// The parameters.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::path::Path;
 use std::sync::Mutex;
+use std::thread;
 
 use cudarc::driver::{result, sys};
 use l2l_actors::BoxedError;
@@ -18,6 +19,7 @@ use super::texts::{self, Target};
 use crate::config::DeviceConfig;
 use crate::devices::{Gpu, Library, PeerView};
 use crate::kernels::CustomKernel;
+use crate::limits::no_thread;
 
 /// Bytes of shared memory that a block may have without asking.
 const SHARED: u32 = 48 << 10;
@@ -145,14 +147,16 @@ impl Real {
     ) -> Result<(), BoxedError> {
         let target = self.target;
         let texts = texts::all(custom, target)?;
-        let codes: Vec<_> = std::thread::scope(|scope| {
+        let codes: Result<Vec<_>, String> = thread::scope(|scope| {
             let compiles = texts.iter().map(|(name, text, _)| {
-                scope.spawn(move || compile::cubin(name, text, target, nvrtc, cache))
+                let compile = move || compile::cubin(name, text, target, nvrtc, cache);
+                thread::Builder::new().spawn_scoped(scope, compile).map_err(no_thread)
             });
-            let compiles: Vec<_> = compiles.collect();
-            compiles.into_iter().map(|one| one.join().expect("a compiler returns")).collect()
+            let compiles: Vec<_> = compiles.collect::<Result<_, _>>()?;
+            let codes = compiles.into_iter().map(|one| one.join().expect("a compiler returns"));
+            Ok(codes.collect())
         });
-        for ((_, _, declared), code) in texts.into_iter().zip(codes) {
+        for ((_, _, declared), code) in texts.into_iter().zip(codes?) {
             let code = code?;
             // SAFETY: the code comes from the compiler, or from the cache with its digest.
             let module = unsafe { result::module::load_data(code.as_ptr().cast())? };

@@ -206,7 +206,7 @@ impl Fit {
     /// # Errors
     /// As [`prepare`](Fit::prepare) and [`Prepared::run`].
     pub async fn run(self, callbacks: &mut dyn Callbacks) -> Result<Fitted, Error> {
-        unblock(|| self.prepare()).await?.run(callbacks).await
+        unblock(|| self.prepare()).await??.run(callbacks).await
     }
 }
 
@@ -296,7 +296,8 @@ impl Prepared {
         }
         if let Some(waits) = exporter.waits_for_last_scrape() {
             callbacks.info(waits);
-            unblock(move || exporter.wait_for_last_scrape()).await;
+            // Without a thread, the run ends at once.
+            let _ = unblock(move || exporter.wait_for_last_scrape()).await;
         }
         outcome
     }
@@ -313,7 +314,7 @@ impl Prepared {
         let peak = match measures_peak || exporter.is_active() {
             true => {
                 let config = config.clone();
-                Some(unblock(move || devices::device_flops_per_second(&config)).await?)
+                Some(unblock(move || devices::device_flops_per_second(&config)).await??)
             }
             false => None,
         };

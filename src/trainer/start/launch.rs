@@ -36,7 +36,8 @@ impl OpenRun {
             records: ledger.clone(),
         };
         let worker = Worker::new(&run.config, parts)?;
-        let (progress, new_tensors) = fill(worker.eps(), origin, &run, layers)?;
+        let filled = worker.install(|| fill(worker.eps(), origin, &run, layers));
+        let (progress, new_tensors) = filled?;
         let work = Emulated::new(&run.config, worker, options.without_copies)?;
         let mut engine = Engine::start(run.config.clone(), work, progress.step)?;
         engine.resume(progress.skipped, progress.loss_scale);
