@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Makes a folder and the folders above it, and waits until they are on the disk.
 pub(crate) fn create(path: &Path) -> io::Result<()> {
@@ -31,6 +31,17 @@ pub(crate) fn sync(path: &Path) -> io::Result<()> {
 /// The folder of temporary files, as errors name it.
 pub(crate) fn temporary() -> String {
     format!("TMPDIR {}", tempfile::env::temp_dir().display())
+}
+
+/// True if two paths lead to one file, which may not exist yet.
+pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| -> Option<PathBuf> {
+        path.canonicalize().ok().or_else(|| {
+            let name = path.file_name()?;
+            Some(parent(path).canonicalize().ok()?.join(name))
+        })
+    };
+    one == other || real(one).is_some_and(|one| real(other) == Some(one))
 }
 
 /// The folder that contains a path.

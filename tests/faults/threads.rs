@@ -1,4 +1,5 @@
-//! Threads that the system does not start: the run ends with one sentence, and the next one resumes.
+//! Threads that the system does not start: the run ends with one sentence, and the next one
+//! resumes.
 
 use crate::BOTH;
 use crate::scenario::{Bench, safe_step};
