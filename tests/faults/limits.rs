@@ -94,7 +94,7 @@ fn a_file_that_cannot_be_opened_names_the_limit() {
     }
     let commands: [&[&str]; 3] = [
         &["train", "--set", "data.train=data", "--set", "checkpoint.directory=ck"],
-        &["train", "--set", "log.tensorboard=board", "--set", "metrics.file=metrics.txt"],
+        &["train", "--set", "log.tensorboard=board"],
         &["data", "--set", "data.train=data"],
     ];
     for arguments in commands {
