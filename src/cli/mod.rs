@@ -20,6 +20,7 @@ mod plan;
 mod progress;
 mod reference;
 mod signals;
+mod stubs;
 mod train;
 mod tune;
 
@@ -43,6 +44,7 @@ pub(crate) enum Exit {
 
 /// Runs the command that the arguments name.
 pub(crate) fn run() -> Result<Exit, Error> {
+    stubs::leave_out();
     signals::end_first_process().map_err(|error| Error::System(error.to_string()))?;
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,

@@ -21,9 +21,7 @@ impl Library {
     pub fn problem(&self) -> Option<String> {
         match (self.version, &self.path) {
             (Some(_), _) => None,
-            (None, None) => {
-                Some(format!("is not there, or cannot be loaded: {}", self.install))
-            }
+            (None, None) => Some(format!("is not there, or cannot be loaded: {}", self.install)),
             // The toolkit has stubs of the driver's library, to build programs without a driver.
             (None, Some(path)) => Some(format!(
                 "is {}, which does not tell its version, as a stub of CUDA's toolkit: take its \

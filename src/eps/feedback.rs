@@ -41,7 +41,8 @@ impl ErrorFeedback {
         let is_own = |run: usize| own.contains(&((run / compression.runs_per_group()) as u32));
         let zeros = |runs: &Vec<FeedbackRun>| {
             let len = |(at, run): (usize, &FeedbackRun)| if is_own(at) { run.len } else { 0 };
-            let pages = |run| Pages::new(len(run)).expect("the plan found that much memory available");
+            let pages =
+                |run| Pages::new(len(run)).expect("the plan found that much memory available");
             RwLock::new(runs.iter().enumerate().map(pages).collect())
         };
         let runs = layout.iter().map(zeros).collect();
