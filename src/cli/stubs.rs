@@ -1,6 +1,6 @@
 //! The toolkit's stubs of the driver's library. Programs are built with them where there is no
-//! driver. If they are on the loader's path, they are found before the driver's library, and fail at
-//! the first call.
+//! driver. If they are on the loader's path, they are found before the driver's library, and every
+//! call fails.
 
 use std::env;
 use std::os::unix::process::CommandExt;

@@ -7,8 +7,8 @@ use crate::hf::{self, Load, Sealed};
 use crate::models::adapters::is_of_adapter;
 use crate::models::{BlockTensors, Model};
 
-/// Fills the EPS with the weights of the directory that the config names, and with the adapters that
-/// it names. All other tensors get random numbers. Returns the names of tensors that neither
+/// Fills the EPS with the weights of the directory that the config names, and with the adapters
+/// that it names. All other tensors get random numbers. Returns the names of tensors that neither
 /// directory has. Seals of the directories are checked before, unless the config allows changed
 /// files.
 ///

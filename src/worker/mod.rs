@@ -118,8 +118,8 @@ impl Worker {
         })
     }
 
-    /// Fills the EPS by `fill`, whose parallel loops use the host's threads. Meanwhile another thread
-    /// prepares the memory of blocks that the first step uses.
+    /// Fills the EPS by `fill`, whose parallel loops use the host's threads. Meanwhile, another
+    /// thread prepares the memory of blocks that the first step uses.
     pub(crate) fn fill<R: Send>(&self, fill: impl FnOnce(&Eps) -> R + Send) -> R {
         let Shared { eps, threads, .. } = &*self.shared;
         let device = self.devices.first();

@@ -99,14 +99,13 @@ fn the_drivers_library_is_found_behind_stubs() {
 /// A driver of one GPU that loads no code.
 const GPU: &str = "
 #include <stddef.h>
-#include <string.h>
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 1; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
-int cuDeviceGetName(char *name, int length, int device) { strncpy(name, \"a GPU\", length); return 0; }
+int cuDeviceGetName(char *name, int length, int device) { name[0] = 0; return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)80 << 30; return 0; }
-int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 75 ? 9 : 0; return 0; }
+int cuDeviceGetAttribute(int *to, int which, int device) { *to = which == 75 ? 9 : 0; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
@@ -118,12 +117,11 @@ int cuGetErrorName(int error, const char **name) { *name = \"NOTHING_IS_LOADED\"
 int cuGetErrorString(int error, const char **text) { *text = \"no code is loaded\"; return 0; }
 ";
 
-/// NVRTC compiles all kernels from a Python package, outside of the loader's path. The variable
-/// names folders of packages, as `.ci/kernels` installs them.
+/// NVRTC compiles all kernels from a Python package, outside of the loader's path. `.ci/kernels`
+/// installs packages, and names their folders in a variable.
 #[test]
-#[ignore = "needs NVRTC: .ci/kernels installs it, and sets L2L_NVRTC"]
 fn nvrtc_of_python_packages_compiles_all_kernels() {
-    let folders = std::env::var("L2L_NVRTC").expect("L2L_NVRTC names folders");
+    let Ok(folders) = std::env::var("L2L_NVRTC") else { return };
     for of_nvrtc in folders.split(':') {
         let folder = tempfile::tempdir().expect("a place for files");
         let folder = folder.path();

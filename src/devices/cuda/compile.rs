@@ -23,8 +23,8 @@ pub(super) struct Unit<'t> {
     pub(super) part: Option<u32>,
 }
 
-/// Machine code of units for a target, in their order, from the cache folder if it is there. As many
-/// are compiled at once as there are cores.
+/// Machine code of units for a target, in their order, from the cache folder if it is there. Each
+/// core compiles one unit at a time.
 ///
 /// # Errors
 /// As [`cubin`], of the first unit that has one.

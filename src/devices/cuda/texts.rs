@@ -38,8 +38,8 @@ pub(super) const TEXTS: [(&str, &str); 12] = [
     ("rows", include_str!("kernels/rows.cu")),
 ];
 
-/// The parts of a text that are compiled side by side: each is the number of a kernel, the definition
-/// of the text's `ONLY`. `None`: the text is compiled as one. The kernels that take longest come
+/// The parts of a text that are compiled side by side. Each is the number of a kernel: the value of
+/// `ONLY` in the text. `None`: the text is compiled as one. The kernels that take longest come
 /// first.
 pub(super) fn parts(text: &str, target: Target) -> Vec<Option<u32>> {
     const DELTA: u32 = 0;
