@@ -139,7 +139,7 @@ fn half_written_shards() {
 fn the_first_value_that_is_not_finite_is_named() {
     let golden = fs::read(goldens("tied").join("model.safetensors")).expect("it is committed");
     let golden = SafeTensors::deserialize(&golden).expect("it is whole");
-    let mut names: Vec<String> = golden.names().into_iter().cloned().collect();
+    let mut names: Vec<String> = golden.names().into_iter().map(str::to_string).collect();
     names.sort();
     let bad = [&names[names.len() - 1], &names[2]];
     let in_shard = |shard: usize| {
