@@ -1,22 +1,38 @@
 //! Work that blocks, on threads of its own, so that an executor can run its other tasks.
+//!
+//! tokio's threads for such work cannot be used: if the system starts no thread, tokio panics, or
+//! lets the work wait for ever.
 
-use std::panic::resume_unwind;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::thread;
 
-use tokio::task::spawn_blocking;
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
 
-/// Runs work on one of tokio's threads for blocking work. If the future is dropped, work that has
-/// begun goes on.
+use crate::error::Error;
+
+/// Runs work on a thread of its own. If the future is dropped, work that has begun goes on.
+///
+/// # Errors
+/// The system starts no thread. The work was not begun.
 ///
 /// # Panics
 /// The work panics, or there is no tokio runtime.
-pub(crate) async fn unblock<T, W>(work: W) -> T
+pub(crate) async fn unblock<T, W>(work: W) -> Result<T, Error>
 where
     T: Send + 'static,
     W: FnOnce() -> T + Send + 'static,
 {
-    match spawn_blocking(work).await {
-        Ok(done) => done,
-        Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
-        Err(error) => panic!("the tokio runtime has ended: {error}"),
+    let runtime = Handle::current();
+    let (sender, done) = oneshot::channel();
+    let run = move || {
+        let _within = runtime.enter(); // The work may start tasks.
+        let _ = sender.send(catch_unwind(AssertUnwindSafe(work))); // Nobody may wait for it.
+    };
+    let thread = thread::Builder::new().name("l2l-blocking".into());
+    thread.spawn(run).map_err(Error::no_thread)?;
+    match done.await.expect("the thread sends what it did") {
+        Ok(done) => Ok(done),
+        Err(payload) => resume_unwind(payload),
     }
 }

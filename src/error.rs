@@ -4,6 +4,8 @@ use std::{fmt, io};
 
 use l2l_actors::{Cause, Problem};
 
+use crate::limits::{file_bytes, named, named_error, no_thread};
+
 /// An error of this crate. [`kind`](Error::kind) also tells the causes of the ring's errors apart.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -138,6 +140,26 @@ pub enum Resource {
     Disk,
     /// Files that a process can open.
     OpenFiles,
+    /// Bytes of a file that a process can write.
+    FileSize,
+}
+
+impl Misfit {
+    /// The misfit of a file that is larger than this process may write. `term` is the plan's term
+    /// that needs most of it.
+    pub(crate) fn of_file(
+        file: impl fmt::Display,
+        term: &'static str,
+        needed: u64,
+    ) -> Option<Misfit> {
+        let available = file_bytes().filter(|most| *most < needed)?;
+        let text = format!(
+            "{file} needs {needed} bytes, and a file of this process may have {available} \
+             (`ulimit -f`): raise the limit, or make the model smaller"
+        );
+        let largest_term = Some(term);
+        Some(Misfit { resource: Resource::FileSize, largest_term, needed, available, text })
+    }
 }
 
 impl fmt::Display for Misfit {
@@ -148,7 +170,7 @@ impl fmt::Display for Misfit {
 
 impl Error {
     pub(crate) fn config(key: &str, problem: impl fmt::Display) -> Error {
-        Error::Config { key: key.into(), problem: problem.to_string() }
+        Error::Config { key: key.into(), problem: named(problem) }
     }
 
     pub(crate) fn argument(problem: impl fmt::Display) -> Error {
@@ -160,29 +182,34 @@ impl Error {
     }
 
     pub(crate) fn bad_data(file: impl fmt::Display, problem: impl fmt::Display) -> Error {
-        Error::BadData { file: file.to_string(), line: None, problem: problem.to_string() }
+        Error::BadData { file: file.to_string(), line: None, problem: named(problem) }
     }
 
     pub(crate) fn bad_model(place: impl fmt::Display, problem: impl fmt::Display) -> Error {
-        Error::BadModel { place: place.to_string(), problem: problem.to_string() }
+        Error::BadModel { place: place.to_string(), problem: named(problem) }
     }
 
     pub(crate) fn bad_checkpoint(place: impl fmt::Display, problem: impl fmt::Display) -> Error {
-        Error::BadCheckpoint { place: place.to_string(), problem: problem.to_string() }
+        Error::BadCheckpoint { place: place.to_string(), problem: named(problem) }
     }
 
     /// The error of a file after the run or the command had started.
     pub(crate) fn storage(place: impl fmt::Display, source: io::Error) -> Error {
-        Error::Storage { place: place.to_string(), source, started: true }
+        Error::Storage { place: place.to_string(), source: named_error(source), started: true }
     }
 
     /// The error of a file before anything was started.
     pub(crate) fn unusable(place: impl fmt::Display, source: io::Error) -> Error {
-        Error::Storage { place: place.to_string(), source, started: false }
+        Error::Storage { place: place.to_string(), source: named_error(source), started: false }
     }
 
     pub(crate) fn system(what: impl fmt::Display) -> Error {
-        Error::System(what.to_string())
+        Error::System(named(what))
+    }
+
+    /// The error of a thread that the system did not start.
+    pub(crate) fn no_thread(error: impl fmt::Display) -> Error {
+        Error::System(no_thread(error))
     }
 
     /// Makes an error of a program's own, for a callback or a stream of batches to return. The run

@@ -14,6 +14,8 @@
 
 pub use l2l_actors as actors;
 
+pub mod limits;
+
 mod error;
 
 mod blocking;

@@ -3,54 +3,99 @@
 //! A lock belongs to the file that a path led to when the lock was taken. If the file is removed,
 //! renamed or replaced, the path may lead to a file that another process uses. So a process checks
 //! [`Lock::still_held`] before it writes.
+//!
+//! Some file systems have no locks: NFS without a lock manager, Lustre, some in user space. There
+//! a file beside the one to be locked names the process that has it ([`Owner`]).
+
+mod owner;
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
+
 use crate::folder;
+use owner::Owner;
 
 /// A locked file or directory.
 #[derive(Debug)]
 pub(crate) struct Lock {
     path: PathBuf,
-    file: File,
+    held: Held,
 }
 
+/// How a file is locked.
+#[derive(Debug)]
+enum Held {
+    /// By the system.
+    Locked(File),
+    /// By a file beside it.
+    Owned(Owner),
+}
+
+/// What the name of an [`Owner`]'s file has behind that of the locked file.
+pub(crate) const OWNER: &str = ".owner";
+
 impl Lock {
-    /// Locks a file or a directory that was opened at this path.
+    /// Locks a file that was opened at this path.
     ///
     /// # Errors
     /// Another process has locked it, or the path leads elsewhere by now.
     pub(crate) fn of(path: &Path, file: File) -> io::Result<Lock> {
+        match Lock::by_system(path, file) {
+            Err(error) if says_no_locks(&error) => {
+                let mut beside = path.as_os_str().to_owned();
+                beside.push(OWNER);
+                let owner = Owner::take(Path::new(&beside))?;
+                Ok(Lock { path: path.into(), held: Held::Owned(owner) })
+            }
+            locked => locked,
+        }
+    }
+
+    /// Locks a file or a directory that was opened at this path, if the file system has locks.
+    fn by_system(path: &Path, file: File) -> io::Result<Lock> {
         file.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => io::Error::other("another run has it"),
-            TryLockError::Error(error) if error.kind() == ErrorKind::Unsupported => {
-                let what = "this file system has no file locks: choose a place on another one";
-                io::Error::new(ErrorKind::Unsupported, what)
-            }
             TryLockError::Error(error) => error,
         })?;
-        let lock = Lock { path: path.into(), file };
+        let lock = Lock { path: path.into(), held: Held::Locked(file) };
         lock.still_held()?;
         Ok(lock)
     }
 
-    /// Checks that the path still leads to the file that this process has locked.
+    /// True if the file system has locks.
+    pub(crate) fn is_by_system(&self) -> bool {
+        matches!(self.held, Held::Locked(_))
+    }
+
+    /// Checks that this process still has what it locked: the path leads to the same file, or the
+    /// file beside it still names this owner.
     ///
     /// # Errors
     /// The file was removed, renamed or replaced.
     pub(crate) fn still_held(&self) -> io::Result<()> {
+        let file = match &self.held {
+            Held::Locked(file) => file,
+            Held::Owned(owner) => return owner.still_held(),
+        };
         let at = self.path.display().to_string();
         let failed = |error: io::Error| io::Error::new(error.kind(), format!("{at:?}: {error}"));
         let what = match fs::metadata(&self.path) {
-            Ok(there) if is_same(&there, &self.file.metadata().map_err(failed)?) => return Ok(()),
+            Ok(there) if is_same(&there, &file.metadata().map_err(failed)?) => return Ok(()),
             Ok(_) => "was replaced by another",
             Err(error) if error.kind() == ErrorKind::NotFound => "was removed or renamed",
             Err(error) => return Err(failed(error)),
         };
         Err(io::Error::other(format!("{at:?} {what} while this run had it")))
     }
+}
+
+/// True if the error of a lock means that the file system has no locks.
+fn says_no_locks(error: &io::Error) -> bool {
+    let is = |none: Errno| error.raw_os_error() == Some(none.raw_os_error());
+    error.kind() == ErrorKind::Unsupported || [Errno::NOSYS, Errno::NOLCK].into_iter().any(is)
 }
 
 /// A directory that only this process uses.
@@ -70,7 +115,7 @@ impl DirectoryLock {
     pub(crate) fn open(directory: &Path, name: &str) -> io::Result<DirectoryLock> {
         folder::create(directory)?;
         // Network file systems lock no directories, and some systems do not open them.
-        let itself = match File::open(directory).map(|file| Lock::of(directory, file)) {
+        let itself = match File::open(directory).map(|file| Lock::by_system(directory, file)) {
             Ok(Err(error)) if error.kind() == ErrorKind::Other => return Err(error),
             opened => opened.and_then(|locked| locked).ok(),
         };
@@ -170,5 +215,12 @@ mod tests {
         fs::remove_file(&at).expect("it is ours");
         File::create(&at).expect("a folder of ours");
         refused(Lock::of(&at, file), "was replaced");
+    }
+
+    #[test]
+    fn file_systems_without_locks_are_told_from_other_errors() {
+        let says = |error: Errno| says_no_locks(&io::Error::from(error));
+        assert!([Errno::NOSYS, Errno::NOLCK, Errno::OPNOTSUPP].into_iter().all(says));
+        assert!(![Errno::IO, Errno::WOULDBLOCK, Errno::STALE].into_iter().any(says));
     }
 }

@@ -8,6 +8,8 @@
 use std::fs;
 use std::path::Path;
 
+use crate::limits::{ControlGroup, control_groups, number_in};
+
 /// The number of kibibytes in the line of a file that begins with `label`, in bytes.
 fn kibibytes(file: &str, label: &str) -> Option<u64> {
     let text = fs::read_to_string(file).ok()?;
@@ -52,10 +54,6 @@ pub(crate) fn memory_limit() -> Option<(u64, &'static str)> {
 
 /// Bytes that this process's control group, and all groups above it, still allow.
 fn group_memory() -> Option<u64> {
-    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
-    let number = |folder: &Path, file: &str| -> Option<u64> {
-        fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
-    };
     // Pages of the file cache count as used, but the system frees them when memory is needed.
     let cached = |folder: &Path, label: &str| -> Option<u64> {
         let text = fs::read_to_string(folder.join("memory.stat")).ok()?;
@@ -63,33 +61,56 @@ fn group_memory() -> Option<u64> {
         line.trim().parse().ok()
     };
     let left = |folder: &Path, [limit, used, file]: [&str; 3]| {
-        let used = number(folder, used)?.saturating_sub(cached(folder, file).unwrap_or(0));
-        Some(number(folder, limit)?.saturating_sub(used))
+        let used = number_in(&folder.join(used))?;
+        let used = used.saturating_sub(cached(folder, file).unwrap_or(0));
+        Some(number_in(&folder.join(limit))?.saturating_sub(used))
     };
-    let left_in_line = |line: &str| {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let controllers = fields.next()?;
-        let path = fields.next()?.trim_start_matches('/');
-        let (root, files) = if controllers.is_empty() {
-            ("/sys/fs/cgroup", ["memory.max", "memory.current", "inactive_file "])
-        } else if controllers.split(',').any(|controller| controller == "memory") {
-            const FILES: [&str; 3] =
-                ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "];
-            ("/sys/fs/cgroup/memory", FILES)
-        } else {
-            return None;
+    let left_in_group = |group: ControlGroup| {
+        let files = match group.is_unified {
+            true => ["memory.max", "memory.current", "inactive_file "],
+            false => ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "],
         };
-        let own = Path::new(root).join(path);
-        let above = own.ancestors().take_while(|folder| folder.starts_with(root));
-        above.filter_map(|folder| left(folder, files)).min()
+        group.up().filter_map(|folder| left(&folder, files)).min()
     };
-    groups.lines().filter_map(left_in_line).min()
+    control_groups("memory").into_iter().filter_map(left_in_group).min()
 }
 
-/// Free bytes of the file system of a folder.
-pub(crate) fn free_disk(folder: &Path) -> Option<u64> {
-    let about = rustix::fs::statvfs(folder).ok()?;
-    Some(about.f_bavail.saturating_mul(about.f_frsize))
+/// A file system.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Disk {
+    /// The system's number of it.
+    pub(crate) id: u64,
+    /// Bytes that are free.
+    pub(crate) free: u64,
+}
+
+/// The file system of a path, or of the nearest folder above it that exists.
+pub(crate) fn disk(path: &Path) -> Option<Disk> {
+    let there = path.ancestors().find(|path| path.exists());
+    let there = there.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let about = rustix::fs::statvfs(there).ok()?;
+    let id = rustix::fs::stat(there).ok()?.st_dev;
+    Some(Disk { id, free: about.f_bavail.saturating_mul(about.f_frsize) })
+}
+
+/// Bytes on the disk that files would free if they were removed. A file of several names counts
+/// if all of them are among the files.
+#[cfg(unix)]
+pub(crate) fn bytes_freed<'f>(files: impl IntoIterator<Item = &'f fs::Metadata>) -> u64 {
+    use std::collections::HashMap;
+    use std::os::unix::fs::MetadataExt;
+    const BLOCK: u64 = 512; // the unit of `blocks`, on all file systems
+    let mut names: HashMap<(u64, u64), (u64, &fs::Metadata)> = HashMap::new();
+    for file in files {
+        names.entry((file.dev(), file.ino())).or_insert((0, file)).0 += 1;
+    }
+    let freed = names.into_values().filter(|(found, file)| *found >= file.nlink());
+    freed.map(|(_, file)| file.blocks() * BLOCK).sum()
+}
+
+#[cfg(not(unix))]
+pub(crate) fn bytes_freed<'f>(files: impl IntoIterator<Item = &'f fs::Metadata>) -> u64 {
+    files.into_iter().map(fs::Metadata::len).sum()
 }
 
 /// The use of the system by this process.

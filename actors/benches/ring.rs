@@ -92,7 +92,7 @@ async fn step_time<P: Ports<Batch = ()>>(ports: Arc<P>, schedule: &Schedule) -> 
         watchdog: None,
         inject: None,
     };
-    let mut relay = Relay::start(config, ports);
+    let mut relay = Relay::start(config, ports).expect("threads");
     let plan = relay.plan(schedule.clone()).expect("pools were made for it");
     relay.step(plan.clone(), ()).await.expect("nothing fails here"); // warm
     let begin = Instant::now();

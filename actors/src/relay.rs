@@ -7,6 +7,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -89,14 +90,17 @@ pub struct Relay<P: Ports> {
 
 impl<P: Ports> Relay<P> {
     /// Starts the ring on the caller's tokio runtime, of either flavour.
-    pub fn start(config: RingConfig, ports: Arc<P>) -> Relay<P> {
+    ///
+    /// # Errors
+    /// The system gives no thread for the watchdog.
+    pub fn start(config: RingConfig, ports: Arc<P>) -> io::Result<Relay<P>> {
         let (mut relay, tasks) = Relay::wire(config, ports);
+        let watch = |patience| watchdog::watch(&relay.ring, patience);
+        relay._watchdog = relay.config.watchdog.map(watch).transpose()?;
         for task in tasks {
             tokio::spawn(task.future);
         }
-        relay._watchdog =
-            relay.config.watchdog.map(|patience| watchdog::watch(&relay.ring, patience));
-        relay
+        Ok(relay)
     }
 
     /// Makes the ring without starting it, last to first: run the tasks on any executor.

@@ -4,6 +4,7 @@
 //! ends when its leash is dropped, or when after a failure nothing moves for as long again: an
 //! update that was committed may be slow. A ring with nothing to do is idle, not hung.
 
+use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
@@ -21,11 +22,14 @@ pub(crate) struct Leash {
 }
 
 /// Watches a ring until the leash is dropped.
-pub(crate) fn watch(ring: &Arc<Ring>, patience: Patience) -> Leash {
+///
+/// # Errors
+/// The system gives no thread.
+pub(crate) fn watch(ring: &Arc<Ring>, patience: Patience) -> io::Result<Leash> {
     let (leash, held) = flume::bounded(1);
     let ring = ring.clone();
     let watchdog = thread::Builder::new().name("l2l-watchdog".into());
-    let watching = watchdog.spawn(move || {
+    watchdog.spawn(move || {
         let mut progress = ring.progress();
         let mut since = Instant::now();
         let mut tripped = false;
@@ -49,7 +53,6 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Patience) -> Leash {
                 ring.switch.trip(Cause::hang(snapshot.suspect(), problem));
             }
         }
-    });
-    watching.expect("a process that trains can start a thread");
-    Leash { _leash: leash }
+    })?;
+    Ok(Leash { _leash: leash })
 }

@@ -212,8 +212,7 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
     let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
     let begin = Instant::now();
     let error = runtime(threads).block_on(async {
-        let relay = Relay::start(config, lanes.clone());
-        let error = drive(relay, &schedule).await;
+        let error = drive(Relay::start(config, lanes.clone()).expect("threads"), &schedule).await;
         tasks_gone().await;
         error
     });
@@ -308,7 +307,7 @@ fn fails_beside_a_slow_update(inject: FaultInjection, slow: &Name, mode: Mode) -
     let work = Rehearsal::new(schedule.blocks.len(), Some(event));
     let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
     let error = runtime(2).block_on(async {
-        let error = drive(Relay::start(config, lanes.clone()), &schedule).await;
+        let error = drive(Relay::start(config, lanes.clone()).expect("threads"), &schedule).await;
         tasks_gone().await;
         error
     });
@@ -422,7 +421,7 @@ fn drop_at(name: Name, mode: Mode, threads: usize) {
         Rehearsal::new(schedule.blocks.len(), Some((name.clone(), Event::Notifies(begun.clone()))));
     let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
     runtime(threads).block_on(async {
-        let relay = Relay::start(config, lanes.clone());
+        let relay = Relay::start(config, lanes.clone()).expect("threads");
         first(begun.notified(), drive(relay, &schedule)).await;
         tasks_gone().await;
     });
@@ -450,7 +449,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
         let start = |inject| {
             let work = Rehearsal::new(schedule.blocks.len(), None);
             let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
-            Relay::start(RingConfig { inject, ..config.clone() }, lanes)
+            Relay::start(RingConfig { inject, ..config.clone() }, lanes).expect("threads")
         };
         runtime(threads).block_on(async {
             let inject = FaultInjection { actor: ActorName::Reducer, wait: 7, fault: Fault::Error };
@@ -484,7 +483,7 @@ fn steps_start_no_thread_and_no_task() {
         let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
         let queues = Queue::all(&config.pools).len();
         runtime(threads).block_on(async {
-            let mut relay = Relay::start(config, lanes);
+            let mut relay = Relay::start(config, lanes).expect("threads");
             let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
             soon("threads have their names", || threads_of_ours() == queues);
             let before = (tasks(), queues);

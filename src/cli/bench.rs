@@ -8,7 +8,7 @@ use l2l::{Config, Error, StepReport, Summary, Trainer, devices, machine, optimiz
 use serde_json::{Value, json};
 
 use super::progress::Screen;
-use super::train::runtime;
+use super::runtime::Runtime;
 use super::{BenchArguments, Exit, output};
 
 /// Steps of a bench whose config names no number; the first is not counted.
@@ -22,6 +22,8 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
         config.step.steps = Some(STEPS);
     }
     (config.checkpoint, config.validation) = Default::default();
+    // The files of a run's events are the run's.
+    (config.log.file, config.log.tensorboard) = Default::default();
     let run = || {
         if products {
             check_products(&config)?;
@@ -43,7 +45,7 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
         let times_products = products;
         let how = How { steps, without_copies, times_kernels, times_products, digests: digest };
         let Steps { summary, digest, times, tables } =
-            runtime()?.block_on(all_steps(&config, train, how, show))?;
+            Runtime::new()?.block_on(all_steps(&config, train, how, show))?;
         let more = rates(&reports, product);
         if times_kernels {
             show_times(&times, &mut log, &screen);

@@ -11,8 +11,9 @@ use l2l::{Error, StopRequest, shape_of};
 use super::common::load;
 use super::generate::{DEFAULT_TOKENS, Page};
 use super::output::{has_ended, print_part};
+use super::runtime::Runtime;
 use super::signals::Signals;
-use super::{ChatArguments, Exit, say, train};
+use super::{ChatArguments, Exit, say};
 
 pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
     let ChatArguments { common, sampling, model } = arguments;
@@ -29,7 +30,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Exit, Error> {
         let tokens = config.sequence_length(&shape)?;
         let most = sampling.tokens.unwrap_or(DEFAULT_TOKENS).clamp(1, tokens - 1);
         let room = Room { prompts: 1, prompt: tokens - most, tokens };
-        train::runtime()?.block_on(async {
+        Runtime::new()?.block_on(async {
             let stop = StopRequest::new();
             let signals = Signals::stop(&stop, false);
             let mut generator = Generator::start(config.clone(), room).await?;

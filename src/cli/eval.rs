@@ -8,8 +8,9 @@ use serde_json::json;
 
 use super::common::load;
 use super::output::{has_ended, print};
+use super::runtime::Runtime;
 use super::signals::Signals;
-use super::{EvalArguments, Exit, say, train};
+use super::{EvalArguments, Exit, say};
 
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
@@ -19,7 +20,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Exit, Error> {
         for set in &sets {
             set.notes().iter().for_each(|note| say(format_args!("data {}: {note}", set.name())));
         }
-        train::runtime()?.block_on(async {
+        Runtime::new()?.block_on(async {
             let stop = StopRequest::new();
             let signals = Signals::stop(&stop, true);
             let mut evaluator = Evaluator::start(config.clone()).await?;

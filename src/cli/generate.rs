@@ -14,8 +14,9 @@ use serde_json::json;
 
 use super::common::load;
 use super::output::{has_ended, print, print_part};
+use super::runtime::Runtime;
 use super::signals::Signals;
-use super::{Exit, GenerateArguments, SamplingArguments, plan, say, train};
+use super::{Exit, GenerateArguments, SamplingArguments, plan, say};
 
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_of_model(arguments.model.own_flags())?;
@@ -37,7 +38,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Exit, Error> {
         }
         let ends = arguments.sampling.ends(&from, &vocabulary);
         let how = arguments.sampling.how(&config)?;
-        train::runtime()?.block_on(async {
+        Runtime::new()?.block_on(async {
             let stop = StopRequest::new();
             let signals = Signals::stop(&stop, true);
             let mut page = Page::new(&config, &vocabulary, &arguments.sampling.stop, &prompts);

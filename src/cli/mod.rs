@@ -19,6 +19,7 @@ mod output;
 mod plan;
 mod progress;
 mod reference;
+mod runtime;
 mod signals;
 mod stubs;
 mod train;
@@ -45,7 +46,7 @@ pub(crate) enum Exit {
 /// Runs the command that the arguments name.
 pub(crate) fn run() -> Result<Exit, Error> {
     stubs::leave_out();
-    signals::end_first_process().map_err(|error| Error::System(error.to_string()))?;
+    signals::prepare()?;
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) if error.use_stderr() => error.exit(),

@@ -12,6 +12,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use l2l::Error;
+use l2l::limits::{named, named_error};
 use l2l::telemetry::files;
 
 use super::say;
@@ -47,7 +48,7 @@ pub(super) fn print_part(text: impl Display) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => READER_IS_GONE.store(true, Relaxed),
         Err(error) => {
             HAS_FAILED.store(true, Relaxed);
-            lose(format_args!("standard output: {error}; it ends here"));
+            lose(format_args!("standard output: {}; it ends here", named(error)));
         }
     }
 }
@@ -65,7 +66,7 @@ pub(super) fn reader_is_gone() -> bool {
 /// Reports lost output and the reason. The command goes on, and ends with status 1.
 pub(super) fn lose(what: impl Display) {
     IS_LOST.store(true, Relaxed);
-    say(format_args!("error: {what}"));
+    say(format_args!("error: {}", named(what)));
 }
 
 /// The exit status of a command that did its work.
@@ -82,7 +83,8 @@ pub(super) fn status() -> u8 {
 pub(super) fn refused(flag: &str, path: &Path, source: io::Error) -> Error {
     use ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     let started = matches!(source.kind(), StorageFull | QuotaExceeded | FileTooLarge);
-    Error::Storage { place: format!("{flag} {}", path.display()), source, started }
+    let place = format!("{flag} {}", path.display());
+    Error::Storage { place, source: named_error(source), started }
 }
 
 /// A file that a flag names, for one text. Its old content stays until the text is complete.

@@ -42,12 +42,14 @@ const FIRST_MINUTE: Duration = Duration::from_secs(60);
 impl Screen {
     pub(super) fn new(format: Format, first: u64, steps: u64, ceiling: u64) -> Screen {
         let is_pretty = format == Format::Pretty;
-        let bar = (is_pretty && std::io::stderr().is_terminal()).then(|| {
+        let bar = is_pretty.then(|| {
             let style = ProgressStyle::with_template("{bar:24} {pos}/{len}  {msg}");
             ProgressBar::new(steps)
                 .with_position(first)
                 .with_style(style.expect("a template of ours"))
         });
+        // A bar is hidden if standard error is no terminal, or cannot move its cursor.
+        let bar = bar.filter(|bar| !bar.is_hidden());
         let has_lines = is_pretty && (bar.is_none() || !std::io::stdout().is_terminal());
         Screen {
             format,

@@ -5,7 +5,7 @@ use std::process;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
-use l2l::StopRequest;
+use l2l::{Error, StopRequest, limits};
 
 use super::{Exit, say};
 
@@ -68,16 +68,29 @@ impl Signals {
 /// True once a command listens to signals.
 static IS_HEARD: AtomicBool = AtomicBool::new(false);
 
-/// Ends the process at a signal until its command listens to signals. The system does that for all
-/// processes but the first one of a container, which has no signals unless it listens.
+/// Prepares the process for signals, before its command begins.
+///
+/// - A write beyond the largest file that the process may write (`ulimit -f`) would end it by a
+///   signal (SIGXFSZ). Once the signal has a listener, the write is an error of that file.
+/// - A signal ends the process until its command listens to signals. The system does that for all
+///   processes but the first one of a container, which has no signals unless it listens.
+///
+/// # Errors
+/// The system starts no thread, or opens no more files.
 #[cfg(unix)]
-pub(super) fn end_first_process() -> std::io::Result<()> {
+pub(super) fn prepare() -> Result<(), Error> {
+    use tokio::signal::unix::{SignalKind, signal};
     const FIRST: u32 = 1;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let refused = |error: std::io::Error| Error::System(limits::named(error));
+    let runtime = runtime.map_err(refused)?;
+    let listens = runtime.enter();
+    // The listener stays when this is dropped.
+    let too_large = SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw());
+    drop(signal(too_large).map_err(refused)?);
     if process::id() != FIRST {
         return Ok(());
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let listens = runtime.enter();
     each_signal(|number| {
         if !IS_HEARD.load(Relaxed) {
             process::exit(128 + i32::from(number));
@@ -85,11 +98,12 @@ pub(super) fn end_first_process() -> std::io::Result<()> {
     });
     drop(listens);
     let listen = move || runtime.block_on(std::future::pending::<()>());
-    std::thread::Builder::new().name("l2l-signals".into()).spawn(listen).map(|_| ())
+    let thread = std::thread::Builder::new().name("l2l-signals".into()).spawn(listen);
+    thread.map(|_| ()).map_err(|error| Error::System(limits::no_thread(error)))
 }
 
 #[cfg(not(unix))]
-pub(super) fn end_first_process() -> std::io::Result<()> {
+pub(super) fn prepare() -> Result<(), Error> {
     Ok(())
 }
 

@@ -15,15 +15,9 @@ use serde_json::Value;
 use super::common::NO_FILE;
 use super::observe::OutputFiles;
 use super::progress::Screen;
+use super::runtime::Runtime;
 use super::signals::Signals;
 use super::{Exit, ObserveArguments, TrainArguments, fabric, output, say};
-
-/// Makes a tokio runtime with one worker, for the ring and for signals, beside the main thread.
-pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-    runtime.map_err(|error| Error::System(format!("cannot start a runtime: {error}")))
-}
 
 pub(super) fn train(arguments: TrainArguments) -> Result<Exit, Error> {
     let TrainArguments { common, resume, resume_with_changes, strict, mut observe } = arguments;
@@ -61,7 +55,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Exit, Error> {
             fit = fit.measure_peak();
         }
         let prepared = fit.prepare()?;
-        runtime()?.block_on(async {
+        Runtime::new()?.block_on(async {
             let signals = Signals::stop(&stop, is_first);
             if !is_first {
                 let prepared = if traces { traced(prepared) } else { prepared };

@@ -83,7 +83,7 @@ impl Batches {
                 }
             }
         };
-        thread::Builder::new().name("l2l-data".into()).spawn(make).map_err(Error::system)?;
+        thread::Builder::new().name("l2l-data".into()).spawn(make).map_err(Error::no_thread)?;
         Ok(Batches { ready })
     }
 

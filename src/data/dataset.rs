@@ -395,8 +395,7 @@ impl Dataset {
         let (source, at) = self.find(sources, index);
         let read = |row: u64| source.spool.read(source.place(row));
         let rows: Result<Vec<Sequence>, _> = source.rows_of(at).into_iter().map(read).collect();
-        let failed = |error| Error::storage(format_args!("data {}", self.name), error);
-        let mut rows = rows.map_err(failed)?;
+        let mut rows = rows?;
         if let Some(mask) = &self.mask {
             for (row, one) in rows.iter_mut().enumerate().filter(|(_, one)| one.labels.is_empty()) {
                 mask.draw(one, random::keyed(nth, row as u64));

@@ -65,11 +65,8 @@ pub(super) struct Opened {
 /// A file cannot be used (the error has file and line); or the temporary file cannot be written.
 pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
-    let spooling = Spooling::new().map_err(|error| {
-        let place = "cannot make a temporary file for the data (set TMPDIR to choose its folder)";
-        Error::storage(place, error)
-    })?;
-    let pool = ThreadPoolBuilder::new().build().map_err(Error::system)?;
+    let spooling = Spooling::new()?;
+    let pool = ThreadPoolBuilder::new().build().map_err(Error::no_thread)?;
     let mut opening = Opening {
         reader,
         pool,
@@ -90,7 +87,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         }
     }
     let Opening { spooling, hasher, skipped, unlabelled, .. } = opening;
-    let spool = spooling.finish().map_err(|error| refuse(&error))?;
+    let spool = spooling.finish()?;
     if spool.len() == 0 {
         return Err(refuse(&match (is_text, skipped.count) {
             (true, _) => "it is too short: it has fewer than two tokens".into(),
@@ -159,8 +156,7 @@ impl Opening<'_> {
         }
         for (sequence, is_labelled) in sequences.iter().zip(labelled) {
             if is_labelled || !skips {
-                let pushed = self.spooling.push(sequence, is_labelled);
-                pushed.map_err(|error| Error::storage(format_args!("data {name}"), error))?;
+                self.spooling.push(sequence, is_labelled)?;
             }
         }
         Ok(())

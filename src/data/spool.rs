@@ -8,6 +8,8 @@ use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::sync::Mutex;
 
 use super::Sequence;
+use crate::error::Error;
+use crate::folder;
 
 /// The place of a sequence in the file: its tokens, then its labels, then its token types. There is
 /// a label for each token, or one for each label of the model.
@@ -28,6 +30,13 @@ struct Place {
     has_first_label: bool,
 }
 
+/// The error of the temporary file. It is not the fault of the data.
+fn failed(error: io::Error) -> Error {
+    let place = folder::temporary();
+    let place = format_args!("{place} (tokenized data waits there; set TMPDIR to another folder)");
+    Error::storage(place, error)
+}
+
 /// A spool that is being written.
 pub(super) struct Spooling {
     file: BufWriter<File>,
@@ -42,12 +51,13 @@ pub(super) struct Spool {
 }
 
 impl Spooling {
-    pub(super) fn new() -> io::Result<Spooling> {
-        Ok(Spooling { file: BufWriter::new(tempfile::tempfile()?), places: Vec::new(), end: 0 })
+    pub(super) fn new() -> Result<Spooling, Error> {
+        let file = BufWriter::new(tempfile::tempfile().map_err(failed)?);
+        Ok(Spooling { file, places: Vec::new(), end: 0 })
     }
 
     /// Appends a sequence of one document.
-    pub(super) fn push(&mut self, sequence: &Sequence, is_labelled: bool) -> io::Result<()> {
+    pub(super) fn push(&mut self, sequence: &Sequence, is_labelled: bool) -> Result<(), Error> {
         let Sequence { tokens, labels, kinds, .. } = sequence;
         let is_equal = |(&label, &token): (&i32, &u32)| label == token as i32;
         let is_plain = labels.is_empty()
@@ -62,20 +72,23 @@ impl Spooling {
             is_labelled,
             has_first_label: labels.first().is_some_and(|&label| label >= 0),
         };
-        for token in tokens {
-            self.file.write_all(&token.to_le_bytes())?;
-        }
-        for label in stored {
-            self.file.write_all(&label.to_le_bytes())?;
-        }
-        self.file.write_all(kinds)?;
+        let mut write = || {
+            for token in tokens {
+                self.file.write_all(&token.to_le_bytes())?;
+            }
+            for label in stored {
+                self.file.write_all(&label.to_le_bytes())?;
+            }
+            self.file.write_all(kinds)
+        };
+        write().map_err(failed)?;
         self.end += place.bytes() as u64;
         self.places.push(place);
         Ok(())
     }
 
-    pub(super) fn finish(self) -> io::Result<Spool> {
-        let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+    pub(super) fn finish(self) -> Result<Spool, Error> {
+        let file = self.file.into_inner().map_err(|error| failed(error.into_error()))?;
         Ok(Spool { file: Mutex::new(file), places: self.places })
     }
 }
@@ -120,13 +133,13 @@ impl Spool {
     }
 
     /// Reads a sequence.
-    pub(super) fn read(&self, index: usize) -> io::Result<Sequence> {
+    pub(super) fn read(&self, index: usize) -> Result<Sequence, Error> {
         let place = self.places[index];
         let mut bytes = vec![0; place.bytes()];
         {
             let mut file = self.file.lock().expect("nothing panics inside");
-            file.seek(SeekFrom::Start(place.at))?;
-            file.read_exact(&mut bytes)?;
+            let found = file.seek(SeekFrom::Start(place.at));
+            found.and_then(|_| file.read_exact(&mut bytes)).map_err(failed)?;
         }
         let (tokens, rest) = bytes.split_at(place.tokens as usize * 4);
         let (labels, kinds) = rest.split_at(place.labels as usize * size_of::<i32>());

@@ -95,14 +95,14 @@ impl Engine {
         let model = worker.model().clone();
         let plan = worker.plan().clone();
         let records = worker.records().clone();
-        let lanes = ThreadLanes::start(work, &plan.pools, Some(records)).map_err(Error::system)?;
-        let lanes = Arc::new(lanes);
+        let lanes = ThreadLanes::start(work, &plan.pools, Some(records));
+        let lanes = Arc::new(lanes.map_err(Error::no_thread)?);
         let patience = Patience {
             ring: Duration::from_secs_f64(config.watchdog.seconds),
             storage: eps::STORAGE_PATIENCE,
         };
         let ring = ring_config(&model, &plan, Some(patience));
-        let relay = Relay::start(ring, lanes.clone());
+        let relay = Relay::start(ring, lanes.clone()).map_err(Error::no_thread)?;
         let loss_scale = config.loss_scale();
         let skips = config.non_finite() == NonFinite::Skip;
         Ok(Engine {
@@ -349,10 +349,13 @@ impl Engine {
 
     /// Reads or changes the model between steps, when every update is done, and not on the
     /// executor's thread. If the future is dropped, `read` goes on, and the next step waits for it.
+    ///
+    /// # Errors
+    /// The system gives no thread.
     pub(crate) async fn between_steps<T: Send + 'static>(
         &mut self,
         read: impl FnOnce(&Worker) -> T + Send + 'static,
-    ) -> T {
+    ) -> Result<T, Error> {
         let reading = self.reading.clone().lock_owned().await;
         let lanes = self.lanes.clone();
         unblock(move || {
@@ -379,7 +382,7 @@ impl Engine {
             if !settled.await {
                 return Err(Error::System("the run failed before it could be saved".into()));
             }
-            unblock(move || save(lanes.work().worker(), &saving)).await
+            unblock(move || save(lanes.work().worker(), &saving)).await?
         }))
     }
 

@@ -18,6 +18,7 @@ use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
 use super::places::{BlockPlace, FileRange, Places};
 use crate::folder;
+use crate::limits::named;
 use crate::lock::Lock;
 use crate::models::BlockTensors;
 use crate::optimizers::StateLayout;
@@ -48,8 +49,9 @@ pub(crate) struct FileTier {
     current: Mutex<Current>,
     /// Holds one run of a block, for reads and writes between steps.
     buffer: Mutex<Arena>,
-    /// The locks of the folder's files `lock` and `blocks`. They keep other processes away.
-    locks: Option<[Lock; 2]>,
+    /// The locks of the folder's files `lock` and `blocks`, which keep other processes away. Where
+    /// the file system has no locks, `lock` has an owner, and that is all.
+    locks: Vec<Lock>,
 }
 
 /// A folder for an EPS on file, locked by this run.
@@ -108,7 +110,10 @@ impl FileTier {
         let file =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&at)?;
         // If the file `lock` was removed, another process could lock a new one, but not the blocks.
-        let blocks_lock = Lock::of(&at, file.try_clone()?)?;
+        let mut locks = vec![lock];
+        if locks[0].is_by_system() {
+            locks.push(Lock::of(&at, file.try_clone()?)?);
+        }
         let places = Places::new(blocks, COPIES, states, region);
         let layout = places.layout();
         let fits =
@@ -139,7 +144,7 @@ impl FileTier {
             }
         };
         Index::sync(&path)?;
-        FileTier::new(file, Some(path), places, index, Some([lock, blocks_lock]))
+        FileTier::new(file, Some(path), places, index, locks)
     }
 
     /// An unnamed file in a folder, which leaves nothing behind: for a trial run, or for a model
@@ -157,7 +162,7 @@ impl FileTier {
         fs::create_dir_all(folder)?;
         let places = Places::new(blocks, if trains { COPIES } else { 1 }, states, region);
         let index = FileTier::blank(&places);
-        FileTier::new(tempfile::tempfile_in(folder)?, None, places, index, None)
+        FileTier::new(tempfile::tempfile_in(folder)?, None, places, index, Vec::new())
     }
 
     /// The index of blocks of zeros.
@@ -175,7 +180,7 @@ impl FileTier {
         folder: Option<PathBuf>,
         places: Places,
         index: Index,
-        locks: Option<[Lock; 2]>,
+        locks: Vec<Lock>,
     ) -> io::Result<FileTier> {
         let file = Direct::new(file);
         file.reserve(places.bytes)?;
@@ -274,7 +279,7 @@ impl FileTier {
 
     fn located(&self, id: BlockId, error: io::Error) -> io::Error {
         let folder = self.folder.as_deref().map_or("an unnamed file".into(), Path::to_string_lossy);
-        io::Error::new(error.kind(), format!("eps.path {folder}: {id}: {error}"))
+        io::Error::new(error.kind(), format!("eps.path {folder}: {id}: {}", named(error)))
     }
 
     /// Reads the masters of a block, which must have this version.
@@ -408,7 +413,7 @@ impl FileTier {
         };
         let written = self.file.sync().and_then(|()| {
             // Without its lock, the folder may belong to another process by now.
-            self.locks.as_ref().map_or(Ok(()), |[_, blocks]| blocks.still_held())?;
+            self.locks.last().map_or(Ok(()), Lock::still_held)?;
             index.write(folder)
         });
         written.map_err(|error| {

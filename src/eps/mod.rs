@@ -18,9 +18,10 @@ mod saving;
 mod stored;
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use l2l_actors::schedule::{BlockId, Version};
+use rayon::ThreadPool;
 use sha2::{Digest, Sha256};
 
 pub use direct::disk_bytes_per_second;
@@ -95,6 +96,8 @@ pub(crate) struct Eps {
     tier: Tier,
     /// The progress of the last saving, which may still go on.
     saving: Mutex<Option<Arc<saving::Progress>>>,
+    /// The host's threads, for conversions of blocks that are stored in other formats than f32.
+    threads: OnceLock<Arc<ThreadPool>>,
 }
 
 impl Eps {
@@ -115,7 +118,29 @@ impl Eps {
     }
 
     fn new(tensors: Vec<BlockTensors>, states: StateLayout, tier: Tier) -> Eps {
-        Eps { tensors, parts: None, states, feedback: None, tier, saving: Mutex::default() }
+        Eps {
+            tensors,
+            parts: None,
+            states,
+            feedback: None,
+            tier,
+            saving: Mutex::default(),
+            threads: OnceLock::new(),
+        }
+    }
+
+    /// Uses these threads for parallel loops. Only the first call has an effect. Without them, loops
+    /// use rayon's own threads, which panic if the system does not start them.
+    pub(crate) fn use_threads(&self, threads: &Arc<ThreadPool>) {
+        _ = self.threads.set(threads.clone());
+    }
+
+    /// Runs `work`, whose parallel loops then use the host's threads.
+    fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        match self.threads.get() {
+            Some(threads) => threads.install(work),
+            None => work(),
+        }
     }
 
     /// Sets how blocks are cut.

@@ -80,7 +80,7 @@ impl Eps {
         }
         let tensors = self.tensors(id);
         let mut stored = self.read_stored(id, run, |all| all[..tensors.host_len()].to_vec())?;
-        Ok(read(&decode(tensors, &mut stored)))
+        Ok(read(&self.install(|| decode(tensors, &mut stored))))
     }
 
     /// Changes this rank's part of a run, as f32. Frozen tensors that do not change keep their
@@ -98,9 +98,9 @@ impl Eps {
         let mut done = Ok(());
         self.write_stored(id, run, |stored| {
             let stored = &mut stored[..tensors.host_len()];
-            let mut values = decode(tensors, stored);
+            let mut values = self.install(|| decode(tensors, stored));
             write(&mut values);
-            done = encode(tensors, &values, stored);
+            done = self.install(|| encode(tensors, &values, stored));
         })?;
         done
     }

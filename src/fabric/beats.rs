@@ -80,6 +80,13 @@ impl Beats {
         }
     }
 
+    /// Ends the exchanges, because this rank cannot beat.
+    pub(super) fn lose(&self, what: String) {
+        let tag = Tag::new(Channel::Beats, 0);
+        *self.lost.lock().expect("nothing panics inside") = Some(Lost::Failed { what, tag });
+        self.is_lost.store(true, Relaxed);
+    }
+
     /// Beats until all ranks end, or one is lost. The last beat has the final report of each rank.
     pub(super) fn run(&self, fabric: &dyn Fabric, patience: Duration) {
         let others: Vec<Rank> = (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect();

@@ -16,6 +16,7 @@ use super::beats::{Beats, Numbers, Reports};
 use super::clock::{self, ClockOffset};
 use super::parts::{self, Parts};
 use super::{Channel, Fabric, Lost, Rank, Tag, gather};
+use crate::limits::no_thread;
 
 /// The exchanges of this rank, numbered by channel, and its beats.
 pub(crate) struct Exchanges {
@@ -41,7 +42,9 @@ impl Exchanges {
         let other = fabric.clone();
         let shared = beats.clone();
         let run = move || shared.run(&*other, patience);
-        let thread = thread::Builder::new().name("l2l-beats".into()).spawn(run).ok();
+        let thread = thread::Builder::new().name("l2l-beats".into()).spawn(run);
+        // Without beats no exchange can be made: each returns this error.
+        let thread = thread.map_err(|error| beats.lose(no_thread(error))).ok();
         let fabric = Counted { fabric, reports: beats.reports.clone() };
         Exchanges { fabric, next: Default::default(), patience, beats, thread: Mutex::new(thread) }
     }
@@ -84,6 +87,7 @@ impl Exchanges {
         });
         made.map_err(|lost| match &*self.beats.lost.lock().expect("nothing panics inside") {
             Some(Lost::Ranks { ranks, .. }) => Lost::Ranks { ranks: ranks.clone(), tag },
+            Some(Lost::Failed { what, .. }) => Lost::Failed { what: what.clone(), tag },
             _ => lost,
         })
     }

@@ -20,7 +20,7 @@ use super::weights::{check_format, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
 use crate::folder;
-use crate::lock::DirectoryLock;
+use crate::lock::{DirectoryLock, OWNER};
 use crate::models::{Head, Shape, families};
 
 const CONFIG: &str = "config.json";
@@ -191,7 +191,10 @@ fn in_place(
     let made = clear(partial).map_err(failed).and_then(|()| {
         fill(partial, &failed)?;
         fs::remove_file(partial.join(LOCK)).map_err(failed)?;
-        publish(partial, to).map_err(failed)
+        publish(partial, to).map_err(failed)?;
+        // Where the file system has no locks, the directory was this run's until it had its name.
+        let owner = to.join(format!("{LOCK}{OWNER}"));
+        if owner.exists() { fs::remove_file(owner).map_err(failed) } else { Ok(()) }
     });
     made.inspect_err(|_| {
         let _ = fs::remove_dir_all(partial); // it may never have been made
@@ -205,7 +208,8 @@ const LOCK: &str = ".l2l-lock";
 fn clear(partial: &Path) -> io::Result<()> {
     for entry in fs::read_dir(partial)? {
         let entry = entry?;
-        match (entry.file_name() == LOCK, entry.file_type()?.is_dir()) {
+        let is_lock = entry.file_name().to_string_lossy().starts_with(LOCK);
+        match (is_lock, entry.file_type()?.is_dir()) {
             (true, _) => {}
             (false, true) => fs::remove_dir_all(entry.path())?,
             (false, false) => fs::remove_file(entry.path())?,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use safetensors::tensor::TensorView;
 
 use super::adapters::{PREFIX, SavedAdapters, WEIGHTS, adapters_head, read_lora, refused_adapters};
@@ -25,6 +26,7 @@ pub(super) struct Merge {
     shape: Shape,
     /// Whether the adapters part the head's table from the embedding.
     unties: bool,
+    threads: ThreadPool,
 }
 
 impl Merge {
@@ -49,7 +51,9 @@ impl Merge {
         let model = model.map_err(|error| refused_adapters(directory, error))?;
         let file = WeightFile::open(&directory.join(WEIGHTS))?;
         check_shapes(&model, &file).map_err(|what| file.refuse(what))?;
-        Ok(Merge { file, lora, saved, unties: shape.tied && !model.shape.tied, shape })
+        let unties = shape.tied && !model.shape.tied;
+        let threads = ThreadPoolBuilder::new().build().map_err(Error::no_thread)?;
+        Ok(Merge { file, lora, saved, unties, shape, threads })
     }
 
     /// The model with the adapters' head.
@@ -143,14 +147,15 @@ impl Merge {
         let a = floats(&a)?;
         let b = floats(&b)?;
         let columns = expected[1];
-        w.par_chunks_mut(columns).enumerate().for_each(|(row, w)| {
+        let add = |(row, w): (usize, &mut [f32])| {
             for (column, w) in w.iter_mut().enumerate() {
                 let (i, o) = if is_transposed { (column, row) } else { (row, column) };
                 let products =
                     (0..r).map(|k| f64::from(b[o * r + k]) * f64::from(a[k * inputs + i]));
                 *w = (f64::from(*w) + scale * products.sum::<f64>()) as f32;
             }
-        });
+        };
+        self.threads.install(|| w.par_chunks_mut(columns).enumerate().for_each(add));
         Ok(Some(w))
     }
 }

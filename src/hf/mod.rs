@@ -62,7 +62,7 @@ pub use export::{ExportOptions, export};
 pub use no_tokenizer::{Template, Tokenizer};
 pub use record_value::RecordValue;
 pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
-pub(crate) use tensor_files::{Before, TensorFiles, save};
+pub(crate) use tensor_files::{Before, TensorFiles, cut_into_files, save, shard_bytes};
 pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};
 pub(crate) use tied::{has_own_head, keeps_tied};

@@ -9,11 +9,13 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
 
+use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::error::Error;
+use crate::machine;
 
 /// The file that only a checkpoint has.
 pub(crate) const RECORD: &str = "l2l.json";
@@ -127,9 +129,10 @@ pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
         Err(error) => Some(cannot_read(name, error)),
     };
     // The digest of a file takes one thread, so several files are read side by side.
-    if let Some(error) = compared.into_par_iter().find_map_first(problem) {
-        return Err(error);
-    }
+    let count = compared.len().clamp(1, machine::cores());
+    let threads = ThreadPoolBuilder::new().num_threads(count).build().map_err(Error::no_thread)?;
+    let found = threads.install(|| compared.into_par_iter().find_map_first(problem));
+    found.map_or(Ok(()), Err)?;
     // A file of weights that was added later could be read in place of the checkpoint's.
     let is_weights = |name: &str| name.contains(".safetensors");
     for entry in fs::read_dir(directory).map_err(|error| cannot_read(".", error))? {

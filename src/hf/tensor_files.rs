@@ -89,7 +89,7 @@ impl TensorFiles {
         most: Option<u64>,
         before: Option<Before<'_>>,
     ) -> Result<TensorFiles, Error> {
-        let most = most.map_or(SHARD_BYTES, |bytes| bytes.try_into().unwrap_or(usize::MAX));
+        let most = shard_bytes(most);
         let mut names = trained_names(model);
         if names.contains(&model.shape.head_bias()[..]) {
             names.insert(model.shape.names.head_bias); // its second name
@@ -263,6 +263,11 @@ impl LinkedFile {
     }
 }
 
+/// The most bytes of a checkpoint's file of weights.
+pub(crate) fn shard_bytes(most: Option<u64>) -> usize {
+    most.map_or(SHARD_BYTES, |bytes| bytes.try_into().unwrap_or(usize::MAX))
+}
+
 /// Tensors, cut into files of at most `most` bytes.
 fn shards(tensors: FileTensors, most: usize) -> Vec<FileTensors> {
     let sizes: Vec<usize> = tensors.values().map(FileTensor::bytes).collect();
@@ -273,7 +278,7 @@ fn shards(tensors: FileTensors, most: usize) -> Vec<FileTensors> {
 
 /// Cuts a list of tensors of these sizes into files of at most `most` bytes. A larger tensor has a
 /// file of its own.
-pub(super) fn cut_into_files(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
+pub(crate) fn cut_into_files(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
     let mut files: Vec<Range<usize>> = Vec::new();
     let mut bytes = 0;
     for (at, size) in sizes.iter().enumerate() {

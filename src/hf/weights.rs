@@ -226,11 +226,7 @@ pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), E
 /// The index of the first such value.
 pub(super) fn check_finite(name: &str, view: &TensorView<'_>) -> Result<(), String> {
     fn first<const N: usize>(bytes: &[u8], is_finite: fn([u8; N]) -> bool) -> Option<usize> {
-        let elements = bytes.as_chunks::<N>().0;
-        let is_bad = |&bytes: &[u8; N]| !is_finite(bytes);
-        let chunk = elements.par_chunks(CHUNK).position_first(|chunk| chunk.iter().any(is_bad))?;
-        let before = chunk * CHUNK;
-        elements[before..].iter().position(is_bad).map(|at| before + at)
+        bytes.as_chunks::<N>().0.iter().position(|&bytes| !is_finite(bytes))
     }
     let found = match view.dtype() {
         Dtype::F32 => first(view.data(), |bytes| f32::from_le_bytes(bytes).is_finite()),
@@ -371,10 +367,13 @@ fn read(
         own.partition(|(name, _)| keeps_initial(name));
     check(&parsed, &tensors, spelling, brought, &find).map_err(|what| files[0].refuse(what))?;
     if all_finite {
-        for (name, view) in tensors.keys().filter_map(|name| Some((name, find(name)?))) {
-            let file = files.iter().find(|file| file.has(&view)).unwrap_or(&files[0]);
-            check_finite(name, &view).map_err(|what| file.refuse(what))?;
-        }
+        let views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
+        let views: Vec<(&&String, TensorView<'_>)> = views.collect();
+        let found = views.par_iter().find_map_first(|(name, view)| {
+            let file = files.iter().find(|file| file.has(view)).unwrap_or(&files[0]);
+            check_finite(name, view).map_err(|what| file.refuse(what)).err()
+        });
+        found.map_or(Ok(()), Err)?;
     }
     // Block by block, because the EPS on file writes whole blocks.
     let mut blocks = BTreeMap::<_, Vec<_>>::new();

@@ -245,7 +245,7 @@ impl Evaluator {
             let plan = Plan::of_evaluation(&config, &model)?;
             Ok(Evaluator { loaded: Loaded::start(config, model, plan)? })
         })
-        .await
+        .await?
     }
 
     /// Evaluates the model on these batches, each of at most `step.batch` sequences.

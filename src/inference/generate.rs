@@ -98,7 +98,7 @@ impl Generator {
             let (model, plan) = prepare(&config, model, room)?;
             Ok(Generator { loaded: Loaded::start(config, model, plan)?, room })
         })
-        .await
+        .await?
     }
 
     /// Continues each prompt by at most `most` tokens, and ends it earlier at a token of `ends`.

@@ -73,7 +73,7 @@ impl Loaded {
     fn start(config: Config, model: Model, plan: Plan) -> Result<Loaded, Error> {
         let rule = Box::new(config.update_rule());
         let rate = config.learning_rate(1);
-        if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
+        if let Some(misfit) = plan.misfits(&model, &*rule, None).into_iter().next() {
             return Err(Error::DoesNotFit(misfit));
         }
         let model = Arc::new(model);
@@ -106,7 +106,6 @@ impl Loaded {
 
     async fn stop(self) -> Result<(), Error> {
         let lanes = self.engine.stop().await?;
-        unblock(move || drop(lanes)).await;
-        Ok(())
+        unblock(move || drop(lanes)).await
     }
 }

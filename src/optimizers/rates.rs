@@ -11,7 +11,7 @@ use crate::simd::Level;
 
 /// The seconds of the fastest of five runs on `threads` threads.
 fn best(threads: usize, mut run: impl FnMut(u64) + Send) -> Result<f64, Error> {
-    let pool = ThreadPoolBuilder::new().num_threads(threads).build().map_err(Error::system)?;
+    let pool = ThreadPoolBuilder::new().num_threads(threads).build().map_err(Error::no_thread)?;
     let seconds = (0..5).map(|nth| {
         let begin = Instant::now();
         pool.install(|| run(nth));

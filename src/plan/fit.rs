@@ -2,7 +2,7 @@
 //!
 //! All limits are checked before a run, so that no run is killed in the middle of its work.
 
-use std::path::Path;
+use std::fs;
 
 use crate::config::{ByteSize, Config, DeviceKind};
 use crate::devices;
@@ -10,7 +10,7 @@ use crate::error::{Misfit, Resource};
 use crate::machine;
 use crate::models::{Model, Shape};
 use crate::optimizers::UpdateRule;
-use crate::plan::{Plan, Term};
+use crate::plan::{DiskNeed, Plan, Term, disk};
 
 /// Bytes of a process beside its plan: code, stacks, batches that were drawn ahead, telemetry.
 const PROGRAM: u64 = 150 << 20;
@@ -25,11 +25,17 @@ const STACKS: u64 = 4 << 20;
 const FILES: u64 = 64;
 
 impl Plan {
-    /// All limits of the config and of this machine that the plan exceeds. Each names the largest
-    /// term and a remedy.
-    pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<Misfit> {
-        let all = [self.device_misfit(model, rule), self.host_misfit(model), self.disk_misfit()];
-        all.into_iter().flatten().chain(files_misfit()).collect()
+    /// All limits of the config and of this machine that the plan exceeds, with the checkpoints
+    /// that the run writes. Each names the largest term and a remedy.
+    pub fn misfits(
+        &self,
+        model: &Model,
+        rule: &dyn UpdateRule,
+        checkpoints: Option<DiskNeed>,
+    ) -> Vec<Misfit> {
+        let memory = [self.device_misfit(model, rule), self.host_misfit(model)];
+        let on_disk = disk::misfits(self.file_need().into_iter().chain(checkpoints).collect());
+        memory.into_iter().flatten().chain(on_disk).chain(files_misfit()).collect()
     }
 
     fn device_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<Misfit> {
@@ -140,26 +146,21 @@ impl Plan {
         })
     }
 
-    fn disk_misfit(&self) -> Option<Misfit> {
+    /// The room that the EPS needs on the disk of its file.
+    fn file_need(&self) -> Option<DiskNeed> {
         let path = self.settings.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
-        let needed = self.file_bytes();
         // A training run overwrites an earlier run's file; a run that does not train adds a file.
-        let there = std::fs::metadata(path.join("blocks")).map_or(0, |file| file.len());
-        let there = if self.trains() { there } else { 0 };
-        let free = machine::free_disk(nearest(path))?.saturating_add(there);
+        let there = fs::metadata(path.join("blocks")).ok().filter(|_| self.trains());
         let term = largest(&self.file);
-        (free < needed).then(|| Misfit {
-            resource: Resource::Disk,
-            largest_term: Some(term.name),
-            needed,
-            available: free,
-            text: format!(
-                "eps.path {} has {} free, the plan needs {}, most of it for {term}: give it \
-                 another disk, or make the model smaller",
-                path.display(),
-                ByteSize::from(free),
-                ByteSize::from(needed),
-            ),
+        Some(DiskNeed {
+            key: "eps.path",
+            place: path.clone(),
+            bytes: self.file_bytes(),
+            replaced: there.map_or(0, |file| file.len()),
+            largest_file: self.file_bytes(),
+            term: term.name,
+            purpose: format!("the EPS, most of it {term}"),
+            remedy: "make the model smaller",
         })
     }
 
@@ -209,12 +210,6 @@ impl Plan {
         }
         Some(least)
     }
-}
-
-/// The nearest folder above a path that exists.
-fn nearest(path: &Path) -> &Path {
-    let there = path.ancestors().find(|path| path.exists());
-    there.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 fn files_misfit() -> Option<Misfit> {

@@ -10,6 +10,7 @@ use super::files::{may_write, replace};
 use super::{Observe, Server, Watch};
 use crate::config::MetricsConfig;
 use crate::error::Error;
+use crate::limits::named;
 
 /// The time that a run that ended waits for a last scrape.
 const LAST_SCRAPE: Duration = Duration::from_secs(15);
@@ -71,7 +72,7 @@ impl Exporter {
     pub(crate) fn write_file(&self) -> Option<String> {
         let path = self.file.as_ref()?;
         let error = replace(path, &self.server.as_ref()?.text()).err()?;
-        Some(format!("metrics.file {}: {error}", path.display()))
+        Some(format!("metrics.file {}: {}", path.display(), named(error)))
     }
 
     /// The message that the run will wait for a last scrape, if its metrics were scraped.

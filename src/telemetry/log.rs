@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::tensorboard::EventFile;
 use crate::config::LogConfig;
 use crate::error::Error;
+use crate::limits::named;
 
 /// The files of a run's events: JSON lines, and an event file of TensorBoard.
 pub struct EventLog {
@@ -44,7 +45,7 @@ impl EventLog {
         let mut warnings = Vec::new();
         let line = self.lines.as_mut().map(|file| file.write_all(format!("{event}\n").as_bytes()));
         if let Some(Err(error)) = line {
-            warnings.push(format!("log.file: {error}; it ends here"));
+            warnings.push(format!("log.file: {}; it ends here", named(error)));
             self.lines = None;
         }
         let scalars = scalars(event);
@@ -52,7 +53,7 @@ impl EventLog {
         if let (Some(step), Some(board)) = (step, &mut self.board)
             && let Err(error) = board.scalars(step, &scalars)
         {
-            warnings.push(format!("log.tensorboard: {error}; it ends here"));
+            warnings.push(format!("log.tensorboard: {}; it ends here", named(error)));
             self.board = None;
         }
         warnings

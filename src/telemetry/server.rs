@@ -25,6 +25,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use super::{Histograms, METRICS, MetricKind, State, Watch, describe, door, live, page, publish};
+use crate::limits::no_thread;
 
 /// The time that a client has to send its request.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -101,7 +102,8 @@ impl Server {
         let (stop, stopped) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let served = shared.clone();
-        std::thread::Builder::new().name("l2l-metrics".into()).spawn(move || {
+        let thread = std::thread::Builder::new().name("l2l-metrics".into());
+        let started = thread.spawn(move || {
             runtime.block_on(async {
                 if let Some(listener) = listener {
                     tokio::spawn(serve(listener, served.clone()));
@@ -111,7 +113,8 @@ impl Server {
                     () = served.keep_small() => {}
                 }
             });
-        })?;
+        });
+        started.map_err(|error| std::io::Error::other(no_thread(error)))?;
         Ok(Server { shared, histograms, address, _stop: stop })
     }
 

@@ -21,6 +21,8 @@ use serde_json::Value;
 use super::perfetto::{Events, Place};
 use super::{Observe, Slice};
 use crate::fabric::{ClockOffset, Exchanges, Lost, Rank};
+use crate::folder;
+use crate::limits::{named, no_thread};
 
 /// The most slices that wait to be written.
 const QUEUE: usize = 1 << 14;
@@ -83,7 +85,10 @@ impl Trace {
     /// The file cannot be created.
     pub fn unnamed() -> io::Result<Arc<Trace>> {
         let name = |place: Option<Place>| format!("rank {}", place.unwrap_or_default().0);
-        Trace::start(tempfile::tempfile()?, SEPARATOR, name)
+        let file = tempfile::tempfile().map_err(|error| {
+            io::Error::new(error.kind(), format!("{}: {error}", folder::temporary()))
+        });
+        Trace::start(file?, SEPARATOR, name)
     }
 
     /// Starts the writer. `opens` comes before the first event.
@@ -98,7 +103,8 @@ impl Trace {
         let place = Arc::new(OnceLock::new());
         let told = place.clone();
         let (done, writer) = channel();
-        std::thread::Builder::new().name("l2l-trace".into()).spawn(move || {
+        let thread = std::thread::Builder::new().name("l2l-trace".into());
+        let started = thread.spawn(move || {
             let written = received.recv().ok().map(|first| {
                 let place = told.get().copied(); // set before the first step
                 let mut events = Events::new(place);
@@ -106,7 +112,8 @@ impl Trace {
                 write(file, opens, head, &mut events, first, &received, &missed)
             });
             _ = done.send(written.transpose());
-        })?;
+        });
+        started.map_err(|error| io::Error::other(no_thread(error)))?;
         let output = Mutex::new(Output { writer: Some(writer), file: None, problem: None });
         Ok(Arc::new(Trace { slices: Mutex::new(Some(slices)), output, place, left_out }))
     }
@@ -228,7 +235,9 @@ impl Output {
             self.problem.get_or_insert(error);
             0
         });
-        let problem = self.problem.as_ref().map_or(String::new(), io::Error::to_string);
+        let problem = self.problem.as_ref();
+        let problem = problem.map(|error| format!("{}: {}", folder::temporary(), named(error)));
+        let problem = problem.unwrap_or_default();
         [&bytes.to_le_bytes(), &left_out.to_le_bytes(), problem.as_bytes()].concat()
     }
 }

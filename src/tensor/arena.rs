@@ -59,7 +59,10 @@ pub(crate) fn touch(memory: &mut [f32]) {
         return each(words);
     }
     thread::scope(|scope| {
-        words.chunks_mut(share).for_each(|share| _ = scope.spawn(move || each(share)));
+        for share in words.chunks_mut(share) {
+            // Pages that no thread touches come when they are first written.
+            _ = thread::Builder::new().spawn_scoped(scope, move || each(share));
+        }
     });
 }
 

@@ -183,7 +183,7 @@ impl Builder {
     /// # Panics
     /// There is no tokio runtime.
     pub async fn start(self) -> Result<Trainer, Error> {
-        unblock(|| start(self)).await
+        unblock(|| start(self)).await?
     }
 
     /// Opens the training data of the config, and makes a trainer and its batches. The trainer
@@ -207,7 +207,7 @@ impl Builder {
             let batches = Batches::start(&config, data, trainer.progress().step)?;
             Ok((trainer, batches))
         })
-        .await
+        .await?
     }
 }
 

@@ -98,7 +98,7 @@ impl Trainer {
         let copy_all = move |worker: &Worker| {
             (layers..).zip(new).try_for_each(|(layer, new)| copy(worker.eps(), &model, layer, new))
         };
-        self.engine.between_steps(copy_all).await?;
+        self.engine.between_steps(copy_all).await??;
         self.run.model = grown;
         self.engine.use_layers(count.now);
         self.progress.layers = Some(count);
@@ -106,7 +106,7 @@ impl Trainer {
         let step = self.progress.step;
         let seal =
             move |worker: &Worker| worker.eps().file().map_or(Ok(()), |file| file.seal(step));
-        let sealed = self.engine.between_steps(seal).await;
+        let sealed = self.engine.between_steps(seal).await?;
         sealed.map_err(|error| Error::storage("eps.path", error))
     }
 

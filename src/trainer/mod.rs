@@ -140,7 +140,7 @@ impl Trainer {
     /// # Errors
     /// A GPU failed.
     pub async fn take_kernel_times(&mut self) -> Result<Vec<KernelTime>, Error> {
-        let times = self.engine.between_steps(Worker::take_kernel_times).await;
+        let times = self.engine.between_steps(Worker::take_kernel_times).await?;
         times.map_err(|error| Error::Device(error.to_string()))
     }
 
@@ -157,7 +157,7 @@ impl Trainer {
     /// # Errors
     /// A GPU failed, or the file cannot be written.
     pub async fn store_products(&mut self) -> Result<Vec<ProductTable>, Error> {
-        let tables = self.engine.between_steps(Worker::store_products).await;
+        let tables = self.engine.between_steps(Worker::store_products).await?;
         tables.map_err(|error| Error::Device(error.to_string()))
     }
 
@@ -336,7 +336,7 @@ impl Trainer {
     ) -> Result<T, Error> {
         self.settle().await?;
         let model = self.run.model.clone();
-        self.engine.between_steps(move |worker| work(&model, worker.eps())).await
+        self.engine.between_steps(move |worker| work(&model, worker.eps())).await?
     }
 
     /// Counts a step whose future was dropped after it began.
@@ -435,6 +435,6 @@ impl Trainer {
             }
             // The worker is dropped here. To free its memory takes time.
         };
-        Ok(unblock(end).await)
+        unblock(end).await
     }
 }

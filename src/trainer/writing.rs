@@ -71,7 +71,7 @@ impl Trainer {
             self.settle().await?;
             let write = move |worker: &Worker| writing.write(worker.eps(), None);
             let began = Instant::now();
-            let written = self.engine.between_steps(write).await;
+            let written = self.engine.between_steps(write).await.flatten();
             self.watch.0.ledger.waited_for_checkpoint(began.elapsed());
             self.last_checkpoint = written.is_ok().then(|| directory.to_path_buf());
             return written;
@@ -163,7 +163,8 @@ impl Writing {
         match &written {
             Ok(()) => {
                 status.checkpoint = Some(unix_seconds());
-                status.checkpoint_disk = machine::free_disk(&self.directory).map(|f| (bytes, f));
+                let disk = machine::disk(&self.directory);
+                status.checkpoint_disk = disk.map(|disk| (bytes, disk.free));
             }
             Err(_) => status.checkpoint_failures += 1,
         }

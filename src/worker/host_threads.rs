@@ -28,7 +28,7 @@ impl HostThreads {
             .num_threads(config.device.threads.unwrap_or(cores))
             .thread_name(|index| format!("l2l-cpu-{index}"))
             .build()
-            .map_err(Error::system)?;
+            .map_err(Error::no_thread)?;
         Ok(HostThreads { pool: Arc::new(pool), level: Level::best() })
     }
 

@@ -84,6 +84,7 @@ impl Worker {
     pub(crate) fn new(config: &Config, parts: WorkerParts) -> Result<Worker, Error> {
         let WorkerParts { model, plan, rule, learning_rate, eps, records } = parts;
         let threads = HostThreads::new(config)?;
+        eps.use_threads(&threads.pool);
         let on_device = plan.regions.arena(Side::Device);
         let on_host = plan.regions.arena(Side::Host);
         let own = match config.device.kind {
@@ -123,8 +124,11 @@ impl Worker {
     pub(crate) fn fill<R: Send>(&self, fill: impl FnOnce(&Eps) -> R + Send) -> R {
         let Shared { eps, threads, .. } = &*self.shared;
         let device = self.devices.first();
+        let prepare = || eps.prepare(|masters| device.pin(masters));
         thread::scope(|scope| {
-            scope.spawn(|| eps.prepare(|masters| device.pin(masters)));
+            if thread::Builder::new().spawn_scoped(scope, &prepare).is_err() {
+                prepare(); // the system has no thread for it
+            }
             threads.install(|| fill(eps))
         })
     }

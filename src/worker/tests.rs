@@ -305,7 +305,7 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
         watchdog: patience.map(Into::into),
         inject: None,
     };
-    let mut relay = Relay::start(config, lanes);
+    let mut relay = Relay::start(config, lanes).expect("threads");
     let plan = relay.plan(schedule).expect("a schedule of ours");
     let stepped = relay.step(plan, small.batch(0)).await;
     let Err(RingError::Failed { cause, integrity }) = stepped else {

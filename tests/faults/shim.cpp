@@ -7,6 +7,8 @@
 //                 process ends before the call, as if killed)
 // FAULTS_AT       the number of the call that fails
 // FAULTS_ON       instead: the first call of this name and end of a path, as in "rename step-3"
+// FAULTS_THREADS  how many threads start; later ones fail, as at a limit of processes
+// FAULTS_FLOCK    the number of an error: each lock fails with it, as on a file system without locks
 //
 // Nothing is synced, because a test that loses power keeps its own disk (disk.rs): a sync only
 // stands in the journal. After two minutes the process is ended by SIGALRM: a hang.
@@ -15,6 +17,7 @@
 // bytes and a newline. Before the name: "!" if the call was made to fail or cut short, "~" if it
 // failed by itself. Classes:
 // r reads data, q asks, w writes data, s needs space for a name or a size, d removes, o is output.
+#include <atomic>
 #include <cstdarg>
 #include <cstddef>
 #include <cstdio>
@@ -416,7 +419,19 @@ int statx(int fd, const char* name, int flags, unsigned mask, struct statx* to) 
 }
 
 int flock(int fd, int operation) {
-    return ask("flock", path_of(fd), -1, [&] { return REAL(flock)(fd, operation); });
+    std::string path = path_of(fd), error = setting("FAULTS_FLOCK");
+    if (!error.empty() && is_below(path)) {
+        errno = atoi(error.c_str());
+        return -1;
+    }
+    return ask("flock", path, -1, [&] { return REAL(flock)(fd, operation); });
+}
+
+int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(void*), void* with) {
+    static std::atomic<long> started{0};
+    std::string most = setting("FAULTS_THREADS");
+    if (!most.empty() && started++ >= atol(most.c_str())) return EAGAIN;
+    return REAL(pthread_create)(thread, how, run, with);
 }
 
 DIR* opendir(const char* path) {

@@ -78,6 +78,8 @@ mod seen;
 mod slim;
 #[cfg(feature = "prometheus")]
 mod telemetry;
+#[cfg(all(feature = "cli", target_os = "linux"))]
+mod terminal;
 #[cfg(feature = "tokenizers")]
 mod text;
 #[cfg(feature = "cli")]

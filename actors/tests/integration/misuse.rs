@@ -29,7 +29,7 @@ async fn a_cancelled_step_goes_on_and_leaves_an_idle_ring() {
     let patience = Duration::from_millis(500);
     let config = config(&schedule, &Capacities::default(), true);
     let config = RingConfig { watchdog: Some(patience.into()), ..config };
-    let mut relay = Relay::start(config, lanes(&schedule));
+    let mut relay = Relay::start(config, lanes(&schedule)).expect("threads");
     let observer = relay.observer();
     {
         let mut step = Box::pin(step_of(&mut relay, &schedule, ()));
@@ -75,7 +75,7 @@ async fn a_plan_of_another_ring_is_refused() {
     let two = of(2);
     let plan =
         Arc::new(StepPlan::new(schedule.clone(), two.pools).expect("pools were made for it"));
-    let mut relay = Relay::start(one, lanes(&schedule));
+    let mut relay = Relay::start(one, lanes(&schedule)).expect("threads");
     let refused = relay.step(plan, ()).await;
     assert!(matches!(refused, Err(RingError::Refused(_))), "{refused:?}");
     step_of(&mut relay, &schedule, ()).await.expect("a refusal leaves the relay as it was");

@@ -23,7 +23,7 @@ use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of
 
 use super::common::BUILT_IN;
 use super::output::{OutputFile, has_ended, lose, print};
-use super::train::runtime;
+use super::runtime::Runtime;
 use super::{RateArguments, TuneArguments, plan, say};
 use tell::{conclude, tell, tuned};
 use trial::{Layout, Settings, Trial, best_of};
@@ -62,7 +62,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     config.step.epochs = None;
     let run = || {
         let model = model_of(&config, largest_shape_of(&config)?)?;
-        let batches = runtime()?.block_on(first_batches(&config, steps + 1))?;
+        let batches = Runtime::new()?.block_on(first_batches(&config, steps + 1))?;
         let search = Search { config: &config, model, batches, prints_all: to.is_none() };
         let Some(Found { trials, checkpoint }) = search.run(saves.as_deref(), *rounds)? else {
             return Ok(());
@@ -148,7 +148,7 @@ impl Search<'_> {
     fn try_once(&self, settings: Settings, saves: Option<&Path>) -> Result<Tried, Error> {
         let config = settings.on(self.config);
         let growth = growth::of(&config, &self.model, settings);
-        runtime()?.block_on(async {
+        Runtime::new()?.block_on(async {
             let slices = Arc::new(Slices::default());
             let mut trainer =
                 Trainer::builder(config).observe(slices.clone()).trial().start().await?;
@@ -240,7 +240,7 @@ fn candidates(
         let config = settings.on(config);
         config.check().ok()?;
         let plan = Plan::new(&config, model, &config.update_rule()).ok()?;
-        plan.misfits(model, &config.update_rule()).is_empty().then(|| plan.device_bytes())
+        plan.misfits(model, &config.update_rule(), None).is_empty().then(|| plan.device_bytes())
     };
     let predict = |settings: &Settings| -> Option<f64> {
         fits(settings)?;

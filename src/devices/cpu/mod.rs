@@ -81,7 +81,7 @@ pub(super) fn threads_of(
     let pool = ThreadPoolBuilder::new()
         .num_threads(share.max(1))
         .thread_name(move |index| format!("l2l-cpu{device}-{index}"));
-    pool.build().map(Arc::new).map_err(Error::system)
+    pool.build().map(Arc::new).map_err(Error::no_thread)
 }
 
 // The ring grants slots. While an operation writes a slot, no other operation touches it; while an

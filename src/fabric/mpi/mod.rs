@@ -71,7 +71,7 @@ pub fn open(patience: Duration) -> Result<Box<dyn Fabric>, Error> {
             world.into_iter().for_each(|mut world| world.serve(&asked));
         }
     });
-    spawned.map_err(Error::system)?;
+    spawned.map_err(Error::no_thread)?;
     let refused = |what: String| Error::System(format!("MPI: {what}"));
     let (rank, ranks) = match begins.recv_timeout(patience) {
         Ok(size) => size.map_err(refused)?,

@@ -308,7 +308,7 @@ impl Run<'_> {
             }
             _ => Ok(()),
         })
-        .await?;
+        .await??;
         all.iter().for_each(|directory| self.callbacks.checkpoint(directory));
         let disk = self.trainer.watch().status().checkpoint_disk;
         if let Some((bytes, free)) = disk.filter(|(bytes, free)| free < bytes) {
