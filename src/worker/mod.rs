@@ -126,7 +126,7 @@ impl Worker {
         let device = self.devices.first();
         let prepare = || eps.prepare(|masters| device.pin(masters));
         thread::scope(|scope| {
-            if thread::Builder::new().spawn_scoped(scope, &prepare).is_err() {
+            if thread::Builder::new().spawn_scoped(scope, prepare).is_err() {
                 prepare(); // the system has no thread for it
             }
             threads.install(|| fill(eps))
