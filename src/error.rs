@@ -4,7 +4,7 @@ use std::{fmt, io};
 
 use l2l_actors::{Cause, Problem};
 
-use crate::limits::{file_bytes, named, named_error, no_thread};
+use crate::limits::{named, named_error, no_thread};
 
 /// An error of this crate. [`kind`](Error::kind) also tells the causes of the ring's errors apart.
 #[derive(Debug, thiserror::Error)]
@@ -142,24 +142,6 @@ pub enum Resource {
     OpenFiles,
     /// Bytes of a file that a process can write.
     FileSize,
-}
-
-impl Misfit {
-    /// The misfit of a file that is larger than this process may write. `term` is the plan's term
-    /// that needs most of it.
-    pub(crate) fn of_file(
-        file: impl fmt::Display,
-        term: &'static str,
-        needed: u64,
-    ) -> Option<Misfit> {
-        let available = file_bytes().filter(|most| *most < needed)?;
-        let text = format!(
-            "{file} needs {needed} bytes, and a file of this process may have {available} \
-             (`ulimit -f`): raise the limit, or make the model smaller"
-        );
-        let largest_term = Some(term);
-        Some(Misfit { resource: Resource::FileSize, largest_term, needed, available, text })
-    }
 }
 
 impl fmt::Display for Misfit {

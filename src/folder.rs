@@ -28,6 +28,11 @@ pub(crate) fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
+/// The folder of temporary files, as errors name it.
+pub(crate) fn temporary() -> String {
+    format!("TMPDIR {}", tempfile::env::temp_dir().display())
+}
+
 /// True if two paths lead to one file, which may not exist yet.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     let real = |path: &Path| -> Option<PathBuf> {
@@ -37,11 +42,6 @@ pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
         })
     };
     one == other || real(one).is_some_and(|one| real(other) == Some(one))
-}
-
-/// The folder of temporary files, as errors name it.
-pub(crate) fn temporary() -> String {
-    format!("TMPDIR {}", tempfile::env::temp_dir().display())
 }
 
 /// The folder that contains a path.

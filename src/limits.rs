@@ -57,8 +57,8 @@ pub fn no_thread(error: impl Display) -> String {
     let user = getrlimit(Resource::Nproc).current;
     let memory = getrlimit(Resource::As).current;
     let limits = [
-        user.map(|most| format!("{most} processes and threads of its user (`ulimit -u`)")),
         group.map(|most| format!("{most} processes and threads of its control group (pids.max)")),
+        user.map(|most| format!("{most} processes and threads of its user (`ulimit -u`)")),
         memory.map(|most| format!("{most} bytes of memory with all stacks (`ulimit -v`)")),
     ];
     let mut limits: Vec<String> = limits.into_iter().flatten().collect();

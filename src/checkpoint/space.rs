@@ -101,7 +101,6 @@ impl Space {
             place: directory.into(),
             bytes: self.bytes().max(replaced.saturating_add(self.each)),
             replaced,
-            largest_file: self.largest_file,
             term: "checkpoints",
             purpose: format!(
                 "up to {} checkpoints of {}, with the one that is being written",
@@ -109,6 +108,7 @@ impl Space {
                 ByteSize::from(self.each),
             ),
             remedy: "set a smaller checkpoint.keep",
+            largest_file: self.largest_file,
         }
     }
 }

@@ -79,10 +79,16 @@ static IS_HEARD: AtomicBool = AtomicBool::new(false);
 /// The system starts no thread, or opens no more files.
 #[cfg(unix)]
 pub(super) fn prepare() -> Result<(), Error> {
+    use std::io;
+    use std::os::unix::net::UnixStream;
     use tokio::signal::unix::{SignalKind, signal};
     const FIRST: u32 = 1;
+    // tokio panics if it cannot open its files for signals: it opens fewer than these pairs.
+    const PAIRS: usize = 4;
+    let refused = |error: io::Error| Error::System(limits::named(error));
+    let room: io::Result<Vec<_>> = (0..PAIRS).map(|_| UnixStream::pair()).collect();
+    drop(room.map_err(refused)?);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let refused = |error: std::io::Error| Error::System(limits::named(error));
     let runtime = runtime.map_err(refused)?;
     let listens = runtime.enter();
     // The listener stays when this is dropped.

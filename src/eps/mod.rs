@@ -129,8 +129,8 @@ impl Eps {
         }
     }
 
-    /// Uses these threads for parallel loops. Only the first call has an effect. Without them, loops
-    /// use rayon's own threads, which panic if the system does not start them.
+    /// Uses these threads for parallel loops. Only the first call has an effect. Without them,
+    /// loops use rayon's own threads, which panic if the system does not start them.
     pub(crate) fn use_threads(&self, threads: &Arc<ThreadPool>) {
         _ = self.threads.set(threads.clone());
     }

@@ -1,8 +1,8 @@
 //! A file that says which process owns a place, for file systems without locks.
 //!
 //! One call makes the file, and fails if it exists. The file names its process, so a later run can
-//! see that the process has ended, and takes the place over. It sees that only from the same boot of
-//! the same machine, and from the same container: elsewhere the number of the process means
+//! see that the process has ended, and takes the place over. It sees that only from the same boot
+//! of the same machine, and from the same container: elsewhere the number of the process means
 //! nothing, and a person has to delete the file.
 
 use std::fs::{self, OpenOptions};

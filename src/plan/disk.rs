@@ -1,10 +1,12 @@
-//! The room that a run needs on disks. Places on one file system share its room.
+//! The room that a run needs on disks, and the size of its largest files. Places on one file system
+//! share its room.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::config::ByteSize;
 use crate::error::{Misfit, Resource};
+use crate::limits;
 use crate::machine::{self, Disk};
 
 /// Bytes that a run needs at a place.
@@ -18,31 +20,45 @@ pub struct DiskNeed {
     pub bytes: u64,
     /// Bytes of files that are there already and that the run writes over or removes.
     pub replaced: u64,
-    /// Bytes of the largest file there.
-    pub largest_file: u64,
     /// The largest term of the plan, or the kind of file.
     pub term: &'static str,
     /// What the bytes are for, after the word "for".
     pub purpose: String,
     /// What makes them fewer.
     pub remedy: &'static str,
+    /// Bytes of the largest file.
+    pub largest_file: u64,
 }
 
-/// The misfits of files that are larger than this process may write, and of the disks that have
-/// less room than is needed at all places on them.
+/// The misfits of the disks that have less room than is needed at all places on them.
 pub(super) fn misfits(needs: Vec<DiskNeed>) -> Vec<Misfit> {
-    let too_large = |DiskNeed { key, place, largest_file, term, .. }: &DiskNeed| {
-        let file = format_args!("the largest file of {key} {}", place.display());
-        Misfit::of_file(file, term, *largest_file)
-    };
-    let too_large: Vec<Misfit> = needs.iter().filter_map(too_large).collect();
+    let most = limits::file_bytes().unwrap_or(u64::MAX);
+    let too_large = needs.iter().filter(|need| need.largest_file > most);
+    let mut misfits: Vec<Misfit> = too_large.map(|need| too_large_file(need, most)).collect();
     let mut of_disks: BTreeMap<u64, (Disk, Vec<DiskNeed>)> = BTreeMap::new();
     for need in needs {
         let Some(disk) = machine::disk(&need.place) else { continue };
         of_disks.entry(disk.id).or_insert((disk, Vec::new())).1.push(need);
     }
-    let full = of_disks.into_values().filter_map(|(disk, needs)| misfit(disk, &needs));
-    too_large.into_iter().chain(full).collect()
+    misfits.extend(of_disks.into_values().filter_map(|(disk, needs)| misfit(disk, &needs)));
+    misfits
+}
+
+/// The misfit of a file that is larger than this process may write.
+fn too_large_file(need: &DiskNeed, most: u64) -> Misfit {
+    let DiskNeed { key, place, largest_file, .. } = need;
+    let text = format!(
+        "{key} {}: a file of {largest_file} bytes is needed, and a file of this process may have \
+         {most} (`ulimit -f`): raise the limit, or make the model smaller",
+        place.display(),
+    );
+    Misfit {
+        resource: Resource::FileSize,
+        largest_term: Some(need.term),
+        needed: *largest_file,
+        available: most,
+        text,
+    }
 }
 
 fn misfit(disk: Disk, needs: &[DiskNeed]) -> Option<Misfit> {
@@ -91,10 +107,10 @@ mod tests {
             place: folder.path().join(key).join("not/yet"),
             bytes: free / 100 * share,
             replaced: 0,
-            largest_file: 0,
             term: "masters",
             purpose: "weights".into(),
             remedy: "write less",
+            largest_file: 0,
         };
         assert_eq!(misfits(vec![need("one", 60)]), []);
         let all = misfits(vec![need("one", 60), need("two", 70)]);
@@ -107,5 +123,7 @@ mod tests {
         assert!(misfit.needed > misfit.available);
         let replaced = DiskNeed { replaced: free, ..need("two", 70) };
         assert_eq!(misfits(vec![need("one", 60), replaced]), []);
+        let text = too_large_file(&need("one", 60), 512).to_string();
+        assert!(text.starts_with("one ") && text.contains("512 (`ulimit -f`)"), "{text}");
     }
 }

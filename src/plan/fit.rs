@@ -157,10 +157,10 @@ impl Plan {
             place: path.clone(),
             bytes: self.file_bytes(),
             replaced: there.map_or(0, |file| file.len()),
-            largest_file: self.file_bytes(),
             term: term.name,
             purpose: format!("the EPS, most of it {term}"),
             remedy: "make the model smaller",
+            largest_file: self.file_bytes(),
         })
     }
 

@@ -96,8 +96,8 @@ fn has_partial(directory: &Path) -> bool {
     names(directory).iter().any(|name| name.ends_with(".l2l-partial"))
 }
 
-/// Resumes a run on a number of ranks: it begins behind the newest complete checkpoint, takes nothing
-/// of one that is not complete, and ends as the unbroken run did.
+/// Resumes a run on a number of ranks: it begins behind the newest complete checkpoint, takes
+/// nothing of one that is not complete, and ends as the unbroken run did.
 pub(crate) fn resumes(ranks: u32, directory: &Path, expected: &str) {
     let newest = checkpoints(directory).last().copied().unwrap_or(0);
     let resumed = train(ranks, directory, &[]).arg("--resume").output().expect("it starts");

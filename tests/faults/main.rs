@@ -10,9 +10,9 @@
 mod disk;
 mod found;
 mod journal;
+mod limits;
 mod owners;
 mod scenario;
-mod threads;
 
 use std::collections::HashSet;
 use std::num::NonZero;
