@@ -1,10 +1,19 @@
 //! Small generators of random numbers from a seed, for initial weights, data order and masks.
 //! (Dropout has its own, which also runs on devices.)
 
+/// The distance between the states of two draws.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// The next number of a stream: SplitMix64 (Steele et al. 2014).
 pub(crate) fn next(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    *state = state.wrapping_add(STEP);
     mix(*state)
+}
+
+/// The state of a stream after `count` more draws. It costs the same for any count, so threads can
+/// draw parts of one stream side by side.
+pub(crate) fn after(state: u64, count: u64) -> u64 {
+    state.wrapping_add(count.wrapping_mul(STEP))
 }
 
 fn mix(z: u64) -> u64 {
@@ -20,7 +29,7 @@ pub(crate) fn unit(state: &mut u64) -> f64 {
 
 /// A random number that is a function of a seed and a key.
 pub(crate) fn keyed(seed: u64, key: u64) -> u64 {
-    mix(seed ^ mix(key.wrapping_add(0x9e37_79b9_7f4a_7c15)))
+    mix(seed ^ mix(key.wrapping_add(STEP)))
 }
 
 /// The place of `index` in a random permutation of `0..count`, which is a function of the key. It
@@ -50,6 +59,17 @@ pub(crate) fn shuffled(key: u64, count: u64, index: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_stream_goes_on_after_draws_that_were_passed_over() {
+        for start in [0, 1, u64::MAX] {
+            let mut state = start;
+            for count in 0..100 {
+                assert_eq!(after(start, count), state);
+                next(&mut state);
+            }
+        }
+    }
 
     #[test]
     fn a_shuffle_is_a_permutation_and_differs_by_key() {

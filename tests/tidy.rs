@@ -23,7 +23,7 @@ const MAY_BE_UNSAFE: [&str; 23] = [
     "src/devices/cuda/product.rs",  // calls of cuBLASLt
     "src/devices/cuda/real.rs",     // calls of the driver
     "src/fabric/mpi/world.rs",      // calls of MPI
-    "src/hf/weights.rs",            // a file as memory
+    "src/hf/weight_file.rs",        // a file as memory
     "src/worker/memory.rs",         // the one lease of an operation
     "tests/cuda/emulated/mod.rs",   // memory as a device has it
     "tests/cuda/emulated/product.rs", // matrices in that memory

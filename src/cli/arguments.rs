@@ -109,6 +109,10 @@ pub(super) struct BenchArguments {
     /// bits. Without this table, a run takes the library's first algorithm.
     #[arg(long)]
     pub(super) products: bool,
+    /// Also report the SHA-256 of all weights after the last step, as `train` does. It takes a pass
+    /// over the whole model, by one thread.
+    #[arg(long)]
+    pub(super) digest: bool,
 }
 
 #[derive(Args, Default)]

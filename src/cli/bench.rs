@@ -15,7 +15,7 @@ use super::{BenchArguments, Exit, output};
 const STEPS: u64 = 6;
 
 pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
-    let BenchArguments { ref common, without_copies, kernels, products } = *arguments;
+    let BenchArguments { ref common, without_copies, kernels, products, digest } = *arguments;
     let (mut config, layers) = common.read()?;
     // The built-in config names steps for training, and not for a bench.
     if !["step.steps", "step.epochs"].into_iter().any(|key| layers.is_given(key)) {
@@ -42,7 +42,8 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
         };
         let is_gpu = config.device.kind == DeviceKind::Cuda;
         let times_kernels = kernels && is_gpu;
-        let how = How { steps, without_copies, times_kernels, times_products: products };
+        let times_products = products;
+        let how = How { steps, without_copies, times_kernels, times_products, digests: digest };
         let Steps { summary, digest, times, tables } =
             Runtime::new()?.block_on(all_steps(&config, train, how, show))?;
         let more = rates(&reports, product);
@@ -53,10 +54,10 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
         }
         tables.iter().for_each(|table| show_products(table, &mut log, &screen));
         let link = config.device.link.as_deref();
-        let mut event = summary.event(&digest, link);
+        let mut event = summary.event(digest.as_deref(), link);
         more.iter().for_each(|(name, value)| event[name] = json!(value));
         report_event(&mut log, &screen, &event);
-        screen.summary(&summary, &digest, link, &more);
+        screen.summary(&summary, digest.as_deref(), link, &more);
         Ok(Exit::Well)
     };
     run().map_err(|error| layers.locate(error))
@@ -182,12 +183,14 @@ struct How {
     times_kernels: bool,
     /// True to time the algorithms of each product.
     times_products: bool,
+    /// True to digest all weights at the end.
+    digests: bool,
 }
 
 /// The results of a bench's steps.
 struct Steps {
     summary: Summary,
-    digest: String,
+    digest: Option<String>,
     /// The kernels' times in all steps but the first, if there are more.
     times: Vec<KernelTime>,
     /// The chosen algorithms, by GPU.
@@ -198,7 +201,7 @@ struct Steps {
 async fn all_steps(
     config: &Config,
     train: Dataset,
-    How { steps, without_copies, times_kernels, times_products }: How,
+    How { steps, without_copies, times_kernels, times_products, digests }: How,
     mut show: impl FnMut(&StepReport),
 ) -> Result<Steps, Error> {
     let builder = Trainer::builder(config.clone()).steps(steps).trial();
@@ -226,7 +229,7 @@ async fn all_steps(
         }
     }
     let tables = trainer.store_products().await?;
-    let digest = trainer.digest().await?;
+    let digest = if digests { Some(trainer.digest().await?) } else { None };
     let summary = trainer.stop().await?;
     Ok(Steps { summary, digest, times: KernelTime::sums(times), tables })
 }

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
-use l2l::config::{ByteSize, Dtype, Format};
+use l2l::config::{ByteSize, DeviceKind, Dtype, Format};
 use l2l::devices::KernelGroup;
 use l2l::{Config, Error, devices, eps, machine, optimizers};
 use serde_json::{Value, json};
@@ -97,7 +97,7 @@ struct Machine {
     disk: Result<(f64, f64), String>,
     libraries: Vec<devices::Library>,
     gpus: Result<Vec<devices::Gpu>, Error>,
-    /// The rates of the config's GPU, if there is a GPU.
+    /// The rates of the config's GPU, if there is a GPU or the config asks for one.
     gpu_rates: Option<Result<devices::GpuRates, Error>>,
     dtype: Dtype,
 }
@@ -109,7 +109,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
         Format::Json => print(machine.event()),
         Format::Pretty => machine.show(),
     }
-    Ok(())
+    machine.gpu_error().map_or(Ok(()), |error| Err(Error::Device(error.to_string())))
 }
 
 fn line(what: &str, value: impl std::fmt::Display) {
@@ -127,6 +127,7 @@ impl Machine {
         let libraries = devices::cuda_libraries(config.device.cuda_libraries.as_deref());
         let gpus = devices::gpus();
         let has_gpu = gpus.as_ref().is_ok_and(|gpus| !gpus.is_empty());
+        let tries_gpu = has_gpu || config.device.kind == DeviceKind::Cuda;
         Ok(Machine {
             threads,
             product,
@@ -135,9 +136,15 @@ impl Machine {
             disk: disk.map_err(|error| error.to_string()),
             libraries,
             gpus,
-            gpu_rates: has_gpu.then(|| devices::gpu_rates(config)),
+            gpu_rates: tries_gpu.then(|| devices::gpu_rates(config)),
             dtype: config.device.dtype,
         })
+    }
+
+    /// The reason why GPUs cannot be listed or the config's GPU cannot be used.
+    fn gpu_error(&self) -> Option<&Error> {
+        let unusable = self.gpu_rates.as_ref().and_then(|rates| rates.as_ref().err());
+        self.gpus.as_ref().err().or(unusable)
     }
 
     fn event(&self) -> Value {
@@ -166,6 +173,7 @@ impl Machine {
             "adamw_bf16_bytes_per_second": self.updates[1],
             "disk_write_bytes_per_second": disk.map(|(write, _)| write),
             "disk_read_bytes_per_second": disk.map(|(_, read)| read),
+            "disk_error": self.disk.as_ref().err(),
             "cuda_libraries": libraries.collect::<serde_json::Map<String, Value>>(),
             "gpus": gpus.collect::<Vec<Value>>(),
             "gpu_rates": gpu_rates.map(|rates| json!({
@@ -174,6 +182,7 @@ impl Machine {
                 "matmul_flops_per_second": rates.product,
                 "dtype": self.dtype,
             })),
+            "gpu_error": self.gpu_error().map(Error::to_string),
         })
     }
 
@@ -212,11 +221,12 @@ impl Machine {
     }
 
     fn show_libraries(&self) {
-        for devices::Library { name, path, version, install } in &self.libraries {
+        for library in &self.libraries {
+            let devices::Library { name, path, version, .. } = library;
             let place = path.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
             match version {
                 Some((major, minor)) => line(name, format_args!("{major}.{minor} {place}")),
-                None => line(name, format_args!("not found: {install}")),
+                None => line(name, library.problem().unwrap_or_default()),
             }
         }
     }

@@ -21,6 +21,7 @@ mod progress;
 mod reference;
 mod runtime;
 mod signals;
+mod stubs;
 mod train;
 mod tune;
 
@@ -44,6 +45,7 @@ pub(crate) enum Exit {
 
 /// Runs the command that the arguments name.
 pub(crate) fn run() -> Result<Exit, Error> {
+    stubs::leave_out();
     signals::prepare()?;
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,

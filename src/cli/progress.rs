@@ -156,7 +156,7 @@ impl Screen {
     pub(super) fn summary(
         &mut self,
         summary: &Summary,
-        weights_digest: &str,
+        weights_digest: Option<&str>,
         link: Option<&str>,
         more: &[(&str, f64)],
     ) {
@@ -185,7 +185,9 @@ impl Screen {
         for (name, value) in more {
             print(format_args!("{:<26} {value:>16.3}", name.replace('_', " ")));
         }
-        print(format_args!("weights {weights_digest}"));
+        if let Some(digest) = weights_digest {
+            print(format_args!("weights {digest}"));
+        }
     }
 }
 

@@ -190,7 +190,7 @@ impl Callbacks for Terminal {
                 screen.chart(&watch.view(0).losses);
             }
             let Fitted { summary, weights_digest, .. } = fitted;
-            screen.summary(summary, weights_digest, self.config.device.link.as_deref(), &[]);
+            screen.summary(summary, Some(weights_digest), self.config.device.link.as_deref(), &[]);
         }
         self.files.write(&self.config);
     }

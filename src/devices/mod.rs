@@ -277,7 +277,7 @@ pub fn check_kernels(
     cuda::check(config, group, seed, each)
 }
 
-/// Measures the link and the products of the GPU that a config names.
+/// Measures the link and the products of the GPU that a config names, and compiles its kernels.
 ///
 /// # Errors
 /// There is no such GPU, or it failed.
@@ -294,6 +294,6 @@ pub fn device_flops_per_second(config: &Config) -> Result<f64, Error> {
         DeviceKind::Cpu => {
             product_flops_per_second(config.device.threads.unwrap_or_else(machine::cores))
         }
-        DeviceKind::Cuda => Ok(gpu_rates(config)?.product),
+        DeviceKind::Cuda => cuda::product_rate(config),
     }
 }

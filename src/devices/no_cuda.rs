@@ -62,6 +62,10 @@ pub(super) fn rates(_: &Config) -> Result<GpuRates, Error> {
     Err(left_out())
 }
 
+pub(super) fn product_rate(_: &Config) -> Result<f64, Error> {
+    Err(left_out())
+}
+
 /// The emulated driver, which is not built either.
 #[cfg(test)]
 pub(crate) mod emulated {

@@ -16,6 +16,23 @@ pub struct Library {
     pub install: &'static str,
 }
 
+impl Library {
+    /// A description of why it cannot be used, and of what to do, to be read behind its name.
+    pub fn problem(&self) -> Option<String> {
+        match (self.version, &self.path) {
+            (Some(_), _) => None,
+            (None, None) => Some(format!("is not there, or cannot be loaded: {}", self.install)),
+            // The toolkit has stubs of the driver's library, to build programs without a driver.
+            (None, Some(path)) => Some(format!(
+                "is {}, which does not tell its version, as a stub of CUDA's toolkit: take its \
+                 folder out of LD_LIBRARY_PATH, or {}",
+                path.display(),
+                self.install
+            )),
+        }
+    }
+}
+
 /// A GPU, as the driver reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {

@@ -11,9 +11,10 @@ use l2l_actors::schedule::BlockId;
 
 use crate::compression::{Compression, FeedbackRun};
 use crate::models::Model;
+use crate::tensor::{Pages, touch};
 
 /// The runs of one block, group after group.
-type Runs = Vec<Vec<f32>>;
+type Runs = Vec<Pages>;
 
 pub(crate) struct ErrorFeedback {
     pub(crate) compression: Compression,
@@ -40,10 +41,20 @@ impl ErrorFeedback {
         let is_own = |run: usize| own.contains(&((run / compression.runs_per_group()) as u32));
         let zeros = |runs: &Vec<FeedbackRun>| {
             let len = |(at, run): (usize, &FeedbackRun)| if is_own(at) { run.len } else { 0 };
-            RwLock::new(runs.iter().enumerate().map(|run| vec![0.0; len(run)]).collect())
+            let pages =
+                |run| Pages::new(len(run)).expect("the plan found that much memory available");
+            RwLock::new(runs.iter().enumerate().map(pages).collect())
         };
         let runs = layout.iter().map(zeros).collect();
         ErrorFeedback { compression, groups, own, layout, runs }
+    }
+
+    /// Makes the system give the memory of all runs.
+    pub(super) fn prepare(&self) {
+        for runs in &self.runs {
+            let mut runs = runs.write().expect("nobody panicked inside");
+            runs.iter_mut().for_each(|run| touch(run));
+        }
     }
 
     /// The number of runs of a block.

@@ -12,7 +12,7 @@ use l2l_actors::schedule::{BlockId, Version};
 use super::BlockRun;
 use crate::models::BlockTensors;
 use crate::optimizers::StateLayout;
-use crate::tensor::Pages;
+use crate::tensor::{Pages, touch};
 
 #[derive(Debug)]
 pub(crate) struct MasterBlock {
@@ -23,13 +23,18 @@ pub(crate) struct MasterBlock {
     /// pin.
     pub(crate) parameters: Pages,
     /// The optimizer's states: state `i` of all tensors, one behind the other.
-    pub(crate) states: Vec<Vec<f32>>,
+    pub(crate) states: Vec<Pages>,
 }
 
 /// The blocks of a model and their gradient regions in memory.
 pub(crate) struct MemoryTier {
     blocks: Vec<RwLock<MasterBlock>>,
-    regions: Vec<RwLock<Vec<f32>>>,
+    regions: Vec<RwLock<Pages>>,
+}
+
+/// Zeros, of which the system gives pages when they are first written.
+fn pages(len: usize) -> Pages {
+    Pages::new(len).expect("the plan found that much memory available")
 }
 
 impl MemoryTier {
@@ -40,14 +45,13 @@ impl MemoryTier {
         region: impl Fn(BlockId) -> bool,
     ) -> MemoryTier {
         let block = |(index, tensors): (usize, &BlockTensors)| {
-            let states = states.of(index).lens().iter().map(|&len| vec![0.0; len]).collect();
-            let parameters = Pages::new(tensors.host_len());
-            let parameters = parameters.expect("the plan found that much memory available");
+            let states = states.of(index).lens().iter().map(|&len| pages(len)).collect();
+            let parameters = pages(tensors.host_len());
             RwLock::new(MasterBlock { version: 0, updates: 0, parameters, states })
         };
         let region = |(index, tensors): (usize, &BlockTensors)| {
             let len = if region(BlockId(index as u32)) { tensors.trained_len() } else { 0 };
-            RwLock::new(vec![0.0; len])
+            RwLock::new(pages(len))
         };
         MemoryTier {
             blocks: blocks.iter().enumerate().map(block).collect(),
@@ -76,7 +80,7 @@ impl MemoryTier {
         let block = self.blocks[id.0 as usize].read().expect("nobody panicked inside");
         read(match run {
             BlockRun::Parameters => &block.parameters,
-            BlockRun::State(index) => block.states.get(index).map_or(&[], Vec::as_slice),
+            BlockRun::State(index) => block.states.get(index).map_or(&[], |state| state),
             BlockRun::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
         })
     }
@@ -85,15 +89,20 @@ impl MemoryTier {
         let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
         write(match run {
             BlockRun::Parameters => &mut block.parameters,
-            BlockRun::State(index) => block.states.get_mut(index).map_or(&mut [], Vec::as_mut),
+            BlockRun::State(index) => block.states.get_mut(index).map_or(&mut [], |state| state),
             BlockRun::Feedback(_) => unreachable!("`ErrorFeedback` has its runs"),
         });
     }
 
-    /// Calls `pin` with the memory of each block's masters, before the first step.
-    pub(crate) fn pin_masters(&self, mut pin: impl FnMut(&mut [f32])) {
-        for block in &self.blocks {
-            pin(&mut block.write().expect("nobody panicked inside").parameters);
+    /// Calls `pin` with the memory of each block's masters, and makes the system give the memory of
+    /// optimizer states and gradient regions.
+    pub(super) fn prepare(&self, mut pin: impl FnMut(&mut [f32])) {
+        for (block, region) in self.blocks.iter().zip(&self.regions) {
+            let mut block = block.write().expect("nobody panicked inside");
+            pin(&mut block.parameters);
+            block.states.iter_mut().for_each(|state| touch(state));
+            drop(block);
+            touch(&mut region.write().expect("nobody panicked inside"));
         }
     }
 
@@ -125,14 +134,42 @@ impl MemoryTier {
     }
 
     /// A lease to read a block's gradient region.
-    pub(crate) fn region(&self, id: BlockId) -> RwLockReadGuard<'_, Vec<f32>> {
+    pub(crate) fn region(&self, id: BlockId) -> RwLockReadGuard<'_, Pages> {
         let region = self.regions[id.0 as usize].try_read();
         region.unwrap_or_else(|_| panic!("the region of {id} is being written"))
     }
 
     /// A lease to write a block's gradient region.
-    pub(crate) fn region_mut(&self, id: BlockId) -> RwLockWriteGuard<'_, Vec<f32>> {
+    pub(crate) fn region_mut(&self, id: BlockId) -> RwLockWriteGuard<'_, Pages> {
         let region = self.regions[id.0 as usize].try_write();
         region.unwrap_or_else(|_| panic!("the region of {id} is in use"))
+    }
+}
+
+#[cfg(all(test, target_os = "linux", not(miri)))]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::models::{Model, families};
+    use crate::tensor::given_pages;
+
+    /// The first step waits for no page of masters, states and regions.
+    #[test]
+    fn prepared_memory_is_there() {
+        let model = Model::new(families::preset("gpt-small").expect("there is one"));
+        let states = StateLayout::new(&*Config::default().update_rule(), &model.blocks);
+        let memory = MemoryTier::new(&model.blocks, &states, |_| true);
+        let mut pinned = Vec::new();
+        memory.prepare(|masters| pinned.push(masters.as_ptr().addr()));
+        let pages = |floats: &[f32]| size_of_val(floats).div_ceil(4096);
+        for (index, masters) in pinned.into_iter().enumerate() {
+            let id = BlockId(index as u32);
+            let block = memory.read(id, 0);
+            assert_eq!(block.parameters.as_ptr().addr(), masters);
+            let region = memory.region(id);
+            for memory in block.states.iter().chain([&*region]) {
+                assert_eq!(given_pages(memory), pages(memory));
+            }
+        }
     }
 }

@@ -191,6 +191,17 @@ impl Eps {
         }
     }
 
+    /// Makes the system give all memory of blocks, so that the first step does not wait for it.
+    /// Calls `pin` with the memory of each block's masters. Blocks may be filled meanwhile.
+    pub(crate) fn prepare(&self, pin: impl FnMut(&mut [f32])) {
+        if let Tier::Memory(memory) = &self.tier {
+            memory.prepare(pin);
+        }
+        if let Some(feedback) = &self.feedback {
+            feedback.prepare();
+        }
+    }
+
     /// The optimizer's states of this rank's part of a block.
     pub(crate) fn own_states(&self, id: BlockId) -> &BlockStates {
         self.states.of(id.0 as usize)

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::adapter_config::{ADAPTER_CONFIG, AdapterConfig};
 use super::json;
 use super::sealed::RECORD;
-use super::weights::WeightFile;
+use super::weight_file::WeightFile;
 use crate::error::Error;
 use crate::kernels::ProblemType;
 use crate::models::{BlockTensors, Head, Lora, Model, Shape, adapters, families};

@@ -6,7 +6,8 @@ use std::path::Path;
 use safetensors::tensor::TensorView;
 
 use super::sealed::STATES;
-use super::weights::{WeightFile, decode_all};
+use super::weight_file::WeightFile;
+use super::weights::decode_all;
 use crate::error::Error;
 use crate::optimizers::Ema;
 

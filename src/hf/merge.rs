@@ -11,7 +11,8 @@ use super::adapters::{PREFIX, SavedAdapters, WEIGHTS, adapters_head, read_lora, 
 use super::config::read_shape;
 use super::names::{is_float, is_of_other_head};
 use super::tied::{has_own_head, keeps_tied};
-use super::weights::{WeightFile, decode_all};
+use super::weight_file::WeightFile;
+use super::weights::decode_all;
 use crate::error::Error;
 use crate::models::{Head, Lora, Model, Shape, Training, adapters};
 

@@ -42,6 +42,7 @@ mod tokenizer;
 mod tokenizer_json;
 #[cfg(feature = "tokenizers")]
 mod tokenizer_settings;
+mod weight_file;
 mod weights;
 
 pub(crate) use adapters::{

@@ -9,10 +9,13 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
 
+use rayon::ThreadPoolBuilder;
+use rayon::prelude::*;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::error::Error;
+use crate::machine;
 
 /// The file that only a checkpoint has.
 pub(crate) const RECORD: &str = "l2l.json";
@@ -115,19 +118,21 @@ pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
     if open == text || digest(&open) != own {
         return Err(refuse(format!("{RECORD} is not what was written")));
     }
-    for (name, digest) in files {
-        if which == Sealed::Model && name == STATES {
-            continue;
+    let mut compared: Vec<(&String, &Value)> = files.iter().collect();
+    compared.retain(|(name, _)| which == Sealed::All || *name != STATES);
+    let problem = |(name, digest): (&String, &Value)| match file_digest(&directory.join(name)) {
+        Ok(found) if digest.as_str() == Some(&found) => None,
+        Ok(_) => Some(refuse(format!("{name} is not what was written"))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Some(refuse(format!("{name} is missing")))
         }
-        match file_digest(&directory.join(name)) {
-            Ok(found) if digest.as_str() == Some(&found) => {}
-            Ok(_) => return Err(refuse(format!("{name} is not what was written"))),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(refuse(format!("{name} is missing")));
-            }
-            Err(error) => return Err(cannot_read(name, error)),
-        }
-    }
+        Err(error) => Some(cannot_read(name, error)),
+    };
+    // The digest of a file takes one thread, so several files are read side by side.
+    let count = compared.len().clamp(1, machine::cores());
+    let threads = ThreadPoolBuilder::new().num_threads(count).build().map_err(Error::no_thread)?;
+    let found = threads.install(|| compared.into_par_iter().find_map_first(problem));
+    found.map_or(Ok(()), Err)?;
     // A file of weights that was added later could be read in place of the checkpoint's.
     let is_weights = |name: &str| name.contains(".safetensors");
     for entry in fs::read_dir(directory).map_err(|error| cannot_read(".", error))? {

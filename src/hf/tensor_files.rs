@@ -376,7 +376,7 @@ mod tests {
         let make = || Eps::in_memory(model.blocks.clone(), none(), |_| false);
         let from = make();
         let to = make();
-        from.randomise(&model, 3).expect("memory has no disk");
+        from.randomise(&model, 3, |_| true).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
         let all = stored_parameters(&model, &from);
         let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), |_| None);

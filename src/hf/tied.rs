@@ -10,7 +10,8 @@ use super::adapter_config::ADAPTER_CONFIG;
 use super::config::read_config;
 use super::json;
 use super::names::{find, is_float};
-use super::weights::{WeightFile, decode, weight_files};
+use super::weight_file::WeightFile;
+use super::weights::{decode, weight_files};
 use crate::error::Error;
 use crate::models::{Shape, families};
 

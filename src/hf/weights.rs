@@ -6,24 +6,22 @@
 //! prefix of tensor names.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 use half::{bf16, f16};
 use l2l_actors::schedule::BlockId;
-use memmap2::Mmap;
+use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
 use super::names::{Spelling, check, find, is_of_new_head};
 use super::tied::is_tied;
+use super::weight_file::WeightFile;
 use super::{json, quantised};
 use crate::eps::{BlockRun, Eps};
 use crate::error::Error;
-use crate::lfs;
 use crate::models::adapters::is_of_adapter;
 use crate::models::families::Names;
 use crate::models::{BlockTensors, Model};
@@ -50,6 +48,10 @@ impl FileTensor {
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 const FLOAT: usize = size_of::<f32>();
+
+/// Elements of a tensor that one thread reads at once: a megabyte, which is little beside a tensor
+/// and much beside a page of the file.
+const CHUNK: usize = 1 << 18;
 
 /// The range of floats at these bytes.
 fn floats(bytes: &Range<usize>) -> Range<usize> {
@@ -298,55 +300,6 @@ fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
     }
 }
 
-/// A safetensors file, mapped to memory to be read.
-pub(super) struct WeightFile {
-    path: PathBuf,
-    map: Mmap,
-}
-
-impl WeightFile {
-    /// Maps a file, and checks its header.
-    pub(super) fn open(path: &Path) -> Result<WeightFile, Error> {
-        let refuse = |error: io::Error| Error::bad_model(path.display(), error);
-        let file = File::open(path).map_err(refuse)?;
-        // SAFETY: the map is only read. Nothing protects it from another process that truncates the
-        // file meanwhile. The documentation asks users not to do that.
-        let map = unsafe { Mmap::map(&file) }.map_err(refuse)?;
-        let file = WeightFile { path: path.into(), map };
-        SafeTensors::read_metadata(&file.map).map_err(|error| {
-            match lfs::is_pointer(&file.map) {
-                true => file.refuse(lfs::INSTEAD),
-                false => file.refuse(error),
-            }
-        })?;
-        Ok(file)
-    }
-
-    /// The file's tensors.
-    pub(super) fn tensors(&self) -> SafeTensors<'_> {
-        SafeTensors::deserialize(&self.map).expect("open() read its header")
-    }
-
-    /// The names of the file's tensors, in the order of their data.
-    pub(super) fn names_in_order(&self) -> Vec<String> {
-        let (_, metadata) = SafeTensors::read_metadata(&self.map).expect("open() read it");
-        metadata.offset_keys()
-    }
-
-    /// An error about the file's content.
-    pub(super) fn refuse(&self, what: impl std::fmt::Display) -> Error {
-        Error::bad_model(self.path.display(), what)
-    }
-
-    /// Lets the system drop the pages that were read from memory.
-    fn forget_pages(&self) {
-        // SAFETY: the map is of a file and is not written to, so the system reads the same pages
-        // again when they are next used.
-        #[cfg(target_os = "linux")]
-        let _ = unsafe { self.map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
-    }
-}
-
 /// The tensors that are read, and whether their values are checked.
 #[derive(Clone, Copy)]
 pub(crate) struct Load {
@@ -414,9 +367,13 @@ fn read(
         own.partition(|(name, _)| keeps_initial(name));
     check(&parsed, &tensors, spelling, brought, &find).map_err(|what| files[0].refuse(what))?;
     if all_finite {
-        let mut views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
-        let checked = views.try_for_each(|(name, view)| check_finite(name, &view));
-        checked.map_err(|what| files[0].refuse(what))?;
+        let views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
+        let views: Vec<(&&String, TensorView<'_>)> = views.collect();
+        let found = views.par_iter().find_map_first(|(name, view)| {
+            let file = files.iter().find(|file| file.has(view)).unwrap_or(&files[0]);
+            check_finite(name, view).map_err(|what| file.refuse(what)).err()
+        });
+        found.map_or(Ok(()), Err)?;
     }
     // Block by block, because the EPS on file writes whole blocks.
     let mut blocks = BTreeMap::<_, Vec<_>>::new();
@@ -435,11 +392,13 @@ fn read(
             for (name, range, from) in pieces {
                 let view = find(name).expect("check() found it");
                 if part == BlockRun::Parameters {
-                    decode(&mut values[floats(&range)], &view, from / FLOAT);
+                    let to = values[floats(&range)].par_chunks_mut(CHUNK).enumerate();
+                    to.for_each(|(nth, to)| decode(to, &view, from / FLOAT + nth * CHUNK));
                 } else {
                     let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
-                    let len = range.len();
-                    bytes[range].copy_from_slice(&view.data()[from..][..len]);
+                    let from = view.data()[from..][..range.len()].par_chunks(FLOAT * CHUNK);
+                    let to = bytes[range].par_chunks_mut(FLOAT * CHUNK);
+                    to.zip(from).for_each(|(to, from)| to.copy_from_slice(from));
                 }
             }
         })?;

@@ -99,7 +99,7 @@ impl Loaded {
         };
         let worker = Worker::new(&config, parts)?;
         let how = Load::to_use(!config.model.unsealed);
-        worker.install(|| resolve::load_first(&config, &model, worker.eps(), how))?;
+        worker.fill(|eps| resolve::load_first(&config, &model, eps, how))?;
         let work = Emulated::new(&config, worker, false)?;
         Ok(Loaded { engine: Engine::start(config, work, 0)? })
     }

@@ -4,10 +4,11 @@ use crate::config::{Config, ModelConfig};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf::{self, Load, Sealed};
+use crate::models::adapters::is_of_adapter;
 use crate::models::{BlockTensors, Model};
 
-/// Fills the EPS with random numbers, over them the weights of the directory that the config
-/// names, and over these the adapters that it names. Returns the names of tensors that neither
+/// Fills the EPS with the weights of the directory that the config names, and with the adapters
+/// that it names. All other tensors get random numbers. Returns the names of tensors that neither
 /// directory has. Seals of the directories are checked before, unless the config allows changed
 /// files.
 ///
@@ -46,8 +47,15 @@ fn load_base(
     if let Some(path) = path.filter(|_| !unsealed) {
         hf::check_seal(path, Sealed::Model)?;
     }
-    eps.randomise(model, config.step.seed)?;
-    path.map_or(Ok(Vec::new()), |path| hf::load(path, model, eps, how, brought))
+    let seed = config.step.seed;
+    let Some(path) = path else {
+        eps.randomise(model, seed, |_| true)?;
+        return Ok(Vec::new());
+    };
+    let missing = hf::load(path, model, eps, how, brought)?;
+    let lacks = |name: &String| missing.contains(name) || brought.contains(name);
+    eps.randomise(model, seed, |tensor| is_of_adapter(&tensor.name) || lacks(&tensor.name))?;
+    Ok(missing)
 }
 
 /// Refuses tensors that the model's directory does not have (`missing`) and that a run with

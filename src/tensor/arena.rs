@@ -5,14 +5,17 @@
 //! tested there). This file checks that ranges lie inside the arena.
 
 use std::cell::UnsafeCell;
+use std::hint::black_box;
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
+use std::thread;
 
 use memmap2::{MmapMut, MmapOptions};
 
 use super::guards::Guards;
 use super::slots::ArenaPlan;
 use super::view::View;
+use crate::machine;
 
 /// Floats on pages of their own, in huge pages where the system has them.
 #[derive(Debug)]
@@ -34,6 +37,47 @@ impl Pages {
         let _ = memory.advise(memmap2::Advice::HugePage); // without them it is slower, not wrong
         Ok(Pages { memory, bytes })
     }
+}
+
+/// Bytes of a page.
+const PAGE: usize = 4096;
+
+/// The least words that a thread of their own is worth: its start costs as much as some pages.
+const SHARE: usize = 1 << 20;
+
+/// Makes the system give all pages of a memory, by all threads. They would otherwise be given when
+/// they are first written, perhaps by one thread.
+pub(crate) fn touch(memory: &mut [f32]) {
+    let words: &mut [u32] = bytemuck::cast_slice_mut(memory);
+    let each = |share: &mut [u32]| {
+        for page in share.chunks_mut(PAGE / size_of::<u32>()) {
+            page[0] = black_box(page[0]);
+        }
+    };
+    let share = words.len().div_ceil(machine::cores()).next_multiple_of(PAGE).max(SHARE);
+    if words.len() <= share {
+        return each(words);
+    }
+    thread::scope(|scope| {
+        for share in words.chunks_mut(share) {
+            // Pages that no thread touches come when they are first written.
+            _ = thread::Builder::new().spawn_scoped(scope, move || each(share));
+        }
+    });
+}
+
+/// The number of pages of a memory that the system has given.
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) fn given_pages(memory: &[f32]) -> usize {
+    use std::os::unix::fs::FileExt;
+    let map = std::fs::File::open("/proc/self/pagemap").expect("every process has one");
+    let first = memory.as_ptr().addr() / PAGE;
+    let pages = size_of_val(memory).div_ceil(PAGE);
+    let mut entries = vec![0_u64; pages];
+    let at = (first * size_of::<u64>()) as u64;
+    map.read_exact_at(bytemuck::cast_slice_mut(&mut entries), at).expect("it has all pages");
+    // Bit 63: the page is in memory. Bit 62: it is swapped out.
+    entries.iter().filter(|&&entry| entry >> 62 != 0).count()
 }
 
 impl Deref for Pages {
@@ -209,6 +253,21 @@ mod tests {
         let slots = vec![("weights", regions[0]), ("landing", regions[1])];
         let arena = Arena::planned(&ArenaPlan { floats: 96, slots }).expect("little");
         (arena, [regions[0].whole(0), regions[0].whole(1), regions[1].whole(0)])
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    #[cfg_attr(miri, ignore = "Miri has no pages")]
+    fn touched_pages_are_there_and_keep_their_values() {
+        for len in [1, PAGE / 4, PAGE / 4 + 1, 2 * SHARE + 5] {
+            let mut pages = Pages::new(len).expect("little");
+            let all = (len * size_of::<f32>()).div_ceil(PAGE);
+            assert_eq!(given_pages(&pages), 0, "{len}");
+            pages[len - 1] = f32::NAN;
+            touch(&mut pages);
+            assert_eq!(given_pages(&pages), all, "{len}");
+            assert!(pages[..len - 1].iter().all(|&value| value == 0.0) && pages[len - 1].is_nan());
+        }
     }
 
     #[test]

@@ -11,7 +11,9 @@ mod scratch;
 mod slots;
 mod view;
 
-pub(crate) use arena::{Arena, Pages};
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) use arena::given_pages;
+pub(crate) use arena::{Arena, Pages, touch};
 pub(crate) use lease::Lease;
 pub(crate) use packed::{Element, Packing, narrow, packed_bf16, widen, widen_in_place};
 pub use quantised::{NotQuantisable, Quantisation};

@@ -49,19 +49,21 @@ impl Evaluation {
 }
 
 impl Summary {
-    /// The summary as an event, with the [digest](crate::Trainer::digest) of the weights. `link` is
-    /// the emulated link, `device.link`.
-    pub fn event(&self, weights_digest: &str, link: Option<&str>) -> Value {
+    /// The summary as an event, with the [digest](crate::Trainer::digest) of the weights, if it is
+    /// known. `link` is the emulated link, `device.link`.
+    pub fn event(&self, weights_digest: Option<&str>, link: Option<&str>) -> Value {
         let mut event = json!({
             "event": "summary",
             "steps": self.steps,
             "seconds": self.seconds,
-            "weights_digest": weights_digest,
             "visits": self.visits,
             "bytes_uploaded": self.bytes_uploaded,
             "bytes_downloaded": self.bytes_downloaded,
             "pinned_bytes": self.pinned_bytes,
         });
+        if let Some(digest) = weights_digest {
+            event["weights_digest"] = json!(digest);
+        }
         if self.skipped > 0 {
             event["skipped_steps"] = json!(self.skipped);
         }

@@ -24,6 +24,7 @@ mod step;
 mod tests;
 
 use std::sync::{Arc, RwLock};
+use std::thread;
 use std::time::Duration;
 
 use l2l_actors::threads::{LaneWork, Pending};
@@ -92,9 +93,6 @@ impl Worker {
         };
         let devices = devices::open(config, &model, &on_device, &on_host, own, &threads.pool)?;
         let memory = Memory::new(&plan, &devices)?;
-        if eps.file().is_none() {
-            eps.memory().pin_masters(|masters| devices[0].pin(masters));
-        }
         let used = Arc::new(Used::of(devices.len()));
         let received_rows = plan.regions.slots(Holder::ReceivedRows, Side::HostOwn).floats();
         let shared = Arc::new(Shared {
@@ -121,9 +119,18 @@ impl Worker {
         })
     }
 
-    /// Runs `work`, whose parallel loops then use the host's threads.
-    pub(crate) fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        self.shared.threads.install(work)
+    /// Fills the EPS by `fill`, whose parallel loops use the host's threads. Meanwhile, another
+    /// thread prepares the memory of blocks that the first step uses.
+    pub(crate) fn fill<R: Send>(&self, fill: impl FnOnce(&Eps) -> R + Send) -> R {
+        let Shared { eps, threads, .. } = &*self.shared;
+        let device = self.devices.first();
+        let prepare = || eps.prepare(|masters| device.pin(masters));
+        thread::scope(|scope| {
+            if thread::Builder::new().spawn_scoped(scope, prepare).is_err() {
+                prepare(); // the system has no thread for it
+            }
+            threads.install(|| fill(eps))
+        })
     }
 
     /// The parameters.

@@ -142,7 +142,8 @@ impl Small {
         let parts = WorkerParts { model, plan, rule, learning_rate, eps, records };
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
-        worker.eps().randomise(worker.model(), 1).expect("room on a disk");
+        let filled = worker.fill(|eps| eps.randomise(worker.model(), 1, |_| true));
+        filled.expect("room on a disk");
         worker
     }
 }

@@ -252,6 +252,13 @@ fn plan_bench_doctor_and_the_rest() {
     assert!(summary["exposed_wait_fraction"].as_f64().is_some_and(|share| share < 1.0));
     assert!(!folder.path().join("checkpoints").exists(), "a bench leaves nothing");
     assert!(!log.exists(), "the log is a run's");
+    // All weights are digested on request alone: that takes a pass over the model.
+    assert!(summary.get("weights_digest").is_none(), "{summary}");
+    let two_steps = [&*config, "--set", "step.steps=2", "--format", "json"];
+    let digested = events(&good(&[&["bench", "--digest"], &two_steps[..]].concat()));
+    let trained = events(&good(&[&["train"], &two_steps[..]].concat()));
+    assert_eq!(digest(&digested), digest(&trained));
+    fs::remove_dir_all(folder.path().join("checkpoints")).expect("the training's");
     let refused = output(&["bench", &config, "--products"]);
     assert_eq!(refused.status.code(), Some(2));
     let refused = String::from_utf8_lossy(&refused.stderr).into_owned();

@@ -4,7 +4,9 @@
 //! The test builds small libraries that know little but their version.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
+
+use serde_json::Value;
 
 /// Builds a library. False when there is no compiler.
 fn library(folder: &Path, name: &str, text: &str) -> bool {
@@ -25,6 +27,123 @@ fn said(folder: &Path, more: &[&str]) -> String {
     assert_eq!(output.status.code(), Some(2), "{error}");
     assert!(error.starts_with("error: device.kind = \"cuda\": "), "{error}");
     error
+}
+
+/// What `doctor` reports and how it ends, with these folders on the loader's path.
+fn doctor(path: &str, more: &[&str]) -> (Value, Output) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
+    command.args(["doctor", "--format", "json"]).args(more).env("LD_LIBRARY_PATH", path);
+    let output = command.output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    (serde_json::from_str(&text).expect("an object"), output)
+}
+
+/// A driver that fails, or a GPU that a config asks for and cannot be used, is told with its reason
+/// in both formats, and the command does not end with status 0. A machine without a GPU is well.
+#[test]
+fn doctor_tells_why_a_gpu_cannot_be_used() {
+    if !l2l::devices::gpus().unwrap_or_default().is_empty() {
+        return; // here a GPU can be used
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let folder = folder.path();
+    let path = folder.display().to_string();
+    let (report, output) = doctor(&path, &[]);
+    assert_eq!((&report["gpu_error"], &report["disk_error"]), (&Value::Null, &Value::Null));
+    assert_eq!(output.status.code(), Some(0));
+    let ends_with = |more: &[&str], says: &str| {
+        let (report, output) = doctor(&path, more);
+        let reason = report["gpu_error"].as_str().expect("a reason");
+        assert!(reason.contains(says), "{reason}");
+        assert_eq!(output.status.code(), Some(1));
+        assert!(String::from_utf8_lossy(&output.stderr).contains(reason));
+    };
+    ends_with(&["--set", "device.kind=cuda"], "libcuda.so is not there");
+    if library(folder, "libcuda.so", &driver(13000, 100)) {
+        ends_with(&[], "CUDA_ERROR_NO_DEVICE");
+    }
+}
+
+/// CUDA's toolkit has a library in place of the driver's, of which every call fails.
+const STUB: &str = "
+int cuDriverGetVersion(int *version) { return 34; }
+int cuInit(unsigned flags) { return 34; }
+int cuGetErrorName(int error, const char **name) { return 34; }
+int cuGetErrorString(int error, const char **text) { return 34; }
+";
+
+/// The toolkit's folder of stubs is left out of the loader's path. A stub elsewhere is named.
+#[test]
+fn the_drivers_library_is_found_behind_stubs() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let stubs = folder.path().join("lib64/stubs");
+    let own = folder.path().join("driver");
+    std::fs::create_dir_all(&stubs).expect("room on a disk");
+    std::fs::create_dir(&own).expect("room on a disk");
+    if !library(&stubs, "libcuda.so", STUB) {
+        return;
+    }
+    assert!(library(&own, "libcuda.so.1", &driver(13000, 100)));
+    let path = format!("{}:{}", stubs.display(), own.display());
+    let (report, _) = doctor(&path, &[]);
+    let found = &report["cuda_libraries"]["libcuda.so"];
+    let expected = own.join("libcuda.so.1").display().to_string();
+    assert_eq!((&found["version"], &found["path"]), (&"13.0".into(), &expected.into()));
+    let elsewhere = folder.path().join("elsewhere");
+    std::fs::rename(&stubs, &elsewhere).expect("a folder of ours");
+    let error = said(&elsewhere, &[]);
+    let file = elsewhere.join("libcuda.so").display().to_string();
+    assert!(error.contains(&format!("libcuda.so is {file}, which does not tell")), "{error}");
+}
+
+/// A driver of one GPU that loads no code.
+const GPU: &str = "
+#include <stddef.h>
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetName(char *name, int length, int device) { name[0] = 0; return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)80 << 30; return 0; }
+int cuDeviceGetAttribute(int *to, int which, int device) { *to = which == 75 ? 9 : 0; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+int cuCtxSetCurrent(void *context) { return 0; }
+int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)2; return 0; }
+int cuStreamDestroy_v2(void *stream) { return 0; }
+int cuStreamSynchronize(void *stream) { return 0; }
+int cuModuleLoadData(void **module, const void *image) { return 201; }
+int cuGetErrorName(int error, const char **name) { *name = \"NOTHING\"; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = \"no code is loaded\"; return 0; }
+";
+
+/// NVRTC compiles all kernels from a Python package, outside of the loader's path. `.ci/kernels`
+/// installs packages, and names their folders in a variable.
+#[test]
+fn nvrtc_of_python_packages_compiles_all_kernels() {
+    let Ok(folders) = std::env::var("L2L_NVRTC") else { return };
+    for of_nvrtc in folders.split(':') {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let folder = folder.path();
+        assert!(library(folder, "libcuda.so", GPU), "a C compiler");
+        let products = "unsigned long cublasLtGetVersion(void) { return 120000; }";
+        assert!(library(folder, "libcublasLt.so", products));
+        let kernels = folder.join("kernels");
+        let cache = format!("device.kernel_cache={}", kernels.display());
+        let libraries = format!("device.cuda_libraries={of_nvrtc}");
+        for (dtype, parts) in [("f32", 4), ("bf16", 13)] {
+            let dtype = format!("device.dtype={dtype}");
+            let sets = ["--set", &cache, "--set", &libraries, "--set", &dtype];
+            let error = said(folder, &sets);
+            assert!(error.contains("no code is loaded"), "{of_nvrtc}: {error}");
+            let files = std::fs::read_dir(&kernels).expect("the cache");
+            let names = files.map(|file| file.expect("the cache").file_name());
+            let names: Vec<String> = names.map(|name| name.to_string_lossy().into()).collect();
+            let of = |text: &str| names.iter().filter(|name| name.starts_with(text)).count();
+            assert_eq!((of("attention-"), of("norm-")), (parts, 1), "{names:?}");
+            std::fs::remove_dir_all(&kernels).expect("the cache");
+        }
+    }
 }
 
 const DRIVER: &str = "

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -130,6 +131,47 @@ fn half_written_shards() {
         });
         refused(&folder, &["model-2.safetensors"]);
     }
+}
+
+/// All threads look for values that are not finite. The error is that of the first tensor by name,
+/// of its first such value, and of the file that has it.
+#[test]
+fn the_first_value_that_is_not_finite_is_named() {
+    let golden = fs::read(goldens("tied").join("model.safetensors")).expect("it is committed");
+    let golden = SafeTensors::deserialize(&golden).expect("it is whole");
+    let mut names: Vec<String> = golden.names().into_iter().map(str::to_string).collect();
+    names.sort();
+    let bad = [&names[names.len() - 1], &names[2]];
+    let in_shard = |shard: usize| {
+        let own = names.iter().enumerate().filter(|(nth, _)| nth % 2 == shard);
+        let tensors = own.map(|(_, name)| {
+            let view = golden.tensor(name).expect("it is one of its names");
+            let mut data = view.data().to_vec();
+            if bad.contains(&name) {
+                let nan = f32::NAN.to_le_bytes();
+                data[4..8].copy_from_slice(&nan);
+                let end = data.len() - 4;
+                data[end..].copy_from_slice(&nan);
+            }
+            (name.clone(), (view.dtype(), view.shape().to_vec(), data))
+        });
+        tensors.collect::<Vec<_>>()
+    };
+    let map = json!({ "a": "model-0.safetensors", "b": "model-1.safetensors" });
+    let index = json!({ "metadata": {}, "weight_map": map }).to_string();
+    let folder = directory("tied", |at| {
+        fs::write(at.join("model.safetensors.index.json"), &index).expect("ours");
+        for shard in 0..2 {
+            let owned = in_shard(shard);
+            let views = owned.iter().map(|(name, (dtype, shape, data))| {
+                (name, TensorView::new(*dtype, shape.clone(), data).expect("it is whole"))
+            });
+            let bytes = safetensors::serialize(views, None).expect("plain tensors");
+            fs::write(at.join(format!("model-{shard}.safetensors")), bytes).expect("ours");
+        }
+    });
+    let says = format!("model-0.safetensors: element 1 of tensor {} is NaN", names[2]);
+    refused(&folder, &[&says]);
 }
 
 /// The first BERT's checkpoints have other names of norms.

@@ -3,6 +3,9 @@
 use std::ffi::{CString, c_char};
 use std::fs;
 use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread;
 
 use cudarc::nvrtc::{result, sys};
 use l2l_actors::BoxedError;
@@ -10,14 +13,50 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::texts::{PRELUDE, Target, element};
 use crate::devices::Library;
+use crate::machine;
 
-/// Machine code of a text for a target, from the cache folder if it is there.
+/// A text that is compiled, or one of its [parts](super::texts::parts).
+#[derive(Clone, Copy)]
+pub(super) struct Unit<'t> {
+    pub(super) name: &'t str,
+    pub(super) text: &'t str,
+    pub(super) part: Option<u32>,
+}
+
+/// Machine code of units for a target, in their order, from the cache folder if it is there. Each
+/// core compiles one unit at a time.
+///
+/// # Errors
+/// As [`cubin`], of the first unit that has one.
+pub(super) fn cubins(
+    units: &[Unit<'_>],
+    target: Target,
+    nvrtc: &Library,
+    cache: Option<&Path>,
+) -> Result<Vec<Vec<u8>>, BoxedError> {
+    let next = AtomicUsize::new(0);
+    let codes: Vec<OnceLock<_>> = units.iter().map(|_| OnceLock::new()).collect();
+    let work = || {
+        while let Some((unit, code)) = units.iter().zip(&codes).nth(next.fetch_add(1, Relaxed)) {
+            _ = code.set(cubin(*unit, target, nvrtc, cache));
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..machine::cores().min(units.len()) {
+            // With fewer threads it takes longer.
+            _ = thread::Builder::new().spawn_scoped(scope, work);
+        }
+        work();
+    });
+    codes.into_iter().map(|code| code.into_inner().expect("a thread took it")).collect()
+}
+
+/// Machine code of a unit for a target, from the cache folder if it is there.
 ///
 /// # Errors
 /// The compiler does not know the architecture, or refuses the text.
-pub(super) fn cubin(
-    name: &str,
-    text: &str,
+fn cubin(
+    Unit { name, text, part }: Unit<'_>,
     target: Target,
     nvrtc: &Library,
     cache: Option<&Path>,
@@ -25,12 +64,13 @@ pub(super) fn cubin(
     let Target { dtype, architecture } = target;
     let (major, minor) = nvrtc.version.expect("it is loaded");
     let all = [PRELUDE, text].join("\n");
-    let options = [
+    let mut options = vec![
         format!("--gpu-architecture=sm_{architecture}"),
         "--std=c++17".into(),
         "--fmad=true".into(),
         element(dtype).into(),
     ];
+    options.extend(part.map(|part| format!("-DONLY={part}")));
     let identity = format!("{} {all} {major}.{minor}", options.join(" "));
     let file = format!("{name}-{architecture}-{:016x}.cubin", xxh3_64(identity.as_bytes()));
     let path = cache.map(|folder| folder.join(file));

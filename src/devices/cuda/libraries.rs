@@ -43,23 +43,33 @@ pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
             || (index > 0 && folder.is_some_and(|folder| load(folder, name, 4)) && is_present());
         let version = is_there.then(|| version(index)).flatten();
         index += 1;
-        Found { name, path: version.and_then(|_| loaded(name)), version, install }
+        Found { name, path: is_there.then(|| loaded(name)).flatten(), version, install }
     })
 }
 
+/// The library that NVRTC opens by name when it first compiles. That of CUDA 13.0 does not look for
+/// it in its own folder.
+const BUILT_INS: &str = "libnvrtc-builtins.so";
+
 /// Loads the first library of a name, in any version, from a folder or not too deep below it. Then
-/// the loader knows it by its name alone.
+/// the loader knows it by its name alone. So it does NVRTC's built-ins, which are loaded first.
 fn load(folder: &Path, name: &str, depth: usize) -> bool {
     let mut files = Vec::new();
+    let mut built_ins = Vec::new();
     let mut folders = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let file = entry.file_name();
-        let rest = file.to_str().and_then(|file| file.strip_prefix(name));
+        let is_called = |name: &str| {
+            let rest = file.to_str().and_then(|file| file.strip_prefix(name));
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        };
         if path.is_dir() {
             folders.push(path);
-        } else if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.')) {
+        } else if is_called(name) {
             files.push(path);
+        } else if is_called(BUILT_INS) {
+            built_ins.push(path);
         }
     }
     files.sort();
@@ -69,6 +79,9 @@ fn load(folder: &Path, name: &str, depth: usize) -> bool {
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
         library.map(std::mem::forget).is_ok()
     };
+    if name.starts_with("libnvrtc") && !files.is_empty() {
+        built_ins.iter().for_each(|path| _ = loads(path));
+    }
     files.iter().any(loads) || depth > 0 && folders.iter().any(|one| load(one, name, depth - 1))
 }
 
@@ -112,9 +125,10 @@ pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
         fs::read_dir(folder).map_err(unreadable)?;
     }
     let found = libraries(folder);
-    for Found { name, version, install, .. } in &found {
+    for library in &found {
+        let Found { name, version, install, .. } = library;
         let Some(version) = version else {
-            return Err(format!("{name} is not there, or cannot be loaded: {install}"));
+            return Err(format!("{name} {}", library.problem().unwrap_or_default()));
         };
         let (major, minor) = version;
         let driver = found[0].version.expect("it is the first that is looked at");

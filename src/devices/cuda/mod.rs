@@ -75,6 +75,12 @@ const ALIGNED: usize = 256;
 /// Floats of that workspace.
 const PRODUCT_WORKSPACE: usize = (ALIGNED + WORKSPACE) / FLOAT;
 
+/// Floats that are copied to measure the link: enough that a copy's start takes no share of it.
+const LINK_FLOATS: usize = 64 << 20;
+
+/// Rows and columns of the matrices that are multiplied to measure products.
+const PRODUCT_SIZE: usize = 8192;
+
 /// Floats of a mark, padded so that the views behind it stay aligned.
 const MARK: usize = 16;
 
@@ -201,20 +207,24 @@ pub(super) fn check(
     seed: u64,
     each: &mut dyn FnMut(&Check),
 ) -> Result<(), Error> {
-    let driver = driver(config, config.device.gpus()[0], &[])?;
+    let driver = driver(config, config.device.gpus()[0], Some(&[]))?;
     check::run(driver, config.device.dtype, group, seed, each)
         .map_err(|error| Error::Device(error.to_string()))
 }
 
-/// Measures the link and the matrix products of the GPU of a config.
+/// Measures the link and the matrix products of the GPU of a config. Its kernels are compiled, too,
+/// so that a GPU that has rates can be used.
 pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
-    rates::measure(
-        &driver(config, config.device.gpus()[0], &[])?,
-        config.device.dtype,
-        64 << 20,
-        8192,
-    )
-    .map_err(|error| Error::Device(error.to_string()))
+    let driver = driver(config, config.device.gpus()[0], Some(&[]))?;
+    rates::measure(&driver, config.device.dtype, LINK_FLOATS, PRODUCT_SIZE)
+        .map_err(|error| Error::Device(error.to_string()))
+}
+
+/// Measures the matrix products of the GPU of a config. No kernel is compiled.
+pub(super) fn product_rate(config: &Config) -> Result<f64, Error> {
+    let driver = driver(config, config.device.gpus()[0], None)?;
+    rates::measure_product(&driver, config.device.dtype, PRODUCT_SIZE)
+        .map_err(|error| Error::Device(error.to_string()))
 }
 
 /// Kernels without memory, to measure the workspace.
@@ -243,7 +253,7 @@ pub(super) fn open(
 ) -> Result<Box<dyn Device>, Error> {
     let layers = model.layers.iter().filter_map(ModelLayer::stack);
     let custom = layers.flat_map(|layer| layer.custom_kernels());
-    let driver = driver(config, ordinal, &custom.collect::<Vec<_>>())?;
+    let driver = driver(config, ordinal, Some(&custom.collect::<Vec<_>>()))?;
     let chosen = Chosen::read(config.device.kernel_cache.as_deref(), driver.product_library());
     let made = Cuda::new(driver, floats, overhead);
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
@@ -252,17 +262,19 @@ pub(super) fn open(
     Ok(Box::new(made))
 }
 
+/// The driver's device. `kernels` are compiled beside the built-in ones; `None`: no kernel is, as
+/// for measurements of products.
 fn driver(
     config: &Config,
     ordinal: usize,
-    custom: &[CustomKernel],
+    kernels: Option<&[CustomKernel]>,
 ) -> Result<Arc<dyn Driver>, Error> {
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     #[cfg(test)]
-    if let Some(emulated) = emulated::asked_for(custom, &config.device) {
+    if let Some(emulated) = emulated::asked_for(kernels.unwrap_or_default(), &config.device) {
         return emulated.map_err(refused);
     }
-    let real = real::Real::open(&config.device, ordinal, custom);
+    let real = real::Real::open(&config.device, ordinal, kernels);
     Ok(Arc::new(real.map_err(refused)?))
 }
 

@@ -1,22 +1,17 @@
 //! Memory of the host that is pinned, so that the GPU copies it directly.
 
-use std::hint::black_box;
 use std::ops::Range;
 use std::sync::Mutex;
-use std::thread;
 
 use l2l_actors::BoxedError;
 
 use super::driver::Driver;
 use crate::config::ByteSize;
-use crate::machine;
+use crate::tensor::touch;
 
 /// Memory is pinned in parts that end at multiples of this. The system refuses memory part by part,
 /// and the driver copies from one part at a time.
 const PART: usize = if cfg!(test) { 1 << 14 } else { 1 << 30 };
-
-/// Words of a page.
-const PAGE: usize = 4096 / size_of::<u32>();
 
 /// The parts of memory that begins at an address, in bytes from there.
 pub(super) fn parts(at: usize, bytes: usize) -> impl Iterator<Item = Range<usize>> {
@@ -45,7 +40,7 @@ struct State {
 impl Pinned {
     /// Pins memory, where the system allows that much. Without it copies are slower.
     pub(super) fn pin(&self, driver: &dyn Driver, memory: &mut [f32]) {
-        touch(bytemuck::cast_slice_mut(memory));
+        touch(memory); // while it pins pages, the system would give them by one thread
         let at = memory.as_mut_ptr().cast::<u8>();
         let bytes = size_of_val(memory);
         let mut state = self.0.lock().expect("nothing panics inside");
@@ -88,22 +83,6 @@ impl Pinned {
             driver.unpin(std::ptr::with_exposed_provenance_mut(at));
         }
     }
-}
-
-/// Makes the system give all pages, by all threads. While it pins pages, it would give them by one.
-fn touch(words: &mut [u32]) {
-    let share = words.len().div_ceil(machine::cores()).next_multiple_of(PAGE).max(PAGE);
-    thread::scope(|scope| {
-        for share in words.chunks_mut(share) {
-            let touch = move || {
-                for page in share.chunks_mut(PAGE) {
-                    page[0] = black_box(page[0]);
-                }
-            };
-            // Pages that no thread touches come when they are pinned.
-            let _ = thread::Builder::new().spawn_scoped(scope, touch);
-        }
-    });
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ fn median(mut run: impl FnMut() -> Result<f64, BoxedError>) -> Result<f64, Boxed
     Ok(all[2])
 }
 
-/// Copies `floats` floats, and multiplies square matrices of this size and dtype.
+/// Copies `floats` floats, and measures a product of this size and dtype.
 ///
 /// # Errors
 /// The driver's.
@@ -31,9 +31,7 @@ pub(super) fn measure(
     floats: usize,
     size: usize,
 ) -> Result<GpuRates, BoxedError> {
-    let matrix = size * size;
-    let memory = driver.allocate(floats.max(3 * matrix) * FLOAT)?;
-    let workspace = driver.allocate(WORKSPACE)?;
+    let memory = driver.allocate(floats * FLOAT)?;
     let mut host = Arena::new(floats)?;
     let values = host.values_mut(View::floats(0, floats));
     fill(values, dtype);
@@ -48,14 +46,33 @@ pub(super) fn measure(
         }
         Err(_) => None, // the system has not that much to give
     };
-    for from in (0..2 * dtype.floats(matrix)).step_by(floats) {
-        let to = memory + (from * FLOAT) as u64;
-        let bytes = floats.min(2 * dtype.floats(matrix) - from) * FLOAT;
-        driver.copy_in(Stream::Compute, to, at, bytes)?;
+    let product = measure_product(driver, dtype, size)?;
+    Ok(GpuRates { pageable, pinned, product })
+}
+
+/// FLOP/s of a product of two random square matrices of this size and dtype.
+///
+/// # Errors
+/// The driver's.
+pub(super) fn measure_product(
+    driver: &Arc<dyn Driver>,
+    dtype: Dtype,
+    size: usize,
+) -> Result<f64, BoxedError> {
+    let matrix = size * size;
+    let memory = driver.allocate(3 * matrix * FLOAT)?;
+    let workspace = driver.allocate(WORKSPACE)?;
+    let floats = dtype.floats(matrix);
+    let mut host = Arena::new(floats)?;
+    let values = host.values_mut(View::floats(0, floats));
+    fill(values, dtype);
+    let at = values.as_ptr().cast::<u8>();
+    for index in 0..2 {
+        let to = memory + (index * floats * FLOAT) as Address;
+        driver.copy_in(Stream::Compute, to, at, floats * FLOAT)?;
     }
     driver.finish();
-    let product = product_rate(driver, Place { at: memory, dtype }, workspace, size)?;
-    Ok(GpuRates { pageable, pinned, product })
+    product_rate(driver, Place { at: memory, dtype }, workspace, size)
 }
 
 /// Fills memory with random numbers. Pages that were never written do not exist, and equal numbers

@@ -4,12 +4,11 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::path::Path;
 use std::sync::Mutex;
-use std::thread;
 
 use cudarc::driver::{result, sys};
 use l2l_actors::BoxedError;
 
-use super::compile;
+use super::compile::{self, Unit};
 use super::driver::{
     Address, Algorithm, Alignment, Driver, Kind, Launch, Product, ProductLibrary, STREAMS, Stream,
 };
@@ -19,7 +18,6 @@ use super::texts::{self, Target};
 use crate::config::DeviceConfig;
 use crate::devices::{Gpu, Library, PeerView};
 use crate::kernels::CustomKernel;
-use crate::limits::no_thread;
 
 /// Bytes of shared memory that a block may have without asking.
 const SHARED: u32 = 48 << 10;
@@ -85,14 +83,15 @@ fn architecture(device: sys::CUdevice) -> Result<u32, BoxedError> {
 }
 
 impl Real {
-    /// Loads the libraries, and makes streams and kernels.
+    /// Loads the libraries, and makes streams. `kernels` are compiled beside the built-in ones;
+    /// `None`: the device gets no kernels.
     ///
     /// # Errors
     /// A library or a device is missing. The error names it, and says what to do.
     pub(super) fn open(
         config: &DeviceConfig,
         ordinal: usize,
-        custom: &[CustomKernel],
+        kernels: Option<&[CustomKernel]>,
     ) -> Result<Real, BoxedError> {
         let DeviceConfig { cuda_libraries, kernel_cache, .. } = config;
         let folder = cuda_libraries.as_deref();
@@ -128,7 +127,9 @@ impl Real {
         for stream in &mut real.streams {
             *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         }
-        real.load_kernels(&nvrtc, cache, custom)?;
+        if let Some(custom) = kernels {
+            real.load_kernels(&nvrtc, cache, custom)?;
+        }
         real.products = Some(Products::new()?);
         Ok(real)
     }
@@ -147,24 +148,21 @@ impl Real {
     ) -> Result<(), BoxedError> {
         let target = self.target;
         let texts = texts::all(custom, target)?;
-        let codes: Result<Vec<_>, String> = thread::scope(|scope| {
-            let compiles = texts.iter().map(|(name, text, _)| {
-                let compile = move || compile::cubin(name, text, target, nvrtc, cache);
-                thread::Builder::new().spawn_scoped(scope, compile).map_err(no_thread)
-            });
-            let compiles: Vec<_> = compiles.collect::<Result<_, _>>()?;
-            let codes = compiles.into_iter().map(|one| one.join().expect("a compiler returns"));
-            Ok(codes.collect())
-        });
-        for ((_, _, declared), code) in texts.into_iter().zip(codes?) {
-            let code = code?;
-            // SAFETY: the code comes from the compiler, or from the cache with its digest.
-            let module = unsafe { result::module::load_data(code.as_ptr().cast())? };
-            self.modules.push(module);
+        let mut units = Vec::new();
+        for &(name, text, _) in &texts {
+            let parts = texts::parts(text, target).into_iter();
+            units.extend(parts.map(|part| Unit { name, text, part }));
+        }
+        let codes = compile::cubins(&units, target, nvrtc, cache)?;
+        for (_, text, declared) in texts {
+            let first = self.modules.len();
+            let of_text = units.iter().zip(&codes).filter(|(unit, _)| unit.text == text);
+            for (_, code) in of_text {
+                // SAFETY: the code comes from the compiler, or from the cache with its digest.
+                self.modules.push(unsafe { result::module::load_data(code.as_ptr().cast())? });
+            }
             for kernel in declared {
-                let name = CString::new(kernel.name.clone())?;
-                // SAFETY: the module is there.
-                let function = unsafe { result::module::get_function(module, name)? };
+                let function = function(&self.modules[first..], &kernel.name)?;
                 self.kernels.insert(kernel.name, (function, kernel.parameters));
             }
         }
@@ -178,6 +176,19 @@ impl Real {
     fn stream(&self, on: Stream) -> sys::CUstream {
         self.streams[on as usize]
     }
+}
+
+/// The function of a kernel, which one of these modules has.
+fn function(modules: &[sys::CUmodule], kernel: &str) -> Result<sys::CUfunction, BoxedError> {
+    let mut refused = format!("no text has the kernel {kernel}").into();
+    for &module in modules {
+        // SAFETY: the module is there.
+        match unsafe { result::module::get_function(module, CString::new(kernel)?) } {
+            Ok(function) => return Ok(function),
+            Err(error) => refused = error.into(),
+        }
+    }
+    Err(refused)
 }
 
 fn checked(result: Result<(), result::DriverError>) -> Result<(), BoxedError> {

@@ -11,21 +11,20 @@ use crate::tensor::Dtype;
 /// The text that is put in front of every other text.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
+const ATTENTION: &str = concat!(
+    include_str!("kernels/attention/heads.cu"),
+    include_str!("kernels/attention/plain.cu"),
+    include_str!("kernels/attention/warp.cu"),
+    include_str!("kernels/attention/mma.cu"),
+    include_str!("kernels/attention/quad_pairs.cu"),
+    include_str!("kernels/attention/tiles.cu"),
+    include_str!("kernels/attention/passes.cu"),
+    include_str!("kernels/attention/cores.cu"),
+);
+
 /// Name and text of each file of kernels, or of files that are compiled as one.
 pub(super) const TEXTS: [(&str, &str); 12] = [
-    (
-        "attention",
-        concat!(
-            include_str!("kernels/attention/heads.cu"),
-            include_str!("kernels/attention/plain.cu"),
-            include_str!("kernels/attention/warp.cu"),
-            include_str!("kernels/attention/mma.cu"),
-            include_str!("kernels/attention/quad_pairs.cu"),
-            include_str!("kernels/attention/tiles.cu"),
-            include_str!("kernels/attention/passes.cu"),
-            include_str!("kernels/attention/cores.cu"),
-        ),
-    ),
+    ("attention", ATTENTION),
     ("classes", include_str!("kernels/classes.cu")),
     ("cross_entropy", include_str!("kernels/cross_entropy.cu")),
     ("elementwise", include_str!("kernels/elementwise.cu")),
@@ -38,6 +37,21 @@ pub(super) const TEXTS: [(&str, &str); 12] = [
     ("rotary", include_str!("kernels/rotary.cu")),
     ("rows", include_str!("kernels/rows.cu")),
 ];
+
+/// The parts of a text that are compiled side by side. Each is the number of a kernel: the value of
+/// `ONLY` in the text. `None`: the text is compiled as one. The kernels that take longest come
+/// first.
+pub(super) fn parts(text: &str, target: Target) -> Vec<Option<u32>> {
+    const DELTA: u32 = 0;
+    const PASSES: [u32; 3] = [2000, 1000, 3000];
+    const HEAD_SIZES: [u32; 4] = [128, 256, 64, 32];
+    if text != ATTENTION {
+        return vec![None];
+    }
+    let sizes = if target.has_tensor_cores() { &HEAD_SIZES[..] } else { &[0] };
+    let all = PASSES.iter().flat_map(|pass| sizes.iter().map(move |size| pass + size));
+    all.chain([DELTA]).map(Some).collect()
+}
 
 /// A kernel, as its text declares it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -109,7 +109,7 @@ impl Run<'_> {
         let Run { mut trainer, mut log, callbacks, lost, validated, skipped_records, .. } = self;
         let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
-        let mut event = summary.event(&weights_digest, link.as_deref());
+        let mut event = summary.event(Some(&weights_digest), link.as_deref());
         event["skipped_records"] = json!(skipped_records);
         report(&mut log, callbacks, &event);
         // With `checkpoint.on_error = "continue"` a run goes on without a checkpoint. It does not

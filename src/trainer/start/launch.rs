@@ -36,8 +36,7 @@ impl OpenRun {
             records: ledger.clone(),
         };
         let worker = Worker::new(&run.config, parts)?;
-        let filled = worker.install(|| fill(worker.eps(), origin, &run, layers));
-        let (progress, new_tensors) = filled?;
+        let (progress, new_tensors) = worker.fill(|eps| fill(eps, origin, &run, layers))?;
         let work = Emulated::new(&run.config, worker, options.without_copies)?;
         let mut engine = Engine::start(run.config.clone(), work, progress.step)?;
         engine.resume(progress.skipped, progress.loss_scale);

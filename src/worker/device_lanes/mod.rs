@@ -60,6 +60,11 @@ impl DeviceLanes {
         self.sides.iter().map(|side| &*side.device)
     }
 
+    /// The first device.
+    pub(super) fn first(&self) -> &dyn Device {
+        &*self.sides[0].device
+    }
+
     /// The device of an operation; for an operation of the host, the first.
     pub(super) fn device_of(&self, operation: &Operation) -> &dyn Device {
         &*self.side(operation).device

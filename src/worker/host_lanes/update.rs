@@ -64,7 +64,7 @@ impl HostLanes {
                 let mut lease = shared.eps.memory().write(block, version);
                 let lease = &mut *lease;
                 let mut states: Vec<&mut [f32]> =
-                    lease.states.iter_mut().map(Vec::as_mut_slice).collect();
+                    lease.states.iter_mut().map(|state| &mut **state).collect();
                 self.apply(&applied, lease.updates, &mut lease.parameters, &mut states);
                 lease.version = version + 1;
                 lease.updates += 1;

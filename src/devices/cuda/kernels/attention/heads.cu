@@ -7,7 +7,20 @@
 // names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that holds a head. Floats are
 // multiplied without tensor cores, in one plain way for heads of all sizes, up to 256.
 //
-// The files of this folder are compiled as one: heads, plain, warp, mma, quad_pairs, tiles, passes, cores.
+// The files of this folder are compiled as one: heads, plain, warp, mma, quad_pairs, tiles, passes, cores. The kernels
+// take long to compile, so l2l compiles them side by side: each time, ONLY is the number of a kernel. Without ONLY, all
+// kernels are compiled.
+#ifdef ONLY
+#define COMPILES(kernel) (ONLY == (kernel))
+#else
+#define COMPILES(kernel) 1
+#endif
+
+// Numbers of kernels. To a pass, the head size that its kernel pads to is added; the plain way adds nothing.
+#define DELTA_PASS 0
+#define FORWARD_PASS 1000
+#define KEYS_PASS 2000
+#define QUERIES_PASS 3000
 
 // ---- Masks, and places of queries and keys. ----
 
@@ -164,6 +177,7 @@ struct Head {
     }
 };
 
+#if COMPILES(DELTA_PASS)
 // Σ y dy of each query and head, in the layout of the log-sum-exps. A warp computes one sum.
 // launch: grid (ceil(rows heads / 8)), block (256)
 extern "C" __global__ void __launch_bounds__(256)
@@ -185,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(256)
         delta[static_cast<long long>(of.first) * size.heads + head * of.count + row - of.first] = sum;
     }
 }
+#endif
 
 // Defined on sm_70, where quad pairs multiply. The emulator runs the text of sm_70 if SM_70 is defined.
 #if ELEMENT == 15 && (defined SM_70 || (!defined EMULATOR && __CUDA_ARCH__ < 750))

@@ -101,6 +101,7 @@ __device__ inline void plain_give(E* to, const Square (&sum)[PIECES], int i, flo
     }
 }
 
+#if COMPILES(FORWARD_PASS)
 // y and the log-sum-exp of the scores. `kv`: keys and values in a tensor of their own; null: beside the queries.
 // launch: grid (heads, ceil(longest / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
@@ -175,7 +176,9 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
         }
     }
 }
+#endif
 
+#if COMPILES(KEYS_PASS)
 // dk and dv, summed in order over the query heads that share the key head. They are written to `dkv` (or added to it),
 // or, where it is null, beside the gradients of the queries. With several `shares`, blocks split these query heads, and
 // `dkv` has the gradients of each share, one share after another.
@@ -243,7 +246,9 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
         }
     }
 }
+#endif
 
+#if COMPILES(QUERIES_PASS)
 // dq.
 // launch: grid (heads, ceil(longest / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
@@ -289,5 +294,6 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
         }
     }
 }
+#endif
 
 #endif
