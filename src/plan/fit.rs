@@ -170,6 +170,7 @@ impl Plan {
         least.step.micro_batch = 1;
         least.step.batch = 1;
         least.schedule = crate::config::ScheduleConfig::default();
+        least.schedule.recompute = true.into();
         least.stash.place = crate::config::StashPlace::Host;
         let one = crate::config::ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
         least.channels = one;
@@ -187,6 +188,8 @@ impl Plan {
         let fits = |sequences: usize| {
             let mut config = self.settings.config.clone();
             config.step.micro_batch = sequences;
+            // Layers keep activations only where there is room left.
+            config.schedule.recompute = config.schedule.recompute.without_keeping();
             // A smaller batch is planned faster. It is enough if the device's memory does not grow
             // with the batch.
             let grows = config.stash.place == crate::config::StashPlace::Device

@@ -1,5 +1,6 @@
 //! The worker as a whole, in the suite that every implementation of the ports passes.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
@@ -68,8 +69,9 @@ impl Subject for Small {
         let shape = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
         let model = self.model();
         let states = StateLayout::new(&self.config.update_rule(), &model.blocks);
-        let step =
-            StepSpec { shape, layers: None, states: &states, share: RankShare::WHOLE, file: None };
+        let kept = &BTreeSet::new();
+        let share = RankShare::WHOLE;
+        let step = StepSpec { shape, layers: None, states: &states, share, file: None, kept };
         schedule_of(&self.config, &model, step).expect("a model of ours")
     }
 
