@@ -179,7 +179,7 @@ fn what_a_device_keeps_is_read_there() {
         let kept = s.visits[1].keeps[0];
         s.visits[1].writes.push(kept);
     });
-    refused(4, "which nobody reads", &|s| s.visits[4].kept.clear());
+    refused(2, "which nobody reads", &|s| s.visits[4].kept.clear());
     refused(6, "runs on the host", &|s| {
         let kept = s.visits[5].kept[0];
         s.visits[6].kept.push(kept);
