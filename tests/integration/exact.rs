@@ -169,9 +169,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
     config.device.threads = Some(ways.threads);
     config.device.link = ways.link.then(|| "2GB/s".to_string());
-    if ways.recompute == Recompute::AUTO {
-        limit(&mut config, ways.room);
-    }
+    limit(&mut config, ways.room);
     config
 }
 
@@ -298,8 +296,7 @@ impl Ways {
     /// The same for one of so many ranks, of which each has some of the groups.
     pub(crate) fn for_ranks(mut self, case: &Case, ranks: u32) -> Ways {
         let spans = l2l_actors::schedule::group_spans(case.groups, ranks);
-        // The ceiling is that of a run of one process: more than enough for a rank.
-        self.room = 2.0;
+        self.room = 2.0; // of one process: more than enough for a rank
         let fewest = spans.iter().map(|span| span.len() as u32).min().expect("there is a rank");
         let most = spans.iter().map(|span| span.len() as u32).max().expect("there is a rank");
         if fewest < most {
@@ -394,13 +391,13 @@ fn wide_layers_have_room_in_every_pipeline() {
         let mut config = config(&case, ways);
         (config.model.hidden, config.model.positions) = (Some(48), Some(40));
         config.data.sequence_length = Some(40);
+        limit(&mut config, ways.room);
         run(config, 2).1.weights_digest
     };
     let expected = of(&baseline());
     for recompute in [true.into(), false.into(), Recompute::ATTENTION, Recompute::AUTO] {
         for kind in [ScheduleKind::Gpipe, ScheduleKind::Interleaved] {
-            let place = StashPlace::Host;
-            let ways = Ways { kind, devices: 2, recompute, room: 0.6, place, ..baseline() };
+            let ways = Ways { kind, devices: 2, recompute, room: 0.6, ..baseline() };
             assert_eq!(of(&ways), expected, "{kind:?} {recompute:?}");
         }
     }
@@ -463,6 +460,7 @@ fn long_sequences_give_the_same_bits_everywhere() {
         (config.model.positions, config.data.sequence_length) = (Some(400), Some(400));
         config.step.chunk_positions = chunk_positions;
         config.data.train = data.display().to_string().into();
+        limit(&mut config, ways.room);
         run(config, 2)
     };
     let (bits, reference) = of(&baseline(), 128);

@@ -116,8 +116,8 @@ fn roles(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that a boundary is written once, before it is read, and that some visit reads it. One that
-/// stays on a device is written and read there, and one that does not is not read there.
+/// Checks that a boundary is written once, before it is read, and that some visit reads it. One
+/// that a device keeps is read there and nowhere else.
 fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
     let mut written = BTreeMap::new(); // -> (writer, read yet)
     for (index, visit) in schedule.visits.iter().enumerate() {
