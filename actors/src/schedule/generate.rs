@@ -290,10 +290,10 @@ impl<'m> Wiring<'m> {
         Ok(visits)
     }
 
-    /// The boundaries that the backward visit of a step reads from the stash: those that its forward
-    /// visit read, and what it saved there; the roles without a gradient as the forward pass left
-    /// them; the gradients of those that it wrote, and the gradients of those that it read as far as
-    /// steps above have added to them.
+    /// The boundaries that the backward visit of a step reads from the stash: those that its
+    /// forward visit read, and what it saved there; the roles without a gradient as the forward
+    /// pass left them; the gradients of those that it wrote, and the gradients of those that it
+    /// read as far as steps above have added to them.
     fn reads_of_backward(
         &self,
         at: usize,

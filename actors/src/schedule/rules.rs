@@ -82,7 +82,8 @@ fn shape(visit: &Visit) -> Result<(), String> {
         let places = "a host visit gathers, scatters or takes the loss; a device visits layers";
         return Err(format!("{:?} in the wrong place: {places}", visit.kind));
     }
-    if !visit.on_device() && !(visit.keeps.is_empty() && visit.kept.is_empty()) {
+    let keeps = !visit.keeps.is_empty() || !visit.kept.is_empty();
+    if keeps && !visit.on_device() {
         return Err("keeps a boundary on a device, and runs on the host".into());
     }
     let reads = !visit.reads.is_empty();
