@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Makes a folder and the folders above it, and waits until they are on the disk.
 pub(crate) fn create(path: &Path) -> io::Result<()> {
@@ -26,6 +26,17 @@ pub(crate) fn create(path: &Path) -> io::Result<()> {
 /// Waits until a folder's entries, or a file's bytes, are on the disk.
 pub(crate) fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
+}
+
+/// True if two paths lead to one file, which may not exist yet.
+pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| -> Option<PathBuf> {
+        path.canonicalize().ok().or_else(|| {
+            let name = path.file_name()?;
+            Some(parent(path).canonicalize().ok()?.join(name))
+        })
+    };
+    one == other || real(one).is_some_and(|one| real(other) == Some(one))
 }
 
 /// The folder that contains a path.

@@ -86,10 +86,42 @@ fn group_memory() -> Option<u64> {
     groups.lines().filter_map(left_in_line).min()
 }
 
-/// Free bytes of the file system of a folder.
-pub(crate) fn free_disk(folder: &Path) -> Option<u64> {
-    let about = rustix::fs::statvfs(folder).ok()?;
-    Some(about.f_bavail.saturating_mul(about.f_frsize))
+/// A file system.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Disk {
+    /// The system's number of it.
+    pub(crate) id: u64,
+    /// Bytes that are free.
+    pub(crate) free: u64,
+}
+
+/// The file system of a path, or of the nearest folder above it that exists.
+pub(crate) fn disk(path: &Path) -> Option<Disk> {
+    let there = path.ancestors().find(|path| path.exists());
+    let there = there.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let about = rustix::fs::statvfs(there).ok()?;
+    let id = rustix::fs::stat(there).ok()?.st_dev;
+    Some(Disk { id, free: about.f_bavail.saturating_mul(about.f_frsize) })
+}
+
+/// Bytes on the disk that files would free if they were removed. A file of several names counts
+/// if all of them are among the files.
+#[cfg(unix)]
+pub(crate) fn bytes_freed<'f>(files: impl IntoIterator<Item = &'f fs::Metadata>) -> u64 {
+    use std::collections::HashMap;
+    use std::os::unix::fs::MetadataExt;
+    const BLOCK: u64 = 512; // the unit of `blocks`, on all file systems
+    let mut names: HashMap<(u64, u64), (u64, &fs::Metadata)> = HashMap::new();
+    for file in files {
+        names.entry((file.dev(), file.ino())).or_insert((0, file)).0 += 1;
+    }
+    let freed = names.into_values().filter(|(found, file)| *found >= file.nlink());
+    freed.map(|(_, file)| file.blocks() * BLOCK).sum()
+}
+
+#[cfg(not(unix))]
+pub(crate) fn bytes_freed<'f>(files: impl IntoIterator<Item = &'f fs::Metadata>) -> u64 {
+    files.into_iter().map(fs::Metadata::len).sum()
 }
 
 /// The use of the system by this process.

@@ -56,6 +56,7 @@ pub fn step(
             VisitKind::Scatter => walk.scatter(index),
         }
     }
+    // Blocks that no update changed go to the next version.
     walk.on_host(Work::Carry { version });
     let norm = walk.squares.values().sum::<f64>().sqrt();
     if deferred {
@@ -156,12 +157,13 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
     fn reduce(&mut self, device: DeviceId, block: BlockId, micro_batch: MicroBatch) {
         let group = self.plan.schedule.group_of(micro_batch);
         let gradients = self.open.remove(&(device, block)).expect("it was opened");
-        let reduced = 0;
+        let reduced = 0; // the only landing block, because nothing overlaps here
         let download = Work::DownloadGradient { block, group, gradients, reduced };
         (self.perform)(Some(device), download);
         let Some(&Reduction::Gradient { join, scattered, .. }) = self.reductions.next() else {
             unreachable!("the plan has a reduction for each gradient that closes")
         };
+        // A compressed gradient is decompressed there, even if it is the only one.
         if join.adds > 0 || join.keeps || self.plan.schedule.block(block).encoded {
             let free = lowest_free(self.kept.values().flatten().copied());
             let kept = self.kept.entry(block).or_default();

@@ -1,14 +1,15 @@
 //! The disk space of a run's checkpoints: the kept ones, the best one, and the one that is being
 //! written before it replaces another.
 
+use std::fs::{self, Metadata};
 use std::path::Path;
 
 use super::Keeper;
 use crate::config::{ByteSize, Config};
-use crate::error::{Misfit, Resource};
 use crate::machine;
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{StateLayout, UpdateRule};
+use crate::plan::DiskNeed;
 
 /// The size of a run's checkpoints, and the most that exist at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,37 +59,32 @@ impl Space {
         self.each.saturating_mul(self.count)
     }
 
-    /// The misfit, if the disk of the directory has less space than they need. The space of
-    /// checkpoints that are there already counts as free, because new ones replace them.
-    pub fn misfit(&self, directory: &Path) -> Option<Misfit> {
+    /// The room that they need in a directory. New ones replace those that are there already, after
+    /// the first new one was written beside them.
+    pub fn need(&self, directory: &Path) -> DiskNeed {
         let there = Keeper::peek(directory).newest_first().unwrap_or_default();
-        let there: u64 = there.iter().map(|(_, at)| bytes_of(at)).sum();
-        let free = machine::free_disk(directory.ancestors().find(|path| path.is_dir())?)?;
-        let needed = self.bytes();
-        let available = free.saturating_add(there);
-        (available < needed).then(|| Misfit {
-            resource: Resource::Disk,
-            largest_term: Some("checkpoints"),
-            needed,
-            available,
-            text: format!(
-                "checkpoint.directory {} has {} free, and up to {} checkpoints of {} need {}, \
-                 with the one that is being written: set a smaller checkpoint.keep, or give it \
-                 another disk",
-                directory.display(),
-                ByteSize::from(available),
+        let files: Vec<Metadata> = there.iter().flat_map(|(_, at)| files_of(at)).collect();
+        let replaced = machine::bytes_freed(&files);
+        DiskNeed {
+            key: "checkpoint.directory",
+            place: directory.into(),
+            bytes: self.bytes().max(replaced.saturating_add(self.each)),
+            replaced,
+            term: "checkpoints",
+            purpose: format!(
+                "up to {} checkpoints of {}, with the one that is being written",
                 self.count,
                 ByteSize::from(self.each),
-                ByteSize::from(needed),
             ),
-        })
+            remedy: "set a smaller checkpoint.keep",
+        }
     }
 }
 
-/// Bytes of a checkpoint's files.
-fn bytes_of(directory: &Path) -> u64 {
-    let files = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
+/// The files of a checkpoint.
+fn files_of(directory: &Path) -> Vec<Metadata> {
+    let files = fs::read_dir(directory).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).filter(Metadata::is_file).collect()
 }
 
 #[cfg(test)]
@@ -114,10 +110,29 @@ mod tests {
         assert_eq!(of(&config).count, 3); // of steps 4, 8 and 10, two are kept
         config.validation.every_steps = Some(2);
         assert_eq!(of(&config).count, 4);
+    }
+    /// A file counts once, and only if no other name keeps it. One checkpoint is written before an
+    /// old one is removed.
+    #[test]
+    fn what_is_replaced_is_what_a_removal_frees() {
         let folder = tempfile::tempdir().expect("a place for files");
-        assert_eq!(of(&config).misfit(folder.path()), None);
-        let misfit = Space { each: 1 << 60, count: 3 }.misfit(&folder.path().join("not/yet"));
-        let text = misfit.expect("no disk is that large").to_string();
-        assert!(text.contains("checkpoint.keep") && text.contains("3 checkpoints"), "{text}");
+        let checkpoint = |name: &str| {
+            let at = folder.path().join(name);
+            fs::create_dir(&at).expect("a folder of ours");
+            fs::write(at.join(crate::hf::RECORD), vec![1; 8192]).expect("a folder of ours");
+            at.join(crate::hf::RECORD)
+        };
+        let space = Space { each: 100_000, count: 1 };
+        assert_eq!(space.need(&folder.path().join("not/yet")).replaced, 0);
+        let one = checkpoint("step-00000001");
+        let DiskNeed { bytes, replaced, .. } = space.need(folder.path());
+        assert!(replaced >= 8192, "{replaced}");
+        assert_eq!(bytes, replaced + 100_000);
+        let other = checkpoint("best-00000001");
+        fs::remove_file(&other).expect("it is ours");
+        fs::hard_link(&one, &other).expect("this file system has links");
+        assert_eq!(space.need(folder.path()).replaced, replaced, "one file of two names");
+        fs::hard_link(&one, folder.path().join("kept")).expect("this file system has links");
+        assert_eq!(space.need(folder.path()).replaced, 0, "somebody else keeps it");
     }
 }

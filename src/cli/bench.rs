@@ -22,6 +22,8 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
         config.step.steps = Some(STEPS);
     }
     (config.checkpoint, config.validation) = Default::default();
+    // The files of a run's events are the run's.
+    (config.log.file, config.log.tensorboard) = Default::default();
     let run = || {
         if products {
             check_products(&config)?;

@@ -191,9 +191,9 @@ impl RateArguments {
 
 /// The parts of the plan that do not fit, and the run's checkpoints if they do not.
 fn misfits(config: &Config, plan: &Plan, model: &Model, space: Option<Space>) -> Vec<Misfit> {
-    let of_plan = plan.misfits(model, &config.update_rule()).into_iter();
     let directory = config.checkpoint.directory.as_deref();
-    of_plan.chain(space.zip(directory).and_then(|(space, at)| space.misfit(at))).collect()
+    let checkpoints = space.zip(directory).map(|(space, at)| space.need(at));
+    plan.misfits(model, &config.update_rule(), checkpoints)
 }
 
 /// The space of a run's checkpoints, if the plan is of training.

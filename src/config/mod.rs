@@ -136,6 +136,7 @@ impl Config {
         self.checkpoint.check()?;
         self.export.check()?;
         self.metrics.check()?;
+        self.check_reports()?;
         self.watchdog.check()?;
         self.device.check()?;
         self.check_stash()?;

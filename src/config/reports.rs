@@ -1,11 +1,13 @@
 //! `[metrics]` and `[log]`: the reports of a run, and their places.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::check::must;
+use super::{Config, DataConfig, Files};
 use crate::error::Error;
+use crate::folder::is_same;
 
 /// `[metrics]`
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
@@ -52,6 +54,28 @@ pub struct LogConfig {
     pub tensorboard: Option<PathBuf>,
 }
 
+impl Config {
+    /// Refuses a file of reports that another key has, too.
+    pub(super) fn check_reports(&self) -> Result<(), Error> {
+        let DataConfig { train, validation, .. } = &self.data;
+        let data = [("data.train", Some(train)), ("data.validation", validation.as_ref())];
+        let data = data.into_iter().flat_map(|(key, files)| {
+            files.into_iter().flat_map(Files::each).map(move |(file, _)| (key, Path::new(file)))
+        });
+        let log = self.log.file.as_deref().map(|file| ("log.file", file));
+        let metrics = self.metrics.file.as_deref().map(|file| ("metrics.file", file));
+        let others: Vec<_> = data.chain(metrics).collect();
+        for (key, file) in log.into_iter().chain(metrics) {
+            let same = others.iter().find(|(of, other)| *of != key && is_same(file, other));
+            if let Some((other, _)) = same {
+                let problem = format_args!("and {other} are the same file: give each its own");
+                return Err(Error::config(key, problem));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The format of printed events.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema, clap::ValueEnum))]
@@ -62,4 +86,28 @@ pub enum Format {
     Pretty,
     /// One JSON object a line.
     Json,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_one_key() {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let at = |name: &str| Some(folder.path().join(name));
+        let mut config = Config::default();
+        config.log.file = at("log");
+        config.metrics.file = at("metrics");
+        config.check().expect("each has its own");
+        config.metrics.file = at("./log");
+        let error = config.check().expect_err("one file").to_string();
+        assert!(error.contains("log.file and metrics.file are the same file"), "{error}");
+        let data = folder.path().join("data.jsonl");
+        std::fs::write(&data, "{}").expect("a folder of ours");
+        config.data.train = data.display().to_string().into();
+        config.metrics.file = Some(data);
+        let error = config.check().expect_err("one file").to_string();
+        assert!(error.contains("metrics.file and data.train"), "{error}");
+    }
 }

@@ -25,6 +25,8 @@ pub struct StepConfig {
     /// Number of steps of the run; 100 if neither this nor `epochs` is set.
     pub steps: Option<u64>,
     /// Length of the run in passes over the training data, instead of `steps`; 0.5 is half a pass.
+    /// It is rounded up to whole steps of `batch` sequences: a step may begin in one pass and end
+    /// in the next.
     pub epochs: Option<f64>,
     /// Seed of all random numbers: initial weights, order of the data, masked tokens, dropout. The
     /// same seed gives the same run, bit for bit.
@@ -84,8 +86,40 @@ impl Config {
                 "cannot count random data, which has no end: set step.steps",
             )),
             (Some(epochs), Some(count)) => {
-                Ok(((epochs * count as f64 / self.step.batch as f64).ceil() as u64).max(1))
+                // Decimal fractions are not exact in binary: 1.1 passes over 10 sequences are 11.
+                let billionths = (epochs * 1e9).round() as u128;
+                let sequences = billionths.saturating_mul(u128::from(count));
+                let steps = sequences.div_ceil(self.step.batch as u128 * 1_000_000_000);
+                Ok(u64::try_from(steps).unwrap_or(u64::MAX).max(1))
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn epochs_are_rounded_up_to_whole_steps() {
+        for (epochs, sequences, batch, steps) in [
+            (0.1, 10, 1, 1),
+            (0.1, 100, 10, 1),
+            (0.1, 101, 10, 2),
+            (0.5, 7, 2, 2),
+            (1.0, 100, 32, 4),
+            (3.0, 100, 32, 10),
+            (1.1, 10, 1, 11),
+            (1.1, 1000, 100, 11),
+            (2.999, 1000, 1, 2999),
+            (2.999, 1000, 10, 300),
+            (1e-9, 5, 4, 1),
+            (1e9, 1 << 30, 1, (1 << 30) * 1_000_000_000),
+        ] {
+            let step = StepConfig { epochs: Some(epochs), batch, ..StepConfig::default() };
+            let config = Config { step, ..Config::default() };
+            let found = config.steps(Some(sequences)).expect("the data has an end");
+            assert_eq!(found, steps, "{epochs} epochs of {sequences} by {batch}");
         }
     }
 }

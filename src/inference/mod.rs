@@ -73,7 +73,7 @@ impl Loaded {
     fn start(config: Config, model: Model, plan: Plan) -> Result<Loaded, Error> {
         let rule = Box::new(config.update_rule());
         let rate = config.learning_rate(1);
-        if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
+        if let Some(misfit) = plan.misfits(&model, &*rule, None).into_iter().next() {
             return Err(Error::DoesNotFit(misfit));
         }
         let model = Arc::new(model);

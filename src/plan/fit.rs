@@ -2,15 +2,15 @@
 //!
 //! All limits are checked before a run, so that no run is killed in the middle of its work.
 
-use std::path::Path;
+use std::fs;
 
-use crate::config::{ByteSize, Config, DeviceKind};
+use crate::config::{ByteSize, Config, DeviceConfig, DeviceKind};
 use crate::devices;
 use crate::error::{Misfit, Resource};
 use crate::machine;
 use crate::models::{Model, Shape};
 use crate::optimizers::UpdateRule;
-use crate::plan::{Plan, Term};
+use crate::plan::{DiskNeed, Plan, Term, disk};
 
 /// Bytes of a process beside its plan: code, stacks, batches that were drawn ahead, telemetry.
 const PROGRAM: u64 = 150 << 20;
@@ -25,11 +25,17 @@ const STACKS: u64 = 4 << 20;
 const FILES: u64 = 64;
 
 impl Plan {
-    /// All limits of the config and of this machine that the plan exceeds. Each names the largest
-    /// term and a remedy.
-    pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<Misfit> {
-        let all = [self.device_misfit(model, rule), self.host_misfit(model), self.disk_misfit()];
-        all.into_iter().flatten().chain(files_misfit()).collect()
+    /// All limits of the config and of this machine that the plan exceeds, with the checkpoints
+    /// that the run writes. Each names the largest term and a remedy.
+    pub fn misfits(
+        &self,
+        model: &Model,
+        rule: &dyn UpdateRule,
+        checkpoints: Option<DiskNeed>,
+    ) -> Vec<Misfit> {
+        let memory = [self.device_misfit(model, rule), self.host_misfit(model)];
+        let on_disk = disk::misfits(self.file_need().into_iter().chain(checkpoints).collect());
+        memory.into_iter().flatten().chain(on_disk).chain(files_misfit()).collect()
     }
 
     fn device_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<Misfit> {
@@ -73,10 +79,7 @@ impl Plan {
     /// Bytes of the config's smallest GPU, without those that its driver takes. `None` without a
     /// GPU or a driver.
     pub(crate) fn gpu_bytes(&self) -> Option<u64> {
-        let device = &self.settings.config.device;
-        let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
-        let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory.saturating_sub(DRIVER));
-        device.gpus().into_iter().filter_map(memory).min()
+        gpu_bytes(&self.settings.config.device)
     }
 
     /// Whether most of the device's memory is a decoder's workspace, which smaller chunks make
@@ -93,8 +96,7 @@ impl Plan {
         let devices = u64::from(self.devices());
         let of_devices = if is_shared { self.device_bytes().saturating_mul(devices) } else { 0 };
         let planned = of_devices.saturating_add(self.host_bytes());
-        let threads = self.settings.config.device.threads.unwrap_or_else(machine::cores) as u64;
-        let all = planned.saturating_add(PROGRAM + threads * STACKS);
+        let all = planned.saturating_add(program_bytes(&self.settings.config.device));
         let (available, by) = machine::memory_limit()?;
         if available >= all {
             return None;
@@ -140,26 +142,20 @@ impl Plan {
         })
     }
 
-    fn disk_misfit(&self) -> Option<Misfit> {
+    /// The room that the EPS needs on the disk of its file.
+    fn file_need(&self) -> Option<DiskNeed> {
         let path = self.settings.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
-        let needed = self.file_bytes();
         // A training run overwrites an earlier run's file; a run that does not train adds a file.
-        let there = std::fs::metadata(path.join("blocks")).map_or(0, |file| file.len());
-        let there = if self.trains() { there } else { 0 };
-        let free = machine::free_disk(nearest(path))?.saturating_add(there);
+        let there = fs::metadata(path.join("blocks")).ok().filter(|_| self.trains());
         let term = largest(&self.file);
-        (free < needed).then(|| Misfit {
-            resource: Resource::Disk,
-            largest_term: Some(term.name),
-            needed,
-            available: free,
-            text: format!(
-                "eps.path {} has {} free, the plan needs {}, most of it for {term}: give it \
-                 another disk, or make the model smaller",
-                path.display(),
-                ByteSize::from(free),
-                ByteSize::from(needed),
-            ),
+        Some(DiskNeed {
+            key: "eps.path",
+            place: path.clone(),
+            bytes: self.file_bytes(),
+            replaced: there.map_or(0, |file| file.len()),
+            term: term.name,
+            purpose: format!("the EPS, most of it {term}"),
+            remedy: "make the model smaller",
         })
     }
 
@@ -214,10 +210,34 @@ impl Plan {
     }
 }
 
-/// The nearest folder above a path that exists.
-fn nearest(path: &Path) -> &Path {
-    let there = path.ancestors().find(|path| path.exists());
-    there.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))
+/// The bytes of a device up to which layers keep their activations, if `device.memory` is set. The
+/// plan without them takes `device` bytes of each device and `host` bytes of the host.
+pub(super) fn ceiling(config: &Config, device: u64, host: u64) -> Option<u64> {
+    let set = config.device.memory.bytes()?;
+    let has = match config.device.kind {
+        DeviceKind::Cuda => gpu_bytes(&config.device),
+        // The memory of a CPU device is the host's. Half of what the plan leaves free there stays
+        // free: for the system's file cache and for other programs.
+        DeviceKind::Cpu => machine::available_memory().map(|free| {
+            let devices = u64::from(config.devices());
+            let planned = device.saturating_mul(devices).saturating_add(host);
+            let all = planned.saturating_add(program_bytes(&config.device));
+            device.saturating_add(free.saturating_sub(all) / 2 / devices)
+        }),
+    };
+    Some(has.map_or(set, |has| set.min(has)))
+}
+
+/// Bytes of the smallest GPU, without those that its driver takes.
+fn gpu_bytes(device: &DeviceConfig) -> Option<u64> {
+    let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
+    let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory.saturating_sub(DRIVER));
+    device.gpus().into_iter().filter_map(memory).min()
+}
+
+/// Bytes of this process beside its plan.
+fn program_bytes(device: &DeviceConfig) -> u64 {
+    PROGRAM + device.threads.unwrap_or_else(machine::cores) as u64 * STACKS
 }
 
 fn files_misfit() -> Option<Misfit> {

@@ -1,14 +1,16 @@
 //! Which layers keep their activations on the device, if `schedule.recompute = "auto"`.
 //!
-//! A kept layer costs memory of the device and saves the recomputation of its forward pass. So the
-//! ceiling of `device.memory` is filled with whole layers, from the last downwards: the last layers
-//! are the first of the backward pass, where their memory is free again. Of several devices, each
-//! keeps the last of its own layers.
+//! A kept layer costs memory of the device and saves the recomputation of its forward pass. So
+//! whole layers fill what `device.memory` leaves (or the machine, if it has less), from the last
+//! layer downwards: what the last layers keep is read first. Of several devices, each keeps the
+//! last of its own layers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use l2l_actors::schedule::{DeviceId, LayerId};
 
+use super::fit;
+use super::regions::Regions;
 use super::spec::PlanSpec;
 use crate::config::Recompute;
 use crate::error::Error;
@@ -31,34 +33,35 @@ impl PlanSpec<'_> {
     pub(super) fn keep(&mut self) -> Result<Option<Keeping>, Error> {
         let config = &self.settings.config;
         let is_auto = config.schedule.recompute == Recompute::AUTO;
-        let Some(ceiling) = config.device.memory.bytes().filter(|_| is_auto) else {
-            return Ok(None);
-        };
-        if !self.settings.trains {
+        if !is_auto || !self.settings.trains || config.device.memory.bytes().is_none() {
             return Ok(None);
         }
         let layers = self.layers_by_device()?;
+        let without = self.keeping(&layers, 0)?;
+        let host = without.terms()[1].iter().map(|term| term.bytes).sum();
+        let config = &self.settings.config;
+        let Some(ceiling) = fit::ceiling(config, device_bytes(&without), host) else {
+            return Ok(None);
+        };
         let most = layers.values().map(Vec::len).max().unwrap_or(0);
         let mut least = 0;
         let mut over = most + 1;
         // If all layers fit, the first plan shows it.
         let mut next = most;
         while over - least > 1 {
-            if self.bytes_keeping(&layers, next)? <= ceiling {
+            if device_bytes(&self.keeping(&layers, next)?) <= ceiling {
                 least = next;
             } else {
                 over = next;
             }
             next = least.midpoint(over);
         }
-        let next_bytes = match least < most {
-            true => {
-                let more = self.bytes_keeping(&layers, least + 1)?;
-                let bytes = self.bytes_keeping(&layers, least)?;
-                Some(more.saturating_sub(bytes))
-            }
-            false => None,
-        };
+        let mut next_bytes = None;
+        if least < most {
+            let more = device_bytes(&self.keeping(&layers, least + 1)?);
+            let bytes = device_bytes(&self.keeping(&layers, least)?);
+            next_bytes = Some(more.saturating_sub(bytes));
+        }
         self.kept = last_of_each(&layers, least);
         let of = last_of_each(&layers, most).len();
         Ok(Some(Keeping { kept: self.kept.len(), of, next_bytes }))
@@ -78,18 +81,21 @@ impl PlanSpec<'_> {
         Ok(found.into_iter().map(last_first).collect())
     }
 
-    /// Bytes of the device, if each device keeps its last `count` layers.
-    fn bytes_keeping(
+    /// The memory regions, if each device keeps its last `count` layers.
+    fn keeping(
         &mut self,
         layers: &BTreeMap<DeviceId, Vec<LayerId>>,
         count: usize,
-    ) -> Result<u64, Error> {
+    ) -> Result<Regions, Error> {
         self.kept = last_of_each(layers, count);
         let schedules = self.schedules()?;
         let pools = self.pools(&schedules.all);
-        let regions = self.regions(&schedules, &pools)?;
-        Ok((regions.device_floats() * size_of::<f32>()) as u64)
+        self.regions(&schedules, &pools)
     }
+}
+
+fn device_bytes(regions: &Regions) -> u64 {
+    (regions.device_floats() * size_of::<f32>()) as u64
 }
 
 /// The last `count` layers of each device.

@@ -3,6 +3,7 @@
 
 mod checks;
 mod config;
+mod disk;
 mod fit;
 mod keep;
 mod memory;
@@ -20,6 +21,7 @@ use std::fmt;
 
 use l2l_actors::schedule::{BlockId, LayerId, Pipeline, Pools};
 
+pub use disk::DiskNeed;
 pub use keep::Keeping;
 pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Regions, Side};
 pub use room::Room;

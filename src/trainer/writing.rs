@@ -163,7 +163,8 @@ impl Writing {
         match &written {
             Ok(()) => {
                 status.checkpoint = Some(unix_seconds());
-                status.checkpoint_disk = machine::free_disk(&self.directory).map(|f| (bytes, f));
+                let disk = machine::disk(&self.directory);
+                status.checkpoint_disk = disk.map(|disk| (bytes, disk.free));
             }
             Err(_) => status.checkpoint_failures += 1,
         }

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use crate::runs::{BOUND, LOOK, checkpoints, resumes, train};
 
-/// A file system in memory, of so many bytes. It is unmounted at the end.
+/// A file system in memory, of a given size. It is unmounted at the end.
 struct SmallDisk(PathBuf);
 
 /// Calls a program of util-linux. The error is what it says.

@@ -18,7 +18,7 @@ pub(crate) fn slow(seconds: &str, moment: Moment) -> Vec<&str> {
     settings
 }
 
-/// Sends a signal to a rank of so many runs.
+/// Sends a signal to a rank of several runs.
 pub(crate) fn end_in_bounds(
     signal: &str,
     count: u32,

@@ -61,7 +61,7 @@ fn namespace(of: impl std::fmt::Display) -> String {
 }
 
 impl Hosts {
-    /// Makes so many hosts. The error is why that cannot be done here.
+    /// Makes a number of hosts. The error says why that cannot be done here.
     fn new(count: u32, folder: &Path) -> Result<Hosts, String> {
         let agent = folder.join("agent");
         let hosts = Hosts { count, agent, folder: folder.to_path_buf() };
@@ -142,7 +142,7 @@ fn lost(said: &str) -> Vec<u32> {
     named.split(',').filter_map(|rank| rank.trim().parse().ok()).collect()
 }
 
-/// Cuts the link of a rank's host so many times, every other time with keepalives.
+/// Cuts the link of a rank's host a number of times, every other time with keepalives.
 pub(crate) fn cuts_end_in_bounds(count: u32, folder: &Path, expected: &str, chance: &mut Chance) {
     let mut tally = Tally::default();
     for case in 0..count {

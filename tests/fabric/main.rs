@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a case on so many ranks. Returns whether all ended well, and what they wrote.
+/// Runs a case on a number of ranks. Returns whether all ended well, and what they wrote.
 fn launch(case: &str, ranks: u32) -> (bool, String) {
     let program = std::env::current_exe().expect("it runs");
     let begin = Instant::now();

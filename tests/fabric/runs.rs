@@ -36,7 +36,7 @@ const LAUNCHER: Duration = Duration::from_secs(60);
 /// How often a run is looked at.
 pub(crate) const LOOK: Duration = Duration::from_millis(2);
 
-/// `mpirun` with so many ranks on this machine.
+/// `mpirun` with a number of ranks on this machine.
 pub(crate) fn mpirun(ranks: u32) -> Command {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
@@ -52,7 +52,7 @@ pub(crate) fn settings(directory: &Path, more: &[&str]) -> Vec<String> {
     ["train".into()].into_iter().chain(set).collect()
 }
 
-/// `l2l train` with this checkpoint directory, on so many ranks; on none without `mpirun`.
+/// `l2l train` with this checkpoint directory, on a number of ranks; on none without `mpirun`.
 pub(crate) fn train(ranks: u32, directory: &Path, more: &[&str]) -> Command {
     let mut command = match ranks {
         0 => Command::new(PROGRAM),
@@ -96,7 +96,7 @@ fn has_partial(directory: &Path) -> bool {
     names(directory).iter().any(|name| name.ends_with(".l2l-partial"))
 }
 
-/// Resumes a run on so many ranks: it begins behind the newest complete checkpoint, takes nothing
+/// Resumes a run on a number of ranks: it begins behind the newest complete checkpoint, takes nothing
 /// of one that is not complete, and ends as the unbroken run did.
 pub(crate) fn resumes(ranks: u32, directory: &Path, expected: &str) {
     let newest = checkpoints(directory).last().copied().unwrap_or(0);

@@ -248,7 +248,7 @@ impl Ended {
 }
 
 /// The step from which a run must be able to resume, after this output: that of the last checkpoint
-/// that it told of; on file, also the step before the last one that was done.
+/// that it reported; on file, also the step before the last one that was done.
 pub(crate) fn safe_step(scenario: &Scenario, out: &str) -> u64 {
     let of_line = |line: &str| {
         if let Some(path) = line.strip_prefix("checkpoint ") {

@@ -241,13 +241,17 @@ fn plan_bench_doctor_and_the_rest() {
     let folder = folder();
     let config = config(folder.path(), "");
     assert!(good(&["plan", &config]).contains("fits"));
-    let bench = events(&good(&["bench", &config, "--set", "step.steps=2", "--format", "json"]));
+    let log = folder.path().join("log");
+    let log_file = format!("log.file={}", log.display());
+    let bench = ["bench", &config, "--set", "step.steps=2", "--format", "json", "--set", &log_file];
+    let bench = events(&good(&bench));
     let summary = bench.last().expect("a summary");
     for key in ["tokens_per_second", "model_flops_per_second", "matmul_flops_per_second"] {
         assert!(summary[key].as_f64() > Some(0.0), "{key}: {summary}");
     }
     assert!(summary["exposed_wait_fraction"].as_f64().is_some_and(|share| share < 1.0));
     assert!(!folder.path().join("checkpoints").exists(), "a bench leaves nothing");
+    assert!(!log.exists(), "the log is a run's");
     let refused = output(&["bench", &config, "--products"]);
     assert_eq!(refused.status.code(), Some(2));
     let refused = String::from_utf8_lossy(&refused.stderr).into_owned();

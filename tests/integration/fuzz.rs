@@ -10,7 +10,7 @@ use targets::mutate::Mutator;
 #[path = "../../fuzz/targets/mod.rs"]
 mod targets;
 
-/// Runs the corpus of a target, and so many mutants of it.
+/// Runs the corpus of a target, and a number of its mutants.
 fn fuzz(name: &str, mutants: usize) {
     let mutants = if crate::whole() { 20 * mutants } else { mutants };
     let folder = tempfile::tempdir().expect("a place for files");

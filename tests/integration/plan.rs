@@ -10,8 +10,8 @@ use l2l::telemetry::{Forecast, Hiding, Rates};
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
 use proptest::prelude::*;
 
-/// With `recompute = "auto"`: sets a ceiling of device memory. It leaves this share of the room in which all layers keep their
-/// activations: 0 is the least with which the config runs.
+/// With `recompute = "auto"`: sets a ceiling of device memory. It leaves this share of the room in
+/// which all layers keep their activations: 0 is the least with which the config runs.
 pub(crate) fn limit(config: &mut Config, room: f64) {
     if config.schedule.recompute != Recompute::AUTO {
         return;
@@ -201,7 +201,7 @@ fn kept_layers_fill_the_ceiling() {
         config.device.memory = (recomputing.device_bytes() - 4).to_string().parse().expect("some");
         let model = Model::new(shape_of(&config).expect("a shape of ours"));
         let plan = of(&config);
-        let misfits = plan.misfits(&model, &config.update_rule());
+        let misfits = plan.misfits(&model, &config.update_rule(), None);
         assert!(misfits[0].to_string().contains("device.memory is"), "{misfits:?}");
     }
 }

@@ -259,7 +259,7 @@ impl Callbacks for Obstacle {
     }
 }
 
-/// A checkpoint that cannot be written ends the run, or is told of while the run trains on. Those
+/// A checkpoint that cannot be written ends the run, or is reported while the run trains on. Those
 /// before it stay.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_checkpoint_that_cannot_be_written_costs_none_of_the_others() {

@@ -42,7 +42,7 @@ impl Times {
     }
 }
 
-/// The timeline of so many steps.
+/// The timeline of several steps.
 pub fn timeline(
     schedule: &Schedule,
     capacities: &Capacities,

@@ -240,7 +240,7 @@ fn candidates(
         let config = settings.on(config);
         config.check().ok()?;
         let plan = Plan::new(&config, model, &config.update_rule()).ok()?;
-        plan.misfits(model, &config.update_rule()).is_empty().then(|| plan.device_bytes())
+        plan.misfits(model, &config.update_rule(), None).is_empty().then(|| plan.device_bytes())
     };
     let predict = |settings: &Settings| -> Option<f64> {
         fits(settings)?;

@@ -102,8 +102,7 @@ fn window(keys: &Keys) -> Result<Option<Window>, String> {
     let found = of(full.map_or(0, |block| block + 1));
     if (0..size(keys, "num_hidden_layers")?).any(|block| found.is_of(block) != slides[block]) {
         return Err(
-            "layer_types: only full_attention in every so many blocks, the last of them, is built"
-                .into(),
+            "layer_types: only full_attention in the last of every few blocks is built".into()
         );
     }
     Ok(Some(found))

@@ -4,25 +4,26 @@
 //! A run is prepared first: an error in its data or directories is found before memory is taken.
 
 mod callbacks;
+mod remarks;
 mod resume;
 mod run;
 
 use std::sync::Arc;
 
 pub use callbacks::{Callbacks, RunMessage, StopRequest};
+use remarks::remarks;
 use resume::{Beginning, Resume};
 use run::Run;
 
 use super::{Builder, Trainer, state_on_file};
 use crate::blocking::unblock;
-use crate::checkpoint::{Keeper, Space};
-use crate::config::{Config, DataConfig, EpsTier, OptimizerConfig};
+use crate::checkpoint::Keeper;
+use crate::config::{Config, DataConfig, EpsTier};
 use crate::data::{Baseline, Batches, Dataset, baselines};
 use crate::devices;
 use crate::engine::Summary;
 use crate::eps::{agreed_step, lost};
 use crate::error::Error;
-use crate::resolve::{largest_shape_of, model_of};
 use crate::telemetry::{EventLog, Exporter, Observe, Trace, made_up_name};
 
 /// A run of [`Trainer::fit`] before it is prepared.
@@ -160,7 +161,7 @@ impl Fit {
         Ok(Prepared { fit: self, train, steps, between, beginning, warnings })
     }
 
-    /// Opens `checkpoint.directory`, if it is set. Its disk must have room for the checkpoints.
+    /// Opens `checkpoint.directory`, if it is set.
     fn open_keeper(&self) -> Result<Option<Keeper>, Error> {
         let config = &self.builder.config;
         let exchanges = self.builder.options.exchanges.as_deref();
@@ -180,15 +181,7 @@ impl Fit {
                 return Err(Error::System(format!("rank 0: {problem}")));
             }
         }
-        let keeper = keeper?;
-        if let (Some(directory), true, None) = (directory, is_first, &self.builder.model) {
-            let model = model_of(config, largest_shape_of(config)?)?;
-            let space = Space::of(config, &model, &config.update_rule());
-            if let Some(misfit) = space.and_then(|space| space.misfit(directory)) {
-                return Err(Error::DoesNotFit(misfit));
-            }
-        }
-        Ok(keeper)
+        keeper
     }
 
     fn beginning(
@@ -278,21 +271,10 @@ impl Prepared {
                 model.trained_parameters(),
                 model.parameters()
             ));
-            let OptimizerConfig { warmup_steps, learning_rate, .. } = config.optimizer;
-            if warmup_steps > steps {
-                run.callbacks.warn(format!(
-                    "optimizer.warmup_steps is {warmup_steps}, and the run has {steps} steps: the \
-                     learning rate does not reach {learning_rate:e}"
-                ));
-            }
-            let done = run.trainer.progress().step;
-            if done >= steps {
-                run.callbacks.warn(format!(
-                    "the run is complete: it has done all of its {steps} steps; to train on, set \
-                     more of them and resume with --resume-with-changes"
-                ));
-            }
         }
+        let done = run.trainer.progress().step;
+        let remarks = remarks(&config, run.trainer.model(), steps, done);
+        remarks.into_iter().for_each(|text| run.callbacks.warn(text));
         let watch = run.trainer.watch();
         let outcome = run.finish(batches).await;
         match &outcome {

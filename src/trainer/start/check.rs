@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use crate::checkpoint::Identity;
+use crate::checkpoint::{Identity, Space};
 use crate::config::{Config, Labels};
 use crate::error::Error;
 use crate::hf;
@@ -42,7 +42,11 @@ impl CheckedRun {
         let share = exchanges
             .map_or(RankShare::WHOLE, |all| RankShare { rank: all.rank(), ranks: all.ranks() });
         let plan = Arc::new(Plan::of_run(&config, &model, &*rule, share, options.room)?);
-        if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
+        let checkpoints = match (&config.checkpoint.directory, share.rank) {
+            (Some(at), 0) => Space::of(&config, &model, &*rule).map(|space| space.need(at)),
+            _ => None,
+        };
+        if let Some(misfit) = plan.misfits(&model, &*rule, checkpoints).into_iter().next() {
             return Err(Error::DoesNotFit(misfit));
         }
         if options.steps.is_none() && config.step.epochs.is_some() {

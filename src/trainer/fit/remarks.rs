@@ -1,0 +1,50 @@
+//! Warnings about settings that have no effect in a run.
+
+use crate::config::{Config, DataConfig, OptimizerConfig};
+use crate::models::{Head, Model};
+
+/// The warnings about a run of `steps` steps, of which `done` are done.
+pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> Vec<String> {
+    let mut remarks = Vec::new();
+    let OptimizerConfig { warmup_steps, learning_rate, .. } = config.optimizer;
+    if warmup_steps > steps {
+        remarks.push(format!(
+            "optimizer.warmup_steps is {warmup_steps}, and the run has {steps} steps: the \
+             learning rate does not reach {learning_rate:e}"
+        ));
+    }
+    if done >= steps {
+        remarks.push(format!(
+            "the run is complete: it has done all of its {steps} steps; to train on, set more of \
+             them and resume with --resume-with-changes"
+        ));
+    }
+    let mask = config.data.mask_probability;
+    let masks = model.shape.head == Head::Masked && !config.data.train.is("random");
+    if mask != DataConfig::default().mask_probability && !masks {
+        remarks.push(format!(
+            "data.mask_probability is {mask}, and has no effect: this run masks no tokens"
+        ));
+    }
+    remarks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::families;
+
+    #[test]
+    fn settings_without_effect_are_named() {
+        let model = Model::new(families::gpt2([1, 16, 2, 24, 50, 9]));
+        let mut config = Config::default();
+        assert_eq!(remarks(&config, &model, 10, 9), [""; 0]);
+        config.optimizer.warmup_steps = 11;
+        config.data.mask_probability = 0.3;
+        let all = remarks(&config, &model, 10, 10);
+        for (remark, says) in all.iter().zip(["warmup_steps is 11", "complete", "is 0.3"]) {
+            assert!(remark.contains(says), "{remark}");
+        }
+        assert_eq!(all.len(), 3);
+    }
+}
