@@ -1,4 +1,5 @@
-//! The layout of the stash, where boundaries wait between visits, on the host or on the device.
+//! The layout of the stash, where boundaries wait between visits, on the host or on the device, and
+//! of what visits keep on their device beside it.
 //!
 //! A boundary has a place for each group of micro-batches. If devices meet one micro-batch at a
 //! time (resident, pipelines), it has a place for each micro-batch. A place is used again by a
@@ -11,14 +12,14 @@
 //!
 //! A boundary may be *packed*: the stash holds its numbers in bf16 or int8 (`tensor::packed`).
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use l2l_actors::schedule::{BoundaryId, DeviceId, MicroBatch, Schedule, Visit};
 
 use crate::tensor::ALIGNED;
 
-/// Where each boundary of a step lies in the stash, in floats.
+/// Where each boundary of a step lies in the stash, or in what its device keeps, in floats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StashLayout {
     /// For each boundary and unit: its first float, and its floats for a sequence.
@@ -28,9 +29,14 @@ pub(crate) struct StashLayout {
     /// Units: micro-batches that share a place.
     units: Vec<Range<MicroBatch>>,
     pub(crate) floats: usize,
+    /// Floats of what a device keeps, of the device that keeps the most.
+    pub(crate) kept_floats: usize,
 }
 
 type UnitBoundary = (BoundaryId, usize);
+
+/// Where places are counted: the stash, or what this device keeps.
+type Side = Option<DeviceId>;
 
 impl StashLayout {
     /// The first float of one micro-batch of a boundary, and the number of floats that it has room
@@ -56,40 +62,58 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     let last_reads = last_reads(schedule, &units);
     let mut places: Vec<Option<(usize, usize)>> =
         vec![None; schedule.boundaries.len() * units.len()];
-    // Device, and floats per sequence -> places.
-    let mut free: HashMap<(Option<DeviceId>, usize), Vec<usize>> = HashMap::new();
+    // Side, device, and floats per sequence -> places.
+    let mut free: HashMap<(Side, Option<DeviceId>, usize), Vec<usize>> = HashMap::new();
     // Each place has room for the largest group, so that any unit can reuse it.
     let sequences =
         |unit: &Range<MicroBatch>| before[unit.end as usize] - before[unit.start as usize];
     let sequences = units.iter().map(sequences).max().unwrap_or(0);
-    let mut floats = 0;
+    let mut ends: BTreeMap<Side, usize> = BTreeMap::new();
     for (now, visit) in schedule.visits.iter().enumerate() {
-        for met in in_units(&units, visit, &visit.writes) {
-            let positions = u64::from(schedule.positions);
-            let stashed = schedule.boundary(met.0).stashed_bytes(1, positions) as usize;
-            let per_sequence = stashed / size_of::<f32>();
-            let place = &mut places[index(met)];
-            if place.is_some() || schedule.boundary(met.0).role.is_kv() {
-                continue; // another micro-batch of the unit was written before
+        let device = visit.device();
+        for (side, written) in [(None, &visit.writes), (device, &visit.keeps)] {
+            for met in in_units(&units, visit, written) {
+                let place = &mut places[index(met)];
+                if place.is_some() || schedule.boundary(met.0).role.is_kv() {
+                    continue; // another micro-batch of the unit was written before
+                }
+                let per_sequence = floats_of_sequence(schedule, met.0, side);
+                let reused = free.get_mut(&(side, device, per_sequence)).and_then(Vec::pop);
+                let at = reused.unwrap_or_else(|| {
+                    let end = ends.entry(side).or_default();
+                    let at = *end;
+                    *end += (per_sequence * sequences).next_multiple_of(ALIGNED);
+                    at
+                });
+                *place = Some((at, per_sequence));
             }
-            let reused = free.get_mut(&(visit.device(), per_sequence)).and_then(Vec::pop);
-            let at = reused.unwrap_or_else(|| {
-                let at = floats;
-                floats += (per_sequence * sequences).next_multiple_of(ALIGNED);
-                at
-            });
-            *place = Some((at, per_sequence));
         }
-        for met in in_units(&units, visit, &visit.reads) {
-            if last_reads.get(&met) == Some(&Some(now))
-                && let Some((at, per_sequence)) = places[index(met)]
-            {
-                free.entry((visit.device(), per_sequence)).or_default().push(at);
+        for (side, read) in [(None, &visit.reads), (device, &visit.kept)] {
+            for met in in_units(&units, visit, read) {
+                if last_reads.get(&met) == Some(&Some(now))
+                    && let Some((at, per_sequence)) = places[index(met)]
+                {
+                    free.entry((side, device, per_sequence)).or_default().push(at);
+                }
             }
         }
     }
     let places = places.into_iter().map(Option::unwrap_or_default).collect();
-    StashLayout { places, before, units, floats }
+    let floats = ends.remove(&None).unwrap_or(0);
+    let kept_floats = ends.into_values().max().unwrap_or(0);
+    StashLayout { places, before, units, floats, kept_floats }
+}
+
+/// Floats of one sequence of a boundary. Kernels read and write in place what a device keeps, so
+/// there each sequence is aligned.
+fn floats_of_sequence(schedule: &Schedule, id: BoundaryId, side: Side) -> usize {
+    let boundary = schedule.boundary(id);
+    let positions = u64::from(schedule.positions);
+    let floats = |bytes: u64| bytes as usize / size_of::<f32>();
+    match side {
+        None => floats(boundary.stashed_bytes(1, positions)),
+        Some(_) => floats(boundary.bytes(1, positions)).next_multiple_of(ALIGNED),
+    }
 }
 
 /// The units of a schedule: its groups, or single micro-batches if devices meet one at a time
@@ -123,7 +147,8 @@ fn last_reads(
 ) -> HashMap<UnitBoundary, Option<usize>> {
     let mut last_reads: HashMap<UnitBoundary, Option<usize>> = HashMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for met in in_units(units, visit, &visit.reads) {
+        let read: Vec<BoundaryId> = visit.all_reads().collect();
+        for met in in_units(units, visit, &read) {
             let before = last_reads.insert(met, Some(index).filter(|_| visit.on_device()));
             let is_ours = |before: Option<usize>| {
                 before.is_some_and(|before| schedule.visits[before].place == visit.place)

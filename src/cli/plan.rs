@@ -6,7 +6,7 @@ use std::path::Path;
 use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
 use l2l::models::Model;
-use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
+use l2l::plan::{FabricBytes, Keeping, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
 use l2l::{
     Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, model_of, optimizers,
@@ -291,6 +291,9 @@ impl Shown<'_> {
             "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
             "smallest_device_bytes": self.least,
             "largest_micro_batch": self.most,
+            "kept_layers": plan.keeping.map(|Keeping { kept, of, next_bytes }| {
+                json!({ "count": kept, "of": of, "next_bytes": next_bytes })
+            }),
         });
         if let Some(Outlook { forecast, eager, deferred }) = self.outlook {
             event["step_seconds"] = json!(forecast.seconds);
@@ -393,6 +396,14 @@ impl Shown<'_> {
             }
             (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
             (None, _) => {}
+        }
+        if let Some(Keeping { kept, of, next_bytes }) = self.plan.keeping {
+            let next = match next_bytes {
+                Some(bytes) => format!("; one more takes {bytes} bytes of the device"),
+                None => String::new(),
+            };
+            let unit = format!("of {of} layers keep activations on the device{next}");
+            number("kept layers", kept as u64, &unit);
         }
     }
 }

@@ -26,14 +26,18 @@ pub struct ScheduleConfig {
     /// the actions of a device, such as `2F0` and `2B0` (stage, forward or backward, micro-batch).
     pub path: Option<PathBuf>,
     /// The activations that backward recomputes. `true`: everything inside a layer, so that only
-    /// the activations between layers are stored. `false`: nothing; all saved activations wait in
-    /// the stash. `attention`: attention only; the activations of the feed-forward layer wait.
+    /// the activations between layers are stored, and device memory does not depend on depth.
+    /// `false`: nothing; all saved activations wait in the stash. `attention`: attention only; the
+    /// activations of the feed-forward layer wait. `auto`: as `true`, but as many whole layers as
+    /// `device.memory` has room for, from the last downwards, keep their activations on the device
+    /// and recompute nothing. Without `device.memory` it is `true`. Results are the same, bit for
+    /// bit.
     pub recompute: Recompute,
 }
 
 impl Default for ScheduleConfig {
     fn default() -> ScheduleConfig {
-        let recompute = Recompute::Layer(true);
+        let recompute = Recompute::AUTO;
         ScheduleConfig { kind: ScheduleKind::Relay, chunks: None, path: None, recompute }
     }
 }
@@ -41,34 +45,46 @@ impl Default for ScheduleConfig {
 /// The activations that the backward pass recomputes.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(untagged, expecting = "expected true, false or \"attention\"")]
+#[serde(untagged, expecting = "expected true, false, \"attention\" or \"auto\"")]
 pub enum Recompute {
     /// The whole layer, or nothing.
     Layer(bool),
-    /// A part of the layer.
+    /// A part of the layer, or of the layers.
     Part(RecomputedPart),
 }
 
-/// The part of a layer that is recomputed.
+/// The part that is recomputed.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum RecomputedPart {
-    /// The attention half.
+    /// The attention half of each layer.
     Attention,
+    /// The layers whose activations have no room on the device.
+    Auto,
 }
 
 impl Recompute {
     /// Only attention is recomputed.
     pub const ATTENTION: Recompute = Recompute::Part(RecomputedPart::Attention);
 
+    /// The layers that have no room on the device are recomputed.
+    pub const AUTO: Recompute = Recompute::Part(RecomputedPart::Auto);
+
     /// The activations that wait in the stash, if some do.
     pub fn keep(self) -> Option<Save> {
         match self {
-            Recompute::Layer(true) => None,
+            Recompute::Layer(true) | Recompute::AUTO => None,
             Recompute::Layer(false) => Some(Save::All),
-            Recompute::Part(RecomputedPart::Attention) => Some(Save::AllButAttention),
+            Recompute::ATTENTION => Some(Save::AllButAttention),
         }
+    }
+}
+
+impl Recompute {
+    /// The same, if no layer has room on the device.
+    pub(crate) fn without_keeping(self) -> Recompute {
+        if self == Recompute::AUTO { Recompute::Layer(true) } else { self }
     }
 }
 

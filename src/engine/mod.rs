@@ -193,14 +193,16 @@ impl Engine {
             let step = StepSpec { layers: Some(layers), ..self.plan.step(shape) };
             let schedule = schedule_of(&self.config, &self.model, step)?;
             let stash = stash::layout(&schedule);
-            let needs = stash.floats;
-            let has = self.plan.stash_floats();
-            if needs > has {
-                let what = format_args!(
-                    "a step of these sequences and layers needs {needs} floats of the stash, and \
-                     the plan has {has}"
-                );
-                return Err(Error::argument(what));
+            let of_stash = ("the stash", stash.floats, self.plan.stash_floats());
+            let of_kept = ("what layers keep", stash.kept_floats, self.plan.kept_floats());
+            for (what, needs, has) in [of_stash, of_kept] {
+                if needs > has {
+                    let what = format_args!(
+                        "a step of these sequences and layers needs {needs} floats of {what}, \
+                         and the plan has {has}"
+                    );
+                    return Err(Error::argument(what));
+                }
             }
             let plan = self.relay.plan(schedule).map_err(l2l_actors::RingError::from)?;
             Ok(Planned { plan, stash: Arc::new(stash) })

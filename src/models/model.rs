@@ -221,6 +221,15 @@ impl Model {
     /// The model as the ring schedules it: its blocks, and the steps that its layers declare. The
     /// plan adds the optimizer states of blocks.
     pub fn for_ring(&self, context: &StepContext) -> RingModel {
+        self.for_ring_keeping(context, &BTreeSet::new())
+    }
+
+    /// The same, where these layers save all their activations and keep them on the device.
+    pub(crate) fn for_ring_keeping(
+        &self,
+        context: &StepContext,
+        kept: &BTreeSet<LayerId>,
+    ) -> RingModel {
         let block = |tensors: &BlockTensors| {
             let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
             BlockSize {
@@ -236,7 +245,11 @@ impl Model {
                 frozen: tensors.trained().is_empty() && !tensors.is_empty(),
             }
         };
-        let layers = self.layers.iter().zip(&self.layer_blocks).map(|(layer, blocks)| {
+        let layers = (0..).zip(&self.layers).zip(&self.layer_blocks);
+        let layers = layers.map(|((number, layer), blocks)| {
+            let keeps = kept.contains(&LayerId(number));
+            let save = if keeps { Some(Save::All) } else { context.save };
+            let context = &StepContext { save, ..*context };
             let kind = match layer {
                 ModelLayer::Embedding => VisitKind::Gather,
                 ModelLayer::Stack(_) => VisitKind::Layer,
@@ -244,7 +257,7 @@ impl Model {
             };
             let step = |LayerStep { blocks: needs, reads, writes, saves }| {
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
-                RingStep { kind, needs, reads, writes, saves }
+                RingStep { kind, needs, reads, writes, saves, keeps }
             };
             RingLayer { steps: self.steps(layer, blocks, context).into_iter().map(step).collect() }
         });

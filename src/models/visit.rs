@@ -1,7 +1,9 @@
 //! One micro-batch at one visit: the views of the visited layer's inputs and outputs.
 
+use std::collections::BTreeSet;
+
 use l2l_actors::schedule::{
-    BlockId, BoundaryId, Phase, RingModel, Role, Schedule, Selection, Visit, relay,
+    BlockId, BoundaryId, LayerId, Phase, RingModel, Role, Schedule, Selection, Visit, relay,
 };
 
 use crate::kernels::{
@@ -316,6 +318,8 @@ pub(crate) struct Measured<'m> {
     pub(crate) dtype: Dtype,
     /// The activations that are saved for the backward pass.
     pub(crate) save: Option<Save>,
+    /// The layers that save all activations, and keep them on the device.
+    pub(crate) kept: &'m BTreeSet<LayerId>,
     /// Whether there are backward passes.
     pub(crate) trains: bool,
     /// Whether gradients may pass layers that are not trained.
@@ -334,8 +338,9 @@ pub(crate) fn workspace(kernels: &dyn Kernels, measured: Measured<'_>, rows: Row
 
 impl Measured<'_> {
     fn workspace(self, kernels: &dyn Kernels, rows: Rows) -> usize {
-        let Measured { model, dtype, save, .. } = self;
-        let mut ring = model.for_ring(&model.context(rows.positions, dtype, save));
+        let Measured { model, dtype, save, kept, .. } = self;
+        let context = model.context(rows.positions, dtype, save);
+        let mut ring = model.for_ring_keeping(&context, kept);
         // Every layer is measured in both phases, whatever a step trains.
         ring.blocks.iter_mut().for_each(|block| block.frozen = false);
         let training = schedule_of(&ring, rows.sequences, false);
@@ -417,16 +422,16 @@ impl Measured<'_> {
         let blocks = blocks.collect();
         let sequences = rows.sequences as u64;
         let tokens = rows.count() as u64;
-        let mut ports = |ids: &[BoundaryId]| -> Vec<Port> {
-            let port = |id: &BoundaryId| {
-                let boundary = *schedule.boundary(*id);
+        let mut ports = |ids: &mut dyn Iterator<Item = BoundaryId>| -> Vec<Port> {
+            let port = |id| {
+                let boundary = *schedule.boundary(id);
                 let floats = boundary.bytes(sequences, tokens) as usize / Dtype::F32.size();
                 Port { boundary, view: place(floats) }
             };
-            ids.iter().map(port).collect()
+            ids.map(port).collect()
         };
-        let reads = ports(&visit.reads);
-        let writes = ports(&visit.writes);
+        let reads = ports(&mut visit.all_reads());
+        let writes = ports(&mut visit.all_writes());
         let layer = model.layers[visit.layer.0 as usize].stack();
         let chunk_state =
             layer.map_or(0, |layer| layer.chunk_state_len(rows.positions, backward, dtype));

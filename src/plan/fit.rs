@@ -4,7 +4,7 @@
 
 use std::fs;
 
-use crate::config::{ByteSize, Config, DeviceKind};
+use crate::config::{ByteSize, Config, DeviceConfig, DeviceKind};
 use crate::devices;
 use crate::error::{Misfit, Resource};
 use crate::machine;
@@ -79,10 +79,7 @@ impl Plan {
     /// Bytes of the config's smallest GPU, without those that its driver takes. `None` without a
     /// GPU or a driver.
     pub(crate) fn gpu_bytes(&self) -> Option<u64> {
-        let device = &self.settings.config.device;
-        let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
-        let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory.saturating_sub(DRIVER));
-        device.gpus().into_iter().filter_map(memory).min()
+        gpu_bytes(&self.settings.config.device)
     }
 
     /// Whether most of the device's memory is a decoder's workspace, which smaller chunks make
@@ -99,8 +96,7 @@ impl Plan {
         let devices = u64::from(self.devices());
         let of_devices = if is_shared { self.device_bytes().saturating_mul(devices) } else { 0 };
         let planned = of_devices.saturating_add(self.host_bytes());
-        let threads = self.settings.config.device.threads.unwrap_or_else(machine::cores) as u64;
-        let all = planned.saturating_add(PROGRAM + threads * STACKS);
+        let all = planned.saturating_add(program_bytes(&self.settings.config.device));
         let (available, by) = machine::memory_limit()?;
         if available >= all {
             return None;
@@ -171,6 +167,7 @@ impl Plan {
         least.step.micro_batch = 1;
         least.step.batch = 1;
         least.schedule = crate::config::ScheduleConfig::default();
+        least.schedule.recompute = true.into();
         least.stash.place = crate::config::StashPlace::Host;
         let one = crate::config::ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
         least.channels = one;
@@ -188,6 +185,8 @@ impl Plan {
         let fits = |sequences: usize| {
             let mut config = self.settings.config.clone();
             config.step.micro_batch = sequences;
+            // Layers keep activations only where there is room left.
+            config.schedule.recompute = config.schedule.recompute.without_keeping();
             // A smaller batch is planned faster. It is enough if the device's memory does not grow
             // with the batch.
             let grows = config.stash.place == crate::config::StashPlace::Device
@@ -210,6 +209,36 @@ impl Plan {
         }
         Some(least)
     }
+}
+
+/// The bytes of a device up to which layers keep their activations, if `device.memory` is set. The
+/// plan without them takes `device` bytes of each device and `host` bytes of the host.
+pub(super) fn ceiling(config: &Config, device: u64, host: u64) -> Option<u64> {
+    let set = config.device.memory.bytes()?;
+    let has = match config.device.kind {
+        DeviceKind::Cuda => gpu_bytes(&config.device),
+        // The memory of a CPU device is the host's. Half of what the plan leaves free there stays
+        // free: for the system's file cache and for other programs.
+        DeviceKind::Cpu => machine::available_memory().map(|free| {
+            let devices = u64::from(config.devices());
+            let planned = device.saturating_mul(devices).saturating_add(host);
+            let all = planned.saturating_add(program_bytes(&config.device));
+            device.saturating_add(free.saturating_sub(all) / 2 / devices)
+        }),
+    };
+    Some(has.map_or(set, |has| set.min(has)))
+}
+
+/// Bytes of the smallest GPU, without those that its driver takes.
+fn gpu_bytes(device: &DeviceConfig) -> Option<u64> {
+    let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
+    let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory.saturating_sub(DRIVER));
+    device.gpus().into_iter().filter_map(memory).min()
+}
+
+/// Bytes of this process beside its plan.
+fn program_bytes(device: &DeviceConfig) -> u64 {
+    PROGRAM + device.threads.unwrap_or_else(machine::cores) as u64 * STACKS
 }
 
 fn files_misfit() -> Option<Misfit> {

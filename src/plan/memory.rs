@@ -50,6 +50,7 @@ impl PlanSpec<'_> {
                 regions.add(Holder::KvCache, place, 1, floats(cache.floats()));
             }
         }
+        regions.add_if_any(Holder::Kept, Side::Device, schedules.kept);
         self.add_eps(&mut regions);
         self.add_updates(&mut regions)?;
         let metadata = devices::overhead_on_host(&self.settings.config, rows);
@@ -95,6 +96,7 @@ impl PlanSpec<'_> {
             model: self.model,
             dtype,
             save: config.schedule.recompute.keep(),
+            kept: &self.kept,
             trains,
             freezes: config.depth.freezes || self.model.blocks.iter().any(is_frozen),
         };

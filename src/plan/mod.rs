@@ -5,6 +5,7 @@ mod checks;
 mod config;
 mod disk;
 mod fit;
+mod keep;
 mod memory;
 mod pipelines;
 mod pools;
@@ -15,11 +16,13 @@ mod spec;
 mod step;
 mod traffic;
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use l2l_actors::schedule::{BlockId, LayerId, Pipeline, Pools};
 
 pub use disk::DiskNeed;
+pub use keep::Keeping;
 pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Regions, Side};
 pub use room::Room;
 pub(crate) use share::DealtStep;
@@ -32,7 +35,7 @@ use self::room::KvCache;
 use self::spec::PlanSpec;
 use crate::config::{ByteSize, Config, Deal, GradientDtype};
 use crate::error::Error;
-use crate::models::Model;
+use crate::models::{Model, Save};
 use crate::optimizers::{StateLayout, UpdateRule};
 use crate::tensor::Dtype;
 
@@ -86,6 +89,10 @@ pub struct Plan {
     pub(crate) states: StateLayout,
     /// Keys and values, if the run generates text.
     cache: Option<KvCache>,
+    /// The layers that keep their activations on the device.
+    pub(crate) kept: BTreeSet<LayerId>,
+    /// How many layers these are, if `schedule.recompute = "auto"` and a ceiling decide it.
+    pub keeping: Option<Keeping>,
     settings: Settings,
 }
 
@@ -178,12 +185,26 @@ impl Plan {
     /// What the schedule of a step of all layers is made of.
     pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
         let file = self.settings.pipeline.as_deref();
-        StepSpec { shape, layers: None, states: &self.states, share: self.share, file }
+        let Plan { states, share, kept, .. } = self;
+        StepSpec { shape, layers: None, states, share: *share, file, kept }
     }
 
     pub(crate) fn stash_floats(&self) -> usize {
         let place = if self.stash_on_device() { Side::Device } else { Side::Host };
         self.regions.slots(Holder::Stash, place).floats()
+    }
+
+    /// Floats of what a device keeps beside the stash.
+    pub(crate) fn kept_floats(&self) -> usize {
+        self.regions.slots(Holder::Kept, Side::Device).floats()
+    }
+
+    /// The activations that a layer saves in a step that trains.
+    pub(crate) fn saves(&self, layer: LayerId) -> Option<Save> {
+        match self.kept.contains(&layer) {
+            true => Some(Save::All),
+            false => self.settings.config.schedule.recompute.keep(),
+        }
     }
 
     /// Whether the plan is for training, with gradients and the optimizer's states.

@@ -25,6 +25,8 @@ pub(crate) enum Holder {
     Overhead,
     /// Boundaries between visits.
     Stash,
+    /// Boundaries that visits leave on the device, for later visits of it.
+    Kept,
     /// Keys and values of all layers and sequences, while text is generated.
     KvCache,
     /// Landing blocks: gradients on their way to the EPS.
@@ -124,7 +126,7 @@ impl Holder {
             Holder::Outputs | Holder::ChunkState => "outputs",
             Holder::Workspace | Holder::Widened => "workspace",
             Holder::Overhead => "device_overhead",
-            Holder::Stash => "stash",
+            Holder::Stash | Holder::Kept => "stash",
             Holder::KvCache => "kv_cache",
             Holder::Landing | Holder::Parts => "landing",
             Holder::FileReads => "file_reads",

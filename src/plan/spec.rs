@@ -1,9 +1,10 @@
 //! What a plan is made of, and how its parts follow from each other: the schedules of all steps,
 //! the pools that they need, the regions of memory, and the bytes that a step moves.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use l2l_actors::schedule::{Schedule, StepPlan};
+use l2l_actors::schedule::{LayerId, Schedule, StepPlan};
 
 use super::checks::check_sizes;
 use super::config::Settings;
@@ -31,6 +32,8 @@ pub(super) struct PlanSpec<'a> {
     pub(super) own: Vec<BlockTensors>,
     /// The optimizer's states of those parts.
     pub(super) states: StateLayout,
+    /// The layers that keep their activations on the device.
+    pub(super) kept: BTreeSet<LayerId>,
 }
 
 impl<'a> PlanSpec<'a> {
@@ -50,7 +53,8 @@ impl<'a> PlanSpec<'a> {
         };
         let states = rule.map_or_else(StateLayout::default, |rule| StateLayout::new(rule, &own));
         let settings = Settings::new(config, model, rule.is_some());
-        PlanSpec { settings, model, rule, steps, share, cache: None, own, states }
+        let kept = BTreeSet::new();
+        PlanSpec { settings, model, rule, steps, share, cache: None, own, states, kept }
     }
 
     /// Makes the plan.
@@ -60,10 +64,8 @@ impl<'a> PlanSpec<'a> {
     pub(super) fn plan(mut self) -> Result<Plan, Error> {
         self.check()?;
         self.settings.pipeline = pipelines::read(&self.settings.config)?.map(Arc::new);
-        let mut schedules = Schedules::default();
-        for step in self.steps {
-            schedules.add(self.schedule(*step, self.share)?);
-        }
+        let keeping = self.keep()?;
+        let schedules = self.schedules()?;
         let pools = self.pools(&schedules.all);
         // The shown traffic is that of training, or of generation's last step, whose cache is full.
         let shown = if self.settings.trains { 0 } else { self.steps.len() - 1 };
@@ -93,6 +95,8 @@ impl<'a> PlanSpec<'a> {
             share: self.share,
             states: self.states,
             cache: self.cache,
+            kept: self.kept,
+            keeping,
             settings: self.settings,
         };
         // The arena of a device is allocated from the regions, and must be what was planned.
@@ -116,9 +120,20 @@ impl<'a> PlanSpec<'a> {
             .try_for_each(|group| self.model.check_patterns("optimizer.groups", &group.patterns))
     }
 
+    /// The schedules of all steps.
+    pub(super) fn schedules(&self) -> Result<Schedules, Error> {
+        let mut schedules = Schedules::default();
+        for step in self.steps {
+            schedules.add(self.schedule(*step, self.share)?);
+        }
+        Ok(schedules)
+    }
+
     pub(super) fn schedule(&self, shape: StepShape, share: RankShare) -> Result<Schedule, Error> {
         let file = self.settings.pipeline.as_deref();
-        let spec = StepSpec { shape, layers: None, states: &self.states, share, file };
+        let states = &self.states;
+        let kept = &self.kept;
+        let spec = StepSpec { shape, layers: None, states, share, file, kept };
         schedule_of(&self.settings.config, self.model, spec)
     }
 }

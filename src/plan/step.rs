@@ -1,7 +1,10 @@
 //! The schedule of a step, from its purpose, the config and the steps that layers declare.
 
+use std::collections::BTreeSet;
+
 use l2l_actors::schedule::{
-    self, BlockId, Boundary, Encoding, Pipeline, Ranks, RingModel, Schedule, Selection,
+    self, BlockId, Boundary, BoundaryId, Encoding, LayerId, Pipeline, Ranks, RingModel, Schedule,
+    Selection, Visit,
 };
 
 use super::{DealtStep, RankShare, pipelines};
@@ -67,17 +70,24 @@ pub(super) struct Schedules {
     /// Floats of an input or output slot.
     pub(super) boundary: usize,
     pub(super) stash: usize,
+    /// Floats of what a device keeps beside the stash.
+    pub(super) kept: usize,
 }
 
 impl Schedules {
     pub(super) fn add(&mut self, schedule: Schedule) {
         let sequences = schedule.micro_batches.iter().copied().max().unwrap_or(1);
         let tokens = u64::from(sequences) * u64::from(schedule.positions);
-        let bytes = |boundary: &Boundary| boundary.bytes(sequences.into(), tokens) as usize;
-        let largest = schedule.boundaries.iter().map(bytes).max().unwrap_or(0);
+        // What a device keeps takes no slot.
+        let passes = |visit: &Visit| [&visit.reads[..], &visit.writes].concat();
+        let all: BTreeSet<BoundaryId> = schedule.visits.iter().flat_map(passes).collect();
+        let bytes = |id| schedule.boundary(id).bytes(sequences.into(), tokens) as usize;
+        let largest = all.into_iter().map(bytes).max().unwrap_or(0);
         let floats = (largest / size_of::<f32>()).next_multiple_of(ALIGNED);
         self.boundary = self.boundary.max(floats);
-        self.stash = self.stash.max(stash::layout(&schedule).floats);
+        let layout = stash::layout(&schedule);
+        self.stash = self.stash.max(layout.floats);
+        self.kept = self.kept.max(layout.kept_floats);
         self.all.push(schedule);
     }
 }
@@ -96,6 +106,8 @@ pub(crate) struct StepSpec<'a> {
     pub(crate) share: RankShare,
     /// The pipeline of the file that the config names, if it does.
     pub(crate) file: Option<&'a Pipeline>,
+    /// The layers that keep their activations on the device, in a step that trains.
+    pub(crate) kept: &'a BTreeSet<LayerId>,
 }
 
 pub(crate) fn schedule_of(
@@ -103,10 +115,12 @@ pub(crate) fn schedule_of(
     model: &Model,
     step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
-    let StepSpec { shape, layers, states, share, file } = step;
+    let StepSpec { shape, layers, states, share, file, kept } = step;
     let StepShape { sequences, purpose, .. } = shape;
     let states = Some(states).filter(|_| purpose.trains());
-    let ring = ring_model(config, model, shape, states, share);
+    let none = BTreeSet::new();
+    let kept = if purpose.trains() { kept } else { &none };
+    let ring = ring_model(config, model, shape, kept, states, share);
     let is_dealt = share.deals(purpose);
     let (sequences, groups) = if is_dealt {
         let DealtStep { sequences, groups } = share.deal(config, sequences)?;
@@ -152,10 +166,11 @@ fn ring_model(
     config: &Config,
     model: &Model,
     shape: StepShape,
+    kept: &BTreeSet<LayerId>,
     states: Option<&StateLayout>,
     share: RankShare,
 ) -> RingModel {
-    let mut ring = model.for_ring(&context(config, model, shape));
+    let mut ring = model.for_ring_keeping(&context(config, model, shape), kept);
     let staged = config.eps.tier == EpsTier::File;
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;

@@ -1,10 +1,10 @@
 //! Forecasts the time of a config's step: the real actors run its real schedule in virtual time,
 //! and rates give each operation its duration.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
-use l2l_actors::schedule::{Phase, Share};
+use l2l_actors::schedule::{LayerId, Phase, Share};
 use l2l_actors::work::{Lane, Work, WorkKind};
 use l2l_actors::{Operation, Record, Relay, virtual_time};
 
@@ -12,7 +12,7 @@ use super::{Ledger, Slice, SliceKind, Tally};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
-use crate::models::{LayerSelection, Model};
+use crate::models::{LayerSelection, Model, Save};
 use crate::plan::{Holder, Plan, Purpose, Side, StepShape, StepSpec, schedule_of};
 use crate::resolve::shape_of;
 
@@ -21,6 +21,8 @@ use crate::resolve::shape_of;
 pub struct Rates {
     /// Seconds of one sequence in a layer and a phase.
     compute: HashMap<(u32, Phase), f64>,
+    /// The layers whose seconds are those without recomputation.
+    kept: BTreeSet<LayerId>,
     /// The rate of blocks to the device, and of gradients from it.
     pub(super) link: [f64; 2],
     /// The rate of copies between devices.
@@ -96,6 +98,7 @@ impl Rates {
         }
         Rates {
             compute,
+            kept: BTreeSet::new(),
             link: [link; 2],
             peers: link,
             boundaries: [link; 2],
@@ -165,10 +168,36 @@ impl Rates {
         }
         for ((layer, phase), sum) in layers {
             self.compute.insert((layer, phase), sum.mean());
+            if plan.kept.contains(&LayerId(layer)) {
+                self.kept.insert(LayerId(layer));
+            }
         }
         if host.sequences > 0.0 {
             self.host = host.mean();
         }
+    }
+
+    /// The same rates in a plan whose layers may keep other activations. The seconds of a backward
+    /// pass change as its FLOPs do.
+    pub(super) fn in_plan(&self, model: &Model, plan: &Plan) -> Rates {
+        let mut rates = self.clone();
+        for &layer in self.kept.symmetric_difference(&plan.kept) {
+            let flops = |save| {
+                let positions = [plan.batch.positions];
+                model.visit_flops(layer.0 as usize, Phase::Backward, positions, save)
+            };
+            let kept = flops(Some(Save::All));
+            let recomputed = flops(None);
+            let keeps = plan.kept.contains(&layer);
+            // A layer without products has no FLOPs.
+            let ratio = if keeps { kept / recomputed } else { recomputed / kept };
+            let ratio = if ratio.is_finite() { ratio } else { 1.0 };
+            if let Some(seconds) = rates.compute.get_mut(&(layer.0, Phase::Backward)) {
+                *seconds *= ratio;
+            }
+        }
+        rates.kept = plan.kept.clone();
+        rates
     }
 
     /// The duration of an operation.
@@ -303,7 +332,7 @@ impl Forecast {
         };
         let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
         let schedule = schedule_of(config, model, step)?;
-        let rates = rates.clone();
+        let rates = rates.in_plan(model, plan);
         let on_device = plan.stash_on_device();
         let run = virtual_time::run(
             ring_config(model, plan, None),

@@ -56,6 +56,7 @@ impl Hiding {
             StepShape { sequences: 1, positions: plan.batch.positions, purpose: Purpose::Train };
         let step = StepSpec { file: None, share: RankShare::WHOLE, ..plan.step(step) };
         let schedule = schedule_of(&config, model, step)?;
+        let rates = &rates.in_plan(model, plan);
         let on_file = config.eps.tier == EpsTier::File;
         let mut lanes = [[Moves::default(); LANES.len()]; 2];
         let mut compute = [0.0; 2];

@@ -44,6 +44,14 @@ impl<'a> Filled<'a> {
         bytes as usize / Dtype::F32.size()
     }
 
+    /// The floats of what its device keeps.
+    pub(super) fn kept_range(self) -> Range<usize> {
+        let floats = self.slot_floats();
+        let (at, room) = self.state.input.stash.place(self.boundary, self.micro_batch);
+        assert!(floats <= room, "{floats} floats in a place of {room}");
+        at..at + floats
+    }
+
     /// The floats of the stash.
     pub(super) fn stash_range(self) -> Range<usize> {
         let MicroBatchRange { sequences, rows } = self.range();

@@ -15,14 +15,11 @@ use l2l_actors::{BoxedError, Operation, Step};
 use super::{StepInput, Worker};
 use crate::config::Config;
 use crate::error::Error;
-use crate::models::Save;
 
 /// A worker that works at the rates of slower hardware, or without copies.
 pub(crate) struct Emulated {
     worker: Worker,
     rates: Rates,
-    /// The activations that layers save. They decide how many FLOPs a backward pass has.
-    save: Option<Save>,
     /// True if only the first step copies between host and device.
     without_copies: bool,
 }
@@ -56,8 +53,7 @@ impl Emulated {
             disk: config.disk_bytes_per_second()?,
             fabric: config.fabric_bytes_per_second()?,
         };
-        let save = config.schedule.recompute.keep();
-        Ok(Emulated { worker, rates, save, without_copies })
+        Ok(Emulated { worker, rates, without_copies })
     }
 
     /// The worker that does the work.
@@ -108,8 +104,10 @@ impl Emulated {
         let visit = operation.step().plan.visit(device_visit);
         let state = self.worker.shared.state(operation);
         let lengths = state.lengths(micro_batch);
+        // How much of it a backward pass recomputes depends on what the layer saves.
+        let save = self.worker.plan().saves(visit.layer);
         let layer = visit.layer.0 as usize;
-        self.worker.model().visit_flops(layer, visit.phase, lengths, self.save) as u64
+        self.worker.model().visit_flops(layer, visit.phase, lengths, save) as u64
     }
 
     /// Bytes of the gradient that an operation of the update lane applies.

@@ -18,8 +18,7 @@ use crate::devices::{Device, PeerView};
 use crate::eps::{Eps, FileTier, Folder};
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Model;
-use crate::optimizers::StateLayout;
-use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
+use crate::plan::{Plan, Purpose, StepShape, schedule_of};
 use crate::resolve::{model_of, shape_of};
 use crate::stash;
 use crate::telemetry::Ledger;
@@ -55,6 +54,14 @@ impl Small {
         Small { config, folder, made: AtomicUsize::new(0) }
     }
 
+    /// The same, where layers keep their activations on the device.
+    fn keeping(mut self) -> Small {
+        self.config.schedule.recompute = Recompute::AUTO;
+        self.config.device.memory = "1GiB".parse().expect("a size");
+        assert!(!self.schedule().device_visits().all(|visit| visit.keeps.is_empty()));
+        self
+    }
+
     fn model(&self) -> Model {
         let shape = shape_of(&self.config).expect("a shape of ours");
         model_of(&self.config, shape).expect("a model of ours")
@@ -67,10 +74,9 @@ impl Subject for Small {
     fn schedule(&self) -> Schedule {
         let shape = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
         let model = self.model();
-        let states = StateLayout::new(&self.config.update_rule(), &model.blocks);
-        let step =
-            StepSpec { shape, layers: None, states: &states, share: RankShare::WHOLE, file: None };
-        schedule_of(&self.config, &model, step).expect("a model of ours")
+        let rule = self.config.update_rule();
+        let plan = Plan::new(&self.config, &model, &rule).expect("a plan of ours");
+        schedule_of(&self.config, &model, plan.step(shape)).expect("a model of ours")
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -157,6 +163,7 @@ fn the_cuda_device_conforms() {
     let mut small = Small::new(Recompute::ATTENTION, StashPlace::Host, false);
     small.config.device.kind = DeviceKind::Cuda;
     small.conforms();
+    small.keeping().conforms();
 }
 
 /// Layers dealt over two devices, and groups, with whole blocks and in shards.
@@ -184,6 +191,7 @@ fn the_cpu_device_conforms() {
     ] {
         Small::new(recompute, place, on_file).conforms();
     }
+    Small::new(true.into(), StashPlace::Host, false).keeping().conforms();
 }
 
 /// A failure of a device.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 
 use l2l::actors::schedule::{Boundary, Role};
-use l2l::config::{Deal, EpsTier, ScheduleKind, Transfer};
+use l2l::config::{Deal, EpsTier, Recompute, ScheduleKind, Transfer};
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric};
 use l2l::kernels::{
@@ -371,7 +371,11 @@ fn places(folder: &Path) -> Vec<Place> {
         on_file.eps.path = Some(folder.join(format!("eps-{ranks}")));
         let mut recomputed = in_memory.clone();
         recomputed.schedule.recompute = true.into();
-        all.extend([in_memory, on_file, recomputed].map(|config| Place { config, ranks }));
+        let mut kept = in_memory.clone();
+        kept.schedule.recompute = Recompute::AUTO;
+        kept.device.memory = "1GiB".parse().expect("a size");
+        let all_of = [in_memory, on_file, recomputed, kept];
+        all.extend(all_of.map(|config| Place { config, ranks }));
     }
     all
 }

@@ -16,6 +16,7 @@ use l2l::{Config, Plan, Trainer, shape_of};
 use proptest::prelude::*;
 
 use crate::compression::{Encodings, encodings, possible};
+use crate::plan::limit;
 use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
@@ -103,6 +104,8 @@ pub(crate) struct Ways {
     pub(crate) channels: ChannelsConfig,
     pub(crate) place: StashPlace,
     pub(crate) recompute: Recompute,
+    /// With `recompute = "auto"`: the share of the memory for all kept layers that there is.
+    pub(crate) room: f64,
     pub(crate) on_file: bool,
     pub(crate) devices: u32,
     pub(crate) deal: Deal,
@@ -166,6 +169,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
     config.device.threads = Some(ways.threads);
     config.device.link = ways.link.then(|| "2GB/s".to_string());
+    limit(&mut config, ways.room);
     config
 }
 
@@ -197,6 +201,7 @@ pub(crate) fn baseline() -> Ways {
         channels: ChannelsConfig { weights: 1000, gradients: 2, reduced: 2, stash: 4 },
         place: StashPlace::Device,
         recompute: false.into(),
+        room: 0.0,
         on_file: false,
         devices: 1,
         deal: Deal::Layers,
@@ -257,7 +262,10 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
     let deals = prop::sample::select(vec![Deal::Layers, Deal::Sequences]);
     let kinds = (kinds, deals, any::<bool>());
     let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
-    let recompute = prop::sample::select(vec![true.into(), false.into(), Recompute::ATTENTION]);
+    let auto = prop::sample::select(vec![0.0, 0.4, 0.7, 1.0]);
+    let others = vec![true.into(), false.into(), Recompute::ATTENTION];
+    let others = prop::sample::select(others).prop_map(|recompute| (recompute, 0.0));
+    let recompute = prop_oneof![3 => others, 2 => auto.prop_map(|room| (Recompute::AUTO, room))];
     let threads = (1..=4_u32, 1..=2_usize);
     let flags = (recompute, threads, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
     (kinds, channels, stash, places, flags).prop_map(
@@ -266,12 +274,13 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
             (weights, gradients, reduced),
             stash,
             place,
-            (recompute, (devices, threads), link, on_file),
+            ((recompute, room), (devices, threads), link, on_file),
         )| Ways {
             kind,
             channels: ChannelsConfig { weights, gradients, reduced, stash },
             place,
             recompute,
+            room,
             on_file,
             devices,
             deal,
@@ -287,6 +296,7 @@ impl Ways {
     /// The same for one of so many ranks, of which each has some of the groups.
     pub(crate) fn for_ranks(mut self, case: &Case, ranks: u32) -> Ways {
         let spans = l2l_actors::schedule::group_spans(case.groups, ranks);
+        self.room = 2.0; // of one process: more than enough for a rank
         let fewest = spans.iter().map(|span| span.len() as u32).min().expect("there is a rank");
         let most = spans.iter().map(|span| span.len() as u32).max().expect("there is a rank");
         if fewest < most {
@@ -381,12 +391,13 @@ fn wide_layers_have_room_in_every_pipeline() {
         let mut config = config(&case, ways);
         (config.model.hidden, config.model.positions) = (Some(48), Some(40));
         config.data.sequence_length = Some(40);
+        limit(&mut config, ways.room);
         run(config, 2).1.weights_digest
     };
     let expected = of(&baseline());
-    for recompute in [true.into(), false.into(), Recompute::ATTENTION] {
+    for recompute in [true.into(), false.into(), Recompute::ATTENTION, Recompute::AUTO] {
         for kind in [ScheduleKind::Gpipe, ScheduleKind::Interleaved] {
-            let ways = Ways { kind, devices: 2, recompute, place: StashPlace::Host, ..baseline() };
+            let ways = Ways { kind, devices: 2, recompute, room: 0.6, ..baseline() };
             assert_eq!(of(&ways), expected, "{kind:?} {recompute:?}");
         }
     }
@@ -449,12 +460,13 @@ fn long_sequences_give_the_same_bits_everywhere() {
         (config.model.positions, config.data.sequence_length) = (Some(400), Some(400));
         config.step.chunk_positions = chunk_positions;
         config.data.train = data.display().to_string().into();
+        limit(&mut config, ways.room);
         run(config, 2)
     };
     let (bits, reference) = of(&baseline(), 128);
     let relay = Ways { kind: ScheduleKind::Relay, place: StashPlace::Host, ..baseline() };
-    for recompute in [true.into(), Recompute::ATTENTION] {
-        let ways = Ways { recompute, threads: 2, ..relay.clone() };
+    for recompute in [true.into(), Recompute::ATTENTION, Recompute::AUTO] {
+        let ways = Ways { recompute, room: 0.5, threads: 2, ..relay.clone() };
         let (found, summary) = of(&ways, 128);
         assert_eq!((&found, &summary.weights_digest), (&bits, &reference.weights_digest));
     }

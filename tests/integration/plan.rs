@@ -5,16 +5,37 @@ use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, 
 use l2l::data::Batches;
 use l2l::models::{Model, Tensor};
 use l2l::optimizers::{Masters, Update, UpdateRule};
-use l2l::plan::RankShare;
+use l2l::plan::{Keeping, RankShare};
 use l2l::telemetry::{Forecast, Hiding, Rates};
-use l2l::{Config, Plan, Trainer, shape_of};
+use l2l::{Config, Plan, Trainer, model_of, shape_of};
 use proptest::prelude::*;
+
+/// With `recompute = "auto"`: sets a ceiling of device memory. It leaves this share of the room in
+/// which all layers keep their activations: 0 is the least with which the config runs.
+pub(crate) fn limit(config: &mut Config, room: f64) {
+    if config.schedule.recompute != Recompute::AUTO {
+        return;
+    }
+    let bytes = |memory: &str| {
+        let mut config = config.clone();
+        config.device.memory = memory.parse().expect("a size");
+        let model = model_of(&config, shape_of(&config).expect("a shape of ours"));
+        let model = model.expect("a model of ours");
+        let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+        plan.device_bytes()
+    };
+    let least = bytes("auto");
+    let most = bytes("1TiB");
+    let ceiling = least + (most.saturating_sub(least) as f64 * room) as u64;
+    config.device.memory = ceiling.to_string().parse().expect("a size");
+}
 
 /// Shapes and settings of all kinds.
 fn any_config() -> impl Strategy<Value = Config> {
     let shape = (1..=5_usize, 1..=3_usize, 1..=5_usize, 2..=40_usize, 1..=600_usize);
     let step = (1..=7_usize, 1..=4_usize, prop::bool::ANY, prop::bool::ANY);
-    let recompute = prop::sample::select(vec![true.into(), false.into(), Recompute::ATTENTION]);
+    let ways = vec![true.into(), false.into(), Recompute::ATTENTION, Recompute::AUTO];
+    let recompute = prop::sample::select(ways);
     let ways = (recompute, prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.3));
     let channels = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
     (shape, step, ways, channels).prop_map(|(shape, step, ways, channels)| {
@@ -41,6 +62,7 @@ fn any_config() -> impl Strategy<Value = Config> {
         config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
         let (weights, gradients, reduced, stash) = channels;
         config.channels = ChannelsConfig { weights, gradients, reduced, stash };
+        limit(&mut config, f64::from(stash - 1) / 4.0);
         config
     })
 }
@@ -128,6 +150,60 @@ fn transfers_hide_where_the_plan_says() {
     let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
     let hiding = Hiding::of(&config, &model, &plan, &rates, false).expect("a schedule of ours");
     assert_eq!(hiding.tokens, None, "it never hides");
+}
+
+/// Layers keep activations in what the ceiling leaves, from none to all, and pass none of them over
+/// the link. One more would not fit.
+#[test]
+fn kept_layers_fill_the_ceiling() {
+    for (kind, devices) in [
+        (ScheduleKind::Relay, 1),
+        (ScheduleKind::Relay, 3),
+        (ScheduleKind::Resident, 1),
+        (ScheduleKind::Gpipe, 2),
+        (ScheduleKind::OneForwardOneBackward, 3),
+    ] {
+        let mut config = Config::default();
+        config.data.train = "random".into();
+        config.model.layers = Some(7);
+        config.model.hidden = Some(32);
+        config.model.heads = Some(2);
+        config.model.positions = Some(16);
+        (config.step.batch, config.step.micro_batch) = (6, 1);
+        (config.schedule.kind, config.device.count) = (kind, Some(devices));
+        let of = |config: &Config| {
+            let model = Model::new(shape_of(config).expect("a shape of ours"));
+            Plan::new(config, &model, &config.update_rule()).expect("a plan of ours")
+        };
+        let unlimited = of(&config);
+        assert_eq!(unlimited.keeping, None);
+        config.schedule.recompute = true.into();
+        let recomputing = of(&config);
+        assert_eq!((&unlimited.device, &unlimited.host), (&recomputing.device, &recomputing.host));
+        config.schedule.recompute = Recompute::AUTO;
+        let mut before = 0;
+        for room in 0..=20 {
+            limit(&mut config, f64::from(room) / 20.0);
+            let plan = of(&config);
+            let ceiling = plan.budget().expect("it was set");
+            let keeping = plan.keeping.expect("there is a ceiling");
+            let Keeping { kept, of, next_bytes } = keeping;
+            assert!(plan.device_bytes() <= ceiling, "{kind:?} {keeping:?}");
+            let more = next_bytes.map(|next| plan.device_bytes() + next);
+            assert!(more.is_none_or(|more| more > ceiling), "{kind:?} {keeping:?}");
+            assert!(kept >= before && (next_bytes.is_none() == (kept == of)), "{keeping:?}");
+            assert!(room != 0 || kept == 0, "{kind:?} {keeping:?}");
+            assert!(room != 20 || kept == of && of >= 7, "{kind:?} {keeping:?}");
+            assert_eq!(plan.traffic, recomputing.traffic);
+            assert_eq!(plan.host, recomputing.host);
+            before = kept;
+        }
+        config.device.memory = (recomputing.device_bytes() - 4).to_string().parse().expect("some");
+        let model = Model::new(shape_of(&config).expect("a shape of ours"));
+        let plan = of(&config);
+        let misfits = plan.misfits(&model, &config.update_rule(), None);
+        assert!(misfits[0].to_string().contains("device.memory is"), "{misfits:?}");
+    }
 }
 
 /// Workspace grows with a sequence up to the size of chunks, and no further.

@@ -208,6 +208,8 @@ impl<'m> Wiring<'m> {
             blocks: step.needs.clone(),
             reads,
             writes,
+            keeps: Vec::new(),
+            kept: Vec::new(),
         }
     }
 
@@ -251,8 +253,10 @@ impl<'m> Wiring<'m> {
             if self.is_visited_once(at) {
                 return Ok(visits);
             }
-            let writes = met.writes.iter().chain(&met.saved).copied().collect();
-            visits.push(self.visit(at, Phase::Forward, met.reads.clone(), writes));
+            let mut visit = self.visit(at, Phase::Forward, met.reads.clone(), met.writes.clone());
+            let keeps = self.chain[at].step.keeps;
+            if keeps { &mut visit.keeps } else { &mut visit.writes }.extend(met.saved);
+            visits.push(visit);
         }
         visits.push(self.loss()?);
         Ok(visits)
@@ -274,7 +278,11 @@ impl<'m> Wiring<'m> {
                     writes.push(sum);
                 }
             }
-            visits.push(self.visit(at, Phase::Backward, reads, writes));
+            let mut visit = self.visit(at, Phase::Backward, reads, writes);
+            if self.chain[at].step.keeps {
+                visit.kept.extend(self.met[at].saved);
+            }
+            visits.push(visit);
             if is_once {
                 visits.push(self.loss()?);
             }
@@ -282,10 +290,10 @@ impl<'m> Wiring<'m> {
         Ok(visits)
     }
 
-    /// The boundaries that the backward visit of a step reads: those that its forward visit read
-    /// and saved, the roles without a gradient as the forward pass left them, the gradients of
-    /// those that it wrote, and the gradients of those that it read as far as steps above have
-    /// added to them.
+    /// The boundaries that the backward visit of a step reads from the stash: those that its
+    /// forward visit read, and what it saved there; the roles without a gradient as the forward
+    /// pass left them; the gradients of those that it wrote, and the gradients of those that it
+    /// read as far as steps above have added to them.
     fn reads_of_backward(
         &self,
         at: usize,
@@ -299,7 +307,7 @@ impl<'m> Wiring<'m> {
         let mut reads = Vec::new();
         if step.kind != VisitKind::Gather {
             reads.extend(with.iter().map(|&(_, &id)| id));
-            reads.extend(met.saved);
+            reads.extend(met.saved.filter(|_| !step.keeps));
             reads.extend(without.iter().map(|&(input, &id)| match self.is_visited_once(at) {
                 true => id,
                 false => self.latest[&input.boundary.role],

@@ -35,7 +35,8 @@ impl RingModel {
                 _ => (VisitKind::Layer, vec![x], vec![hidden]),
             };
             let needs = vec![BlockId(number as u32)];
-            RingLayer { steps: vec![RingStep { kind, needs, reads, writes, saves: None }] }
+            let step = RingStep { kind, needs, reads, writes, saves: None, keeps: false };
+            RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
         RingModel { blocks, layers, positions: 1 }
@@ -82,6 +83,8 @@ pub struct RingStep {
     pub writes: Vec<Boundary>,
     /// Activations that its backward visit reads in place of recomputing them.
     pub saves: Option<Boundary>,
+    /// True if these stay on the device: see [`Visit::keeps`](super::Visit).
+    pub keeps: bool,
 }
 
 /// An input of a step.

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::{
-    BlockId, BoundaryId, GroupId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind,
+    BlockId, BoundaryId, GroupId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
+    VisitKind,
 };
 
 /// Checks everything that does not depend on pools.
@@ -64,9 +65,8 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if let Some(id) = blocks.iter().find(|id| id.0 as usize >= schedule.blocks.len()) {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.blocks.len()));
     }
-    let all = visit.reads.iter().chain(&visit.writes);
-    let met: BTreeSet<_> = all.clone().collect();
-    if met.len() < all.count() {
+    let met: BTreeSet<_> = visit.all_reads().chain(visit.all_writes()).collect();
+    if met.len() < visit.all_reads().count() + visit.all_writes().count() {
         return Err("names a boundary twice".into());
     }
     if let Some(id) = met.iter().find(|id| id.0 as usize >= schedule.boundaries.len()) {
@@ -81,6 +81,10 @@ fn shape(visit: &Visit) -> Result<(), String> {
     if visit.on_device() != visit.kind.on_device() {
         let places = "a host visit gathers, scatters or takes the loss; a device visits layers";
         return Err(format!("{:?} in the wrong place: {places}", visit.kind));
+    }
+    let keeps = !visit.keeps.is_empty() || !visit.kept.is_empty();
+    if keeps && !visit.on_device() {
+        return Err("keeps a boundary on a device, and runs on the host".into());
     }
     let reads = !visit.reads.is_empty();
     let writes = !visit.writes.is_empty();
@@ -101,31 +105,43 @@ fn roles(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if !visit.on_device() {
         return Ok(());
     }
-    for boundaries in [&visit.reads, &visit.writes] {
+    let role = |id: BoundaryId| schedule.boundary(id).role;
+    let read: Vec<Role> = visit.all_reads().map(role).collect();
+    let written: Vec<Role> = visit.all_writes().map(role).collect();
+    for roles in [read, written] {
         let mut met = BTreeSet::new();
-        let role = |id: &BoundaryId| schedule.boundary(*id).role;
-        if let Some(role) = boundaries.iter().map(role).find(|&role| !met.insert(role)) {
+        if let Some(role) = roles.into_iter().find(|&role| !met.insert(role)) {
             return Err(format!("has two boundaries that are {role}"));
         }
     }
     Ok(())
 }
 
-/// Checks that a boundary is written once, before it is read, and that some visit reads it.
+/// Checks that a boundary is written once, before it is read, and that some visit reads it. One
+/// that a device keeps is read there and nowhere else.
 fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
     let mut written = BTreeMap::new(); // -> (writer, read yet)
     for (index, visit) in schedule.visits.iter().enumerate() {
         for m in visit.micro_batches.clone() {
-            for &id in &visit.reads {
-                match written.get_mut(&(id, m)) {
-                    Some((_, read)) => *read = true,
-                    None => {
-                        let reason = format!("reads {id} of micro-batch {m} before it is written");
-                        return Err(Refusal::at(schedule, index, reason));
-                    }
+            for id in visit.all_reads() {
+                let refused = |what| {
+                    let reason = format!("reads {id} of micro-batch {m} {what}");
+                    Err(Refusal::at(schedule, index, reason))
+                };
+                let Some((writer, read)) = written.get_mut(&(id, m)) else {
+                    return refused("before it is written");
+                };
+                *read = true;
+                let writer: &Visit = &schedule.visits[*writer];
+                let is_kept = writer.keeps.contains(&id);
+                if is_kept != visit.kept.contains(&id) {
+                    return refused("in another place than where it was written");
+                }
+                if is_kept && writer.place != visit.place {
+                    return refused("on another device than the one that keeps it");
                 }
             }
-            for &id in &visit.writes {
+            for id in visit.all_writes() {
                 if written.insert((id, m), (index, false)).is_some() {
                     let reason = format!("writes {id} of micro-batch {m} again");
                     return Err(Refusal::at(schedule, index, reason));

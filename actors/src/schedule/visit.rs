@@ -80,12 +80,27 @@ pub struct Visit {
     pub reads: Vec<BoundaryId>,
     /// Boundaries that each micro-batch leaves behind.
     pub writes: Vec<BoundaryId>,
+    /// Boundaries that each micro-batch leaves on the device, for a later visit of the same device.
+    /// They take no slots, and no lane copies them.
+    pub keeps: Vec<BoundaryId>,
+    /// Boundaries that an earlier visit of the device keeps for this one.
+    pub kept: Vec<BoundaryId>,
 }
 
 impl Visit {
     /// The same visit, of other micro-batches.
     pub fn of_micro_batches(&self, micro_batches: Range<MicroBatch>) -> Visit {
         Visit { micro_batches, ..self.clone() }
+    }
+
+    /// All boundaries that the visit reads, wherever they wait.
+    pub fn all_reads(&self) -> impl Iterator<Item = BoundaryId> {
+        self.reads.iter().chain(&self.kept).copied()
+    }
+
+    /// All boundaries that the visit writes, wherever they go.
+    pub fn all_writes(&self) -> impl Iterator<Item = BoundaryId> {
+        self.writes.iter().chain(&self.keeps).copied()
     }
 
     /// True for a visit of a device, false for one of the host lane.

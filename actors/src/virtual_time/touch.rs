@@ -86,7 +86,10 @@ impl Touch {
                 touch.read_stash(&[inputs.boundary], *micro_batch, now);
                 touch.place(std::slice::from_ref(inputs), *micro_batch, now, input, true);
             }
-            Work::Compute { micro_batch: m, blocks, inputs, outputs, .. } => {
+            Work::Compute { device_visit, micro_batch: m, blocks, inputs, outputs, .. } => {
+                let visit = plan.visit(*device_visit);
+                touch.read_stash(&visit.kept, *m, now);
+                touch.write_stash(&visit.keeps, *m, now);
                 touch.place(inputs, *m, now, input, false);
                 touch.place(outputs, *m, now, output, true);
                 blocks.iter().for_each(|of| touch.compute(plan, device, of, now, &count));

@@ -21,7 +21,7 @@ pub fn boundary(role: Role) -> Boundary {
 /// A layer of one step.
 pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Role]) -> RingLayer {
     let writes = writes.iter().copied().map(boundary).collect();
-    let step = RingStep { kind, needs, reads: reads.to_vec(), writes, saves: None };
+    let step = RingStep { kind, needs, reads: reads.to_vec(), writes, saves: None, keeps: false };
     RingLayer { steps: vec![step] }
 }
 
@@ -81,6 +81,14 @@ pub fn saving(mut model: RingModel, saves: impl Fn(usize) -> bool) -> RingModel 
         for step in layer.steps.iter_mut().filter(|step| step.kind == VisitKind::Layer) {
             step.saves = saves(number).then(|| boundary(Role::SavedActivations));
         }
+    }
+    model
+}
+
+/// The same model, whose layers keep on the device what they save where `keeps` of their number.
+pub fn keeping(mut model: RingModel, keeps: impl Fn(usize) -> bool) -> RingModel {
+    for (number, layer) in model.layers.iter_mut().enumerate() {
+        layer.steps.iter_mut().for_each(|step| step.keeps = keeps(number));
     }
     model
 }

@@ -86,6 +86,8 @@ impl Case {
         let model = model(self.layers, self.tiles, self.tied && self.tiles > 0);
         let model = if self.on_file { on_file(model) } else { model };
         let model = if self.recompute { model } else { saving(model, |_| true) };
+        // Some layers keep on the device what they save, by bits of the seed.
+        let model = keeping(model, |number| self.seed >> (number % 64) & 1 == 1);
         let mut selection = everything(&model, self.micro_batches);
         selection.groups = self.groups;
         let blocks = model.blocks.len() as u32;

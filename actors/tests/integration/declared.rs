@@ -53,7 +53,10 @@ fn run(schedule: &Schedule, deferred: bool) -> usize {
 
 #[test]
 fn steps_and_boundaries_of_layers_run_in_every_schedule() {
-    for model in [two_steps(), handed_up(), on_file(two_steps()), on_file(handed_up())] {
+    let kept = keeping(two_steps(), |number| number == 3);
+    let all_kept = keeping(handed_up(), |_| true);
+    let in_memory = [two_steps(), handed_up(), kept, all_kept];
+    for model in in_memory.into_iter().chain([on_file(two_steps()), on_file(handed_up())]) {
         let selection = everything(&model, 4);
         let order = Pipeline::one_forward_one_backward(2, 4);
         let relay = relay(&model, &selection).expect("a model of ours");
@@ -98,6 +101,28 @@ fn the_backward_pass_reverses_steps() {
     assert_eq!(visits[9], (2, 0, vec![hidden, own_gradient], vec![Role::HiddenGradient]));
     let first = [&[hidden, saved][..], &gradients].concat();
     assert_eq!(visits[10], (1, 0, first, vec![Role::HiddenGradient]));
+}
+
+/// What a device keeps takes no slots and moves no bytes: as if it was recomputed.
+#[test]
+fn what_is_kept_passes_no_slot() {
+    let recomputed = model(4, 2, true);
+    let of = |model: &RingModel| {
+        let schedule = relay(model, &everything(model, 3)).expect("a model of ours");
+        let pools = config(&schedule, &depths(2, 1, 1, 4), false).pools;
+        StepPlan::new(schedule, pools).expect("pools were made for it")
+    };
+    let expected = of(&recomputed);
+    let saved = saving(recomputed, |_| true);
+    let kept = of(&keeping(saved.clone(), |_| true));
+    assert_eq!((kept.pools, kept.traffic), (expected.pools, expected.traffic));
+    assert!(of(&saved).traffic.inputs > expected.traffic.inputs);
+    let is_kept = |role| kept.schedule.boundaries.iter().filter(|of| of.role == role).count();
+    assert_eq!(is_kept(Role::SavedActivations), 4);
+    let visits = || kept.schedule.device_visits();
+    let forward: Vec<_> = visits().flat_map(|visit| visit.keeps.clone()).collect();
+    let backward: Vec<_> = visits().flat_map(|visit| visit.kept.clone()).collect();
+    assert_eq!(forward, backward.into_iter().rev().collect::<Vec<_>>());
 }
 
 #[track_caller]

@@ -149,6 +149,43 @@ fn a_gradient_is_added_up_on_one_device() {
     assert!(refusal.reason.contains("trains block 1 on another device"), "{refusal}");
 }
 
+/// Visits: 0 gather, 1 and 2 stack, 3 loss, 4 and 5 stack back, 6 scatter.
+#[test]
+fn what_a_device_keeps_is_read_there() {
+    let model = keeping(saving(model(2, 0, false), |_| true), |_| true);
+    let sound = relay(&model, &everything(&model, 3)).expect("a model of ours");
+    let pools = Pools { devices: 2, ..Pools::of(&sound, &depths(2, 2, 2, 8)) };
+    assert!(StepPlan::new(sound.clone(), pools).is_ok());
+    let refused = |at: usize, reason: &str, change: &dyn Fn(&mut Schedule)| {
+        let mut schedule = sound.clone();
+        change(&mut schedule);
+        let refusal = StepPlan::new(schedule, pools).expect_err("a rule is broken");
+        assert_eq!(refusal.visit, Some(at), "{refusal}");
+        assert!(refusal.reason.contains(reason), "{refusal}");
+    };
+    refused(4, "on another device than the one that keeps it", &|s| {
+        s.visits[4].place = Place::Device(1);
+    });
+    let elsewhere = "in another place than where it was written";
+    refused(5, elsewhere, &|s| {
+        let kept = s.visits[5].kept.remove(0);
+        s.visits[5].reads.push(kept);
+    });
+    refused(5, elsewhere, &|s| {
+        let kept = s.visits[1].keeps.remove(0);
+        s.visits[1].writes.push(kept);
+    });
+    refused(1, "names a boundary twice", &|s| {
+        let kept = s.visits[1].keeps[0];
+        s.visits[1].writes.push(kept);
+    });
+    refused(2, "which nobody reads", &|s| s.visits[4].kept.clear());
+    refused(6, "runs on the host", &|s| {
+        let kept = s.visits[5].kept[0];
+        s.visits[6].kept.push(kept);
+    });
+}
+
 #[test]
 fn a_trained_block_belongs_to_one_layer() {
     refused(Some(8), "trains block 2, as layer 1 does", |s| {

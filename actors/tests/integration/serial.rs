@@ -68,8 +68,9 @@ fn check(schedule: Schedule, deferred: bool) {
 fn the_ring_does_the_work_of_the_serial_walk() {
     for deferred in [false, true] {
         for tied in [false, true] {
-            for saves in [false, true] {
+            for (saves, keeps) in [(false, false), (true, false), (true, true)] {
                 let model = saving(model(4, 3, tied), |_| saves);
+                let model = keeping(model, |number| keeps && number > 2);
                 for groups in [1, 2, 3] {
                     let mut selection = everything(&model, 4);
                     selection.groups = groups;

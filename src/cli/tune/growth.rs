@@ -1,6 +1,7 @@
 //! The part of a setting's device memory that grows with the model's depth. It is found from plans
 //! for deeper models, so no list of keys is needed.
 
+use l2l::config::Recompute;
 use l2l::models::{Model, Shape};
 use l2l::plan::Term;
 use l2l::{Config, Plan, model_of};
@@ -22,7 +23,11 @@ pub(super) fn of(config: &Config, model: &Model, settings: Settings) -> Vec<Term
         if settings.layout.kind.is_pipeline() {
             settings.depths[0] = settings.depths[0].max(deeper.layers.len() as u32);
         }
-        let config = settings.on(config);
+        let mut config = settings.on(config);
+        // What layers keep under a ceiling is what a deeper model leaves them.
+        if config.schedule.recompute == Recompute::AUTO {
+            config.schedule.recompute = true.into();
+        }
         Some(Plan::new(&config, &deeper, &config.update_rule()).ok()?.device)
     };
     let layers = model.shape.layers.max(DEEP);

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::schedule::{MicroBatch, Role, Shard};
+use l2l_actors::schedule::{BoundaryId, MicroBatch, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
@@ -208,6 +208,13 @@ impl DeviceLanes {
             };
             Port { boundary, view }
         };
+        let kept = |&boundary: &BoundaryId| {
+            let filled = Filled { state: &state, layer: visit.layer, boundary, micro_batch: m };
+            Port { boundary: *filled.declared(), view: side.kept.part(filled.kept_range()) }
+        };
+        let ports = |pool: &Slots, placed: &[Placed], stays: &[BoundaryId]| -> Vec<Port> {
+            placed.iter().map(|placed| port(pool, placed)).chain(stays.iter().map(kept)).collect()
+        };
         let accumulators = blocks.iter().filter_map(|of| of.gradient);
         let accumulate = accumulators.clone().any(|accumulator| !accumulator.first);
         assert!(!accumulate || accumulators.into_iter().all(|accumulator| !accumulator.first));
@@ -218,8 +225,8 @@ impl DeviceLanes {
             dtype: shared.plan.dtype(),
             blocks: blocks.iter().map(block).collect(),
             accumulate,
-            reads: inputs.iter().map(|placed| port(&side.inputs, placed)).collect(),
-            writes: outputs.iter().map(|placed| port(&side.outputs, placed)).collect(),
+            reads: ports(&side.inputs, inputs, &visit.kept),
+            writes: ports(&side.outputs, outputs, &visit.keeps),
             scale: state.scale,
             save: self.save,
             workspace: side.workspace,

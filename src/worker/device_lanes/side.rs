@@ -20,6 +20,8 @@ pub(super) struct DeviceSide {
     pub(super) gradients: Slots,
     pub(super) inputs: Slots,
     pub(super) outputs: Slots,
+    /// Memory for what visits keep on the device.
+    pub(super) kept: View,
     pub(super) chunk_state: View,
     pub(super) workspace: View,
     /// True where kernels reach the stash: the device shares the host's memory, and no link to the
@@ -50,6 +52,7 @@ impl DeviceSide {
             gradients: slots(Holder::Gradients),
             inputs: slots(Holder::Inputs),
             outputs: slots(Holder::Outputs),
+            kept: slots(Holder::Kept).all(),
             chunk_state: slots(Holder::ChunkState).all(),
             workspace: slots(Holder::Workspace).all(),
             used: used.clone(),

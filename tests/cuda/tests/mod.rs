@@ -357,8 +357,9 @@ fn two_gpus_are_one() {
         return;
     }
     let folder = tempfile::tempdir().expect("a place for files");
-    let ways: [&dyn Fn(&mut Config); 7] = [
+    let ways: [&dyn Fn(&mut Config); 8] = [
         &|_| (),
+        &|config| trained::keep(config, 1),
         &|config| config.schedule.kind = ScheduleKind::Resident,
         &|config| config.schedule.recompute = false.into(),
         &|config| config.schedule.kind = ScheduleKind::OneForwardOneBackward,
@@ -425,8 +426,10 @@ fn in_bf16_ways_are_equal() {
         return;
     }
     let folder = tempfile::tempdir().expect("a place for files");
-    let ways: [&dyn Fn(&mut Config); 5] = [
+    let ways: [&dyn Fn(&mut Config); 7] = [
         &|_| (),
+        &|config| trained::keep(config, 1),
+        &|config| trained::keep(config, 2),
         &|config| config.schedule.recompute = false.into(),
         &|config| config.schedule.recompute = Recompute::ATTENTION,
         &|config| config.channels.weights = 1,

@@ -1,13 +1,33 @@
 //! Trainings of parts of a model, by several update rules, on emulated GPUs.
 
 use super::{KINDS, close, config, golden, run, run_on};
-use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPlace, TrainConfig};
+use crate::config::{
+    DeviceKind, LoraConfig, OptimizerKind, Recompute, ScheduleKind, StashPlace, TrainConfig,
+};
 use crate::data::Batches;
 use crate::devices::cuda::emulated;
 use crate::models::{Base, Tensor};
 use crate::optimizers::{Masters, Update, UpdateRule};
+use crate::resolve::{model_of, shape_of};
 use crate::tensor::Dtype;
-use crate::{Config, Trainer};
+use crate::{Config, Plan, Trainer};
+
+/// Lets layers keep their activations in this many halves of the room that all of them take.
+pub(super) fn keep(config: &mut Config, halves: u64) {
+    config.schedule.recompute = Recompute::AUTO;
+    let bytes = |memory: &str| {
+        let mut config = config.clone();
+        config.device.memory = memory.parse().expect("a size");
+        let model = model_of(&config, shape_of(&config).expect("a shape of ours"));
+        let model = model.expect("a model of ours");
+        let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+        plan.device_bytes()
+    };
+    let least = bytes("auto");
+    let most = bytes("1TiB");
+    let ceiling = least + (most - least) * halves / 2;
+    config.device.memory = ceiling.to_string().parse().expect("a size");
+}
 
 /// Adapters, or some tensors: relay and resident end with the same bits, close to the CPU's.
 #[test]
@@ -91,6 +111,8 @@ fn long_sequences_are_computed_in_chunks() {
         let resident: &dyn Fn(&mut Config) = &|of| of.schedule.kind = ScheduleKind::Resident;
         assert_eq!(of(DeviceKind::Cuda, 128, resident), relay);
         assert_eq!(of(DeviceKind::Cuda, 128, &|of| of.schedule.recompute = false.into()), relay);
+        assert_eq!(of(DeviceKind::Cuda, 128, &|of| keep(of, 1)), relay);
+        assert_eq!(of(DeviceKind::Cuda, 128, &|of| keep(of, 2)), relay);
         let whole = of(DeviceKind::Cuda, 384, &|_| ());
         assert_ne!(whole.1, relay.1, "gradients are summed in another order");
         close(&relay.0, &whole.0, dtype, "whole sequences");
