@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use l2l::checkpoint::Space;
-use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
+use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format, StashPlace};
 use l2l::models::Model;
 use l2l::plan::{FabricBytes, Keeping, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
@@ -219,6 +219,7 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         least: least.map(|least| least.device_bytes()),
         ceiling,
         most: ceiling.and_then(|ceiling| plan.largest_micro_batch(model, &rule, ceiling)),
+        remark: remark(config).filter(|_| plan.trains()),
     };
     match config.log.format {
         Format::Json => print(shown.event()),
@@ -243,6 +244,20 @@ struct Shown<'p> {
     ceiling: Option<u64>,
     /// The number of sequences of the largest micro-batch below the ceiling.
     most: Option<usize>,
+    /// What would make the step faster.
+    remark: Option<&'static str>,
+}
+
+/// What would make a step faster. While a GPU copies the inputs and outputs of a micro-batch, it
+/// computes another one.
+fn remark(config: &Config) -> Option<&'static str> {
+    let of_group = config.step.batch.div_ceil(config.parallel.groups as usize);
+    let is_copied =
+        config.device.kind == DeviceKind::Cuda && config.stash.place == StashPlace::Host;
+    let what = "a layer computes one micro-batch, and waits while its inputs and outputs are copied: a \
+                smaller step.micro_batch hides these copies";
+    let is_one = config.step.batch > 1 && of_group <= config.step.micro_batch;
+    (is_copied && is_one && !config.schedule.kind.is_pipeline()).then_some(what)
 }
 
 impl Shown<'_> {
@@ -291,6 +306,7 @@ impl Shown<'_> {
             "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
             "smallest_device_bytes": self.least,
             "largest_micro_batch": self.most,
+            "remark": self.remark,
             "kept_layers": plan.keeping.map(|Keeping { kept, of, next_bytes }| {
                 json!({ "count": kept, "of": of, "next_bytes": next_bytes })
             }),
@@ -405,6 +421,7 @@ impl Shown<'_> {
             let unit = format!("of {of} layers keep activations on the device{next}");
             number("kept layers", kept as u64, &unit);
         }
+        self.remark.into_iter().for_each(print);
     }
 }
 

@@ -241,6 +241,10 @@ fn plan_bench_doctor_and_the_rest() {
     let folder = folder();
     let config = config(folder.path(), "");
     assert!(good(&["plan", &config]).contains("fits"));
+    let on_gpu = ["plan", &config, "--set", "device.kind=cuda", "--set", "step.micro_batch=1"];
+    assert!(!good(&on_gpu).contains("one micro-batch"));
+    let at_once = ["plan", &config, "--set", "device.kind=cuda", "--set", "step.micro_batch=4"];
+    assert!(good(&at_once).contains("a layer computes one micro-batch"));
     let log = folder.path().join("log");
     let log_file = format!("log.file={}", log.display());
     let bench = ["bench", &config, "--set", "step.steps=2", "--format", "json", "--set", &log_file];
