@@ -415,7 +415,8 @@ def system(command):
     except FileNotFoundError:
         raise Skipped(f"{command[0]} is not installed") from None
     if done.returncode:
-        raise Skipped(f"{command[0]}: {done.stderr.strip()}")
+        lines = done.stderr.strip().splitlines()
+        raise Skipped(f"{command[0]}: {lines[0] if lines else f'status {done.returncode}'}")
 
 
 @cache
