@@ -25,7 +25,11 @@ where
 {
     let runtime = Handle::current();
     let (sender, done) = oneshot::channel();
+    #[cfg(test)]
+    let begin = inherited::BEGIN.with_borrow(Clone::clone);
     let run = move || {
+        #[cfg(test)]
+        begin.inspect(|begin| begin());
         let _within = runtime.enter(); // The work may start tasks.
         let _ = sender.send(catch_unwind(AssertUnwindSafe(work))); // Nobody may wait for it.
     };
@@ -34,5 +38,18 @@ where
     match done.await.expect("the thread sends what it did") {
         Ok(done) => Ok(done),
         Err(payload) => resume_unwind(payload),
+    }
+}
+
+/// What a thread that works for a test takes over from the test's own.
+#[cfg(test)]
+pub(crate) mod inherited {
+    use std::cell::RefCell;
+    use std::sync::Arc;
+
+    thread_local! {
+        /// Called at the beginning of each thread that works for this one.
+        pub(crate) static BEGIN: RefCell<Option<Arc<dyn Fn() + Send + Sync>>> =
+            const { RefCell::new(None) };
     }
 }

@@ -254,8 +254,8 @@ fn remark(config: &Config) -> Option<&'static str> {
     let of_group = config.step.batch.div_ceil(config.parallel.groups as usize);
     let is_copied =
         config.device.kind == DeviceKind::Cuda && config.stash.place == StashPlace::Host;
-    let what = "a layer computes one micro-batch, and waits while its inputs and outputs are copied: a \
-                smaller step.micro_batch hides these copies";
+    let what = "a layer computes one micro-batch, and waits while its inputs and outputs are \
+                copied: a smaller step.micro_batch hides these copies";
     let is_one = config.step.batch > 1 && of_group <= config.step.micro_batch;
     (is_copied && is_one && !config.schedule.kind.is_pipeline()).then_some(what)
 }

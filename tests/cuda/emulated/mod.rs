@@ -30,6 +30,7 @@ use super::driver::{
     Address, Algorithm, Alignment, Driver, Launch, Product, ProductLibrary, STREAMS, Stream,
 };
 use super::texts::{self, Declared, PRELUDE, Target};
+use crate::blocking::inherited::BEGIN;
 use crate::config::DeviceConfig;
 use crate::devices::PeerView;
 use crate::kernels::CustomKernel;
@@ -125,7 +126,7 @@ pub(crate) fn instead() -> bool {
     kernels(&[], target).is_some()
 }
 
-/// A tokio runtime whose threads ask for GPUs as this one does.
+/// A tokio runtime. Threads that work for it ask for GPUs as this one does.
 pub(super) fn runtime() -> Runtime {
     let asked_for = ASKED_FOR.get();
     let left = LEFT.with_borrow(Arc::clone);
@@ -137,8 +138,8 @@ pub(super) fn runtime() -> Runtime {
         ASKED_FOR.set(asked_for);
         LEFT.set(left.clone());
     };
-    let mut runtime = tokio::runtime::Builder::new_current_thread();
-    runtime.on_thread_start(as_this_one).build().expect("a runtime")
+    BEGIN.set(Some(Arc::new(as_this_one)));
+    tokio::runtime::Builder::new_current_thread().build().expect("a runtime")
 }
 
 /// An emulated driver, if this thread asks for one.
