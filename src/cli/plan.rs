@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use l2l::checkpoint::Space;
-use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format, StashPlace};
+use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
 use l2l::models::Model;
 use l2l::plan::{FabricBytes, Keeping, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
@@ -252,8 +252,7 @@ struct Shown<'p> {
 /// computes another one.
 fn remark(config: &Config) -> Option<&'static str> {
     let of_group = config.step.batch.div_ceil(config.parallel.groups as usize);
-    let is_copied =
-        config.device.kind == DeviceKind::Cuda && config.stash.place == StashPlace::Host;
+    let is_copied = config.device.kind == DeviceKind::Cuda;
     let what = "a layer computes one micro-batch, and waits while its inputs and outputs are \
                 copied: a smaller step.micro_batch hides these copies";
     let is_one = config.step.batch > 1 && of_group <= config.step.micro_batch;

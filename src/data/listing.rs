@@ -58,9 +58,12 @@ pub(super) fn files(path: &Path) -> Result<DataFiles, String> {
         return Ok(found);
     }
     if !is_data(path) {
+        let problem = match path.exists() {
+            true => "it is not a known kind of data",
+            false => "no file or folder of this name is there",
+        };
         return Err(format!(
-            "it is not a known kind of data: give a .{} file, a folder of them, \"random\" or \
-             \"{}\"",
+            "{problem}: give a .{} file, a folder of them, \"random\" or \"{}\"",
             EXTENSIONS.join(", ."),
             DataConfig::BUILT_IN
         ));

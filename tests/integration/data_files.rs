@@ -259,3 +259,19 @@ fn byte_order_marks() {
         assert!(error.contains("UTF-16: save it as UTF-8"), "{error}");
     }
 }
+
+/// A name that is no data is told from a folder that is not there.
+#[test]
+fn a_folder_that_is_not_there_is_named() {
+    let folder = folder_with(&[("notes.pdf", "")]);
+    let mut config = config(goldens("llama"));
+    for (name, says) in [
+        ("there/not", "no file or folder of this name is there"),
+        ("notes.pdf", "it is not a known kind of data"),
+    ] {
+        config.data.train = folder.path().join(name).display().to_string().into();
+        let opened = Dataset::open(&config, &shape_of(&config).expect("a golden"));
+        let error = opened.err().expect("it is no data").to_string();
+        assert!(error.contains(says), "{error}");
+    }
+}

@@ -1,12 +1,19 @@
 //! Warnings about settings that have no effect in a run.
 
-use crate::config::{Config, DataConfig, OptimizerConfig};
+use crate::config::{Config, DataConfig, OptimizerConfig, RateSchedule};
 use crate::models::{Head, Model};
 
 /// The warnings about a run of `steps` steps, of which `done` are done.
 pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> Vec<String> {
     let mut remarks = Vec::new();
-    let OptimizerConfig { warmup_steps, learning_rate, .. } = config.optimizer;
+    let OptimizerConfig { warmup_steps, learning_rate, min_learning_rate, schedule, .. } =
+        config.optimizer;
+    if min_learning_rate > 0.0 && schedule == RateSchedule::Constant {
+        remarks.push(format!(
+            "optimizer.min_learning_rate is {min_learning_rate:e}, and has no effect: \
+             optimizer.schedule is \"constant\""
+        ));
+    }
     if warmup_steps > steps {
         remarks.push(format!(
             "optimizer.warmup_steps is {warmup_steps}, and the run has {steps} steps: the \
@@ -40,11 +47,15 @@ mod tests {
         let mut config = Config::default();
         assert_eq!(remarks(&config, &model, 10, 9), [""; 0]);
         config.optimizer.warmup_steps = 11;
+        config.optimizer.min_learning_rate = 1e-5;
+        config.optimizer.schedule = RateSchedule::Constant;
         config.data.mask_probability = 0.3;
         let all = remarks(&config, &model, 10, 10);
-        for (remark, says) in all.iter().zip(["warmup_steps is 11", "complete", "is 0.3"]) {
+        for (remark, says) in
+            all.iter().zip(["is 1e-5", "warmup_steps is 11", "complete", "is 0.3"])
+        {
             assert!(remark.contains(says), "{remark}");
         }
-        assert_eq!(all.len(), 3);
+        assert_eq!(all.len(), 4);
     }
 }
