@@ -221,7 +221,11 @@ fn a_tuned_config_is_the_users_own() {
     let kept = told.last().expect("an end");
     assert_eq!(kept["event"], "tuned");
     assert_eq!(kept["bottleneck"], "upload", "8 MB/s are slow: {kept}");
-    assert!(kept["weights"].as_u64() > Some(1) || kept["stash_on_device"] == true, "{kept}");
+    // On a busy machine times vary by more than the best setting gains. Which settings are tried is
+    // tested in virtual time.
+    let is_own = kept["why"].as_str().is_some_and(|why| why.contains("no other setting"));
+    let is_better = kept["weights"].as_u64() > Some(1) || kept["stash_on_device"] == true;
+    assert!(is_own || is_better, "{kept}");
     for trial in told.iter().filter(|event| event["event"] == "trial").chain([kept]) {
         let grows = trial["device_bytes_a_layer"].as_u64() > Some(0);
         assert_eq!(trial["stash_on_device"] == true, grows, "{trial}");
