@@ -216,16 +216,14 @@ fn a_tuned_config_is_the_users_own() {
     let folder = tempfile::tempdir().expect("a folder");
     let config = config(&folder);
     let tuned = path(&folder, "tuned.toml");
+    // Steps of a third of a second: what other processes take from them is little beside the link.
+    let slow = ["--set", "device.link=2MB/s"];
     let arguments = ["--rounds", "2", "--steps", "2", "--format", "json", "--to", &tuned];
-    let told = events(&good(&[&["tune", &config][..], &arguments].concat()));
+    let told = events(&good(&[&["tune", &config][..], &slow, &arguments].concat()));
     let kept = told.last().expect("an end");
     assert_eq!(kept["event"], "tuned");
-    assert_eq!(kept["bottleneck"], "upload", "8 MB/s are slow: {kept}");
-    // On a busy machine times vary by more than the best setting gains. Which settings are tried is
-    // tested in virtual time.
-    let is_own = kept["why"].as_str().is_some_and(|why| why.contains("no other setting"));
-    let is_better = kept["weights"].as_u64() > Some(1) || kept["stash_on_device"] == true;
-    assert!(is_own || is_better, "{kept}");
+    assert_eq!(kept["bottleneck"], "upload", "2 MB/s are slow: {kept}");
+    assert!(kept["weights"].as_u64() > Some(1) || kept["stash_on_device"] == true, "{kept}");
     for trial in told.iter().filter(|event| event["event"] == "trial").chain([kept]) {
         let grows = trial["device_bytes_a_layer"].as_u64() > Some(0);
         assert_eq!(trial["stash_on_device"] == true, grows, "{trial}");
