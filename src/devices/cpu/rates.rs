@@ -74,8 +74,8 @@ pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
 /// The system gives no threads, or no memory.
 pub fn kernel_rates(threads: usize) -> Result<Vec<KernelRate>, Error> {
     let pool = pool(threads)?;
-    let mut rates = row_rates(&pool).map_err(Error::no_thread)?;
-    rates.extend(attention_rates(&pool).map_err(Error::no_thread)?);
+    let mut rates = row_rates(&pool).map_err(Error::system)?;
+    rates.extend(attention_rates(&pool).map_err(Error::system)?);
     Ok(rates)
 }
 
