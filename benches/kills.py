@@ -491,7 +491,9 @@ def rank_work():
     with place() as folder:
         case = Case("llama", "checkpoints", golden("llama", *SHARES), RANK)
         system(case.train(folder))
-    every = [case._replace(settings=(*case.settings, *SHARES)) for case in cases(RANK)]
+    # A quantised base is for one process.
+    shared = [case for case in cases(RANK) if "train.base=nf4" not in case.settings]
+    every = [case._replace(settings=(*case.settings, *SHARES)) for case in shared]
     return [(str(case), train_case, case) for case in every]
 
 

@@ -305,14 +305,28 @@ async fn a_run_without_its_last_checkpoint_ends_with_the_error() {
     assert!(folder.path().join("step-00000004/l2l.json").exists());
 }
 
-/// Says that step 2 is done, while the checkpoint of step 1 is being written, and waits for ever.
-struct Waits(Option<tokio::sync::oneshot::Sender<()>>);
+/// Says after step 2 that the checkpoint of step 1 is being written, and waits for ever.
+struct Waits {
+    folder: PathBuf,
+    says: Option<tokio::sync::oneshot::Sender<()>>,
+}
+
+impl Waits {
+    /// True once the checkpoint has a directory, under any name.
+    fn has_begun(&self) -> bool {
+        let mut entries = fs::read_dir(&self.folder).expect("a folder of ours").flatten();
+        entries.any(|entry| entry.file_name().to_string_lossy().starts_with("step-"))
+    }
+}
 
 #[async_trait]
 impl Callbacks for Waits {
     async fn step(&mut self, _: &mut Trainer, it: &StepReport) -> Result<ControlFlow<()>, Error> {
         if it.step == 2 {
-            _ = self.0.take().expect("it is said once").send(());
+            while !self.has_begun() {
+                tokio::task::yield_now().await;
+            }
+            _ = self.says.take().expect("it is said once").send(());
             std::future::pending::<()>().await;
         }
         Ok(ControlFlow::Continue(()))
@@ -329,7 +343,7 @@ fn dropped_while_writing(rate: &str, and_then: impl FnOnce(&Path, Config)) {
     config.eps.disk_rate = Some(rate.into());
     runtime.block_on(async {
         let (says, said) = tokio::sync::oneshot::channel();
-        let mut waits = Waits(Some(says));
+        let mut waits = Waits { folder: folder.path().into(), says: Some(says) };
         tokio::select! {
             ended = Trainer::fit(config.clone()).run(&mut waits) => panic!("it waits: {ended:?}"),
             said = said => said.expect("it comes to step 2"),
