@@ -33,7 +33,8 @@ pub struct DeviceConfig {
     /// when it is absent.
     pub kernel_cache: Option<PathBuf>,
     /// Ceiling of device memory, in bytes or with a unit (`12GiB`). A run that needs more is
-    /// refused before it starts. `auto`: the memory of the machine is the ceiling.
+    /// refused before it starts. `auto`: the memory of the machine is the ceiling. On a GPU that
+    /// other programs use, set it: `schedule.recompute = "auto"` fills what is free.
     pub memory: ByteSize,
     /// Data type of weights and activations on the device, in the stash and over the link: `bf16`
     /// and `f16` halve them. A GPU computes with them on tensor cores. The CPU rounds to them where

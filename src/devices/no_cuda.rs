@@ -49,6 +49,10 @@ pub(super) fn gpus() -> Result<Vec<Gpu>, BoxedError> {
     Ok(Vec::new())
 }
 
+pub(super) fn free_memory(_: usize) -> Option<u64> {
+    None
+}
+
 pub(super) fn check(
     _: &Config,
     _: KernelGroup,

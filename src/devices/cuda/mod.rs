@@ -200,6 +200,15 @@ impl Cuda {
     }
 }
 
+/// The bytes that are free on a GPU; see [`real::free_memory`].
+pub(super) fn free_memory(ordinal: usize) -> Option<u64> {
+    #[cfg(test)]
+    if let Some(free) = emulated::free_memory(ordinal) {
+        return free;
+    }
+    super::has_driver().then(|| real::free_memory(ordinal).ok().flatten()).flatten()
+}
+
 /// Compares a group's kernels on the GPU of a config with the CPU's.
 pub(super) fn check(
     config: &Config,
