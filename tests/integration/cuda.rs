@@ -129,8 +129,9 @@ fn a_plan_fills_what_a_gpu_has_free() {
     let folder = folder.path();
     let planned = |more: &[&str], format: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
-        command.args(["plan", "--set", "device.kind=cuda", "--format", format]).args(more);
-        command.args(["--set", "data.train=random"]).current_dir(folder);
+        command.args(["plan", "--format", format, "--set", "device.kind=cuda"]);
+        command.args(["--set", "data.train=random", "--set", "schedule.recompute=auto"]);
+        command.args(more).current_dir(folder);
         let output = command.env("LD_LIBRARY_PATH", folder).output().expect("it starts");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8_lossy(&output.stdout).into_owned()
