@@ -225,7 +225,7 @@ pub(crate) fn kernel_memory(
     match config.device.kind {
         DeviceKind::Cuda => {
             let workspace = walk(&*cuda::kernels_to_plan());
-            KernelMemory { workspace, overhead: cuda::overhead(rows), widened: 0 }
+            KernelMemory { workspace, overhead: cuda::overhead(config, rows), widened: 0 }
         }
         DeviceKind::Cpu => {
             let kernels = cpu::CpuKernels::new(None, Level::Portable);

@@ -33,7 +33,7 @@ pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(super::cpu::CpuKernels::new(None, crate::simd::Level::Portable))
 }
 
-pub(super) fn overhead(_: Rows) -> usize {
+pub(super) fn overhead(_: &Config, _: Rows) -> usize {
     0
 }
 

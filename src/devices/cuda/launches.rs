@@ -7,7 +7,9 @@ use std::sync::Arc;
 use l2l_actors::BoxedError;
 
 use super::chosen::Chosen;
-use super::driver::{Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream};
+use super::driver::{
+    Address, Alignment, Argument, Driver, Event, Kind, Launch, Place, Product, Stream,
+};
 use super::texts::Target;
 use super::times::Times;
 use super::ways::{Way, Ways};
@@ -359,6 +361,30 @@ impl<'a> Queue<'a> {
         let bytes = len * to.dtype.size();
         let go = || self.driver.copy(Stream::Compute, to.at, from.at, bytes);
         self.go(|| self.times.of(self.driver, "copy", go), "copy");
+    }
+
+    /// Makes words zero.
+    pub(super) fn clear_words(&self, at: Address, words: usize) {
+        let floats = Place { at, dtype: Dtype::F32 };
+        self.each("clear_floats", words, NEIGHBOURS, &[&floats, &long(words)]);
+    }
+
+    /// A word of the device's memory behind all that is queued; waits for the device. 0 after an
+    /// error.
+    pub(super) fn word_at(&self, at: Address) -> u32 {
+        let mut word = 0_u32;
+        let read = || {
+            let to = std::ptr::from_mut(&mut word).cast();
+            self.driver.copy_out(Stream::Compute, to, at, size_of::<u32>())?;
+            let copied = Event::record(self.driver, Stream::Compute)
+                .and_then(|event| self.driver.synchronize(event.id));
+            if copied.is_err() {
+                self.driver.finish(); // the copy may still be on its way
+            }
+            copied
+        };
+        self.go(read, "a word of the device");
+        word
     }
 
     /// out (+)= the sum of `count` parts, `stride` apart.
