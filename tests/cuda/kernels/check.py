@@ -918,10 +918,11 @@ def check_packed_rows(device, random, rows, channels, size):
         of = np.where(np.isfinite(wide).all(2), np.abs(wide).max(2) / np.float32(127), np.float32(math.nan))[..., None]
         per = np.where(of > 0, 1 / of, np.float32(0))
         steps = np.nan_to_num(np.rint(np.where(np.isfinite(per), wide * per, wide / of)))
-        numbers = (steps * of).reshape(rows, -1)[:, :channels]
+        steps = np.clip(steps, -128, 127).astype(np.int8)
+        numbers = (steps.astype(np.float32) * of).reshape(rows, -1)[:, :channels]
     expected = np.zeros((rows, 4 * words), np.int8)
     expected[:, : 4 * scales] = of[..., 0].copy().view(np.int8)
-    expected[:, 4 * scales :][:, :channels] = np.clip(steps, -128, 127).reshape(rows, -1)[:, :channels]
+    expected[:, 4 * scales :][:, :channels] = steps.reshape(rows, -1)[:, :channels]
     packed = device.floats(np.zeros((rows, words)), changes=True)
     device.launch("pack_int8", packed, x, rows, channels, words, size)
     device.same(packed, expected.view(np.float32))
