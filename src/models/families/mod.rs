@@ -54,6 +54,15 @@ pub struct Names {
     pub up: &'static [&'static str],
     /// The second layer of the feed-forward: the down projection.
     pub down: &'static str,
+    /// The router of a block with experts.
+    pub router: &'static str,
+    /// The gate, the up projection and the down projection of an expert. The second `{}` stands for
+    /// the number of the expert.
+    pub expert: [&'static str; 3],
+    /// The gate, the up projection and the down projection of the shared expert.
+    pub shared: [&'static str; 3],
+    /// The layer whose sigmoid multiplies the output of the shared expert.
+    pub shared_gate: &'static str,
     /// The norm after the last block.
     pub final_norm: &'static str,
     /// The transform of a masked LM head: a dense layer before the norm and the vocabulary.
@@ -139,6 +148,10 @@ const NONE: Names = Names {
     branch_norms: ["", ""],
     up: &[],
     down: "",
+    router: "",
+    expert: ["", "", ""],
+    shared: ["", "", ""],
+    shared_gate: "",
     final_norm: "",
     transform: "",
     transform_norm: "",
