@@ -83,6 +83,32 @@ impl Window {
     }
 }
 
+/// Experts in place of the feed-forward of some blocks (Shazeer et al. 2017).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// E.
+    pub count: usize,
+    /// k: the experts that a row chooses.
+    pub per_token: usize,
+    /// I: channels of one expert.
+    pub intermediate: usize,
+    /// True: the weights of a row are the softmax over its chosen logits. False: over all logits.
+    pub normalised: bool,
+    /// Channels of the shared expert, which all rows use. 0: there is none.
+    pub shared: usize,
+    /// Of the blocks from `from` on, every `every`-th has experts.
+    pub every: usize,
+    /// The first block that may have experts.
+    pub from: usize,
+}
+
+impl Experts {
+    /// Whether a block has experts.
+    pub fn is_of(&self, block: usize) -> bool {
+        block >= self.from && (block + 1).is_multiple_of(self.every)
+    }
+}
+
 /// A transformer of one of the families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
@@ -100,6 +126,8 @@ pub struct Shape {
     pub head_size: usize,
     /// I: channels of the feed-forward.
     pub intermediate: usize,
+    /// Experts in place of the feed-forward of some blocks.
+    pub experts: Option<Experts>,
     /// Tokens of the vocabulary.
     pub vocabulary: usize,
     /// The positions of a sequence, without a scaling of rotary positions for longer ones.
@@ -248,6 +276,11 @@ impl Shape {
 
     /// Channels of the feed-forward before its activation function, with those of a gate.
     pub fn up(&self) -> usize {
-        self.intermediate * if self.gated { 2 } else { 1 }
+        self.up_of(self.intermediate)
+    }
+
+    /// The same of a feed-forward with these channels.
+    pub(crate) fn up_of(&self, channels: usize) -> usize {
+        channels * if self.gated { 2 } else { 1 }
     }
 }

@@ -39,6 +39,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         kv_heads: heads,
         head_size: hidden / heads.max(1),
         intermediate,
+        experts: None,
         vocabulary,
         positions,
         learned_positions: Some(0),
