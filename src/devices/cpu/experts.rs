@@ -291,3 +291,6 @@ impl Compute for GateRowsBackward {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;
