@@ -24,12 +24,11 @@ mod visit;
 
 pub use adapters::{AdaptedModule, Adapters};
 pub use block::TransformerBlock;
-pub use block_tensors::BlockTensors;
-pub(crate) use block_tensors::SlotWeight;
+pub use block_tensors::{BlockTensors, SlotWeight};
 pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
-pub use frozen::Base;
+pub use frozen::{Base, StoredWeight};
 pub(crate) use frozen::{WeightFormat, WeightPiece};
 pub use layer::{
     Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,

@@ -7,10 +7,11 @@ use super::{attention, cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, DeviceKernels, Gate, GateBackward,
-    HeadNorm, HeadNormBackward, Linear, LinearBackward, Logits, Norm, NormBackward, PackPositive,
-    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Runs, RunsIn, Score, ScoreBackward,
-    TakeColumns, UnpackPositive, WriteKv,
+    ClassLoss, ClassLossBackward, Clear, CombineRows, Custom, Dequantise, DeviceKernels, Dispatch,
+    Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward, Linear,
+    LinearBackward, Logits, Norm, NormBackward, PackPositive, PooledRows, PooledRowsBackward,
+    ReadKv, Residual, Rotate, Route, RouteBackward, RowDots, Runs, RunsIn, Score, ScoreBackward,
+    TakeColumns, UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -171,6 +172,26 @@ impl Runs<Clear> for CudaKernels<'_> {
     }
 }
 
+/// Kernels of experts, which this device does not have yet.
+macro_rules! missing {
+    ($($op:ty),*) => {$(
+        impl Runs<$op> for CudaKernels<'_> {
+            fn run(&self, _: &$op) {
+                self.on_device(|_| unreachable!("experts are refused on this device"));
+            }
+        }
+    )*};
+}
+
+missing!(Route, GatherRows, CombineRows, WeighRows, RowDots, GateRows, GateRowsBackward);
+
+impl RunsIn<RouteBackward> for CudaKernels<'_> {
+    fn run_in(&self, op: &RouteBackward, scratch: &Scratch<'_>) {
+        scratch.nested().take_floats(op.logits.rows, op.logits.columns);
+        self.on_device(|_| unreachable!("experts are refused on this device"));
+    }
+}
+
 impl Runs<PackPositive> for CudaKernels<'_> {
     fn run(&self, _: &PackPositive) {
         unreachable!("packed activations are refused on this device");
@@ -203,6 +224,11 @@ launched_in! {
 impl DeviceKernels for CudaKernels<'_> {
     fn unpack_positive(&self, _: &UnpackPositive) -> bool {
         unreachable!("packed activations are refused on this device")
+    }
+
+    fn dispatch(&self, op: &Dispatch) -> Vec<usize> {
+        self.on_device(|_| unreachable!("experts are refused on this device"));
+        vec![op.chosen.rows; op.experts]
     }
 
     fn activate_linear_backward(
