@@ -371,6 +371,19 @@ mod tests {
                 "attention_bias": true, "mlp_bias": true, "attention_dropout": 0.1,
             })
         };
+        let experts = |kind: &str| {
+            let mut config = decoder(kind, 6);
+            let own = serde_json::json!({
+                "num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9,
+                "sliding_window": null, "use_sliding_window": false, "attention_bias": false,
+            });
+            config
+                .as_object_mut()
+                .expect("it is one")
+                .extend(own.as_object().expect("it is one").clone());
+            config
+        };
         let learned = |kind: &str| {
             serde_json::json!({
                 "model_type": kind, "num_hidden_layers": 1, "hidden_size": 24,
@@ -383,7 +396,9 @@ mod tests {
         let decoders = ["llama", "mistral", "qwen2", "qwen3"].map(|kind| decoder(kind, 6));
         let learned = ["bert", "distilbert", "opt", "roberta"].map(learned);
         let read = |config| families::read(&config).expect("a config of ours");
-        let shapes = decoders.into_iter().chain(learned).map(read).chain([small()]);
+        let experts = ["mixtral", "qwen2_moe", "qwen3_moe"].map(experts);
+        let shapes = decoders.into_iter().chain(experts).chain(learned);
+        let shapes = shapes.map(read).chain([small()]);
         for shape in shapes {
             for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
                 let checked = check_gradients(layer, shape.hidden, ROWS);
