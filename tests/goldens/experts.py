@@ -28,7 +28,7 @@ CASES = {
     "mixtral-classes": MixtralConfig(**MIXTRAL, num_hidden_layers=1, num_key_value_heads=3, num_labels=3,
                                      pad_token_id=1),
     "mixtral-tokens": MixtralConfig(**MIXTRAL, num_hidden_layers=1, num_key_value_heads=3, num_labels=5,
-                                    pad_token_id=1),
+                                    pad_token_id=1, classifier_dropout=0.0),
     "qwen3_moe": Qwen3MoeConfig(**BASE, num_hidden_layers=2, num_key_value_heads=1, head_dim=12, num_experts=7,
                                 num_experts_per_tok=3, moe_intermediate_size=14, intermediate_size=46,
                                 norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True),
@@ -44,7 +44,7 @@ CASES = {
                                 num_experts_per_tok=2, moe_intermediate_size=14, intermediate_size=46,
                                 shared_expert_intermediate_size=22),
 }
-SEEDS = {"mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
+SEEDS = {"mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 5, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
          "qwen3_moe-idle": 0, "qwen2_moe": 8}
 SHORT = 5  # The idle case has shorter sequences than this.
 families.CLASSES["mixtral-classes"] = CASES["mixtral-classes"]

@@ -159,7 +159,7 @@ async fn adapters_are_merged_into_both_layouts() {
         for _ in 0..2 {
             trainer.step(batches.next().await.expect("good data")).await.expect("it fits");
         }
-        trainer.save(&adapters).await.expect("a directory of ours");
+        trainer.checkpoint(&adapters).await.expect("a directory of ours");
         trainer.stop().await.expect("nothing fails here");
         let single = case(name).0.model.path.expect("a case has one");
         let merged = [folder.path(), &single].map(|base| {
