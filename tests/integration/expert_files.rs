@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use crate::pytorch::case;
 
-const NAMES: [&str; 4] = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-sparse"];
+const NAMES: [&str; 5] = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe-sparse"];
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq)]

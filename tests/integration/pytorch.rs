@@ -132,10 +132,11 @@ pub(crate) const FAMILIES: [&str; 23] = [
 ];
 
 /// Models with experts: each row's choices are far from ties in f32.
-pub(crate) const EXPERTS: [&str; 7] = [
+pub(crate) const EXPERTS: [&str; 8] = [
     "mixtral",
     "mixtral-classes",
     "mixtral-tokens",
+    "olmoe",
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_moe-idle",
