@@ -156,6 +156,9 @@ pub struct Shape {
     pub norm_epsilon: f32,
     /// True when queries and keys are normed by head.
     pub qk_norm: bool,
+    /// True when this norm spans all heads of the queries, and another one all heads of the keys.
+    /// Queries then have as many heads as keys.
+    pub joint_qk_norm: bool,
     /// Whether these have biases: queries, keys and values; attention's output; the feed-forward.
     pub biases: [bool; 3],
     /// The feed-forward's activation function.
@@ -267,6 +270,14 @@ impl Shape {
     /// Channels of queries, keys and values side by side.
     pub fn qkv(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_size
+    }
+
+    /// The heads of queries and of keys that have a norm each, and the channels of such a norm.
+    pub(crate) fn normed_heads(&self) -> [usize; 3] {
+        match self.joint_qk_norm {
+            true => [1, 1, self.attention_width()],
+            false => [self.heads, self.kv_heads, self.head_size],
+        }
     }
 
     /// Channels of attention's output before its projection.

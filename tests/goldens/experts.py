@@ -14,7 +14,7 @@ import sys
 
 import torch
 import transformers
-from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 import families
 from families import BATCH, DECAY, RATE, STEPS, VOCABULARY
@@ -28,7 +28,7 @@ CASES = {
     "mixtral-classes": MixtralConfig(**MIXTRAL, num_hidden_layers=1, num_key_value_heads=3, num_labels=3,
                                      pad_token_id=1),
     "mixtral-tokens": MixtralConfig(**MIXTRAL, num_hidden_layers=1, num_key_value_heads=3, num_labels=5,
-                                    pad_token_id=1),
+                                    pad_token_id=1, classifier_dropout=0.0),
     "qwen3_moe": Qwen3MoeConfig(**BASE, num_hidden_layers=2, num_key_value_heads=1, head_dim=12, num_experts=7,
                                 num_experts_per_tok=3, moe_intermediate_size=14, intermediate_size=46,
                                 norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True),
@@ -40,11 +40,13 @@ CASES = {
     "qwen3_moe-idle": Qwen3MoeConfig(**BASE, num_hidden_layers=1, num_key_value_heads=3, head_dim=6, num_experts=16,
                                      num_experts_per_tok=1, moe_intermediate_size=6, intermediate_size=46,
                                      norm_topk_prob=False),
+    "olmoe": OlmoeConfig(**BASE, pad_token_id=None, num_hidden_layers=2, num_experts=6, num_experts_per_tok=2,
+                         intermediate_size=14),
     "qwen2_moe": Qwen2MoeConfig(**BASE, num_hidden_layers=2, num_key_value_heads=1, num_experts=6,
                                 num_experts_per_tok=2, moe_intermediate_size=14, intermediate_size=46,
                                 shared_expert_intermediate_size=22),
 }
-SEEDS = {"mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
+SEEDS = {"mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 5, "olmoe": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
          "qwen3_moe-idle": 0, "qwen2_moe": 8}
 SHORT = 5  # The idle case has shorter sequences than this.
 families.CLASSES["mixtral-classes"] = CASES["mixtral-classes"]

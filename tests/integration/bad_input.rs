@@ -460,7 +460,11 @@ fn configs_of_other_families() {
         ("mixtral", |c| c["num_local_experts"] = json!(5000), "it must be 1 to 4096"),
         ("mixtral", |c| c["num_experts_per_tok"] = json!(0), "model.experts_per_token is 0"),
         ("mixtral", |c| c["num_experts_per_tok"] = json!(6), "is 6, and a block has 5 experts"),
-        ("qwen3_moe", |c| c["moe_intermediate_size"] = json!(1 << 40), "model.expert_intermediate"),
+        (
+            "qwen3_moe",
+            |c| c["moe_intermediate_size"] = json!(1_u64 << 40),
+            "model.expert_intermediate",
+        ),
         ("qwen3_moe", |c| c["decoder_sparse_step"] = json!(3), "none of the 2 blocks has experts"),
         (
             "qwen2_moe",

@@ -327,7 +327,7 @@ impl ChunkPass<'_> {
                 statistics,
                 gamma,
                 gamma_offset: block.shape.norm_offset,
-                shape,
+                shape: block.normed_heads(batch),
                 accumulate: g.accumulate,
             };
             k.head_norm_backward(&op, scratch);

@@ -159,7 +159,9 @@ impl ChunkPass<'_> {
             let x = saved.qkv;
             let epsilon = block.shape.norm_epsilon;
             let gamma_offset = block.shape.norm_offset;
-            k.head_norm(&HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape });
+            let heads = block.normed_heads(&self.batch);
+            let op = HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape: heads };
+            k.head_norm(&op);
             if let Some(rotary) = block.rotary() {
                 k.rotate(&Rotate { qkv: rotated, rotary, shape, inverse: false });
             }

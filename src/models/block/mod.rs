@@ -118,6 +118,12 @@ impl TransformerBlock {
         }
     }
 
+    /// Queries and keys as their norms see them.
+    fn normed_heads<'a>(&self, batch: &BatchView<'a>) -> AttentionShape<'a> {
+        let [heads, kv_heads, head_size] = self.shape.normed_heads();
+        AttentionShape { heads, kv_heads, head_size, ..self.attention(batch) }
+    }
+
     /// The dropout of attention's output.
     fn attention_dropout<'a>(&self, batch: &BatchView<'a>) -> Option<Dropout<'a>> {
         batch.dropout(self.shape.dropout.projection, self.index, 1)

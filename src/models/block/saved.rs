@@ -92,7 +92,8 @@ impl TransformerBlock {
         let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
         let places = Places { chunk, stashed, scratch };
         let attention = matches!(saved, Some((Save::All, _)));
-        let heads = shape.heads + shape.kv_heads;
+        let [of_queries, of_keys, _] = shape.normed_heads();
+        let heads = of_queries + of_keys;
         let relu_room = self.relu_room.filter(|_| saved.is_some());
         Activations {
             norm1: places.take_floats(true, 2),
@@ -135,7 +136,8 @@ impl TransformerBlock {
 
     pub(super) fn saved_activations(&self, save: Save, dtype: Dtype) -> Boundary {
         let shape = &self.shape;
-        let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
+        let [of_queries, of_keys, _] = shape.normed_heads();
+        let heads = if shape.qk_norm { of_queries + of_keys } else { 0 };
         let feed_forward_sum = if shape.post_norm { shape.hidden } else { 0 };
         let [branches, of_branches] =
             if shape.branch_norm { [2 * shape.hidden, 4] } else { [0, 0] };

@@ -306,7 +306,8 @@ impl TransformerBlock {
 
     /// The tensors of the first block: all but those of experts.
     fn base_tensors(&self) -> Vec<Tensor> {
-        let Shape { names, hidden: c, head_size: d, rms_norm, qk_norm, .. } = self.shape;
+        let Shape { names, hidden: c, rms_norm, qk_norm, .. } = self.shape;
+        let [.., of_norm] = self.shape.normed_heads();
         let [qkv, projection] = self.attention_modules();
         let experts = self.experts();
         let shared = experts.filter(|experts| experts.shared > 0);
@@ -321,7 +322,7 @@ impl TransformerBlock {
         let of_branches = names.branch_norms.iter().filter(|_| self.shape.branch_norm);
         all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, !rms_norm)));
         let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
-        all.extend(of_heads.flat_map(|name| self.norm_tensors(name, d, false)));
+        all.extend(of_heads.flat_map(|name| self.norm_tensors(name, of_norm, false)));
         all.extend(self.adapter_tensors(self.base_modules()));
         all
     }

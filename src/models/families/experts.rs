@@ -113,7 +113,8 @@ mod tests {
 
     #[test]
     fn configs_are_read_as_they_were_written() {
-        let goldens = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-sparse", "qwen3_moe-idle"];
+        let goldens =
+            ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe-sparse", "qwen3_moe-idle"];
         let configs = goldens.map(|family| read(&config(family, json!({}))).expect("committed"));
         let presets = PRESETS.iter().filter_map(|name| preset(name));
         let presets = presets.filter(|shape| shape.experts.is_some());
@@ -185,6 +186,8 @@ mod tests {
                 "only \"full_attention\" is built",
             ),
             ("qwen2_moe", json!({ "shared_expert_intermediate_size": 0 }), "must be at least 1"),
+            ("olmoe", json!({ "clip_qkv": 8.0 }), "clip_qkv is 8.0: only null is built"),
+            ("olmoe", json!({ "num_key_value_heads": 1 }), "only equal numbers are built"),
             ("mixtral", json!({ "model_type": "gpt_oss" }), "whose experts have biases"),
         ];
         for (family, changes, says) in cases {

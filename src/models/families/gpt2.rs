@@ -54,6 +54,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         norm_offset: 0.0,
         norm_epsilon: 1e-5,
         qk_norm: false,
+        joint_qk_norm: false,
         biases: [true; 3],
         activation: Activation::GeluTanh,
         gated: false,

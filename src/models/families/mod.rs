@@ -9,6 +9,7 @@ mod gpt2;
 mod llama;
 mod mistral;
 mod mixtral;
+mod olmoe;
 mod opt;
 mod phi3;
 mod presets;
@@ -109,7 +110,7 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        const WITHOUT: [&str; 5] = ["bert", "distilbert", "gpt2", "opt", "roberta"];
+        const WITHOUT: [&str; 6] = ["bert", "distilbert", "gpt2", "olmoe", "opt", "roberta"];
         !WITHOUT.contains(&self.family)
     }
 
@@ -174,7 +175,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 14] = [
+static FAMILIES: [&Names; 15] = [
     &bert::NAMES,
     &distilbert::NAMES,
     &gemma3::NAMES,
@@ -182,6 +183,7 @@ static FAMILIES: [&Names; 14] = [
     &llama::NAMES,
     &mistral::NAMES,
     &mixtral::NAMES,
+    &olmoe::NAMES,
     &opt::NAMES,
     &phi3::NAMES,
     &qwen2::NAMES,
@@ -196,7 +198,7 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 11] = [
+const NOT_BUILT: [(&str, &str); 10] = [
     (
         "gemma3",
         "which also reads images: only its text model (gemma3_text, as google/gemma-3-1b-it) is \
@@ -214,7 +216,6 @@ const NOT_BUILT: [(&str, &str); 11] = [
     ),
     ("llama4", "which also reads images, and whose experts read weighted inputs: not built"),
     ("llama4_text", "whose router has sigmoids and whose experts read weighted inputs: not built"),
-    ("olmoe", "which norms all heads of queries and keys together: that is not built"),
     ("qwen3_next", "most of whose blocks have linear attention, which is not built"),
 ];
 
