@@ -59,7 +59,7 @@ impl On<'_> {
         // The stream's products, whose workspace it is, come before or behind.
         let counts = self.queue.workspace();
         let [to_rows, to_places] = [rows, places].map(|view| self.at(view).at);
-        let sorted = arguments!(self; to_rows, to_places, counts, chosen, chosen.rows, k);
+        let sorted = arguments!(self; to_rows, to_places, counts, chosen, chosen.rows, experts, k);
         self.queue.launch("dispatch", [experts, 1, 1], [512, 1, 1], 0, sorted);
         let counts = self.queue.read(counts, experts);
         counts.into_iter().map(|count| count.to_bits() as usize).collect()
@@ -108,7 +108,7 @@ impl On<'_> {
     pub(super) fn gate_rows_backward(&self, op: &GateRowsBackward) {
         let GateRowsBackward { dx, dgate, dy, x, gate } = *op;
         let [rows, channels] = x.shape();
-        let arguments = arguments!(self; dx, dgate, dy, x, gate, channels);
+        let arguments = arguments!(self; dx, dgate, dy, x, gate, rows, channels);
         self.queue.rows("gate_rows_backward", rows, channels, NEIGHBOURS, arguments);
     }
 }

@@ -223,8 +223,11 @@ extern "C" __global__ void route_weights(float* dw, const float* dl, const T* h,
 // has an expert. It counts the assignments to the experts before it, so that it knows where its own begin.
 // launch: grid (experts), block (512)
 extern "C" __global__ void dispatch(int* row_of, int* places, int* counts, const float* chosen, int rows,
-                                    int per_token) {
+                                    int experts, int per_token) {
     const int expert = blockIdx.x;
+    if (expert >= experts) {
+        return;
+    }
     int smaller = 0;
     for (long long row = threadIdx.x; row < rows; row += blockDim.x) {
         for (int j = 0; j < per_token; ++j) {
@@ -338,8 +341,12 @@ extern "C" __global__ void gate_rows(float* y, const T* x, const T* gate, int ro
 
 // dx and dgate of gate_rows, a block a row.
 // launch: grid (rows), block (threads(channels))
-extern "C" __global__ void gate_rows_backward(T* dx, T* dgate, const T* dy, const T* x, const T* gate, int channels) {
+extern "C" __global__ void gate_rows_backward(T* dx, T* dgate, const T* dy, const T* x, const T* gate, int rows,
+                                              int channels) {
     const long long row = blockIdx.x;
+    if (row >= rows) {
+        return;
+    }
     const float scale = sigmoid(get(gate[row]));
     float sum = 0.0f;
     for (int column = 4 * threadIdx.x; column < channels; column += 4 * blockDim.x) {
