@@ -78,7 +78,9 @@ impl Trained {
         let lora = |lora| TrainConfig { lora: Some(lora), ..TrainConfig::default() };
         match self {
             Trained::All => some,
-            Trained::Biases => TrainConfig { only: named(&["bias"], &["mlp.gate"]), ..some },
+            Trained::Biases => {
+                TrainConfig { only: named(&["bias"], &["mlp.gate", "k_norm"]), ..some }
+            }
             Trained::Upper => {
                 let below = named(&["wte", "wpe", "h.0"], &["embed_tokens", "layers.0"]);
                 TrainConfig { frozen: below, ..some }
