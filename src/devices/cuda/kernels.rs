@@ -3,7 +3,7 @@
 use super::batch_metadata::DeviceMetadata;
 use super::driver::{Address, Argument, Place};
 use super::launches::{Queue, Words, int};
-use super::{attention, cross_entropy, embedding, head_norm, linear, norm};
+use super::{attention, cross_entropy, embedding, experts, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
@@ -163,32 +163,19 @@ launched! {
     add_token_types(AddTokenTypes<'_>);
     add_positions(AddPositions<'_>);
     add_positions_backward(AddPositionsBackward<'_>);
+    route(Route);
+    gather_rows(GatherRows);
+    combine_rows(CombineRows);
+    weigh_rows(WeighRows);
+    row_dots(RowDots);
+    gate_rows(GateRows);
+    gate_rows_backward(GateRowsBackward);
     custom(Custom<'_>);
 }
 
 impl Runs<Clear> for CudaKernels<'_> {
     fn run(&self, op: &Clear) {
         self.on_device(|on| on.clear(op.y));
-    }
-}
-
-/// Kernels of experts, which this device does not have yet.
-macro_rules! missing {
-    ($($op:ty),*) => {$(
-        impl Runs<$op> for CudaKernels<'_> {
-            fn run(&self, _: &$op) {
-                self.on_device(|_| unreachable!("experts are refused on this device"));
-            }
-        }
-    )*};
-}
-
-missing!(Route, GatherRows, CombineRows, WeighRows, RowDots, GateRows, GateRowsBackward);
-
-impl RunsIn<RouteBackward> for CudaKernels<'_> {
-    fn run_in(&self, op: &RouteBackward, scratch: &Scratch<'_>) {
-        scratch.nested().take_floats(op.logits.rows, op.logits.columns);
-        self.on_device(|_| unreachable!("experts are refused on this device"));
     }
 }
 
@@ -219,6 +206,7 @@ launched_in! {
     score(Score) cross_entropy::score_scratch;
     logits(Logits) cross_entropy::logits_scratch;
     score_backward(ScoreBackward<'_>) cross_entropy::backward_scratch;
+    route_backward(RouteBackward) experts::backward_scratch;
 }
 
 impl DeviceKernels for CudaKernels<'_> {
@@ -227,8 +215,8 @@ impl DeviceKernels for CudaKernels<'_> {
     }
 
     fn dispatch(&self, op: &Dispatch) -> Vec<usize> {
-        self.on_device(|_| unreachable!("experts are refused on this device"));
-        vec![op.chosen.rows; op.experts]
+        let without = || vec![op.chosen.rows; op.experts];
+        self.on.as_ref().map_or_else(without, |on| on.dispatch(op))
     }
 
     fn activate_linear_backward(

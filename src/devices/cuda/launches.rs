@@ -7,7 +7,9 @@ use std::sync::Arc;
 use l2l_actors::BoxedError;
 
 use super::chosen::Chosen;
-use super::driver::{Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream};
+use super::driver::{
+    self, Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream,
+};
 use super::texts::Target;
 use super::times::Times;
 use super::ways::{Way, Ways};
@@ -218,6 +220,19 @@ impl<'a> Queue<'a> {
         {
             self.failed.borrow_mut().get_or_insert(format!("{what}: {error}").into());
         }
+    }
+
+    /// The workspace of matrix products, which other launches may use between products.
+    pub(super) fn workspace(&self) -> Address {
+        self.workspace
+    }
+
+    /// The floats at an address, for which it waits; zeros after an error.
+    pub(super) fn read(&self, at: Address, floats: usize) -> Vec<f32> {
+        let mut values = vec![0.0; floats];
+        let read = || driver::read(self.driver, at, floats).map(|read| values = read);
+        self.go(read, "copy");
+        values
     }
 
     /// Launches a kernel on `grid` blocks of `block` threads.

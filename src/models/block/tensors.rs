@@ -106,6 +106,12 @@ pub(super) struct Modules {
     init: Init,
 }
 
+impl Modules {
+    fn names(&self) -> Vec<String> {
+        self.named.iter().map(|(name, _)| name.clone()).collect()
+    }
+}
+
 /// Takes the views of a block's tensors, one behind the other.
 struct Next<'b, I> {
     block: &'b TransformerBlock,
@@ -246,6 +252,16 @@ impl TransformerBlock {
             named.into_iter().map(move |(name, outputs)| (name, inputs, outputs))
         };
         self.modules().flat_map(of).collect()
+    }
+
+    /// The names of the experts' modules, of all experts in one list for each of the two products.
+    pub(crate) fn modules_of_experts(&self) -> Vec<Vec<String>> {
+        let Some(experts) = self.experts() else { return Vec::new() };
+        let named = |product: usize| {
+            let of = |expert| self.expert_modules(experts, expert)[product].names();
+            (0..experts.count).flat_map(of).collect()
+        };
+        vec![named(0), named(1)]
     }
 
     fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
