@@ -59,20 +59,20 @@ def main():
     files = [*goldens.glob("*/golden.json"), *goldens.glob("rotary/*/golden.json")]
     sources = {path.parent.name: path.parent for path in sorted(files)}
     made = [f"{name}-own-head" for name in heads.NAMES] + [f"{name}-fused" for name in experts.CASES]
-    for name in [*sources, *made]:
-        if sys.argv[1:] and name not in sys.argv[1:]:
+    for case in [*sources, *made]:
+        if sys.argv[1:] and case not in sys.argv[1:]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "out"
-            if name in sources:
-                source = sources[name]
-            elif name.endswith("-fused"):
-                source = pathlib.Path(folder) / name
-                with_fused_experts(sources[name.removesuffix("-fused")], source)
+            if case in sources:
+                source = sources[case]
+            elif case.endswith("-fused"):
+                source = pathlib.Path(folder) / case
+                with_fused_experts(sources[case.removesuffix("-fused")], source)
             else:
-                source = pathlib.Path(folder) / name
+                source = pathlib.Path(folder) / case
                 source.mkdir()
-                heads.with_own_head(name.removesuffix("-own-head"), source)
+                heads.with_own_head(case.removesuffix("-own-head"), source)
             sets = [
                 f"model.path={source}",
                 f"data.train={source}/data.jsonl",
@@ -93,7 +93,8 @@ def main():
             )
             name = AutoConfig.from_pretrained(source).architectures[0]
             kind = kind_of(name)
-            before = kind.from_pretrained(source).eval()
+            # A model read from fused tensors lies elsewhere in memory, and its products have other last bits.
+            before = kind.from_pretrained(sources.get(case.removesuffix("-fused"), source)).eval()
             after, info = kind.from_pretrained(out, output_loading_info=True)
             assert not any(info.values()), info
             assert AutoConfig.from_pretrained(out).architectures == [name]
@@ -105,6 +106,8 @@ def main():
             ids = torch.tensor(
                 [json.loads((source / "data.jsonl").read_text().splitlines()[0])["input_ids"]]
             )
+            for model in (before, after):  # the default needs shapes that are multiples of 4
+                model.config._experts_implementation = "eager"
             with torch.no_grad():
                 assert torch.equal(before(input_ids=ids).logits, after(input_ids=ids).logits)
             print(f"{source.name}: {len(left)} tensors and the logits are the same bits")

@@ -1,5 +1,5 @@
-//! Files of models with experts: each expert's tensors by themselves, or one tensor of all experts of
-//! a block. Both are read to the same bits; what is not one of them is refused by name.
+//! Files of models with experts: each expert's tensors by themselves, or one tensor of all experts
+//! of a block. Both are read to the same bits; what is not one of them is refused by name.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use l2l::{Config, Trainer, hf};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::pytorch::case;
@@ -231,4 +231,46 @@ async fn a_router_must_be_there_once() {
     both.insert(ROUTER.into(), single[ROUTER].clone());
     let other = "model.layers.1.mlp.gate.weight";
     refused("mixtral", &both, &[ROUTER, other, "must be there once"]).await;
+}
+
+/// Numbers of experts that are out of range or contradict each other.
+#[test]
+fn configs_of_other_experts_are_refused() {
+    type Change = fn(&mut Value);
+    let cases: [(&str, Change, &str); 8] = [
+        ("mixtral", |c| c["num_local_experts"] = json!(0), "model.experts is 0: it must be 1 to"),
+        ("mixtral", |c| c["num_local_experts"] = json!(5000), "it must be 1 to 4096"),
+        ("mixtral", |c| c["num_experts_per_tok"] = json!(0), "model.experts_per_token is 0"),
+        ("mixtral", |c| c["num_experts_per_tok"] = json!(6), "is 6, and a block has 5 experts"),
+        (
+            "qwen3_moe",
+            |c| c["moe_intermediate_size"] = json!(1_u64 << 40),
+            "model.expert_intermediate",
+        ),
+        ("qwen3_moe", |c| c["decoder_sparse_step"] = json!(3), "none of the 2 blocks has experts"),
+        (
+            "qwen2_moe",
+            |c| c["shared_expert_intermediate_size"] = json!(u64::MAX),
+            "shared_expert_intermediate_size is",
+        ),
+        (
+            "qwen3_moe",
+            |c| (c["num_hidden_layers"], c["num_local_experts"]) = (json!(100), json!(4096)),
+            "at most 262144 experts",
+        ),
+    ];
+    for (name, change, says) in cases {
+        let folder = directory(name, &Tensors::new(), 1);
+        let file = folder.path().join("config.json");
+        let text = fs::read_to_string(&file).expect("it was copied");
+        let mut value: Value = serde_json::from_str(&text).expect("it is JSON");
+        change(&mut value);
+        fs::write(&file, value.to_string()).expect("a directory of ours");
+        let error = l2l::shape_of(&on(name, folder.path())).expect_err(says).to_string();
+        assert!(error.contains(says) && error.contains("config.json"), "{says:?} in: {error}");
+    }
+    let mut sized = case("mixtral").0;
+    sized.model.experts = Some(4);
+    let error = l2l::shape_of(&sized).expect_err("the directory has sizes").to_string();
+    assert!(error.contains("model.experts is set together with model.path"), "{error}");
 }

@@ -1,6 +1,6 @@
 //! Ten steps of transformers' GPT-2 on small odd shapes: losses and gradient norms are PyTorch's.
-//! `goldens/gpt2.py` makes what is compared with; `goldens/families.py` and `goldens/experts.py` make
-//! that of the other families.
+//! `goldens/gpt2.py` makes what is compared with; `goldens/families.py` and `goldens/experts.py`
+//! make that of the other families.
 
 use std::fs;
 use std::path::Path;

@@ -68,9 +68,8 @@ fn check_balance(keys: &Keys) -> Result<(), String> {
     let weight = number(keys, "router_aux_loss_coef", 0.001)?; // transformers' default
     if flag(keys, "output_router_logits", false)? && weight != 0.0 {
         return Err(format!(
-            "output_router_logits is true, with which training adds router_aux_loss_coef = {weight} \
-             times a loss that balances the experts, which is not built: set output_router_logits \
-             = false"
+            "output_router_logits is true, so training adds router_aux_loss_coef = {weight} times \
+             a loss that balances the experts, which is not built: set output_router_logits = false"
         ));
     }
     Ok(())

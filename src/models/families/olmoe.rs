@@ -1,5 +1,5 @@
-//! OLMoE (Muennighoff et al. 2024): Llama with experts in each block, one norm over all heads of the
-//! queries, and one over all heads of the keys.
+//! OLMoE (Muennighoff et al. 2024): Llama with experts in each block, one norm over all heads of
+//! the queries, and one over all heads of the keys.
 
 use serde_json::Value;
 
