@@ -106,6 +106,14 @@ fn shapes_and_budgets() {
         &["data.sequence_length is 1000", "256 positions"],
     );
     refused(&folder, "model.preset = \"gpt-7\"", &["gpt-7", "gpt-small"]);
+    refused(&folder, "model.experts = 4", &["model.experts is set", "no experts", "moe-small"]);
+    let experts = "model.preset = \"moe-small\"\nmodel.";
+    let few = format!("{experts}experts = 1");
+    refused(&folder, &few, &["model.experts_per_token is 2, and a block has 1 experts"]);
+    let dense = format!("{experts}intermediate = 64");
+    refused(&folder, &dense, &["model.intermediate is set", "model.expert_intermediate"]);
+    let grows = format!("{experts}max_layers = 7");
+    refused(&folder, &grows, &["model.max_layers is 7", "layers are not added"]);
     let budget = "device.memory = \"1MiB\"";
     refused(&folder, budget, &["device.memory is", "the plan needs", "most of it for", "give it"]);
     refused(&folder, "model.layers = 1000\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);
@@ -414,7 +422,7 @@ fn configs_of_other_families() {
         format!("model.path = \"{}\"\ndata.train = \"random\"\n", at.display())
     };
     type Change = fn(&mut Value);
-    let cases: [(&str, Change, &str); 21] = [
+    let cases: [(&str, Change, &str); 29] = [
         (
             "llama",
             |c| c["rope_parameters"]["rope_type"] = json!("ntk"),
@@ -448,6 +456,26 @@ fn configs_of_other_families() {
         ("opt", |c| c["num_attention_heads"] = json!(4), "hidden must be a multiple of heads"),
         ("roberta", |c| c["pad_token_id"] = json!(u64::MAX), "max_position_embeddings must be"),
         ("bert-classes", |c| c["problem_type"] = json!("regression"), "of 3 labels"),
+        ("mixtral", |c| c["num_local_experts"] = json!(0), "model.experts is 0: it must be 1 to"),
+        ("mixtral", |c| c["num_local_experts"] = json!(5000), "it must be 1 to 4096"),
+        ("mixtral", |c| c["num_experts_per_tok"] = json!(0), "model.experts_per_token is 0"),
+        ("mixtral", |c| c["num_experts_per_tok"] = json!(6), "is 6, and a block has 5 experts"),
+        (
+            "qwen3_moe",
+            |c| c["moe_intermediate_size"] = json!(1_u64 << 40),
+            "model.expert_intermediate",
+        ),
+        ("qwen3_moe", |c| c["decoder_sparse_step"] = json!(3), "none of the 2 blocks has experts"),
+        (
+            "qwen2_moe",
+            |c| c["shared_expert_intermediate_size"] = json!(u64::MAX),
+            "shared_expert_intermediate_size is",
+        ),
+        (
+            "qwen3_moe",
+            |c| (c["num_hidden_layers"], c["num_local_experts"]) = (json!(100), json!(4096)),
+            "at most 262144 experts",
+        ),
     ];
     for (family, change, says) in cases {
         refused(&folder, &of(family, &change), &["config.json", says]);
@@ -455,6 +483,8 @@ fn configs_of_other_families() {
     let tokens = of("opt", &|_| ()) + "model.task = \"token-classification\"\n";
     let says = "the family opt can only do causal-lm or sequence-classification";
     refused(&folder, &tokens, &["model.task", says]);
+    let sized = of("mixtral", &|_| ()) + "model.experts = 4\n";
+    refused(&folder, &sized, &["model.experts is set together with model.path"]);
     let text = of("bert", &|_| ()).replace("random", "built-in");
     refused(&folder, &text, &["no tokenizer.json in"]);
 }

@@ -2,7 +2,7 @@
 
 use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
 use super::saved::Branch;
-use super::tensors::{Gradients, Product};
+use super::tensors::{FeedForward, Gradients, Mlp, Product};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, Dropout, GateBackward,
     HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate,
@@ -30,59 +30,87 @@ pub(super) struct ChunkGradients<'a> {
 
 /// Workspace that both halves use.
 #[derive(Clone, Copy)]
-struct Buffers {
-    /// The feed-forward behind its activation function. (R, I).
-    activated: View,
-    /// The gradient before the activation function. (R, I or 2 I).
-    dup: View,
+pub(super) struct Buffers {
     /// The gradient of a branch's output, then of its input. (R, C).
-    dbranch: View,
+    pub(super) dbranch: View,
     /// The gradient of the residual stream behind attention. (R, C).
     dattention_sum: View,
 }
 
+/// A dense feed-forward behind its activation function, and its gradient.
+#[derive(Clone, Copy)]
+struct Dense<'a> {
+    w: &'a Mlp<View>,
+    d: &'a Mlp<Option<View>>,
+    /// (R, I).
+    activated: View,
+    /// The gradient before the activation function. (R, I or 2 I).
+    dup: View,
+}
+
 /// The backward of a product with some weights, whose gradients are `d`.
 #[derive(Clone, Copy)]
-struct ProductBackward<'a> {
-    dx: View,
-    d: &'a Product<Option<View>>,
-    dy: View,
-    x: View,
-    w: &'a Product<View>,
+pub(super) struct ProductBackward<'a> {
+    pub(super) dx: View,
+    pub(super) d: &'a Product<Option<View>>,
+    pub(super) dy: View,
+    pub(super) x: View,
+    pub(super) w: &'a Product<View>,
     /// The activation function behind the product. Then `dy` is the gradient of its output, and its
     /// backward runs first and overwrites `dy`.
-    activate: Option<ActivateBackward>,
+    pub(super) activate: Option<ActivateBackward>,
 }
 
 impl ChunkPass<'_> {
     /// The gradient of the chunk's input, and of the block's tensors.
     pub(super) fn backward(&self, g: &ChunkGradients<'_>, scratch: &Scratch<'_>) {
-        let Shape { hidden: c, intermediate: i, .. } = self.block.shape;
+        let c = self.block.shape.hidden;
         let r = self.batch.rows();
-        let buffers = Buffers {
-            activated: scratch.take(r, i),
-            dup: scratch.take(r, self.block.shape.up()),
-            dbranch: scratch.take(r, c),
-            dattention_sum: scratch.take(r, c),
-        };
+        let buffers = Buffers { dbranch: scratch.take(r, c), dattention_sum: scratch.take(r, c) };
         match g.save {
-            None => self.recompute_all(),
-            Some(Save::All) => self.recompute_feed_forward_input(),
+            None => self.recompute_feed_forward_input(),
+            Some(Save::All) => self.norm_saved_sum(),
             Some(Save::AllButAttention) => {
                 self.recompute_attention();
-                self.recompute_feed_forward_input();
+                self.norm_saved_sum();
             }
         }
-        self.unpack_up();
-        self.activate(buffers.activated);
-        let dsum = self.last_norm_backward(g, buffers, scratch);
-        self.feed_forward_backward(g, buffers, dsum, scratch);
+        let dsum = match (&self.w.feed_forward, &g.d.feed_forward) {
+            (FeedForward::Dense(w), FeedForward::Dense(d)) => {
+                let activated = scratch.take(r, self.block.shape.intermediate);
+                let dup = scratch.take(r, self.block.shape.up());
+                self.dense_backward(g, Dense { w, d, activated, dup }, buffers, scratch)
+            }
+            (FeedForward::Experts(w), FeedForward::Experts(d)) => {
+                self.experts_backward(g, w, d, buffers, scratch);
+                g.dy
+            }
+            _ => unreachable!("weights and gradients are sorted in the same way"),
+        };
         self.middle_norm_backward(g, buffers, dsum, scratch);
         let dqkv = self.attention_backward(g, buffers, scratch);
         self.qkv_backward(g, buffers, dqkv, scratch);
     }
 
-    fn product_backward(
+    /// The gradient of the feed-forward's input, to `dbranch`. Returns the gradient of its sum.
+    fn dense_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        dense: Dense<'_>,
+        buffers: Buffers,
+        scratch: &Scratch<'_>,
+    ) -> View {
+        if g.save.is_none() {
+            self.linear(self.saved.up, self.hidden, &dense.w.up);
+        }
+        self.unpack_up(dense.w);
+        self.activate(dense.activated, self.saved.up);
+        let dsum = self.last_norm_backward(g, dense, buffers, scratch);
+        self.feed_forward_backward(g, dense, buffers, dsum, scratch);
+        dsum
+    }
+
+    pub(super) fn product_backward(
         &self,
         g: &ChunkGradients<'_>,
         op: &ProductBackward<'_>,
@@ -113,7 +141,12 @@ impl ChunkPass<'_> {
     }
 
     /// The backward of the dropout of a branch's output, to `dx`. Without dropout it returns `dy`.
-    fn dropout_backward(&self, dx: View, dy: View, dropout: Option<Dropout<'_>>) -> View {
+    pub(super) fn dropout_backward(
+        &self,
+        dx: View,
+        dy: View,
+        dropout: Option<Dropout<'_>>,
+    ) -> View {
         if dropout.is_none() {
             return dy;
         }
@@ -142,19 +175,20 @@ impl ChunkPass<'_> {
     fn last_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
+        Dense { w: mlp, activated, .. }: Dense<'_>,
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
         let ChunkPass { block, w, ref saved, hidden, ref batch, .. } = *self;
         let Some(sum) = saved.feed_forward_sum else {
             if block.shape.branch_norm && g.save.is_none() {
-                self.branch(buffers.dbranch, buffers.activated, &w.down, FEED_FORWARD);
+                self.branch(buffers.dbranch, activated, &mlp.down, FEED_FORWARD);
             }
             return g.dy;
         };
         if g.save.is_none() {
             let output = buffers.dbranch;
-            self.linear(output, buffers.activated, &w.down);
+            self.linear(output, activated, &mlp.down);
             let dropout = block.feed_forward_dropout(batch);
             let sum = Residual { y: sum, a: hidden, x: output, dropout };
             self.norm_sum(output, saved.norm2, &sum, w.norm2);
@@ -178,19 +212,19 @@ impl ChunkPass<'_> {
     fn feed_forward_backward(
         &self,
         g: &ChunkGradients<'_>,
-        buffers: Buffers,
+        Dense { w, d, activated, dup }: Dense<'_>,
+        Buffers { dbranch, .. }: Buffers,
         dsum: View,
         scratch: &Scratch<'_>,
     ) {
-        let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
+        let ChunkPass { block, k, ref saved, hidden, ref batch, .. } = *self;
         let Shape { gated, activation, .. } = block.shape;
-        let Buffers { activated, dup, dbranch, .. } = buffers;
         let dropped = self.dropout_backward(dbranch, dsum, block.feed_forward_dropout(batch));
         let doutput = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
         let dactivated = if gated { scratch.take_like(activated) } else { dup };
         let op = ProductBackward {
             dx: dactivated,
-            d: &g.d.down,
+            d: &d.down,
             dy: doutput,
             x: activated,
             w: &w.down,
@@ -202,8 +236,7 @@ impl ChunkPass<'_> {
             k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x, activation });
         }
         let activate = (!gated).then_some(ActivateBackward { dx: dup, x, activation });
-        let op =
-            ProductBackward { dx: dbranch, d: &g.d.up, dy: dup, x: hidden, w: &w.up, activate };
+        let op = ProductBackward { dx: dbranch, d: &d.up, dy: dup, x: hidden, w: &w.up, activate };
         self.product_backward(g, &op, scratch);
     }
 
@@ -294,7 +327,7 @@ impl ChunkPass<'_> {
                 statistics,
                 gamma,
                 gamma_offset: block.shape.norm_offset,
-                shape,
+                shape: block.normed_heads(batch),
                 accumulate: g.accumulate,
             };
             k.head_norm_backward(&op, scratch);
