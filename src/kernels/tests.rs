@@ -275,7 +275,8 @@ fn wrong_views_of_experts_are_found() {
     let weights = RowWeights { places: rows, chosen };
     let y = float(R, C);
     let x = element(M, C);
-    found!(CombineRows { y, x, rows, weights: None }, [y, x, rows], any_rows: ["y"], any_dtype: ["x"]);
+    let op = CombineRows { y, x, rows, weights: None };
+    found!(op, [y, x, rows], any_rows: ["y"], any_dtype: ["x"]);
     let op = CombineRows { y, x, rows, weights: Some(weights) };
     found!(op, [y, x, rows], any_dtype: ["x"]);
     let op = WeighRows { y: x, x, weights };

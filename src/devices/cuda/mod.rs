@@ -1,7 +1,8 @@
 //! An NVIDIA GPU as a device: lanes are streams, fences are events, memory is one allocation.
 //!
-//! The thread of a lane queues work on its stream, ahead of the device. Only the threads that
-//! report how operations ended wait for the device. CUDA is loaded when a config asks for it.
+//! The thread of a lane queues work on its stream, ahead of the device. It waits for the device
+//! only where a router's choice decides the kernels that come next. Else only the threads that
+//! report how operations ended wait. CUDA is loaded when a config asks for it.
 
 mod activation;
 mod attention;

@@ -124,11 +124,12 @@ proptest! {
         let mut counts = Vec::new();
         bench.run(Level::best(), |k, _| counts = k.dispatch(&op));
         let mut expected = Vec::new();
-        for expert in 0..experts {
+        prop_assert_eq!(counts.len(), experts);
+        for (expert, &count) in counts.iter().enumerate() {
             let places = choices.iter().flatten().enumerate();
             let mine: Vec<usize> =
                 places.filter(|(_, one)| **one == expert).map(|(place, _)| place).collect();
-            prop_assert_eq!(counts[expert], mine.len());
+            prop_assert_eq!(count, mine.len());
             expected.extend(mine);
         }
         prop_assert_eq!(integers(&bench.values(places)), expected.clone());
