@@ -5,7 +5,8 @@ use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients, Mlp, Product};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, Dropout, GateBackward,
-    HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate,
+    HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate, RowDots, RowWeights,
+    WeighRows,
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
@@ -37,28 +38,40 @@ pub(super) struct Buffers {
     dattention_sum: View,
 }
 
-/// A dense feed-forward behind its activation function, and its gradient.
+/// A feed-forward on some rows, for its backward.
 #[derive(Clone, Copy)]
-struct Dense<'a> {
-    w: &'a Mlp<View>,
-    d: &'a Mlp<Option<View>>,
-    /// (R, I).
-    activated: View,
-    /// The gradient before the activation function. (R, I or 2 I).
-    dup: View,
+pub(super) struct MlpPass<'a> {
+    pub(super) w: &'a Mlp<View>,
+    pub(super) d: &'a Mlp<Option<View>>,
+    /// Its input. (N, C).
+    pub(super) x: View,
+    /// What stands before the activation function. (N, I or 2 I).
+    pub(super) up: View,
+    /// What stands behind it. (N, I).
+    pub(super) activated: View,
+    /// The weights of its rows, if it is an expert's.
+    pub(super) weighed: Option<Weighed>,
+}
+
+/// Rows whose outputs are multiplied by weights.
+#[derive(Clone, Copy)]
+pub(super) struct Weighed {
+    pub(super) weights: RowWeights,
+    /// The place for the gradients of the weights. (R, k).
+    pub(super) dchosen: View,
 }
 
 /// The backward of a product with some weights, whose gradients are `d`.
 #[derive(Clone, Copy)]
-pub(super) struct ProductBackward<'a> {
-    pub(super) dx: View,
-    pub(super) d: &'a Product<Option<View>>,
-    pub(super) dy: View,
-    pub(super) x: View,
-    pub(super) w: &'a Product<View>,
+struct ProductBackward<'a> {
+    dx: View,
+    d: &'a Product<Option<View>>,
+    dy: View,
+    x: View,
+    w: &'a Product<View>,
     /// The activation function behind the product. Then `dy` is the gradient of its output, and its
     /// backward runs first and overwrites `dy`.
-    pub(super) activate: Option<ActivateBackward>,
+    activate: Option<ActivateBackward>,
 }
 
 impl ChunkPass<'_> {
@@ -78,8 +91,9 @@ impl ChunkPass<'_> {
         let dsum = match (&self.w.feed_forward, &g.d.feed_forward) {
             (FeedForward::Dense(w), FeedForward::Dense(d)) => {
                 let activated = scratch.take(r, self.block.shape.intermediate);
-                let dup = scratch.take(r, self.block.shape.up());
-                self.dense_backward(g, Dense { w, d, activated, dup }, buffers, scratch)
+                let up = self.saved.up;
+                let mlp = MlpPass { w, d, x: self.hidden, up, activated, weighed: None };
+                self.dense_backward(g, mlp, buffers, scratch)
             }
             (FeedForward::Experts(w), FeedForward::Experts(d)) => {
                 self.experts_backward(g, w, d, buffers, scratch);
@@ -96,21 +110,69 @@ impl ChunkPass<'_> {
     fn dense_backward(
         &self,
         g: &ChunkGradients<'_>,
-        dense: Dense<'_>,
+        mlp: MlpPass<'_>,
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
+        let dbranch = buffers.dbranch;
         if g.save.is_none() {
-            self.linear(self.saved.up, self.hidden, &dense.w.up);
+            self.linear(mlp.up, mlp.x, &mlp.w.up);
         }
-        self.unpack_up(dense.w);
-        self.activate(dense.activated, self.saved.up);
-        let dsum = self.last_norm_backward(g, dense, buffers, scratch);
-        self.feed_forward_backward(g, dense, buffers, dsum, scratch);
+        self.unpack_up(mlp.w);
+        self.activate(mlp.activated, mlp.up);
+        let dsum = self.last_norm_backward(g, mlp, buffers, scratch);
+        let dropout = self.block.feed_forward_dropout(&self.batch);
+        let dropped = self.dropout_backward(dbranch, dsum, dropout);
+        let dy = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
+        self.mlp_backward(g, mlp, [dbranch, dy], scratch);
         dsum
     }
 
-    pub(super) fn product_backward(
+    /// The gradient of a feed-forward's input, to `dx`, from that of its output. Both may be one.
+    ///
+    /// Where outputs are weighed, the input of the second product is weighed instead. So the
+    /// gradient of a weight needs no output: it is the product of that input with its gradient.
+    pub(super) fn mlp_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        mlp: MlpPass<'_>,
+        [dx, dy]: [View; 2],
+        scratch: &Scratch<'_>,
+    ) {
+        let k = self.k;
+        let Shape { gated, activation, .. } = self.block.shape;
+        let MlpPass { w, d, x, up, activated, weighed } = mlp;
+        let dup = scratch.take_like(up);
+        let mut dactivated = if gated { scratch.take_like(activated) } else { dup };
+        let mut input = activated;
+        if let Some(Weighed { weights, .. }) = weighed {
+            input = scratch.take_like(activated);
+            k.weigh_rows(&WeighRows { y: input, x: activated, weights });
+        }
+        let down = ProductBackward {
+            dx: dactivated,
+            d: &d.down,
+            dy,
+            x: input,
+            w: &w.down,
+            activate: None,
+        };
+        self.product_backward(g, &down, scratch);
+        if let Some(Weighed { weights, dchosen }) = weighed {
+            let places = weights.places;
+            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places });
+            k.weigh_rows(&WeighRows { y: input, x: dactivated, weights });
+            dactivated = input;
+        }
+        if gated {
+            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, activation });
+        }
+        let activate = (!gated).then_some(ActivateBackward { dx: dup, x: up, activation });
+        let op = ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, activate };
+        self.product_backward(g, &op, scratch);
+    }
+
+    fn product_backward(
         &self,
         g: &ChunkGradients<'_>,
         op: &ProductBackward<'_>,
@@ -175,7 +237,7 @@ impl ChunkPass<'_> {
     fn last_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
-        Dense { w: mlp, activated, .. }: Dense<'_>,
+        MlpPass { w: mlp, activated, .. }: MlpPass<'_>,
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
@@ -205,39 +267,6 @@ impl ChunkPass<'_> {
         };
         self.norm_backward(g, &op, scratch);
         dsum
-    }
-
-    /// The gradient of the feed-forward's input, to `dbranch`, from the gradient of the sum behind
-    /// the feed-forward.
-    fn feed_forward_backward(
-        &self,
-        g: &ChunkGradients<'_>,
-        Dense { w, d, activated, dup }: Dense<'_>,
-        Buffers { dbranch, .. }: Buffers,
-        dsum: View,
-        scratch: &Scratch<'_>,
-    ) {
-        let ChunkPass { block, k, ref saved, hidden, ref batch, .. } = *self;
-        let Shape { gated, activation, .. } = block.shape;
-        let dropped = self.dropout_backward(dbranch, dsum, block.feed_forward_dropout(batch));
-        let doutput = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
-        let dactivated = if gated { scratch.take_like(activated) } else { dup };
-        let op = ProductBackward {
-            dx: dactivated,
-            d: &d.down,
-            dy: doutput,
-            x: activated,
-            w: &w.down,
-            activate: None,
-        };
-        self.product_backward(g, &op, scratch);
-        let x = saved.up;
-        if gated {
-            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x, activation });
-        }
-        let activate = (!gated).then_some(ActivateBackward { dx: dup, x, activation });
-        let op = ProductBackward { dx: dbranch, d: &d.up, dy: dup, x: hidden, w: &w.up, activate };
-        self.product_backward(g, &op, scratch);
     }
 
     /// The gradient of the sum behind attention, from the gradient of the feed-forward's input in

@@ -2,15 +2,15 @@
 //! their weighted outputs are added in the order of the experts, in floats. So the result does not
 //! depend on the blocks in which experts lie.
 
-use super::backward::{Buffers, ChunkGradients, ProductBackward};
+use super::backward::{Buffers, ChunkGradients, MlpPass, Weighed};
 use super::chunk::ChunkPass;
 use super::tensors::{ExpertWeights, Mlp, SharedExpert};
 use crate::kernels::{
-    Cast, Clear, CombineRows, Dispatch, GateBackward, GateRows, GateRowsBackward, GatherRows,
-    Linear, LinearBackward, Residual, Route, RouteBackward, RowDots, RowWeights, WeighRows,
+    Cast, Clear, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Linear,
+    LinearBackward, Residual, Route, RouteBackward, RowWeights,
 };
 use crate::models::block_tensors::SlotWeight;
-use crate::models::shape::{Experts, Shape};
+use crate::models::shape::Experts;
 use crate::tensor::{Scratch, View};
 
 /// The choice of each row of a chunk.
@@ -204,41 +204,20 @@ impl ChunkPass<'_> {
             gradients.for_each(|gradient| k.clear(&Clear { y: gradient }));
             return;
         }
-        let Shape { activation, hidden: c, .. } = block.shape;
         let w = &w.ready(k, scratch);
-        let channels = self.experts().intermediate;
-        let x = scratch.take(count, c);
+        let channels = block.shape.hidden;
+        let [x, dy_rows] = [(); 2].map(|()| scratch.take(count, channels));
         k.gather_rows(&GatherRows { y: x, x: hidden, rows });
-        let dy_rows = scratch.take(count, c);
         k.gather_rows(&GatherRows { y: dy_rows, x: dy, rows });
         let up = self.expert_up(at, scratch);
         if g.save.is_none() {
             self.linear(up, x, &w.up);
         }
-        let activated = scratch.take(count, channels);
+        let activated = scratch.take(count, self.experts().intermediate);
         self.activate(activated, up);
-        // The product's input is weighed instead of its output, so that the gradient of a weight
-        // needs no output: it is the product of the unweighed input with its gradient.
-        let weighed = scratch.take(count, channels);
-        k.weigh_rows(&WeighRows { y: weighed, x: activated, weights });
-        let dactivated = scratch.take(count, channels);
-        let down = ProductBackward {
-            dx: dactivated,
-            d: &d.down,
-            dy: dy_rows,
-            x: weighed,
-            w: &w.down,
-            activate: None,
-        };
-        self.product_backward(g, &down, scratch);
-        let places = weights.places;
-        k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places });
-        k.weigh_rows(&WeighRows { y: weighed, x: dactivated, weights });
-        let dup = scratch.take(count, block.shape.up_of(channels));
+        let weighed = Some(Weighed { weights, dchosen });
         let dx = dy_rows;
-        let up_backward = ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, activate: None };
-        k.gate_backward(&GateBackward { dx: dup, dy: weighed, x: up, activation });
-        self.product_backward(g, &up_backward, scratch);
+        self.mlp_backward(g, MlpPass { w, d, x, up, activated, weighed }, [dx, dy_rows], scratch);
         k.combine_rows(&CombineRows { y: dh, x: dx, rows, weights: None });
     }
 
@@ -251,44 +230,23 @@ impl ChunkPass<'_> {
         [dh, dy]: [View; 2],
         scratch: &Scratch<'_>,
     ) {
-        let ChunkPass { block, k, hidden, ref saved, .. } = *self;
+        let ChunkPass { k, hidden, ref saved, .. } = *self;
         let scratch = &scratch.nested();
-        let r = hidden.rows;
-        let shared = self.experts().shared;
         if g.save.is_none() {
             self.linear(saved.up, hidden, &w.mlp.up);
         }
-        let activated = scratch.take(r, shared);
+        let activated = scratch.take(hidden.rows, self.experts().shared);
         let x = scratch.take_like(hidden);
         self.shared_output(w, activated, x);
         let gate = self.shared_gate(w, scratch);
         let dx = scratch.take_like(hidden);
         let dgate = scratch.take_like(gate);
         k.gate_rows_backward(&GateRowsBackward { dx, dgate, dy, x, gate });
-        let dactivated = scratch.take_like(activated);
-        let down = ProductBackward {
-            dx: dactivated,
-            d: &d.mlp.down,
-            dy: dx,
-            x: activated,
-            w: &w.mlp.down,
-            activate: None,
-        };
-        self.product_backward(g, &down, scratch);
-        let dup = scratch.take_like(saved.up);
-        let activation = block.shape.activation;
-        k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: saved.up, activation });
-        // The output of the shared expert has no more use: the gradients of its input follow.
-        let [dinput, of_gate] = [dx, x];
-        let up = ProductBackward {
-            dx: dinput,
-            d: &d.mlp.up,
-            dy: dup,
-            x: hidden,
-            w: &w.mlp.up,
-            activate: None,
-        };
-        self.product_backward(g, &up, scratch);
+        let up = saved.up;
+        let mlp = MlpPass { w: &w.mlp, d: &d.mlp, x: hidden, up, activated, weighed: None };
+        self.mlp_backward(g, mlp, [dx, dx], scratch);
+        // The expert's output has no more use.
+        let of_gate = x;
         let op = LinearBackward {
             dx: of_gate,
             dw: d.gate,
@@ -300,7 +258,7 @@ impl ChunkPass<'_> {
             accumulate: g.accumulate,
         };
         k.linear_backward(&op, scratch);
-        k.residual(&Residual { y: dinput, a: of_gate, x: dinput, dropout: None });
-        k.cast(&Cast { y: dh, x: dinput });
+        k.residual(&Residual { y: dx, a: of_gate, x: dx, dropout: None });
+        k.cast(&Cast { y: dh, x: dx });
     }
 }
