@@ -22,8 +22,13 @@ GOLDENS = ROOT / "tests/goldens"
 sys.path.insert(0, str(GOLDENS))
 from peft_loads import KINDS, compare  # noqa: E402
 
-MODELS = ["tied", "gemma3_text", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3", "bert", "roberta", "distilbert"]
+MODELS = ["tied", "gemma3_text", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3", "bert", "roberta", "distilbert",
+          "mixtral", "qwen2_moe", "qwen3_moe"]
 NO_TOKENS = ["gemma3_text-tokens", "opt-tokens"]  # transformers has no such model
+# PEFT makes one parameter of a layer's experts, whose adapters l2l does not read. PEFT 0.21.2 leaves those of
+# Qwen2-MoE out.
+EXPERTS = ["mixtral", "qwen3_moe"]
+TARGETS = {"qwen2_moe": '["self_attn", "shared_expert"]'}
 TASKS = {"sequences": ("sequence-classification", 3), "tokens": ("token-classification", 4), "lm": (None, None)}
 
 
@@ -46,13 +51,20 @@ def round_trip(name, task, folder):
     if kind:
         model |= {"model.task": kind, "model.labels": labels}
     run = model | {"step.steps": 3, "step.batch": 4, "optimizer.learning_rate": 0.01, "train.lora.rank": 3,
-                   "train.lora.alpha_pattern": '{"*.0.*"=20}', "checkpoint.directory": folder / "run"}
+                   "train.lora.alpha_pattern": '{"*att*"=20}', "checkpoint.directory": folder / "run"}
+    if name in TARGETS:
+        run["train.lora.targets"] = TARGETS[name]
     l2l("train", run)
     checkpoint = next((folder / "run").glob("step-*"))
     merged = folder / "merged"
     l2l("export", run, "--to", merged, "--model", checkpoint)
     moved, off = compare(GOLDENS / name, checkpoint, merged)
     assert moved > 1e-3, moved
+    said = (f"{name}-{task}: adapters move logits by up to {moved:.3g}; PEFT's differ from merged weights by up to "
+            f"{off:.1e}")
+    if name in EXPERTS:
+        print(said, flush=True)
+        return
     described = AutoConfig.from_pretrained(checkpoint)
     auto = next(auto for end, auto in KINDS.items() if described.architectures[0].endswith(end))
     plain = auto.from_pretrained(GOLDENS / name, config=described)
@@ -62,8 +74,7 @@ def round_trip(name, task, folder):
     found = {key: value for key, value in model.items() if key not in ("model.task", "model.labels")}
     ours, theirs = loss(run, "--model", checkpoint), loss(found, "--model", back)
     assert abs(ours - theirs) < 1e-6, (ours, theirs)
-    print(f"{name}-{task}: adapters move logits by up to {moved:.3g}; PEFT's differ from merged weights by up to "
-          f"{off:.1e}; loss {ours:.6f}, back from PEFT {theirs:.6f}", flush=True)
+    print(f"{said}; loss {ours:.6f}, back from PEFT {theirs:.6f}", flush=True)
 
 
 def main():

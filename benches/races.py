@@ -1,6 +1,6 @@
 """Training speed and memory against PyTorch and transformers on the same CPU.
 
-    cargo build --release && pip install torch transformers && python benches/races.py A B C D E
+    cargo build --release && pip install torch transformers && python benches/races.py A B C D E G H
 
 Each race trains one model on the same shapes and data. The runs alternate: each round starts every
 process anew, so that a slow phase of the machine affects all of them. The figures are medians over
@@ -14,6 +14,9 @@ the peak resident set of the process. The losses of the first round are printed 
     E  GPT-2 of 12 x 512, vocabulary 8192, 32 x 128 in micro-batches of 8
     F  BERT's encoder of 12 x 512, two classes, 32 x 128 in micro-batches of 8, beside the package
        layer-to-layer-pytorch, which needs --layer-to-layer: see `layer_to_layer.py`
+    G  Mixtral of 8 x 512, 8 experts of 1792, 2 a token, 16 x 256 in micro-batches of 4
+    H  Qwen3-MoE of 8 x 512, 32 experts of 256, 4 a token, the same
+       PyTorch's experts run one by one ("torch") and as one grouped product ("torch grouped")
 
 Options: --rounds N, --steps N, --threads N; --peer sdpa or --peer compile instead of eager
 attention without compilation; --peer-micro N sets another micro-batch for PyTorch.
@@ -147,6 +150,38 @@ RACES["F"] = dict(
     length=128,
     ways=["layer-to-layer", "torch", "kept", "recomputing"],
 )
+SPARSE = dict(
+    task="causal-lm",
+    batch=16,
+    micro=4,
+    length=256,
+    ways=["torch", "torch grouped", "kept", "recomputing"],
+)
+ATTENTION = dict(
+    vocab_size=8192,
+    hidden_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+RACES["G"] = SPARSE | dict(
+    config="MixtralConfig",
+    fields=ATTENTION | dict(intermediate_size=1792, num_local_experts=8, num_experts_per_tok=2),
+)
+RACES["H"] = SPARSE | dict(
+    config="Qwen3MoeConfig",
+    fields=ATTENTION
+    | dict(
+        head_dim=64,
+        moe_intermediate_size=256,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+    ),
+)
 RACES["A-dropout"] = RACES["A"] | dict(
     fields=RACES["A"]["fields"]
     | dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
@@ -221,7 +256,7 @@ def torch_batch(lines, task):
     return ids, None if bool(mask.all()) else mask, labels
 
 
-def train_with_torch(folder, race, options, checkpointing):
+def train_with_torch(folder, race, options):
     """The peer's process: prints the same events as `l2l train --format json`."""
     import torch
 
@@ -229,7 +264,9 @@ def train_with_torch(folder, race, options, checkpointing):
     attention = "sdpa" if options.peer == "sdpa" else "eager"
     model = model_class(race).from_pretrained(folder, attn_implementation=attention)
     model.train()
-    if checkpointing:
+    if "num_experts_per_tok" in race["fields"]:
+        model.set_experts_implementation("grouped_mm" if options.grouped else "eager")
+    if options.checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
     named = list(model.named_parameters())
@@ -319,6 +356,7 @@ def race_against_torch(name, race, options):
         commands = {
             "torch": peer,
             "torch checkpointing": [*peer, "--checkpointing"],
+            "torch grouped": [*peer, "--grouped"],
             "layer-to-layer": layer_to_layer(folder, race, options),
             "kept": ours(folder, race, options, False),
             "recomputing": ours(folder, race, options, True),
@@ -381,6 +419,7 @@ def main():
     # The arguments of the peer's own process.
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--grouped", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name in options.races:
         if options.against and "preset" not in RACES[name]:
@@ -390,7 +429,7 @@ def main():
     for name in options.races:
         race = RACES[name]
         if options.folder:
-            train_with_torch(options.folder, race, options, options.checkpointing)
+            train_with_torch(options.folder, race, options)
         elif options.against:
             race_against_build(name, race, options)
         else:

@@ -5,7 +5,8 @@ use std::ops::Range;
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
 use crate::models::{
-    Backward, Forward, Init, Layer, PortViews, Save, Tensor, block_len, tensor_ranges, tensor_views,
+    Backward, Forward, Init, Layer, PortViews, Save, SlotWeight, Tensor, block_len, tensor_ranges,
+    tensor_views,
 };
 use crate::random;
 use crate::simd::Level;
@@ -113,15 +114,24 @@ impl<'l> Bench<'l> {
         keeps.map(|save| (save, self.saved)).filter(|(_, view)| !view.is_empty())
     }
 
+    /// The layer's weights, and those that it dequantises by itself.
+    fn weights(&self) -> (Vec<View>, Vec<SlotWeight<'static>>) {
+        let mut weights = tensor_views(&self.layer.tensors(), self.weights);
+        let stored = weights.split_off(weights.len() - self.layer.stored_weights());
+        (weights, stored.into_iter().map(SlotWeight::Ready).collect())
+    }
+
     fn forward(&self, memory: Option<&Arena>, keeps: Option<Save>) -> usize {
         let kernels = CpuKernels::new(memory, Level::best());
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let batch = self.batch();
         let saved = self.saved(keeps);
+        let (weights, stored) = self.weights();
         let pass = Forward {
             batch,
             step: 0,
-            weights: &tensor_views(&self.layer.tensors(), self.weights),
+            weights: &weights,
+            stored: &stored,
             x: self.x,
             y: self.y,
             ports: PortViews::NONE,
@@ -140,11 +150,13 @@ impl<'l> Bench<'l> {
         let tensors = self.layer.tensors();
         let gradients = tensor_views(&tensors, self.gradient).into_iter().map(Some);
         let gradients: Vec<Option<View>> = gradients.collect();
+        let (weights, stored) = self.weights();
         let pass = Backward {
             batch: self.batch(),
             step: 0,
             ports: PortViews::NONE,
-            weights: &tensor_views(&tensors, self.weights),
+            weights: &weights,
+            stored: &stored,
             gradients: &gradients,
             accumulate,
             x: self.x,
@@ -359,6 +371,19 @@ mod tests {
                 "attention_bias": true, "mlp_bias": true, "attention_dropout": 0.1,
             })
         };
+        let experts = |kind: &str| {
+            let mut config = decoder(kind, 6);
+            let own = serde_json::json!({
+                "num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9,
+                "sliding_window": null, "use_sliding_window": false, "attention_bias": false,
+            });
+            config
+                .as_object_mut()
+                .expect("it is one")
+                .extend(own.as_object().expect("it is one").clone());
+            config
+        };
         let learned = |kind: &str| {
             serde_json::json!({
                 "model_type": kind, "num_hidden_layers": 1, "hidden_size": 24,
@@ -371,7 +396,9 @@ mod tests {
         let decoders = ["llama", "mistral", "qwen2", "qwen3"].map(|kind| decoder(kind, 6));
         let learned = ["bert", "distilbert", "opt", "roberta"].map(learned);
         let read = |config| families::read(&config).expect("a config of ours");
-        let shapes = decoders.into_iter().chain(learned).map(read).chain([small()]);
+        let experts = ["mixtral", "qwen2_moe", "qwen3_moe"].map(experts);
+        let shapes = decoders.into_iter().chain(experts).chain(learned);
+        let shapes = shapes.map(read).chain([small()]);
         for shape in shapes {
             for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
                 let checked = check_gradients(layer, shape.hidden, ROWS);

@@ -25,10 +25,11 @@ pub(crate) type Outcome = Result<(), String>;
 pub(crate) type Target = fn(&Path, &[u8]) -> Outcome;
 
 /// All targets. Each has a folder of this name in `fuzz/corpus`.
-pub(crate) const TARGETS: [(&str, Target); 10] = [
+pub(crate) const TARGETS: [(&str, Target); 11] = [
     ("bin", bin),
     ("checkpoint", checkpoint),
     ("config_json", config_json),
+    ("experts", experts),
     ("http", http),
     ("index", index),
     ("jsonl", jsonl),
@@ -46,6 +47,8 @@ pub(crate) fn named(name: &str) -> Target {
 
 /// A model of GPT-2's family with 308 parameters.
 const MODEL: &[u8] = include_bytes!("../corpus/config_json/gpt2");
+/// A Mixtral with 2 experts in one block.
+const EXPERTS: &[u8] = include_bytes!("../corpus/config_json/mixtral");
 const WEIGHTS: &[u8] = include_bytes!("../corpus/weights/gpt2");
 const TOKENIZER: &[u8] = include_bytes!("../../tests/goldens/text/bpe/tokenizer.json");
 const TEMPLATE: &[u8] = include_bytes!("../../tests/goldens/text/bpe/chat_template.jinja");
@@ -107,6 +110,13 @@ fn config_json(folder: &Path, bytes: &[u8]) -> Outcome {
 
 fn weights(folder: &Path, bytes: &[u8]) -> Outcome {
     prepare(folder, &[("config.json", MODEL)]);
+    put(folder, "model.safetensors", bytes);
+    start(run_of(folder), None)
+}
+
+/// Weights with experts, in one of their two layouts.
+fn experts(folder: &Path, bytes: &[u8]) -> Outcome {
+    prepare(folder, &[("config.json", EXPERTS)]);
     put(folder, "model.safetensors", bytes);
     start(run_of(folder), None)
 }

@@ -26,7 +26,8 @@ pub struct ModelConfig {
     pub unsealed: bool,
     /// A known shape with random weights; `gpt-small` if neither this nor `path` is set. Presets:
     /// `gpt2` to `gpt2-xl`, `bert-base`, `bert-large`, `llama-1b`, `llama-7b`, `llama-70b`, `qwen`,
-    /// `turing-nlg-17b`, `gpt3-175b`.
+    /// `turing-nlg-17b`, `gpt3-175b`; with experts: `moe-small`, `mixtral-8x7b`, `qwen3-30b-a3b`,
+    /// `qwen3-235b-a22b`.
     pub preset: Option<String>,
     /// Number of transformer blocks. This key and the sizes below override those of the preset.
     pub layers: Option<usize>,
@@ -40,8 +41,15 @@ pub struct ModelConfig {
     /// Number of key and value heads, in families with grouped-query attention; equal to `heads`
     /// when absent.
     pub kv_heads: Option<usize>,
-    /// Width of the feed-forward layer; 4 × `hidden` if `hidden` is set and this key is not.
+    /// Width of the feed-forward layer; 4 × `hidden` if `hidden` is set and this key is not. In a
+    /// model with experts this is the width in blocks without experts.
     pub intermediate: Option<usize>,
+    /// Number of experts of a block, in presets with experts.
+    pub experts: Option<usize>,
+    /// Number of experts that each token chooses.
+    pub experts_per_token: Option<usize>,
+    /// Width of an expert.
+    pub expert_intermediate: Option<usize>,
     /// Number of tokens in the vocabulary.
     pub vocabulary: Option<usize>,
     /// Length of the longest sequence that the model can read, in tokens.

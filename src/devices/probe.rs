@@ -51,7 +51,7 @@ pub struct Gpu {
 pub enum KernelGroup {
     /// Matrix products.
     Products,
-    /// Kernels over rows: norms, activations, dropout, copies, tables, frozen weights.
+    /// Kernels over rows: norms, activations, dropout, copies, tables, frozen weights, experts.
     Rows,
     /// Attention and other kernels over heads.
     Attention,

@@ -1,6 +1,6 @@
 //! Adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -221,7 +221,7 @@ pub(crate) fn write_adapter_config(
         "alpha_pattern": pattern_of(alphas, lora.alpha),
         "use_rslora": lora.rank_stabilised,
         "lora_dropout": lora.dropout,
-        "target_modules": targets,
+        "target_modules": short_targets(model, &targets),
         "ensure_weight_tying": ties && trains_table,
         "modules_to_save": if saved.is_empty() { Value::Null } else { json!(saved) },
         "fan_in_fan_out": !model.shape.transposed,
@@ -229,6 +229,19 @@ pub(crate) fn write_adapter_config(
         "init_lora_weights": true,
     });
     json::write(&directory.join(ADAPTER_CONFIG), &written)
+}
+
+/// The names of modules with adapters. A model with experts has thousands of them, so the last part
+/// of a name stands for all modules with this part where all of them have adapters.
+fn short_targets<'t>(model: &Model, targets: &[&'t str]) -> BTreeSet<&'t str> {
+    let all = model.linear_modules();
+    let last = |name: &'t str| name.rsplit('.').next().unwrap_or(name);
+    let adapted: BTreeSet<&str> = targets.iter().copied().collect();
+    let lacks = all.iter().filter(|(name, ..)| !adapted.contains(&name[..]));
+    let lacks: BTreeSet<&str> =
+        lacks.map(|(name, ..)| name.rsplit('.').next().unwrap_or(name)).collect();
+    let is_short = |name: &'t str| model.shape.experts.is_some() && !lacks.contains(last(name));
+    targets.iter().map(|&name| if is_short(name) { last(name) } else { name }).collect()
 }
 
 /// Whether a name is a module's, or that of something in it.

@@ -114,7 +114,8 @@ pub fn export(
     };
     let tables = tables_of(weights_from, &config, &changed);
     let files = weight_files(weights_from)?;
-    let source = Source::open(&files, &changed, tables, !options.unsealed)?;
+    let shape = read_shape(weights_from).ok();
+    let source = Source::open(&files, shape.as_ref(), &changed, tables, !options.unsealed)?;
     // A directory that only describes the model (model.random_weights) has no dtype to keep.
     let has_weights = |base: &&Path| {
         weight_files(base).is_ok_and(|files| files.iter().all(|file| file.is_file()))

@@ -15,6 +15,7 @@ mod clock;
 mod companions;
 mod config;
 mod export;
+mod fused;
 mod json;
 mod merge;
 #[cfg(feature = "tokenizers")]

@@ -1,5 +1,5 @@
 //! Finds the model's tensors in weight files: by name, with or without the family's prefix, by an
-//! old name, or by the name of a tensor that it is tied to.
+//! old name, by the name of a tensor that it is tied to, or in a tensor of all experts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,6 +7,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::PREFIX;
+use super::fused;
 use super::quantised::check_name;
 use super::tied::differ;
 use super::weights::FileTensor;
@@ -39,14 +40,19 @@ impl Spelling<'_> {
             _ if self.is_tied && bare == embedding => vec![embedding.into(), head.into()],
             _ if self.is_tied && bare == head => vec![head.into(), embedding.into()],
             biases if biases.iter().any(|bias| bias == bare) => biases.to_vec(),
-            _ => vec![bare.to_string()],
+            _ => {
+                let router = fused::other_router(&self.model.shape, bare);
+                [bare.to_string()].into_iter().chain(router).collect()
+            }
         };
         all.into_iter().map(|bare| format!("{before}{bare}")).collect()
     }
 
     /// Finds a tensor in files.
     pub(super) fn find<'t>(&self, files: &[SafeTensors<'t>], name: &str) -> Option<TensorView<'t>> {
-        self.names_of(name).iter().find_map(|name| find(files, name, self.prefix()))
+        let named = self.names_of(name);
+        let mut named = named.iter().filter_map(|name| find(files, name, self.prefix()));
+        named.next().or_else(|| fused::find_part(&self.model.shape, files, name))
     }
 
     /// Refuses files whose head is not their embedding, if the model has one table for both.
@@ -160,7 +166,10 @@ pub(super) fn check<'t>(
     brought: &[String],
     find: &impl Fn(&str) -> Option<TensorView<'t>>,
 ) -> Result<(), String> {
-    spelling.map_or(Ok(()), |spelling| spelling.check_tied(files))?;
+    if let Some(spelling) = spelling {
+        spelling.check_tied(files)?;
+        fused::check(&spelling.model.shape, files)?;
+    }
     let mut problems = Vec::new();
     let mut missing = Vec::new();
     for (name, tensor) in tensors {
@@ -198,7 +207,9 @@ pub(super) fn check<'t>(
     let base = spelling.filter(|spelling| !spelling.of_adapters).map(|spelling| spelling.model);
     problems.append(&mut missing);
     for name in files.iter().flat_map(|tensors| tensors.names()) {
-        if !known.contains(name) && !base.is_some_and(|model| is_ignored(name, model)) {
+        let is_other =
+            |model: &Model| is_ignored(name, model) || fused::is_fused(&model.shape, name);
+        if !known.contains(name) && !base.is_some_and(is_other) {
             check_name(name)?;
             problems.push(format!("{name} is in the file and not in the model"));
         }

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
@@ -12,6 +13,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Map, Value};
 
 use super::average::Averages;
+use super::fused::{self, Part};
 use super::merge::Merge;
 use super::names::is_float;
 use super::tensor_files::{bytes_in, cut_into_files, header, shard_name, write_index};
@@ -19,6 +21,7 @@ use super::weight_file::WeightFile;
 use super::weights::{check_finite, decode_all, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
+use crate::models::Shape;
 use crate::models::families::Names;
 
 /// How an export's values differ from the files.
@@ -100,6 +103,48 @@ struct SourceTensor {
     shape: Vec<usize>,
     /// The file that has the tensor. `None` for a tensor that only the adapters have.
     file: Option<usize>,
+    /// Its bytes, if it is a part of the tensor in the file.
+    bytes: Option<Range<usize>>,
+}
+
+impl SourceTensor {
+    /// The tensors of the model that a tensor of a file consists of: itself, or those of each
+    /// expert.
+    fn of_file(
+        stored: String,
+        file: usize,
+        view: &TensorView<'_>,
+        shape: Option<&Shape>,
+    ) -> Result<Vec<SourceTensor>, String> {
+        let name = shape.map_or(stored.clone(), |shape| fused::own_name(shape, &stored));
+        let parts = shape.map_or(Ok(Vec::new()), |shape| fused::parts(shape, &stored, view))?;
+        let whole = SourceTensor {
+            name,
+            stored,
+            dtype: view.dtype(),
+            shape: view.shape().to_vec(),
+            file: Some(file),
+            bytes: None,
+        };
+        if parts.is_empty() {
+            return Ok(vec![whole]);
+        }
+        let of_part = |Part { name, shape, bytes }| SourceTensor {
+            name,
+            shape,
+            bytes: Some(bytes),
+            ..whole.clone()
+        };
+        Ok(parts.into_iter().map(of_part).collect())
+    }
+
+    /// Its elements in the file.
+    fn view<'t>(&self, file: &SafeTensors<'t>) -> TensorView<'t> {
+        let view = file.tensor(&self.stored).expect("it is one of its names");
+        let Some(bytes) = &self.bytes else { return view };
+        let part = TensorView::new(view.dtype(), self.shape.clone(), &view.data()[bytes.clone()]);
+        part.expect("parts() cut it")
+    }
 }
 
 /// The weights of a model in some files.
@@ -109,26 +154,31 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Opens the files. `tables` is `None` for a model of an unknown family, which is copied.
+    /// Opens the files. `shape` and `tables` are `None` for a model of an unknown family, which is
+    /// copied.
     ///
     /// # Errors
-    /// A file cannot be read; a value is not finite, where all must be; or the adapters are of
-    /// other weights.
+    /// A file cannot be read; a value is not finite, where all must be; the adapters are of other
+    /// weights; or the experts are not the model's.
     pub(super) fn open(
         paths: &[PathBuf],
+        shape: Option<&Shape>,
         changed: &Changed,
         tables: Option<Tables>,
         all_finite: bool,
     ) -> Result<Source, Error> {
-        let mut files = Vec::new();
+        let files =
+            paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>, _>>()?;
+        let opened: Vec<SafeTensors<'_>> = files.iter().map(WeightFile::tensors).collect();
+        if let (Some(shape), Some(first)) = (shape, files.first()) {
+            fused::check(shape, &opened).map_err(|what| first.refuse(what))?;
+        }
         let mut tensors = Vec::new();
         let merge = match changed {
             Changed::Merged(merge) => Some(&**merge),
             Changed::No | Changed::Averaged(_) => None,
         };
-        for (at, path) in paths.iter().enumerate() {
-            let file = WeightFile::open(path)?;
-            let read = file.tensors();
+        for (at, (file, read)) in files.iter().zip(&opened).enumerate() {
             for name in file.names_in_order() {
                 let view = read.tensor(&name).expect("it is one of its names");
                 if all_finite {
@@ -137,14 +187,11 @@ impl Source {
                 if merge.is_some_and(|merge| merge.drops(&name)) {
                     continue;
                 }
-                let shape = view.shape().to_vec();
-                let stored = name.clone();
-                let dtype = view.dtype();
-                tensors.push(SourceTensor { name, stored, dtype, shape, file: Some(at) });
+                let of_file = SourceTensor::of_file(name, at, &view, shape);
+                tensors.extend(of_file.map_err(|what| file.refuse(what))?);
             }
-            drop(read);
-            files.push(file);
         }
+        drop(opened);
         let mut source = Source { files, tensors };
         if let Some(tables) = tables {
             source.arrange(tables, changed);
@@ -163,7 +210,8 @@ impl Source {
                 let shape = view.shape().to_vec();
                 let stored = name.clone();
                 let dtype = view.dtype();
-                source.tensors.push(SourceTensor { name, stored, dtype, shape, file: None });
+                let new = SourceTensor { name, stored, dtype, shape, file: None, bytes: None };
+                source.tensors.push(new);
             }
         }
         Ok(source)
@@ -269,7 +317,7 @@ impl Source {
             let name = &tensor.name;
             let (view, values) = match (tensor.file, changed) {
                 (Some(file), _) => {
-                    let view = opened[file].tensor(&tensor.stored).expect("it is one of its names");
+                    let view = tensor.view(&opened[file]);
                     let values = changed.values(name, &view);
                     let values = values.map_err(|what| self.files[file].refuse(what))?;
                     (view, values)

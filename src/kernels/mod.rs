@@ -23,6 +23,7 @@ mod cross_entropy;
 mod custom;
 mod dropout;
 mod embedding;
+mod experts;
 mod head_norm;
 mod kv_cache;
 mod linear;
@@ -49,6 +50,10 @@ pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};
 pub use custom::{CpuFunction, Custom, CustomKernel};
 pub use dropout::{ApplyDropout, Dropout, DropoutKey, MaskRows, Residual};
 pub use embedding::{AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward};
+pub use experts::{
+    CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward, RowDots,
+    RowWeights, WeighRows,
+};
 pub use head_norm::{HeadNorm, HeadNormBackward, QueryKey};
 pub use kv_cache::{CachedAttention, ReadKv, WriteKv};
 pub(crate) use linear::LinearSize;
@@ -106,6 +111,13 @@ operations! {
         add_token_types(AddTokenTypes<'a>);
         add_positions(AddPositions<'a>);
         add_positions_backward(AddPositionsBackward<'a>);
+        route(Route);
+        gather_rows(GatherRows);
+        combine_rows(CombineRows);
+        weigh_rows(WeighRows);
+        row_dots(RowDots);
+        gate_rows(GateRows);
+        gate_rows_backward(GateRowsBackward);
     }
     with_workspace {
         linear_backward(LinearBackward);
@@ -116,5 +128,6 @@ operations! {
         score(Score);
         logits(Logits);
         score_backward(ScoreBackward<'a>);
+        route_backward(RouteBackward);
     }
 }

@@ -30,6 +30,10 @@ macro_rules! operations {
             /// than there was room for; `y` then has no use.
             fn unpack_positive(&self, op: &UnpackPositive) -> bool;
 
+            /// Computes a [`Dispatch`]. Returns the number of rows of each expert; a device that
+            /// issues its work is waited for. Without memory each expert has all rows.
+            fn dispatch(&self, op: &Dispatch) -> Vec<usize>;
+
             /// Computes the backward of an activation function, then of the product before it:
             /// `linear.dy` is `activate.dx`. A device may sum `linear.dbias` in the same pass.
             fn activate_linear_backward(
@@ -70,6 +74,9 @@ macro_rules! operations {
         {
             /// Computes [`Kernels::unpack_positive`].
             fn unpack_positive(&self, op: &UnpackPositive) -> bool;
+
+            /// Computes [`Kernels::dispatch`].
+            fn dispatch(&self, op: &Dispatch) -> Vec<usize>;
 
             /// Computes [`Kernels::activate_linear_backward`].
             fn activate_linear_backward(
@@ -142,6 +149,11 @@ macro_rules! operations {
                 DeviceKernels::unpack_positive(self, op)
             }
 
+            fn dispatch(&self, op: &Dispatch) -> Vec<usize> {
+                op.check();
+                DeviceKernels::dispatch(self, op)
+            }
+
             fn activate_linear_backward(
                 &self,
                 activate: &ActivateBackward,
@@ -200,6 +212,10 @@ macro_rules! operations {
                 let fits = self.kernels.unpack_positive(op);
                 self.inspect(op);
                 fits
+            }
+
+            fn dispatch(&self, op: &Dispatch) -> Vec<usize> {
+                self.kernels.dispatch(op)
             }
         }
     };

@@ -236,6 +236,61 @@ fn wrong_views_of_tables_are_found() {
 }
 
 #[test]
+fn wrong_views_of_experts_are_found() {
+    /// E, k, and rows of an expert.
+    const E: usize = 9;
+    const K: usize = 2;
+    const M: usize = 11;
+    let h = element(R, C);
+    let w = element(E, C);
+    let logits = float(R, E);
+    let chosen = float(R, 2 * K);
+    let per_token = K;
+    let normalised = true;
+    found!(Route { chosen, logits, h, w, per_token, normalised }, [chosen, logits, h, w]);
+    let few = element(1, C);
+    let none = Route { w: few, logits: float(R, 1), chosen, h, per_token, normalised };
+    assert!(panics(|| none.check()), "more than all experts");
+    let op = RouteBackward {
+        dh: float(R, C),
+        dw: Some(float(E, C)),
+        logits,
+        chosen,
+        dchosen: float(R, K),
+        h,
+        w,
+        normalised,
+        accumulate: false,
+    };
+    found!(op, [dh, dw, logits, chosen, dchosen, h, w]);
+    let of_all = float(1, R * K);
+    let op = Dispatch { rows: of_all, places: of_all, chosen, experts: E };
+    found!(op, [rows, places]);
+    for chosen in [float(R, 2 * K + 1), float(R + 1, 2 * K), element(R, 2 * K)] {
+        assert!(panics(|| Dispatch { chosen, ..op }.check()), "{chosen}");
+    }
+    let rows = float(1, M);
+    let y = element(M, C);
+    found!(GatherRows { y, x: h, rows }, [y, x, rows], any_rows: ["x"]);
+    let weights = RowWeights { places: rows, chosen };
+    let y = float(R, C);
+    let x = element(M, C);
+    let op = CombineRows { y, x, rows, weights: None };
+    found!(op, [y, x, rows], any_rows: ["y"], any_dtype: ["x"]);
+    let op = CombineRows { y, x, rows, weights: Some(weights) };
+    found!(op, [y, x, rows], any_dtype: ["x"]);
+    let op = WeighRows { y: x, x, weights };
+    found!(op, [y, x, weights.places]);
+    let out = float(R, K);
+    found!(RowDots { out, x, y: x, places: rows }, [x, y, places]);
+    let y = float(R, C);
+    let gate = element(R, 1);
+    found!(GateRows { y, x: h, gate }, [y, x, gate]);
+    let op = GateRowsBackward { dx: h, dgate: gate, dy: h, x: h, gate };
+    found!(op, [dx, dgate, dy, x, gate]);
+}
+
+#[test]
 fn wrong_views_of_heads_are_found() {
     let h = element(R, C);
     let w = element(N, C);

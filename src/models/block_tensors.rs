@@ -20,7 +20,8 @@ use std::slice::Iter;
 use super::frozen::{Base, FrozenPart, StoredWeight};
 use super::layer::{Tensor, block_len, tensor_ranges, tensor_views};
 use super::masters::MasterFormat;
-use crate::tensor::{Dtype, View};
+use crate::kernels::{Dequantise, Kernels};
+use crate::tensor::{Dtype, Scratch, View};
 
 /// The tensors of a block: first the trained ones, then the frozen ones.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -37,11 +38,27 @@ pub struct BlockTensors {
 
 /// A weight in a device's weight slot.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum SlotWeight<'t> {
+pub enum SlotWeight<'t> {
     /// Elements of the device's dtype.
     Ready(View),
     /// A frozen weight that must be dequantised.
     Stored(StoredWeight<'t>),
+}
+
+impl SlotWeight<'_> {
+    /// The weight in the device's dtype: in its slot, or dequantised to workspace.
+    pub fn ready(self, kernels: &dyn Kernels, scratch: &Scratch<'_>) -> View {
+        let stored = match self {
+            SlotWeight::Ready(view) => return view,
+            SlotWeight::Stored(stored) => stored,
+        };
+        let [rows, columns] = stored.shape();
+        let y = scratch.take(rows, columns);
+        for (rows, x, quantisation) in stored.quantised() {
+            kernels.dequantise(&Dequantise { y: y.row_range(rows), x, quantisation });
+        }
+        y
+    }
 }
 
 impl From<Vec<Tensor>> for BlockTensors {

@@ -158,7 +158,7 @@ impl WeightPiece {
 
 /// A frozen weight in a device's weight slot.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct StoredWeight<'p> {
+pub struct StoredWeight<'p> {
     pieces: &'p [WeightPiece],
     stored: View,
 }

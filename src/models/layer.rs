@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use super::block_tensors::SlotWeight;
 use super::ports::{LayerStep, PortViews, StepContext};
 use crate::kernels::{BatchView, CustomKernel, Kernels};
 use crate::tensor::{ALIGNED, Dtype, Scratch, View};
@@ -94,6 +95,8 @@ pub struct Forward<'a> {
     pub step: usize,
     /// The tensors of the step's blocks, in the layer's order. Joined tensors are one view.
     pub weights: &'a [View],
+    /// The [last tensors](Layer::stored_weights), which the layer dequantises by itself.
+    pub stored: &'a [SlotWeight<'a>],
     /// The first input that the step declares, to be read only: the backward may read it again.
     /// (R, C).
     pub x: View,
@@ -130,6 +133,8 @@ pub struct Backward<'a> {
     pub step: usize,
     /// The tensors of the step's blocks, in the layer's order. Joined tensors are one view.
     pub weights: &'a [View],
+    /// The last tensors, as in [`Forward`].
+    pub stored: &'a [SlotWeight<'a>],
     /// The gradient of each tensor, in floats; `None` for a frozen tensor.
     pub gradients: &'a [Option<View>],
     /// True when the gradients already hold contributions of this step.
@@ -177,6 +182,13 @@ pub trait Layer: Send + Sync {
         step.saves = context.saved(saved_len);
         context.add_kv(&mut step, self.kv_width());
         vec![step]
+    }
+
+    /// The number of weights, the last ones, that the layer dequantises when it needs them, so that
+    /// workspace need not hold all of them. Joined tensors count once. All others are dequantised
+    /// before a visit.
+    fn stored_weights(&self) -> usize {
+        0
     }
 
     /// The number of elements of weights that every token is multiplied by, for counting FLOPs.

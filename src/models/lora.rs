@@ -91,6 +91,40 @@ impl Lora {
         (!modules.is_empty()).then_some(Adapters { dropout, modules })
     }
 
+    /// Refuses adapters of a layer's experts that PEFT could not load: there the experts of a layer
+    /// are one parameter, whose adapters have one rank and one factor. These are the modules with
+    /// the same input, first of the first expert, then of the next.
+    fn check_experts(&self, modules: &[String]) -> Result<(), Error> {
+        let Some(adapted) = modules.iter().find(|module| self.targets(module)) else {
+            return Ok(());
+        };
+        if let Some(other) = modules.iter().find(|module| !self.targets(module)) {
+            let what = format_args!(
+                "names {adapted} and not {other}: all experts of a layer have adapters or none \
+                 has, and all their gate and up projections or none"
+            );
+            return Err(Error::config("train.lora.targets", what));
+        }
+        if self.dropout > 0.0 {
+            let what = format_args!(
+                "is {}, and adapters of experts have no dropout, as in PEFT: set 0, or leave the \
+                 experts out of train.lora.targets",
+                self.dropout
+            );
+            return Err(Error::config("train.lora.dropout", what));
+        }
+        let own_rank = modules.iter().find(|module| self.rank_of(module) != self.rank);
+        let own_alpha = modules.iter().find(|module| self.alpha_of(module) != self.alpha);
+        let own = own_rank.map(|module| ("train.lora.rank_pattern", module));
+        let own = own.or(own_alpha.map(|module| ("train.lora.alpha_pattern", module)));
+        let Some((key, module)) = own else { return Ok(()) };
+        let what = format_args!(
+            "names {module}: adapters of experts have one rank and one alpha, as in PEFT. Leave \
+             experts out of it"
+        );
+        Err(Error::config(key, what))
+    }
+
     /// Refuses patterns that disagree on a module, and a rank above the module's sizes.
     fn check_module(&self, module: &str, inputs: usize, outputs: usize) -> Result<(), Error> {
         let pairs = [
@@ -146,7 +180,7 @@ impl Model {
             let mut others = self.tensors().map(|tensor| &tensor.name[..]).chain(other);
             let what = match others.any(|name| matches(pattern, name)) {
                 true => format!(
-                    "has {pattern:?}: embeddings, norms and heads have no adapters here, only {}",
+                    "has {pattern:?}: embeddings, norms, routers and heads have no adapters here, only {}",
                     names.join(", ")
                 ),
                 false => no_match(pattern, &names),
@@ -154,7 +188,13 @@ impl Model {
             return Err(Error::config(key, what));
         }
         let mut adapted = linear.iter().filter(|(name, ..)| lora.targets(name));
-        adapted.try_for_each(|(name, inputs, outputs)| lora.check_module(name, *inputs, *outputs))
+        adapted
+            .try_for_each(|(name, inputs, outputs)| lora.check_module(name, *inputs, *outputs))?;
+        let blocks =
+            (0..self.shape.layers).map(|number| TransformerBlock::new(0, number, self.shape));
+        blocks
+            .flat_map(|block| block.modules_of_experts())
+            .try_for_each(|one| lora.check_experts(&one))
     }
 
     /// The modules that can have adapters: name, inputs and outputs.

@@ -28,6 +28,14 @@ pub(super) struct Adapter<V> {
     pub(super) site: u32,
 }
 
+impl<V> Adapter<V> {
+    /// The same adapter with other tensors.
+    pub(super) fn with<W>(&self, a: W, b: W) -> Adapter<W> {
+        let Adapter { rank, scale, first, outputs, site, .. } = *self;
+        Adapter { a, b, rank, scale, first, outputs, site }
+    }
+}
+
 /// The adapters of a layer on a micro-batch or a chunk, with their workspace.
 pub(super) struct LowRank<'a> {
     k: &'a dyn Kernels,

@@ -24,12 +24,11 @@ mod visit;
 
 pub use adapters::{AdaptedModule, Adapters};
 pub use block::TransformerBlock;
-pub use block_tensors::BlockTensors;
-pub(crate) use block_tensors::SlotWeight;
+pub use block_tensors::{BlockTensors, SlotWeight};
 pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
-pub use frozen::Base;
+pub use frozen::{Base, StoredWeight};
 pub(crate) use frozen::{WeightFormat, WeightPiece};
 pub use layer::{
     Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
@@ -41,7 +40,7 @@ pub use model::{Model, ModelLayer, Tile};
 pub(crate) use ports::Port;
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;
-pub use shape::{Dropouts, Head, Shape, Window};
+pub use shape::{Dropouts, Experts, Head, Shape, Window};
 pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};

@@ -83,6 +83,32 @@ impl Window {
     }
 }
 
+/// Experts in place of the feed-forward of some blocks (Shazeer et al. 2017).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// E.
+    pub count: usize,
+    /// k: the experts that a row chooses.
+    pub per_token: usize,
+    /// I: channels of one expert.
+    pub intermediate: usize,
+    /// True: the weights of a row are the softmax over its chosen logits. False: over all logits.
+    pub normalised: bool,
+    /// Channels of the shared expert, which all rows use. 0: there is none.
+    pub shared: usize,
+    /// Of the blocks from `from` on, every `every`-th has experts.
+    pub every: usize,
+    /// The first block that may have experts.
+    pub from: usize,
+}
+
+impl Experts {
+    /// Whether a block has experts.
+    pub fn is_of(&self, block: usize) -> bool {
+        block >= self.from && (block + 1).is_multiple_of(self.every)
+    }
+}
+
 /// A transformer of one of the families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
@@ -100,6 +126,8 @@ pub struct Shape {
     pub head_size: usize,
     /// I: channels of the feed-forward.
     pub intermediate: usize,
+    /// Experts in place of the feed-forward of some blocks.
+    pub experts: Option<Experts>,
     /// Tokens of the vocabulary.
     pub vocabulary: usize,
     /// The positions of a sequence, without a scaling of rotary positions for longer ones.
@@ -128,6 +156,9 @@ pub struct Shape {
     pub norm_epsilon: f32,
     /// True when queries and keys are normed by head.
     pub qk_norm: bool,
+    /// True when this norm spans all heads of the queries, and another one all heads of the keys.
+    /// Queries then have as many heads as keys.
+    pub joint_qk_norm: bool,
     /// Whether these have biases: queries, keys and values; attention's output; the feed-forward.
     pub biases: [bool; 3],
     /// The feed-forward's activation function.
@@ -241,6 +272,14 @@ impl Shape {
         (self.heads + 2 * self.kv_heads) * self.head_size
     }
 
+    /// The heads of queries and of keys that have a norm each, and the channels of such a norm.
+    pub(crate) fn normed_heads(&self) -> [usize; 3] {
+        match self.joint_qk_norm {
+            true => [1, 1, self.attention_width()],
+            false => [self.heads, self.kv_heads, self.head_size],
+        }
+    }
+
     /// Channels of attention's output before its projection.
     pub fn attention_width(&self) -> usize {
         self.heads * self.head_size
@@ -248,6 +287,11 @@ impl Shape {
 
     /// Channels of the feed-forward before its activation function, with those of a gate.
     pub fn up(&self) -> usize {
-        self.intermediate * if self.gated { 2 } else { 1 }
+        self.up_of(self.intermediate)
+    }
+
+    /// The same of a feed-forward with these channels.
+    pub(crate) fn up_of(&self, channels: usize) -> usize {
+        channels * if self.gated { 2 } else { 1 }
     }
 }

@@ -7,8 +7,8 @@ use l2l_actors::schedule::{
 };
 
 use crate::kernels::{
-    BatchMetadata, BatchView, Cast, Dequantise, DropoutKey, Kernels, Logits, Rows, Score,
-    ScoreBackward, Smoothing,
+    BatchMetadata, BatchView, Cast, DropoutKey, Kernels, Logits, Rows, Score, ScoreBackward,
+    Smoothing,
 };
 use crate::models::{
     Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
@@ -88,6 +88,8 @@ struct VisitRun<'r> {
     scratch: Scratch<'static>,
     /// Views of the weights of the step's blocks, in the device's dtype.
     weights: Vec<View>,
+    /// The weights that the layer dequantises when it needs them.
+    stored: Vec<SlotWeight<'r>>,
 }
 
 impl<'r> VisitRun<'r> {
@@ -98,15 +100,23 @@ impl<'r> VisitRun<'r> {
         args: &'r VisitArgs<'r>,
     ) -> VisitRun<'r> {
         let scratch = Scratch::new(args.workspace, args.dtype);
-        VisitRun { model, visit, k, args, ports: args.ports(), scratch, weights: Vec::new() }
+        let ports = args.ports();
+        let weights = Vec::new();
+        let stored = Vec::new();
+        VisitRun { model, visit, k, args, ports, scratch, weights, stored }
     }
 
     fn run(mut self) -> usize {
-        let blocks = self
-            .blocks()
-            .flat_map(|(tensors, views)| tensors.weights(views.weights, self.args.dtype));
-        self.weights = blocks.map(|weight| self.ready(weight)).collect();
-        match (&self.model.layers[self.visit.layer.0 as usize], self.visit.phase) {
+        let layer = &self.model.layers[self.visit.layer.0 as usize];
+        let dtype = self.args.dtype;
+        let blocks = self.blocks();
+        let weights = blocks.flat_map(|(tensors, views)| tensors.weights(views.weights, dtype));
+        let mut weights: Vec<SlotWeight<'_>> = weights.collect();
+        let stored = layer.stack().map_or(0, |layer| layer.stored_weights());
+        self.stored = weights.split_off(weights.len() - stored);
+        let ready = |weight: SlotWeight<'_>| weight.ready(self.k, &self.scratch);
+        self.weights = weights.into_iter().map(ready).collect();
+        match (layer, self.visit.phase) {
             (ModelLayer::Embedding, _) => unreachable!("the embedding is visited on the host"),
             (ModelLayer::Stack(layer), Phase::Forward) => self.layer_forward(&**layer),
             (ModelLayer::Stack(layer), Phase::Backward) => self.layer_backward(&**layer),
@@ -139,20 +149,6 @@ impl<'r> VisitRun<'r> {
         })
     }
 
-    /// A weight in the device's dtype: in its slot, or dequantised to workspace.
-    fn ready(&self, weight: SlotWeight<'_>) -> View {
-        let stored = match weight {
-            SlotWeight::Ready(view) => return view,
-            SlotWeight::Stored(stored) => stored,
-        };
-        let [rows, columns] = stored.shape();
-        let y = self.scratch.take(rows, columns);
-        for (rows, x, quantisation) in stored.quantised() {
-            self.k.dequantise(&Dequantise { y: y.row_range(rows), x, quantisation });
-        }
-        y
-    }
-
     /// Views of the gradients of the weights that are trained.
     fn gradients(&self) -> Vec<Option<View>> {
         self.blocks().flat_map(|(tensors, views)| tensors.gradients(views.gradient)).collect()
@@ -170,6 +166,7 @@ impl<'r> VisitRun<'r> {
             batch,
             step: self.visit.step.into(),
             weights: &self.weights,
+            stored: &self.stored,
             x: given(ports.first_read(Role::has_gradient)),
             y: given(ports.first_written(|role| role != Role::SavedActivations)),
             ports,
@@ -190,6 +187,7 @@ impl<'r> VisitRun<'r> {
             batch,
             step: self.visit.step.into(),
             weights: &self.weights,
+            stored: &self.stored,
             gradients: &self.gradients(),
             accumulate,
             x: given(ports.first_read(Role::has_gradient)),

@@ -1,10 +1,10 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
-use crate::config::{Config, DepthConfig, Labels, NewLayers, Task};
+use crate::config::{Config, DepthConfig, Labels, ModelConfig, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
 use crate::kernels::{HEAD_LIMIT, ProblemType};
-use crate::models::{Dropouts, Head, Shape, families};
+use crate::models::{Dropouts, Experts, Head, Shape, families};
 
 /// The shape of the model that a config names.
 ///
@@ -35,6 +35,14 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
     }
     if layers > MOST_LAYERS {
         let problem = format_args!("is {layers}: it must be 1 to {MOST_LAYERS}");
+        return Err(Error::config("model.max_layers", problem));
+    }
+    if layers > shape.layers && shape.experts.is_some() {
+        let problem = format_args!(
+            "is {layers}, and the model has {} layers: layers are not added to a model with \
+             experts. Leave it out",
+            shape.layers
+        );
         return Err(Error::config("model.max_layers", problem));
     }
     let DepthConfig { stack_at, new_layers, .. } = &config.depth;
@@ -104,14 +112,14 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
             "is set together with model.path, which has its own: leave it out",
         ));
     }
+    set_experts(model, &mut shape)?;
+    let of_hidden = model.hidden.map(|hidden| hidden.saturating_mul(4));
+    let intermediate = model.intermediate.or(of_hidden).filter(|_| has_dense_block(&shape));
     let overrides = [
         (&mut shape.layers, model.layers),
         (&mut shape.hidden, model.hidden),
         (&mut shape.heads, model.heads),
-        (
-            &mut shape.intermediate,
-            model.intermediate.or(model.hidden.map(|hidden| hidden.saturating_mul(4))),
-        ),
+        (&mut shape.intermediate, intermediate),
         (&mut shape.vocabulary, model.vocabulary),
         (&mut shape.positions, model.positions),
     ];
@@ -143,6 +151,45 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     shape.head = head(config, &shape)?;
     check_shape(&shape)?;
     Ok(shape)
+}
+
+/// Whether a block of a model has a feed-forward without experts.
+fn has_dense_block(shape: &Shape) -> bool {
+    shape.experts.is_none_or(|Experts { every, from, .. }| every > 1 || from > 0)
+}
+
+/// Gives the experts of a preset the config's sizes.
+///
+/// # Errors
+/// The model is a directory's, or it has no experts, or all of its blocks have.
+fn set_experts(model: &ModelConfig, shape: &mut Shape) -> Result<(), Error> {
+    let given = [
+        ("model.experts", model.experts),
+        ("model.experts_per_token", model.experts_per_token),
+        ("model.expert_intermediate", model.expert_intermediate),
+    ];
+    let first = given.iter().find(|(_, size)| size.is_some());
+    let Some(experts) = &mut shape.experts else {
+        return first.map_or(Ok(()), |(key, _)| {
+            let problem = "is set, and the model has no experts: leave it out, or set \
+                           model.preset = \"moe-small\", or another with experts";
+            Err(Error::config(key, problem))
+        });
+    };
+    if let Some((key, _)) = first.filter(|_| model.path.is_some()) {
+        let problem = "is set together with model.path, which has its own: leave it out";
+        return Err(Error::config(key, problem));
+    }
+    let sizes = [&mut experts.count, &mut experts.per_token, &mut experts.intermediate];
+    for (size, (_, given)) in sizes.into_iter().zip(given) {
+        *size = given.unwrap_or(*size);
+    }
+    if model.intermediate.is_some() && model.path.is_none() && !has_dense_block(shape) {
+        let problem = "is set, and all blocks of this model have experts: set \
+                       model.expert_intermediate";
+        return Err(Error::config("model.intermediate", problem));
+    }
+    Ok(())
 }
 
 /// The head for the config's task.
@@ -268,6 +315,7 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
         }
     }
     check_heads(shape)?;
+    check_experts(shape)?;
     if shape.window.is_some_and(|window| window.positions == 0) {
         return Err(Error::config("model.sliding_window", "must be at least 1"));
     }
@@ -278,6 +326,54 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
     let dropouts = [embedding, attention, projection, feed_forward, classifier];
     if dropouts.iter().any(|p| !(0.0..1.0).contains(p)) {
         return Err(Error::config("model.dropout", "must be in [0, 1)"));
+    }
+    Ok(())
+}
+
+/// The most experts of one block, and of all blocks together: each has tensors of its own.
+const MOST_EXPERTS: [usize; 2] = [1 << 12, 1 << 18];
+
+/// The most elements of all experts: a petabyte of floats. No sum of bytes overflows.
+const MOST_ELEMENTS: usize = 1 << 48;
+
+/// Refuses experts whose numbers are out of range or contradict each other.
+fn check_experts(shape: &Shape) -> Result<(), Error> {
+    let Some(experts) = shape.experts else { return Ok(()) };
+    let Experts { count, per_token, intermediate, shared, .. } = experts;
+    let [most, most_of_all] = MOST_EXPERTS;
+    let sizes = [
+        ("experts", count, most),
+        ("experts_per_token", per_token, 64),
+        ("expert_intermediate", intermediate, 1 << 22),
+        ("shared_expert_intermediate_size", shared.max(1), 1 << 22),
+    ];
+    for (name, size, most) in sizes {
+        if !(1..=most).contains(&size) {
+            let problem = format_args!("is {size}: it must be 1 to {most}");
+            return Err(Error::config(&format!("model.{name}"), problem));
+        }
+    }
+    if per_token > count {
+        let problem = format_args!("is {per_token}, and a block has {count} experts");
+        return Err(Error::config("model.experts_per_token", problem));
+    }
+    let blocks = (0..shape.layers).filter(|block| experts.is_of(*block)).count();
+    if blocks == 0 {
+        let problem = format_args!(
+            "is {count}, and none of the {} blocks has experts (decoder_sparse_step = {}, the \
+             first {} dense): a model without experts is of another family",
+            shape.layers, experts.every, experts.from
+        );
+        return Err(Error::config("model.experts", problem));
+    }
+    let all = count * blocks;
+    let elements = [3, intermediate, shape.hidden].into_iter().fold(all, usize::saturating_mul);
+    if all > most_of_all || elements > MOST_ELEMENTS {
+        let problem = format_args!(
+            "is {count}, of {intermediate} channels, in {blocks} blocks: the model must have at \
+             most {most_of_all} experts, and at most {MOST_ELEMENTS} elements in them"
+        );
+        return Err(Error::config("model.experts", problem));
     }
     Ok(())
 }

@@ -106,6 +106,14 @@ fn shapes_and_budgets() {
         &["data.sequence_length is 1000", "256 positions"],
     );
     refused(&folder, "model.preset = \"gpt-7\"", &["gpt-7", "gpt-small"]);
+    refused(&folder, "model.experts = 4", &["model.experts is set", "no experts", "moe-small"]);
+    let experts = "model.preset = \"moe-small\"\nmodel.";
+    let few = format!("{experts}experts = 1");
+    refused(&folder, &few, &["model.experts_per_token is 2, and a block has 1 experts"]);
+    let dense = format!("{experts}intermediate = 64");
+    refused(&folder, &dense, &["model.intermediate is set", "model.expert_intermediate"]);
+    let grows = format!("{experts}max_layers = 7");
+    refused(&folder, &grows, &["model.max_layers is 7", "layers are not added"]);
     let budget = "device.memory = \"1MiB\"";
     refused(&folder, budget, &["device.memory is", "the plan needs", "most of it for", "give it"]);
     refused(&folder, "model.layers = 1000\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);

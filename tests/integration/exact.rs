@@ -28,6 +28,8 @@ pub(crate) struct Case {
     pub(crate) dropout: f32,
     pub(crate) clip: bool,
     pub(crate) tied_tiles: bool,
+    /// Experts of a block, and those that a token chooses. `None`: blocks have no experts.
+    pub(crate) experts: Option<[usize; 2]>,
     pub(crate) groups: u32,
     pub(crate) trained: Trained,
     /// How what is not trained is stored, if anything is not.
@@ -66,33 +68,50 @@ impl Trained {
         Trained::AdaptersAndNorms,
     ];
 
-    fn config(self) -> TrainConfig {
+    /// `has_experts`: of a Qwen3-MoE instead of a GPT-2.
+    fn config(self, has_experts: bool) -> TrainConfig {
         let texts = |texts: &[&str]| texts.iter().map(|text| text.to_string()).collect();
+        let named = |gpt2: &[&str], qwen3_moe: &[&str]| {
+            if has_experts { texts(qwen3_moe) } else { texts(gpt2) }
+        };
         let some = TrainConfig::default();
         let lora = |lora| TrainConfig { lora: Some(lora), ..TrainConfig::default() };
         match self {
             Trained::All => some,
-            Trained::Biases => TrainConfig { only: texts(&["bias"]), ..some },
-            Trained::Upper => TrainConfig { frozen: texts(&["wte", "wpe", "h.0"]), ..some },
-            Trained::Last => TrainConfig { only: texts(&["ln_f"]), ..some },
+            Trained::Biases => {
+                TrainConfig { only: named(&["bias"], &["mlp.gate", "k_norm"]), ..some }
+            }
+            Trained::Upper => {
+                let below = named(&["wte", "wpe", "h.0"], &["embed_tokens", "layers.0"]);
+                TrainConfig { frozen: below, ..some }
+            }
+            Trained::Last => TrainConfig { only: named(&["ln_f"], &["model.norm"]), ..some },
             Trained::Some => {
-                let only = texts(&["*.attn.c_attn.weight", "mlp.c_proj.bias", "ln_2", "wpe"]);
+                let only = named(
+                    &["*.attn.c_attn.weight", "mlp.c_proj.bias", "ln_2", "wpe"],
+                    &["*.experts.0.up_proj.*", "o_proj", "k_norm", "mlp.gate"],
+                );
                 TrainConfig { only, ..some }
             }
             Trained::Adapters => lora(LoraConfig::default()),
-            Trained::AdaptersAndNorms => TrainConfig {
-                only: texts(&["norm"]),
-                ..lora(LoraConfig {
-                    rank: Some(3),
-                    alpha: Some(4.0),
-                    rank_stabilised: true,
-                    dropout: 0.2,
-                    targets: Some(texts(&["c_attn", "mlp.c_proj"])),
-                    rank_pattern: Some([("mlp.c_proj".into(), 5), ("h.0.mlp".into(), 2)].into()),
-                    alpha_pattern: Some([("c_attn".into(), 7.0)].into()),
-                    path: None,
-                })
-            },
+            Trained::AdaptersAndNorms => {
+                let [attention, other] =
+                    if has_experts { ["q_proj", "o_proj"] } else { ["c_attn", "mlp.c_proj"] };
+                let first = if has_experts { "layers.0.self_attn" } else { "h.0.mlp" };
+                TrainConfig {
+                    only: texts(&["norm"]),
+                    ..lora(LoraConfig {
+                        rank: Some(3),
+                        alpha: Some(4.0),
+                        rank_stabilised: true,
+                        dropout: 0.2,
+                        targets: Some(texts(&[attention, other])),
+                        rank_pattern: Some([(other.into(), 5), (first.into(), 2)].into()),
+                        alpha_pattern: Some([(attention.into(), 7.0)].into()),
+                        path: None,
+                    })
+                }
+            }
         }
     }
 }
@@ -118,6 +137,12 @@ pub(crate) struct Ways {
 pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let mut config = Config::default();
     config.model.layers = Some(case.layers);
+    if let Some([count, per_token]) = case.experts {
+        config.model.preset = Some("moe-small".into());
+        config.model.experts = Some(count);
+        config.model.experts_per_token = Some(per_token);
+        config.model.expert_intermediate = Some(14);
+    }
     config.model.hidden = Some(24);
     config.model.heads = Some(3);
     config.model.vocabulary = Some(if case.tied_tiles { 100_000 } else { 51 });
@@ -146,7 +171,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.deal = ways.deal;
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
-    config.train = case.trained.config();
+    config.train = case.trained.config(case.experts.is_some());
     config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
     config.train.label_smoothing = case.dropout;
     if !matches!(case.trained, Trained::All) {
@@ -154,7 +179,8 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     }
     config.optimizer.kind = case.rule;
     if case.layers == 2 {
-        let patterns = vec!["mlp".into(), "bias".into()];
+        let vectors = if case.experts.is_some() { "norm" } else { "bias" };
+        let patterns = vec!["mlp".into(), vectors.into()];
         let learning_rate = Some(3e-3);
         let kind = Some(OptimizerKind::Lion);
         let clip_norm = (case.batch > 3).then_some(0.2);
@@ -225,10 +251,13 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
         (Dtype::Bf16, MasterDtype::Bf16),
         (Dtype::F16, MasterDtype::Auto),
     ]);
-    let numbers = (precisions, encodings());
+    // From experts that are often idle to those that every token chooses.
+    let experts = prop::sample::select(vec![[1, 1], [5, 1], [4, 2], [9, 3], [3, 3]]);
+    let experts = prop::option::weighted(0.3, experts);
+    let numbers = (precisions, encodings(), experts);
     let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, numbers);
     (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
-        let (flags, trained, base, rule, (precision, encodings)) = flags;
+        let (flags, trained, base, rule, (precision, encodings, experts)) = flags;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -239,6 +268,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             dropout: if drops { 0.1 } else { 0.0 },
             clip,
             tied_tiles,
+            experts,
             groups: divisors.max().unwrap_or(1) as u32,
             trained,
             base,
@@ -312,6 +342,9 @@ impl Ways {
     /// The nearest way in which this case can be run.
     fn for_case(mut self, case: &Case) -> Ways {
         let turns = case.batch.div_ceil(case.micro_batch) as u32;
+        // Behind a block of experts come its norm and its head alone.
+        let layers = if case.experts.is_some() { case.layers as u32 + 2 } else { u32::MAX };
+        self.devices = self.devices.min(layers);
         if self.kind.is_pipeline() {
             self.deal = Deal::Layers;
         }
@@ -322,7 +355,8 @@ impl Ways {
         if self.kind == ScheduleKind::Interleaved {
             self.devices = self.devices.min(2); // of two stages each
             let rounds = (turns / self.devices).max(1);
-            self.chunks = Some(2).filter(|_| turns.is_multiple_of(rounds));
+            let is_cut = turns.is_multiple_of(rounds) && 2 * self.devices <= layers;
+            self.chunks = Some(2).filter(|_| is_cut);
             if self.chunks.is_none() {
                 self.kind = ScheduleKind::OneForwardOneBackward;
             }
@@ -362,6 +396,24 @@ proptest! {
         prop_assert_eq!(bits, expected);
         prop_assert_eq!(&summary.weights_digest, &reference.weights_digest);
         prop_assert_eq!(&summary.links, &planned);
+    }
+}
+
+/// Every way of training trains experts.
+#[test]
+fn experts_have_the_same_bits_in_every_kind_of_schedule() {
+    for experts in [[4, 2], [9, 1]] {
+        let case = Case { experts: Some(experts), groups: 3, ..SMALL.clone() };
+        let case = Case { batch: 6, ..case };
+        let expected = run(config(&case, &baseline()), 3);
+        let kinds = [ScheduleKind::Relay, ScheduleKind::Gpipe, ScheduleKind::Interleaved];
+        for kind in kinds {
+            let way = Ways { kind, devices: 2, recompute: true.into(), ..baseline() };
+            let way = Ways { on_file: true, ..way }.for_case(&case);
+            let (bits, summary) = run(config(&case, &way), 3);
+            assert_eq!(bits, expected.0, "{kind:?} {experts:?}");
+            assert_eq!(summary.weights_digest, expected.1.weights_digest, "{kind:?} {experts:?}");
+        }
     }
 }
 
@@ -410,6 +462,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     dropout: 0.1,
     clip: false,
     tied_tiles: false,
+    experts: None,
     groups: 1,
     trained: Trained::All,
     base: Base::AsIs,

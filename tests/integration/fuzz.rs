@@ -56,6 +56,11 @@ fn config_json() {
 }
 
 #[test]
+fn experts() {
+    fuzz("experts", 100);
+}
+
+#[test]
 fn http() {
     fuzz("http", 200);
 }

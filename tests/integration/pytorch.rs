@@ -1,5 +1,6 @@
 //! Ten steps of transformers' GPT-2 on small odd shapes: losses and gradient norms are PyTorch's.
-//! `goldens/gpt2.py` makes what is compared with.
+//! `goldens/gpt2.py` makes what is compared with; `goldens/families.py` and `goldens/experts.py`
+//! make that of the other families.
 
 use std::fs;
 use std::path::Path;
@@ -130,10 +131,22 @@ pub(crate) const FAMILIES: [&str; 23] = [
     "roberta-classes",
 ];
 
+/// Models with experts: each row's choices are far from ties in f32.
+pub(crate) const EXPERTS: [&str; 8] = [
+    "mixtral",
+    "mixtral-classes",
+    "mixtral-tokens",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_moe-idle",
+    "qwen3_moe-sparse",
+];
+
 /// Each family, ten steps; also resident, which is the same bits.
 #[tokio::test]
 async fn every_family_is_pytorchs() {
-    for name in FAMILIES {
+    for name in FAMILIES.into_iter().chain(EXPERTS) {
         let (config, golden) = case(name);
         let relay = check(config.clone(), &golden).await;
         let mut resident = config;
@@ -192,7 +205,7 @@ async fn long_sequences_are_pytorchs() {
 /// PyTorch's, so are the logits.
 #[tokio::test]
 async fn sequences_alone_score_as_pytorchs() {
-    for name in FAMILIES {
+    for name in FAMILIES.into_iter().chain(EXPERTS) {
         let (config, golden) = case(name);
         let shape = l2l::shape_of(&config).expect("a case of ours");
         let (data, _) = Dataset::open(&config, &shape).expect("it is committed");
@@ -209,7 +222,7 @@ async fn sequences_alone_score_as_pytorchs() {
 /// The logits of the first sequence: the hidden states that the head reads, times its table.
 #[tokio::test]
 async fn logits_are_pytorchs() {
-    for name in FAMILIES {
+    for name in FAMILIES.into_iter().chain(EXPERTS) {
         let (mut config, golden) = case(name);
         config.step.batch = 1;
         let shape = l2l::shape_of(&config).expect("a case of ours");
@@ -274,7 +287,7 @@ async fn names_without_a_prefix_are_read() {
 /// Exported weights equal those that were read, under transformers' names.
 #[tokio::test]
 async fn weights_survive_a_round_trip() {
-    for name in ["tied", "untied"].into_iter().chain(FAMILIES) {
+    for name in ["tied", "untied"].into_iter().chain(FAMILIES).chain(EXPERTS) {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
         let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");

@@ -27,7 +27,7 @@ fn slope_by_erf(x: f32) -> f32 {
 }
 
 #[inline(always)]
-fn sigmoid(x: f32) -> f32 {
+pub(super) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 

@@ -13,6 +13,7 @@ mod cross_entropy;
 mod custom;
 mod dropout;
 mod embedding;
+mod experts;
 mod head_norm;
 mod kv_cache;
 mod linear;

@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use rayon::prelude::*;
 
 use crate::kernels::{
-    Access, DeviceKernels, KernelOperation, Runs, RunsIn, Score, ScoreBackward, UnpackPositive,
-    each_view,
+    Access, DeviceKernels, Dispatch, KernelOperation, Runs, RunsIn, Score, ScoreBackward,
+    UnpackPositive, each_view,
 };
 use crate::simd::Level;
 use crate::tensor::{Arena, ArenaPlan, Dtype, Scratch, Slots, View, narrow, widen};
@@ -153,6 +153,10 @@ impl<O: ComputeIn> RunsIn<O> for CpuKernels<'_> {
 impl DeviceKernels for CpuKernels<'_> {
     fn unpack_positive(&self, op: &UnpackPositive) -> bool {
         self.unpack(op)
+    }
+
+    fn dispatch(&self, op: &Dispatch) -> Vec<usize> {
+        self.sort_assignments(op)
     }
 
     fn score_and_backward(&self, score: &Score, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {

@@ -352,3 +352,20 @@ impl Drop for Event {
         self.driver.forget(self.id);
     }
 }
+
+/// The floats at an address. Waits for all work that was queued on the compute stream.
+pub(super) fn read(
+    driver: &Arc<dyn Driver>,
+    at: Address,
+    floats: usize,
+) -> Result<Vec<f32>, BoxedError> {
+    let mut values = vec![0.0_f32; floats];
+    let bytes = size_of_val(&values[..]);
+    driver.copy_out(Stream::Compute, values.as_mut_ptr().cast(), at, bytes)?;
+    let copied =
+        Event::record(driver, Stream::Compute).and_then(|event| driver.synchronize(event.id));
+    if copied.is_err() {
+        driver.finish(); // the copy may still be on its way
+    }
+    copied.map(|()| values)
+}

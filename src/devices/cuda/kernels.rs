@@ -3,14 +3,15 @@
 use super::batch_metadata::DeviceMetadata;
 use super::driver::{Address, Argument, Place};
 use super::launches::{Queue, Words, int};
-use super::{attention, cross_entropy, embedding, head_norm, linear, norm};
+use super::{attention, cross_entropy, embedding, experts, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, DeviceKernels, Gate, GateBackward,
-    HeadNorm, HeadNormBackward, Linear, LinearBackward, Logits, Norm, NormBackward, PackPositive,
-    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Runs, RunsIn, Score, ScoreBackward,
-    TakeColumns, UnpackPositive, WriteKv,
+    ClassLoss, ClassLossBackward, Clear, CombineRows, Custom, Dequantise, DeviceKernels, Dispatch,
+    Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward, Linear,
+    LinearBackward, Logits, Norm, NormBackward, PackPositive, PooledRows, PooledRowsBackward,
+    ReadKv, Residual, Rotate, Route, RouteBackward, RowDots, Runs, RunsIn, Score, ScoreBackward,
+    TakeColumns, UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -24,8 +25,6 @@ pub(super) struct On<'a> {
     pub(super) queue: Queue<'a>,
     memory: Address,
     pub(super) metadata: DeviceMetadata,
-    /// A word of the device's memory: what [`On::unpack_positive`] found.
-    pub(super) overflowed: Address,
 }
 
 impl On<'_> {
@@ -105,10 +104,9 @@ impl<'a> CudaKernels<'a> {
     pub(super) fn on(
         memory: Address,
         metadata: DeviceMetadata,
-        overflowed: Address,
         queue: Queue<'a>,
     ) -> CudaKernels<'a> {
-        CudaKernels { on: Some(On { queue, memory, metadata, overflowed }) }
+        CudaKernels { on: Some(On { queue, memory, metadata }) }
     }
 
     /// Kernels without a device, to plan.
@@ -165,6 +163,13 @@ launched! {
     add_token_types(AddTokenTypes<'_>);
     add_positions(AddPositions<'_>);
     add_positions_backward(AddPositionsBackward<'_>);
+    route(Route);
+    gather_rows(GatherRows);
+    combine_rows(CombineRows);
+    weigh_rows(WeighRows);
+    row_dots(RowDots);
+    gate_rows(GateRows);
+    gate_rows_backward(GateRowsBackward);
     custom(Custom<'_>);
     pack_positive(PackPositive);
 }
@@ -196,12 +201,18 @@ launched_in! {
     score(Score) cross_entropy::score_scratch;
     logits(Logits) cross_entropy::logits_scratch;
     score_backward(ScoreBackward<'_>) cross_entropy::backward_scratch;
+    route_backward(RouteBackward) experts::backward_scratch;
 }
 
 impl DeviceKernels for CudaKernels<'_> {
     /// Without a device: false, so that the workspace of the other way is counted, too.
     fn unpack_positive(&self, op: &UnpackPositive) -> bool {
         self.on.as_ref().is_some_and(|on| on.unpack_positive(op))
+    }
+
+    fn dispatch(&self, op: &Dispatch) -> Vec<usize> {
+        let without = || vec![op.chosen.rows; op.experts];
+        self.on.as_ref().map_or_else(without, |on| on.dispatch(op))
     }
 
     fn activate_linear_backward(

@@ -8,7 +8,7 @@ use l2l_actors::BoxedError;
 
 use super::chosen::Chosen;
 use super::driver::{
-    Address, Alignment, Argument, Driver, Event, Kind, Launch, Place, Product, Stream,
+    self, Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream,
 };
 use super::texts::Target;
 use super::times::Times;
@@ -222,6 +222,19 @@ impl<'a> Queue<'a> {
         }
     }
 
+    /// The workspace of matrix products, which other launches may use between products.
+    pub(super) fn workspace(&self) -> Address {
+        self.workspace
+    }
+
+    /// The floats at an address, for which it waits; zeros after an error.
+    pub(super) fn read(&self, at: Address, floats: usize) -> Vec<f32> {
+        let mut values = vec![0.0; floats];
+        let read = || driver::read(self.driver, at, floats).map(|read| values = read);
+        self.go(read, "copy");
+        values
+    }
+
     /// Launches a kernel on `grid` blocks of `block` threads.
     pub(super) fn launch(
         &self,
@@ -367,24 +380,6 @@ impl<'a> Queue<'a> {
     pub(super) fn clear_words(&self, at: Address, words: usize) {
         let floats = Place { at, dtype: Dtype::F32 };
         self.each("clear_floats", words, NEIGHBOURS, &[&floats, &long(words)]);
-    }
-
-    /// A word of the device's memory behind all that is queued; waits for the device. 0 after an
-    /// error.
-    pub(super) fn word_at(&self, at: Address) -> u32 {
-        let mut word = 0_u32;
-        let read = || {
-            let to = std::ptr::from_mut(&mut word).cast();
-            self.driver.copy_out(Stream::Compute, to, at, size_of::<u32>())?;
-            let copied = Event::record(self.driver, Stream::Compute)
-                .and_then(|event| self.driver.synchronize(event.id));
-            if copied.is_err() {
-                self.driver.finish(); // the copy may still be on its way
-            }
-            copied
-        };
-        self.go(read, "a word of the device");
-        word
     }
 
     /// out (+)= the sum of `count` parts, `stride` apart.

@@ -1,7 +1,9 @@
 //! An NVIDIA GPU as a device: lanes are streams, fences are events, memory is one allocation.
 //!
-//! The thread of a lane queues work on its stream, ahead of the device. Only the threads that
-//! report how operations ended wait for the device. CUDA is loaded when a config asks for it.
+//! The thread of a lane queues work on its stream, ahead of the device. It waits for the device
+//! only where a router's choice, or a row of saved inputs that was too long, decides the kernels
+//! that come next. Else only the threads that report how operations ended wait. CUDA is loaded when
+//! a config asks for it.
 
 mod activation;
 mod attention;
@@ -9,6 +11,7 @@ mod batch_metadata;
 mod check;
 mod chosen;
 mod classes;
+mod clock;
 mod columns;
 mod compile;
 mod copy;
@@ -20,6 +23,7 @@ mod embedding;
 #[cfg(test)]
 #[path = "../../../tests/cuda/emulated/mod.rs"]
 pub(crate) mod emulated;
+mod experts;
 mod head_norm;
 mod kernels;
 mod kv_cache;
@@ -56,6 +60,7 @@ pub(super) use real::gpus;
 
 use self::batch_metadata::DeviceMetadata;
 use self::chosen::Chosen;
+use self::clock::Clock;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
 use self::packed::PackBuffers;
@@ -84,12 +89,8 @@ const LINK_FLOATS: usize = 64 << 20;
 /// Rows and columns of the matrices that are multiplied to measure products.
 const PRODUCT_SIZE: usize = 8192;
 
-/// Floats of a mark, and of the word of [`On::unpack_positive`](kernels::On), padded so that the
-/// views behind them stay aligned.
+/// Floats of a mark, padded so that the views behind it stay aligned.
 const MARK: usize = 16;
-
-/// The float of the mark's view where that word is.
-const OVERFLOWED: usize = 8;
 
 /// A GPU with its memory, kernels and copies.
 pub(super) struct Cuda {
@@ -126,42 +127,6 @@ struct Current {
     words: Vec<u32>,
     /// The number of times that other metadata was sent.
     changes: usize,
-}
-
-/// The most that the clocks of host and device drift apart, as a share of the time that passed.
-const DRIFT: f64 = 2e-4;
-
-/// An event, and the host's time when it was reached.
-struct Clock {
-    event: Arc<Event>,
-    at: Instant,
-}
-
-impl Clock {
-    /// The time of an event that was reached. It is less exact the longer ago the known event was,
-    /// as the driver counts milliseconds in a float.
-    fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
-        let seconds = driver.seconds(self.event.id, event.id)?;
-        let by = Duration::from_secs_f64(seconds.abs());
-        let at = if seconds < 0.0 { self.at.checked_sub(by) } else { self.at.checked_add(by) };
-        let at = at.unwrap_or(self.at);
-        Ok(at)
-    }
-
-    /// The time of an event that was waited for until now; it becomes the known event. The device's
-    /// clock drifts from the host's: the result follows the host's slowly, and is never ahead.
-    fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
-        let now = Instant::now();
-        let by_device = self.time(driver, event)?;
-        let passed = by_device.saturating_duration_since(self.at);
-        if passed < Duration::from_secs(1) {
-            return Ok(by_device.min(now));
-        }
-        let lag = now.saturating_duration_since(by_device);
-        let at = (by_device + lag.min(passed.mul_f64(DRIFT))).min(now);
-        *self = Clock { event: event.clone(), at };
-        Ok(at)
-    }
 }
 
 impl Cuda {
@@ -345,15 +310,7 @@ impl Device for Cuda {
     }
 
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
-        let mut values = vec![0.0_f32; view.len()];
-        let to = values.as_mut_ptr().cast();
-        self.driver.copy_out(Stream::Compute, to, self.address(view), view.len() * FLOAT)?;
-        let copied = Event::record(&self.driver, Stream::Compute)
-            .and_then(|event| self.driver.synchronize(event.id));
-        if copied.is_err() {
-            self.driver.finish(); // the copy may still be on its way
-        }
-        copied.map(|()| values)
+        driver::read(&self.driver, self.address(view), view.len())
     }
 
     fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError> {
@@ -394,8 +351,7 @@ impl Device for Cuda {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError> {
         let metadata = self.send_metadata(batch)?;
-        let overflowed = self.address(self.marked.part(OVERFLOWED..MARK));
-        let kernels = CudaKernels::on(self.memory, metadata, overflowed, self.queue());
+        let kernels = CudaKernels::on(self.memory, metadata, self.queue());
         let used = run(&kernels);
         kernels.end()?;
         Ok(used)

@@ -1,6 +1,5 @@
 //! The positive numbers of a tensor and their places.
 
-use super::driver::Address;
 use super::kernels::{On, arguments};
 use crate::kernels::{PackPositive, UnpackPositive};
 
@@ -17,12 +16,13 @@ impl On<'_> {
     /// for, if it may not be.
     pub(super) fn unpack_positive(&self, op: &UnpackPositive) -> bool {
         let UnpackPositive { y, packed, room } = *op;
-        let overflowed: Address = self.overflowed;
+        // The stream's products, whose workspace it is, come before or behind.
+        let overflowed = self.queue.workspace();
         self.queue.clear_words(overflowed, 1);
         let arguments =
             arguments!(self; y, overflowed, packed, y.rows, y.columns, packed.columns, room);
         self.queue.launch("unpack_positive", [y.rows, 1, 1], [THREADS, 1, 1], 0, arguments);
         // With no room, bits alone were packed, which are all there.
-        room == 0 || self.queue.word_at(overflowed) == 0
+        room == 0 || self.queue.read(overflowed, 1)[0].to_bits() == 0
     }
 }

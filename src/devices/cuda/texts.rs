@@ -23,12 +23,13 @@ const ATTENTION: &str = concat!(
 );
 
 /// Name and text of each file of kernels, or of files that are compiled as one.
-pub(super) const TEXTS: [(&str, &str); 13] = [
+pub(super) const TEXTS: [(&str, &str); 14] = [
     ("attention", ATTENTION),
     ("classes", include_str!("kernels/classes.cu")),
     ("cross_entropy", include_str!("kernels/cross_entropy.cu")),
     ("elementwise", include_str!("kernels/elementwise.cu")),
     ("embedding", include_str!("kernels/embedding.cu")),
+    ("experts", include_str!("kernels/experts.cu")),
     ("head_norm", include_str!("kernels/head_norm.cu")),
     ("norm", include_str!("kernels/norm.cu")),
     ("packed", include_str!("kernels/packed.cu")),

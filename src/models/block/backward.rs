@@ -2,10 +2,11 @@
 
 use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
 use super::saved::Branch;
-use super::tensors::{Gradients, Product};
+use super::tensors::{FeedForward, Gradients, Mlp, Product};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, Dropout, GateBackward,
-    HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate,
+    HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate, RowDots, RowWeights,
+    WeighRows,
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
@@ -30,15 +31,34 @@ pub(super) struct ChunkGradients<'a> {
 
 /// Workspace that both halves use.
 #[derive(Clone, Copy)]
-struct Buffers {
-    /// The feed-forward behind its activation function. (R, I).
-    activated: View,
-    /// The gradient before the activation function. (R, I or 2 I).
-    dup: View,
+pub(super) struct Buffers {
     /// The gradient of a branch's output, then of its input. (R, C).
-    dbranch: View,
+    pub(super) dbranch: View,
     /// The gradient of the residual stream behind attention. (R, C).
     dattention_sum: View,
+}
+
+/// A feed-forward on some rows, for its backward.
+#[derive(Clone, Copy)]
+pub(super) struct MlpPass<'a> {
+    pub(super) w: &'a Mlp<View>,
+    pub(super) d: &'a Mlp<Option<View>>,
+    /// Its input. (N, C).
+    pub(super) x: View,
+    /// What stands before the activation function. (N, I or 2 I).
+    pub(super) up: View,
+    /// What stands behind it. (N, I).
+    pub(super) activated: View,
+    /// The weights of its rows, if it is an expert's.
+    pub(super) weighed: Option<Weighed>,
+}
+
+/// Rows whose outputs are multiplied by weights.
+#[derive(Clone, Copy)]
+pub(super) struct Weighed {
+    pub(super) weights: RowWeights,
+    /// The place for the gradients of the weights. (R, k).
+    pub(super) dchosen: View,
 }
 
 /// The backward of a product with some weights, whose gradients are `d`.
@@ -57,29 +77,99 @@ struct ProductBackward<'a> {
 impl ChunkPass<'_> {
     /// The gradient of the chunk's input, and of the block's tensors.
     pub(super) fn backward(&self, g: &ChunkGradients<'_>, scratch: &Scratch<'_>) {
-        let Shape { hidden: c, intermediate: i, .. } = self.block.shape;
+        let c = self.block.shape.hidden;
         let r = self.batch.rows();
-        let buffers = Buffers {
-            activated: scratch.take(r, i),
-            dup: scratch.take(r, self.block.shape.up()),
-            dbranch: scratch.take(r, c),
-            dattention_sum: scratch.take(r, c),
-        };
+        let buffers = Buffers { dbranch: scratch.take(r, c), dattention_sum: scratch.take(r, c) };
         match g.save {
-            None => self.recompute_all(),
-            Some(Save::All) => self.recompute_feed_forward_input(),
+            None => self.recompute_feed_forward_input(),
+            Some(Save::All) => self.norm_saved_sum(),
             Some(Save::AllButAttention) => {
                 self.recompute_attention();
-                self.recompute_feed_forward_input();
+                self.norm_saved_sum();
             }
         }
-        self.unpack_up();
-        self.activate(buffers.activated);
-        let dsum = self.last_norm_backward(g, buffers, scratch);
-        self.feed_forward_backward(g, buffers, dsum, scratch);
+        let dsum = match (&self.w.feed_forward, &g.d.feed_forward) {
+            (FeedForward::Dense(w), FeedForward::Dense(d)) => {
+                let activated = scratch.take(r, self.block.shape.intermediate);
+                let up = self.saved.up;
+                let mlp = MlpPass { w, d, x: self.hidden, up, activated, weighed: None };
+                self.dense_backward(g, mlp, buffers, scratch)
+            }
+            (FeedForward::Experts(w), FeedForward::Experts(d)) => {
+                self.experts_backward(g, w, d, buffers, scratch);
+                g.dy
+            }
+            _ => unreachable!("weights and gradients are sorted in the same way"),
+        };
         self.middle_norm_backward(g, buffers, dsum, scratch);
         let dqkv = self.attention_backward(g, buffers, scratch);
         self.qkv_backward(g, buffers, dqkv, scratch);
+    }
+
+    /// The gradient of the feed-forward's input, to `dbranch`. Returns the gradient of its sum.
+    fn dense_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        mlp: MlpPass<'_>,
+        buffers: Buffers,
+        scratch: &Scratch<'_>,
+    ) -> View {
+        let dbranch = buffers.dbranch;
+        if g.save.is_none() {
+            self.linear(mlp.up, mlp.x, &mlp.w.up);
+        }
+        self.unpack_up(mlp.w);
+        self.activate(mlp.activated, mlp.up);
+        let dsum = self.last_norm_backward(g, mlp, buffers, scratch);
+        let dropout = self.block.feed_forward_dropout(&self.batch);
+        let dropped = self.dropout_backward(dbranch, dsum, dropout);
+        let dy = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
+        self.mlp_backward(g, mlp, [dbranch, dy], scratch);
+        dsum
+    }
+
+    /// The gradient of a feed-forward's input, to `dx`, from that of its output. Both may be one.
+    ///
+    /// Where outputs are weighed, the input of the second product is weighed instead. So the
+    /// gradient of a weight needs no output: it is the product of that input with its gradient.
+    pub(super) fn mlp_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        mlp: MlpPass<'_>,
+        [dx, dy]: [View; 2],
+        scratch: &Scratch<'_>,
+    ) {
+        let k = self.k;
+        let Shape { gated, activation, .. } = self.block.shape;
+        let MlpPass { w, d, x, up, activated, weighed } = mlp;
+        let dup = scratch.take_like(up);
+        let mut dactivated = if gated { scratch.take_like(activated) } else { dup };
+        let mut input = activated;
+        if let Some(Weighed { weights, .. }) = weighed {
+            input = scratch.take_like(activated);
+            k.weigh_rows(&WeighRows { y: input, x: activated, weights });
+        }
+        let down = ProductBackward {
+            dx: dactivated,
+            d: &d.down,
+            dy,
+            x: input,
+            w: &w.down,
+            activate: None,
+        };
+        self.product_backward(g, &down, scratch);
+        if let Some(Weighed { weights, dchosen }) = weighed {
+            let places = weights.places;
+            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places });
+            k.weigh_rows(&WeighRows { y: input, x: dactivated, weights });
+            dactivated = input;
+        }
+        if gated {
+            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, activation });
+        }
+        let activate = (!gated).then_some(ActivateBackward { dx: dup, x: up, activation });
+        let op = ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, activate };
+        self.product_backward(g, &op, scratch);
     }
 
     fn product_backward(
@@ -113,7 +203,12 @@ impl ChunkPass<'_> {
     }
 
     /// The backward of the dropout of a branch's output, to `dx`. Without dropout it returns `dy`.
-    fn dropout_backward(&self, dx: View, dy: View, dropout: Option<Dropout<'_>>) -> View {
+    pub(super) fn dropout_backward(
+        &self,
+        dx: View,
+        dy: View,
+        dropout: Option<Dropout<'_>>,
+    ) -> View {
         if dropout.is_none() {
             return dy;
         }
@@ -142,19 +237,20 @@ impl ChunkPass<'_> {
     fn last_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
+        MlpPass { w: mlp, activated, .. }: MlpPass<'_>,
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
         let ChunkPass { block, w, ref saved, hidden, ref batch, .. } = *self;
         let Some(sum) = saved.feed_forward_sum else {
             if block.shape.branch_norm && g.save.is_none() {
-                self.branch(buffers.dbranch, buffers.activated, &w.down, FEED_FORWARD);
+                self.branch(buffers.dbranch, activated, &mlp.down, FEED_FORWARD);
             }
             return g.dy;
         };
         if g.save.is_none() {
             let output = buffers.dbranch;
-            self.linear(output, buffers.activated, &w.down);
+            self.linear(output, activated, &mlp.down);
             let dropout = block.feed_forward_dropout(batch);
             let sum = Residual { y: sum, a: hidden, x: output, dropout };
             self.norm_sum(output, saved.norm2, &sum, w.norm2);
@@ -171,40 +267,6 @@ impl ChunkPass<'_> {
         };
         self.norm_backward(g, &op, scratch);
         dsum
-    }
-
-    /// The gradient of the feed-forward's input, to `dbranch`, from the gradient of the sum behind
-    /// the feed-forward.
-    fn feed_forward_backward(
-        &self,
-        g: &ChunkGradients<'_>,
-        buffers: Buffers,
-        dsum: View,
-        scratch: &Scratch<'_>,
-    ) {
-        let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
-        let Shape { gated, activation, .. } = block.shape;
-        let Buffers { activated, dup, dbranch, .. } = buffers;
-        let dropped = self.dropout_backward(dbranch, dsum, block.feed_forward_dropout(batch));
-        let doutput = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
-        let dactivated = if gated { scratch.take_like(activated) } else { dup };
-        let op = ProductBackward {
-            dx: dactivated,
-            d: &g.d.down,
-            dy: doutput,
-            x: activated,
-            w: &w.down,
-            activate: None,
-        };
-        self.product_backward(g, &op, scratch);
-        let x = saved.up;
-        if gated {
-            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x, activation });
-        }
-        let activate = (!gated).then_some(ActivateBackward { dx: dup, x, activation });
-        let op =
-            ProductBackward { dx: dbranch, d: &g.d.up, dy: dup, x: hidden, w: &w.up, activate };
-        self.product_backward(g, &op, scratch);
     }
 
     /// The gradient of the sum behind attention, from the gradient of the feed-forward's input in
@@ -294,7 +356,7 @@ impl ChunkPass<'_> {
                 statistics,
                 gamma,
                 gamma_offset: block.shape.norm_offset,
-                shape,
+                shape: block.normed_heads(batch),
                 accumulate: g.accumulate,
             };
             k.head_norm_backward(&op, scratch);

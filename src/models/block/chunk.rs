@@ -2,7 +2,7 @@
 
 use super::TransformerBlock;
 use super::saved::{Activations, Branch, Positive};
-use super::tensors::{Product, Weights};
+use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
     Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, PackPositive,
     Residual, Rotate, UnpackPositive, WriteKv,
@@ -31,13 +31,14 @@ pub(super) struct KvViews {
 pub(super) struct ChunkPass<'a> {
     pub(super) block: &'a TransformerBlock,
     pub(super) k: &'a dyn Kernels,
-    pub(super) w: &'a Weights<View>,
+    pub(super) w: &'a Weights<'a>,
     pub(super) batch: BatchView<'a>,
     /// The chunk's input. (R, C).
     pub(super) x: View,
     pub(super) saved: Activations,
     /// Inputs and outputs of the branches, in turn. After
-    /// [`recompute_all`](ChunkPass::recompute_all): the input of the feed-forward. (R, C).
+    /// [`recompute_feed_forward_input`](ChunkPass::recompute_feed_forward_input): the input of the
+    /// feed-forward. (R, C).
     pub(super) hidden: View,
     /// Queries and keys that were normed and rotated, where their heads are normed.
     /// (R, (H + 2 K) D).
@@ -80,26 +81,35 @@ impl ChunkPass<'_> {
 
     /// Computes the chunk's output, to `y`.
     pub(super) fn forward(&self, y: View, scratch: &Scratch<'_>) {
-        self.recompute_all();
+        self.recompute_feed_forward_input();
+        match &self.w.feed_forward {
+            FeedForward::Dense(mlp) => self.dense_forward(mlp, y, scratch),
+            FeedForward::Experts(experts) => self.experts_forward(experts, y, scratch),
+        }
+    }
+
+    /// Computes the chunk's output, to `y`, from the feed-forward's input in `hidden`.
+    fn dense_forward(&self, mlp: &Mlp<View>, y: View, scratch: &Scratch<'_>) {
         let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
+        self.linear(saved.up, hidden, &mlp.up);
         if let Some(Positive { packed, room }) = saved.positive {
             k.pack_positive(&PackPositive { packed, x: saved.up, room });
         }
         let activated = scratch.take(batch.rows(), block.shape.intermediate);
-        self.activate(activated);
+        self.activate(activated, saved.up);
         let dropout = block.feed_forward_dropout(batch);
         let Some(sum) = saved.feed_forward_sum else {
-            self.branch(hidden, activated, &w.down, FEED_FORWARD);
+            self.branch(hidden, activated, &mlp.down, FEED_FORWARD);
             k.residual(&Residual { y, a: saved.attention_sum, x: hidden, dropout });
             return;
         };
-        self.linear(y, activated, &w.down);
+        self.linear(y, activated, &mlp.down);
         let sum = Residual { y: sum, a: hidden, x: y, dropout };
         self.norm_sum(y, saved.norm2, &sum, w.norm2);
     }
 
-    /// Computes all activations that the backward needs, and the feed-forward's input.
-    pub(super) fn recompute_all(&self) {
+    /// Computes attention's activations and its sum, and the feed-forward's input.
+    pub(super) fn recompute_feed_forward_input(&self) {
         self.recompute_attention();
         let ChunkPass { block, w, x: a, ref saved, hidden, ref batch, .. } = *self;
         self.branch(hidden, saved.attention_output, &w.projection, ATTENTION);
@@ -107,7 +117,6 @@ impl ChunkPass<'_> {
         let dropout = block.attention_dropout(batch);
         let (statistics, norm) = self.feed_forward_norm();
         self.norm_sum(hidden, statistics, &Residual { y, a, x: hidden, dropout }, norm);
-        self.linear(saved.up, hidden, &w.up);
     }
 
     /// Computes attention's activations, from the chunk's input to attention's output.
@@ -150,7 +159,9 @@ impl ChunkPass<'_> {
             let x = saved.qkv;
             let epsilon = block.shape.norm_epsilon;
             let gamma_offset = block.shape.norm_offset;
-            k.head_norm(&HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape });
+            let heads = block.normed_heads(&self.batch);
+            let op = HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape: heads };
+            k.head_norm(&op);
             if let Some(rotary) = block.rotary() {
                 k.rotate(&Rotate { qkv: rotated, rotary, shape, inverse: false });
             }
@@ -162,8 +173,8 @@ impl ChunkPass<'_> {
         qkv
     }
 
-    /// Computes the feed-forward's input: the norm of attention's sum.
-    pub(super) fn recompute_feed_forward_input(&self) {
+    /// Computes the feed-forward's input from attention's sum, which was saved.
+    pub(super) fn norm_saved_sum(&self) {
         let (statistics, norm) = self.feed_forward_norm();
         self.norm(self.hidden, statistics, self.saved.attention_sum, norm);
     }
@@ -177,18 +188,17 @@ impl ChunkPass<'_> {
     /// The input of the ReLU, from the positive numbers that were saved. All others become 0: ReLU
     /// and its derivative do not tell them apart. If there were more positive numbers than room,
     /// the input is recomputed.
-    pub(super) fn unpack_up(&self) {
+    pub(super) fn unpack_up(&self, mlp: &Mlp<View>) {
         let Some(Positive { packed, room }) = self.saved.positive else { return };
         let y = self.saved.up;
         if !self.k.unpack_positive(&UnpackPositive { y, packed, room }) {
-            self.linear(y, self.hidden, &self.w.up);
+            self.linear(y, self.hidden, &mlp.up);
         }
     }
 
     /// The feed-forward's activation function, gated or not.
-    pub(super) fn activate(&self, y: View) {
+    pub(super) fn activate(&self, y: View, x: View) {
         let Shape { gated, activation, .. } = self.block.shape;
-        let x = self.saved.up;
         if gated {
             self.k.gate(&Gate { y, x, activation });
         } else {

@@ -3,6 +3,7 @@
 
 mod backward;
 mod chunk;
+mod experts;
 mod saved;
 mod tensors;
 
@@ -38,7 +39,7 @@ pub struct TransformerBlock {
 /// The inputs of a pass over one chunk.
 #[derive(Clone, Copy)]
 struct ChunkInputs<'a> {
-    weights: &'a Weights<View>,
+    weights: &'a Weights<'a>,
     chunk: BatchView<'a>,
     /// The layer's input for the whole micro-batch. (R, C).
     x: View,
@@ -117,6 +118,12 @@ impl TransformerBlock {
         }
     }
 
+    /// Queries and keys as their norms see them.
+    fn normed_heads<'a>(&self, batch: &BatchView<'a>) -> AttentionShape<'a> {
+        let [heads, kv_heads, head_size] = self.shape.normed_heads();
+        AttentionShape { heads, kv_heads, head_size, ..self.attention(batch) }
+    }
+
     /// The dropout of attention's output.
     fn attention_dropout<'a>(&self, batch: &BatchView<'a>) -> Option<Dropout<'a>> {
         batch.dropout(self.shape.dropout.projection, self.index, 1)
@@ -175,7 +182,7 @@ impl TransformerBlock {
         &'a self,
         k: &'a dyn Kernels,
         pass: &Backward<'_>,
-        w: &'a Weights<View>,
+        w: &'a Weights<'a>,
         d: &'a Gradients,
         chunks: &[BatchView<'a>],
         mut accumulate: bool,
@@ -216,7 +223,26 @@ impl TransformerBlock {
 
 impl Layer for TransformerBlock {
     fn tensors(&self) -> Vec<Tensor> {
-        self.list_tensors()
+        self.tensors_of_blocks().concat()
+    }
+
+    fn blocks(&self) -> Vec<usize> {
+        self.tensors_of_blocks().iter().map(Vec::len).collect()
+    }
+
+    fn stored_weights(&self) -> usize {
+        let of_experts = self.tensors_of_blocks().into_iter().skip(1).flatten();
+        of_experts.filter(|tensor| !tensor.joined).count()
+    }
+
+    fn products(&self) -> usize {
+        let weights = |tensors: Vec<Tensor>| -> usize {
+            tensors.iter().filter(|tensor| tensor.kind.is_weight()).map(Tensor::len).sum()
+        };
+        let passed = self.experts().map_or(0, |experts| {
+            (experts.count - experts.per_token) * weights(self.expert_tensors(experts, 0))
+        });
+        weights(self.tensors()) - passed
     }
 
     fn kv_width(&self) -> usize {
@@ -233,7 +259,7 @@ impl Layer for TransformerBlock {
     }
 
     fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
-        let mut step = LayerStep::on_hidden(context, vec![0]);
+        let mut step = LayerStep::on_hidden(context, (0..self.count_blocks()).collect());
         step.saves = context.save.map(|save| self.saved_activations(save, context.dtype));
         context.add_kv(&mut step, self.kv_width());
         vec![step]
@@ -255,10 +281,9 @@ impl Layer for TransformerBlock {
 
     fn pack_relu(&mut self, density: Option<f64>, trained: &[Tensor]) -> bool {
         let Shape { gated, activation, intermediate, .. } = self.shape;
-        if gated || activation != Activation::Relu {
+        if gated || activation != Activation::Relu || self.experts().is_some() {
             return false;
         }
-        let [.., down] = self.modules();
         let is_read = |(name, _): &(String, usize)| {
             let is_of = |tensor: &Tensor| {
                 let part = tensor.name.strip_prefix(name.as_str());
@@ -268,14 +293,15 @@ impl Layer for TransformerBlock {
         };
         // Only the gradient of the second product's weights needs the numbers.
         let room = |density: f64| (density * intermediate as f64).ceil() as usize;
-        let is_read = down.named.iter().any(is_read);
+        let mut down = self.common_modules().into_iter().flat_map(|[_, down]| down.named);
+        let is_read = down.any(|module| is_read(&module));
         self.relu_room = density.map(|density| if is_read { room(density) } else { 0 });
         true
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref batch, weights, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
-        let w = self.weights(weights);
+        let Forward { ref batch, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
+        let w = self.sorted(pass.weights, pass.stored);
         for chunk in self.chunks(batch) {
             let scratch = &scratch.nested();
             let kv = self.kv_views(&chunk, kv_cache, chunk_state, scratch.dtype());
@@ -285,9 +311,10 @@ impl Layer for TransformerBlock {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { ref batch, weights, gradients, mut accumulate, .. } = *pass;
-        let w = self.weights(weights);
-        let d = self.weights(gradients);
+        let Backward { ref batch, weights, stored, gradients, mut accumulate, .. } = *pass;
+        let w = self.sorted(weights, stored);
+        let (base, experts) = gradients.split_at(weights.len());
+        let d = self.sorted(base, experts);
         let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
         let chunks = self.chunks(batch);
         for chunks in chunks.chunk_by(|a, b| sequence(a) == sequence(b)) {

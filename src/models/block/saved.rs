@@ -5,6 +5,7 @@ use l2l_actors::schedule::{Boundary, Role};
 use super::TransformerBlock;
 use crate::kernels::{BatchView, packed_row};
 use crate::models::layer::Save;
+use crate::models::shape::Experts;
 use crate::tensor::{Dtype, Scratch, View};
 
 pub(super) struct Activations {
@@ -23,8 +24,11 @@ pub(super) struct Activations {
     pub(super) attention_sum: View,
     /// Statistics of the second norm. (R, 2).
     pub(super) norm2: View,
-    /// The feed-forward before its activation function. (R, I or 2 I).
+    /// The feed-forward that all rows use, before its activation function. (R, I or 2 I).
     pub(super) up: View,
+    /// The experts before their activation function, sorted by expert, if they are saved.
+    /// (R k, 2 I).
+    pub(super) experts_up: Option<View>,
     /// The positive numbers of `up`, if they are saved in its place.
     pub(super) positive: Option<Positive>,
     /// The residual stream behind the feed-forward, if a norm follows. (R, C).
@@ -88,7 +92,8 @@ impl TransformerBlock {
         let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
         let places = Places { chunk, stashed, scratch };
         let attention = matches!(saved, Some((Save::All, _)));
-        let heads = shape.heads + shape.kv_heads;
+        let [of_queries, of_keys, _] = shape.normed_heads();
+        let heads = of_queries + of_keys;
         let relu_room = self.relu_room.filter(|_| saved.is_some());
         Activations {
             norm1: places.take_floats(true, 2),
@@ -98,7 +103,11 @@ impl TransformerBlock {
             lse: places.take_floats(attention, shape.heads),
             attention_sum: places.take(true, shape.hidden),
             norm2: places.take_floats(true, 2),
-            up: places.take(relu_room.is_none(), shape.up()),
+            up: places.take(relu_room.is_none(), self.common_up()),
+            experts_up: saved.and(self.experts()).map(|experts| {
+                let width = shape.up_of(experts.intermediate);
+                places.take(true, experts.per_token * width).with_columns(width)
+            }),
             positive: relu_room.map(|room| {
                 let width = packed_row(shape.intermediate, room, scratch.dtype());
                 Positive { packed: places.take_floats(true, width), room }
@@ -113,9 +122,22 @@ impl TransformerBlock {
         }
     }
 
+    /// Channels before the activation function of the feed-forward that all rows use.
+    pub(super) fn common_up(&self) -> usize {
+        let shape = &self.shape;
+        self.experts().map_or(shape.up(), |experts| shape.up_of(experts.shared))
+    }
+
+    /// Channels before the activation function of a row's experts.
+    fn experts_up(&self) -> usize {
+        let of_row = |experts: Experts| experts.per_token * self.shape.up_of(experts.intermediate);
+        self.experts().map_or(0, of_row)
+    }
+
     pub(super) fn saved_activations(&self, save: Save, dtype: Dtype) -> Boundary {
         let shape = &self.shape;
-        let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
+        let [of_queries, of_keys, _] = shape.normed_heads();
+        let heads = if shape.qk_norm { of_queries + of_keys } else { 0 };
         let feed_forward_sum = if shape.post_norm { shape.hidden } else { 0 };
         let [branches, of_branches] =
             if shape.branch_norm { [2 * shape.hidden, 4] } else { [0, 0] };
@@ -124,15 +146,16 @@ impl TransformerBlock {
             Save::AllButAttention => [0, 0],
         };
         let sums = shape.hidden + feed_forward_sum + branches;
+        let experts = self.experts_up();
         let [up, packed] = match self.relu_room {
-            None => [shape.up(), 0],
+            None => [self.common_up() + experts, 0],
             Some(room) => [0, packed_row(shape.intermediate, room, dtype)],
         };
         let numbers = attention + up + sums;
         let floats = 4 + statistics + of_branches + packed;
         let token_bytes = (numbers * dtype.size() + floats * size_of::<f32>()) as u64;
-        // Each of at most thirteen views is aligned by itself. The padding is counted by sequence.
-        let views = if shape.branch_norm { 13 } else { 9 };
+        // Each of at most fourteen views is aligned by itself. The padding is counted by sequence.
+        let views = 9 + if shape.branch_norm { 4 } else { 0 } + usize::from(experts > 0);
         let aligned = Boundary::of_sequences(Role::SavedActivations, views * 16, size_of::<f32>());
         Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned }
     }

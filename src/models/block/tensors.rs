@@ -1,13 +1,16 @@
 //! The tensors of a block, and their views.
 
+use std::ops::Range;
+
 use super::TransformerBlock;
-use crate::kernels::QueryKey;
+use crate::kernels::{Kernels, QueryKey};
 use crate::models::adapters::AdaptedModule;
-use crate::models::layer::{Init, Kind, Tensor};
+use crate::models::block_tensors::SlotWeight;
+use crate::models::layer::{Init, Kind, Tensor, block_len};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
-use crate::models::shape::Shape;
-use crate::tensor::View;
+use crate::models::shape::{Experts, Shape};
+use crate::tensor::{Scratch, View};
 
 /// A product, with the adapters of its modules.
 pub(super) struct Product<V> {
@@ -15,26 +18,83 @@ pub(super) struct Product<V> {
     pub(super) adapters: Vec<Adapter<V>>,
 }
 
-/// Views of a block's tensors, or of their gradients.
-pub(super) struct Weights<V> {
+/// A feed-forward: the product before its activation function, and the product behind it.
+pub(super) struct Mlp<V> {
+    pub(super) up: Product<V>,
+    pub(super) down: Product<V>,
+}
+
+impl<V: Copy> Mlp<Option<V>> {
+    /// The gradients of all tensors that are trained.
+    pub(super) fn all(&self) -> impl Iterator<Item = V> {
+        [&self.up, &self.down].into_iter().flat_map(|Product { affine, adapters }| {
+            let of_adapters = adapters.iter().flat_map(|one| [one.a, one.b]);
+            [affine.weight, affine.bias.flatten()].into_iter().chain(of_adapters).flatten()
+        })
+    }
+}
+
+impl Mlp<SlotWeight<'_>> {
+    /// The weights in the device's dtype.
+    pub(super) fn ready(&self, k: &dyn Kernels, scratch: &Scratch<'_>) -> Mlp<View> {
+        let ready = |weight: SlotWeight<'_>| weight.ready(k, scratch);
+        let product = |Product { affine: Affine { weight, bias }, adapters }: &Product<_>| {
+            let affine = Affine { weight: ready(*weight), bias: bias.map(ready) };
+            let adapter = |one: &Adapter<_>| one.with(ready(one.a), ready(one.b));
+            Product { affine, adapters: adapters.iter().map(adapter).collect() }
+        };
+        Mlp { up: product(&self.up), down: product(&self.down) }
+    }
+}
+
+/// The expert that all rows use, with the layer whose sigmoid multiplies its output.
+pub(super) struct SharedExpert<V> {
+    pub(super) mlp: Mlp<V>,
+    pub(super) gate: V,
+}
+
+/// The router, and the experts among which it chooses.
+pub(super) struct ExpertWeights<V, E> {
+    pub(super) router: V,
+    pub(super) shared: Option<SharedExpert<V>>,
+    pub(super) experts: Vec<Mlp<E>>,
+}
+
+/// What stands behind attention.
+pub(super) enum FeedForward<V, E> {
+    Dense(Mlp<V>),
+    Experts(ExpertWeights<V, E>),
+}
+
+/// A block's tensors, or their gradients; `E` are those of experts.
+pub(super) struct Tensors<V, E> {
     pub(super) norm1: Affine<V>,
     pub(super) qkv: Product<V>,
     pub(super) qk_norm: Option<[V; 2]>,
     pub(super) projection: Product<V>,
     pub(super) norm2: Affine<V>,
-    pub(super) up: Product<V>,
-    pub(super) down: Product<V>,
+    pub(super) feed_forward: FeedForward<V, E>,
     /// The norms of the outputs of attention and of the feed-forward.
     pub(super) branch_norms: Option<[Affine<V>; 2]>,
 }
 
-/// The gradients of a block's tensors: `None` for a frozen tensor.
-pub(super) type Gradients = Weights<Option<View>>;
+/// Views of a block's weights. Those of an expert are dequantised when it has rows.
+pub(super) type Weights<'a> = Tensors<View, SlotWeight<'a>>;
 
-impl Weights<View> {
+/// The gradients of a block's tensors: `None` for a frozen tensor.
+pub(super) type Gradients = Tensors<Option<View>, Option<View>>;
+
+impl Weights<'_> {
     pub(super) fn qk_norm(&self) -> Option<QueryKey> {
         self.qk_norm.map(|[query, key]| QueryKey { query, key })
     }
+}
+
+/// The names of a feed-forward's modules, and its channels.
+struct MlpNames<'n> {
+    up: &'n [&'n str],
+    down: &'n str,
+    channels: usize,
 }
 
 /// Modules with the same input: their weights lie one behind the other and make one product.
@@ -46,37 +106,144 @@ pub(super) struct Modules {
     init: Init,
 }
 
-impl TransformerBlock {
-    fn name(&self, name: &str) -> String {
-        name.replace("{}", &self.number.to_string())
+impl Modules {
+    fn names(&self) -> Vec<String> {
+        self.named.iter().map(|(name, _)| name.clone()).collect()
+    }
+}
+
+/// Takes the views of a block's tensors, one behind the other.
+struct Next<'b, I> {
+    block: &'b TransformerBlock,
+    views: I,
+    /// The number of modules that were passed, for dropout.
+    site: u32,
+}
+
+impl<V: Copy, I: Iterator<Item = V>> Next<'_, I> {
+    fn view(&mut self) -> V {
+        self.views.next().expect("as `list_tensors` lists them")
     }
 
-    /// The modules of the block's products: queries, keys and values; attention's projection; the
-    /// two of the feed-forward.
-    pub(super) fn modules(&self) -> [Modules; 4] {
-        let Shape { names, hidden, heads, kv_heads, head_size: d, .. } = self.shape;
-        let Shape { initializer_range, layers, biases, intermediate, .. } = self.shape;
-        let weight = Init::Normal(initializer_range);
-        // Projections onto the residual stream begin smaller: each block adds two of them.
-        let onto = Init::Normal(initializer_range / (2.0 * layers as f32).sqrt());
+    fn affine(&mut self, has_bias: bool) -> Affine<V> {
+        Affine { weight: self.view(), bias: has_bias.then(|| self.view()) }
+    }
+
+    /// The product of these modules, with their adapters, which are next.
+    fn product(&mut self, affine: Affine<V>, modules: Modules) -> Product<V> {
+        let mut adapters = Vec::new();
+        let mut first = 0;
+        for (name, outputs) in modules.named {
+            let adapter = self.block.adapters.as_ref().and_then(|adapters| adapters.of(&name));
+            if let Some(&AdaptedModule { rank, scale, .. }) = adapter {
+                let a = self.view();
+                let b = self.view();
+                let site = self.site;
+                adapters.push(Adapter { a, b, rank, scale, first, outputs, site });
+            }
+            (first, self.site) = (first + outputs, self.site + 1);
+        }
+        Product { affine, adapters }
+    }
+
+    fn mlp(&mut self, [up, down]: [Affine<V>; 2], modules: [Modules; 2]) -> Mlp<V> {
+        let [of_up, of_down] = modules;
+        Mlp { up: self.product(up, of_up), down: self.product(down, of_down) }
+    }
+}
+
+impl TransformerBlock {
+    /// The block's experts, if it has any.
+    pub(super) fn experts(&self) -> Option<Experts> {
+        self.shape.experts.filter(|experts| experts.is_of(self.number))
+    }
+
+    fn name(&self, name: &str) -> String {
+        name.replacen("{}", &self.number.to_string(), 1)
+    }
+
+    /// The modules of a product. Names may have a place for the number of an expert.
+    fn product_modules(
+        &self,
+        named: &[(&str, usize)],
+        expert: Option<usize>,
+        product: Modules,
+    ) -> Modules {
+        let expert = expert.map_or_else(String::new, |expert| expert.to_string());
+        let name = |name| self.name(name).replacen("{}", &expert, 1);
+        let named = named.iter().map(|&(module, outputs)| (name(module), outputs));
+        Modules { named: named.collect(), ..product }
+    }
+
+    /// A product with this number of inputs. If it is `onto` the residual stream, its weights begin
+    /// smaller: each block adds two such products.
+    fn product_of(&self, inputs: usize, has_bias: bool, onto: bool) -> Modules {
+        let Shape { initializer_range, layers, .. } = self.shape;
+        let divisor = if onto { (2.0 * layers as f32).sqrt() } else { 1.0 };
+        let init = Init::Normal(initializer_range / divisor);
+        Modules { named: Vec::new(), inputs, has_bias, init }
+    }
+
+    /// The modules of attention's products: queries, keys and values; its output.
+    fn attention_modules(&self) -> [Modules; 2] {
+        let Shape { names, hidden, heads, kv_heads, head_size: d, biases, .. } = self.shape;
         let qkv: Vec<(&str, usize)> = match names.qkv {
             [fused] => vec![(*fused, self.shape.qkv())],
             three => three.iter().copied().zip([heads * d, kv_heads * d, kv_heads * d]).collect(),
         };
-        let up = match names.up {
-            [one] => vec![(*one, self.shape.up())],
-            both => both.iter().map(|name| (*name, intermediate)).collect(),
-        };
-        let modules = |modules: Vec<(&str, usize)>, inputs, has_bias, init| {
-            let modules = modules.into_iter().map(|(name, outputs)| (self.name(name), outputs));
-            Modules { named: modules.collect(), inputs, has_bias, init }
-        };
+        let output = [(names.projection, hidden)];
         [
-            modules(qkv, hidden, biases[0], weight),
-            modules(vec![(names.projection, hidden)], heads * d, biases[1], onto),
-            modules(up, hidden, biases[2], weight),
-            modules(vec![(names.down, hidden)], intermediate, biases[2], onto),
+            self.product_modules(&qkv, None, self.product_of(hidden, biases[0], false)),
+            self.product_modules(&output, None, self.product_of(heads * d, biases[1], true)),
         ]
+    }
+
+    /// The modules of the products of a feed-forward of so many channels.
+    fn mlp_modules(&self, names: MlpNames<'_>, expert: Option<usize>) -> [Modules; 2] {
+        let MlpNames { up, down, channels } = names;
+        let Shape { hidden, biases, .. } = self.shape;
+        let outputs = self.shape.up_of(channels) / up.len();
+        let up: Vec<(&str, usize)> = up.iter().map(|name| (*name, outputs)).collect();
+        let down = [(down, hidden)];
+        [
+            self.product_modules(&up, expert, self.product_of(hidden, biases[2], false)),
+            self.product_modules(&down, expert, self.product_of(channels, biases[2], true)),
+        ]
+    }
+
+    /// The modules of the feed-forward that all rows use: the dense one, or the shared expert.
+    pub(super) fn common_modules(&self) -> Option<[Modules; 2]> {
+        let Shape { names, intermediate, .. } = self.shape;
+        let names = match self.experts() {
+            None => MlpNames { up: names.up, down: names.down, channels: intermediate },
+            Some(Experts { shared: 0, .. }) => return None,
+            Some(Experts { shared, .. }) => {
+                let [.., down] = names.shared;
+                MlpNames { up: &names.shared[..2], down, channels: shared }
+            }
+        };
+        Some(self.mlp_modules(names, None))
+    }
+
+    fn expert_modules(&self, experts: Experts, expert: usize) -> [Modules; 2] {
+        let names = &self.shape.names.expert;
+        let [.., down] = *names;
+        let names = MlpNames { up: &names[..2], down, channels: experts.intermediate };
+        self.mlp_modules(names, Some(expert))
+    }
+
+    /// The modules of the first block: attention's, and those of the feed-forward that all rows
+    /// use.
+    fn base_modules(&self) -> impl Iterator<Item = Modules> {
+        self.attention_modules().into_iter().chain(self.common_modules().into_iter().flatten())
+    }
+
+    /// The modules of the block's products.
+    pub(super) fn modules(&self) -> impl Iterator<Item = Modules> {
+        let of_experts = self.experts().into_iter().flat_map(move |experts| {
+            (0..experts.count).flat_map(move |expert| self.expert_modules(experts, expert))
+        });
+        self.base_modules().chain(of_experts)
     }
 
     /// Name, inputs and outputs of each module of the block's products.
@@ -84,7 +251,17 @@ impl TransformerBlock {
         let of = |Modules { named, inputs, .. }: Modules| {
             named.into_iter().map(move |(name, outputs)| (name, inputs, outputs))
         };
-        self.modules().into_iter().flat_map(of).collect()
+        self.modules().flat_map(of).collect()
+    }
+
+    /// The names of the experts' modules, of all experts in one list for each of the two products.
+    pub(crate) fn modules_of_experts(&self) -> Vec<Vec<String>> {
+        let Some(experts) = self.experts() else { return Vec::new() };
+        let named = |product: usize| {
+            let of = |expert| self.expert_modules(experts, expert)[product].names();
+            (0..experts.count).flat_map(of).collect()
+        };
+        vec![named(0), named(1)]
     }
 
     fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
@@ -109,76 +286,117 @@ impl TransformerBlock {
         named.iter().enumerate().map(weight).chain(biases).collect()
     }
 
-    /// The tensors of the modules' adapters, in order.
-    fn adapter_tensors(&self) -> impl Iterator<Item = Tensor> {
-        let adapters = self.adapters.clone().into_iter();
-        adapters.flat_map(|adapters| {
-            let tensors = |modules: &Modules| -> Vec<Tensor> {
-                let of = |(name, n): &(String, usize)| {
-                    Some(adapters.of(name)?.tensors(modules.inputs, *n))
-                };
-                modules.named.iter().filter_map(of).flatten().collect()
-            };
-            self.modules().iter().flat_map(tensors).collect::<Vec<Tensor>>()
-        })
+    /// The tensors of the adapters of these modules, in order.
+    fn adapter_tensors(&self, modules: impl Iterator<Item = Modules>) -> Vec<Tensor> {
+        let Some(adapters) = &self.adapters else { return Vec::new() };
+        let tensors = |Modules { named, inputs, .. }: Modules| {
+            let of = move |(name, n): (String, usize)| Some(adapters.of(&name)?.tensors(inputs, n));
+            named.into_iter().filter_map(of).flatten()
+        };
+        modules.flat_map(tensors).collect()
     }
 
-    pub(super) fn list_tensors(&self) -> Vec<Tensor> {
-        let Shape { names, hidden: c, head_size: d, rms_norm, qk_norm, .. } = self.shape;
-        let [qkv, projection, up, down] = self.modules();
+    /// A matrix of the router, or of the gate of the shared expert. A rule for matrices leaves it
+    /// to another rule, and a quantised base keeps it as it is.
+    fn routing_tensor(&self, module: &str, rows: usize) -> Tensor {
+        let name = format!("{}.weight", self.name(module));
+        let init = Init::Normal(self.shape.initializer_range);
+        Tensor::new(name, vec![rows, self.shape.hidden], Kind::Table, init)
+    }
+
+    /// The tensors of the first block: all but those of experts.
+    fn base_tensors(&self) -> Vec<Tensor> {
+        let Shape { names, hidden: c, rms_norm, qk_norm, .. } = self.shape;
+        let [.., of_norm] = self.shape.normed_heads();
+        let [qkv, projection] = self.attention_modules();
+        let experts = self.experts();
+        let shared = experts.filter(|experts| experts.shared > 0);
         let mut all = self.norm_tensors(names.norm1, c, !rms_norm);
         all.extend(self.product_tensors(&qkv));
         all.extend(self.product_tensors(&projection));
         all.extend(self.norm_tensors(names.norm2, c, !rms_norm));
-        all.extend(self.product_tensors(&up));
-        all.extend(self.product_tensors(&down));
+        all.extend(experts.map(|experts| self.routing_tensor(names.router, experts.count)));
+        let common = self.common_modules().into_iter().flatten();
+        all.extend(common.flat_map(|modules| self.product_tensors(&modules)));
+        all.extend(shared.map(|_| self.routing_tensor(names.shared_gate, 1)));
         let of_branches = names.branch_norms.iter().filter(|_| self.shape.branch_norm);
         all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, !rms_norm)));
         let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
-        all.extend(of_heads.flat_map(|name| self.norm_tensors(name, d, false)));
-        all.extend(self.adapter_tensors());
+        all.extend(of_heads.flat_map(|name| self.norm_tensors(name, of_norm, false)));
+        all.extend(self.adapter_tensors(self.base_modules()));
         all
     }
 
-    /// Sorts the views of the tensors, or of their gradients, by name.
-    pub(super) fn weights<V: Copy>(&self, views: &[V]) -> Weights<V> {
-        let Shape { rms_norm, qk_norm, biases, .. } = self.shape;
-        let mut views = views.iter().copied();
-        let mut next = || views.next().expect("as `list_tensors` lists them");
-        let mut affine = |has_bias: bool| Affine { weight: next(), bias: has_bias.then(&mut next) };
-        let norm1 = affine(!rms_norm);
-        let qkv = affine(biases[0]);
-        let projection = affine(biases[1]);
-        let norm2 = affine(!rms_norm);
-        let up = affine(biases[2]);
-        let down = affine(biases[2]);
-        let branch_norms = self.shape.branch_norm.then(|| [(); 2].map(|()| affine(!rms_norm)));
-        let qk_norm = qk_norm.then(|| [affine(false).weight, affine(false).weight]);
-        let mut site = 0;
-        let mut product = |affine: Affine<V>, modules: Modules| {
-            let mut adapters = Vec::new();
-            let mut first = 0;
-            for (name, outputs) in modules.named {
-                let adapter = self.adapters.as_ref().and_then(|adapters| adapters.of(&name));
-                if let Some(&AdaptedModule { rank, scale, .. }) = adapter {
-                    let a = next();
-                    let b = next();
-                    adapters.push(Adapter { a, b, rank, scale, first, outputs, site });
-                }
-                (first, site) = (first + outputs, site + 1);
-            }
-            Product { affine, adapters }
+    /// The tensors of one expert: its products, then its adapters.
+    pub(super) fn expert_tensors(&self, experts: Experts, expert: usize) -> Vec<Tensor> {
+        let modules = self.expert_modules(experts, expert);
+        let mut all: Vec<Tensor> =
+            modules.iter().flat_map(|modules| self.product_tensors(modules)).collect();
+        all.extend(self.adapter_tensors(modules.into_iter()));
+        all
+    }
+
+    /// The experts of each block behind the first. Such a bundle is about as large as the first
+    /// block, so that slots of one size waste little. The cut follows from the shape alone.
+    fn bundles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        /// The least elements of a bundle: smaller transfers do not use the whole rate of a link.
+        const LEAST: usize = 1 << 20;
+        let plain = TransformerBlock::new(self.index, self.number, self.shape);
+        let experts = self.experts();
+        let count = experts.map_or(0, |experts| experts.count);
+        let size = experts.map_or(1, |experts| {
+            let base = block_len(&plain.base_tensors()).max(LEAST);
+            let expert = block_len(&plain.expert_tensors(experts, 0));
+            ((base as f64 / expert as f64).round() as usize).clamp(1, count)
+        });
+        (0..count).step_by(size).map(move |first| first..count.min(first + size))
+    }
+
+    pub(super) fn tensors_of_blocks(&self) -> Vec<Vec<Tensor>> {
+        let bundles = self.experts().into_iter().flat_map(|experts| {
+            self.bundles().map(move |bundle| {
+                bundle.flat_map(|expert| self.expert_tensors(experts, expert)).collect()
+            })
+        });
+        [self.base_tensors()].into_iter().chain(bundles).collect()
+    }
+
+    pub(super) fn count_blocks(&self) -> usize {
+        1 + self.bundles().count()
+    }
+
+    /// Sorts the tensors, or their gradients, by name. `experts` are those of experts.
+    pub(super) fn sorted<V: Copy, E: Copy>(&self, views: &[V], experts: &[E]) -> Tensors<V, E> {
+        let Shape { rms_norm, qk_norm, biases, branch_norm, .. } = self.shape;
+        let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
+        let mut of_experts = Next { block: self, views: experts.iter().copied(), site: 0 };
+        let norm1 = next.affine(!rms_norm);
+        let qkv = next.affine(biases[0]);
+        let projection = next.affine(biases[1]);
+        let norm2 = next.affine(!rms_norm);
+        let experts = self.experts();
+        let router = experts.map(|_| next.view());
+        let common = self.common_modules();
+        let mlp = common.as_ref().map(|_| [(); 2].map(|()| next.affine(biases[2])));
+        let gate = mlp.as_ref().and(router).map(|_| next.view());
+        let branch_norms = branch_norm.then(|| [(); 2].map(|()| next.affine(!rms_norm)));
+        let qk_norm = qk_norm.then(|| [next.view(), next.view()]);
+        let [of_qkv, of_projection] = self.attention_modules();
+        let qkv = next.product(qkv, of_qkv);
+        let projection = next.product(projection, of_projection);
+        let mlp = mlp.zip(common).map(|(affines, modules)| next.mlp(affines, modules));
+        let expert = |number| {
+            let affines = [(); 2].map(|()| of_experts.affine(biases[2]));
+            of_experts.mlp(affines, self.expert_modules(experts.expect("it has experts"), number))
         };
-        let [of_qkv, of_projection, of_up, of_down] = self.modules();
-        Weights {
-            norm1,
-            qkv: product(qkv, of_qkv),
-            qk_norm,
-            projection: product(projection, of_projection),
-            norm2,
-            up: product(up, of_up),
-            down: product(down, of_down),
-            branch_norms,
-        }
+        let feed_forward = match (router, experts) {
+            (Some(router), Some(experts)) => FeedForward::Experts(ExpertWeights {
+                router,
+                shared: mlp.zip(gate).map(|(mlp, gate)| SharedExpert { mlp, gate }),
+                experts: (0..experts.count).map(expert).collect(),
+            }),
+            _ => FeedForward::Dense(mlp.expect("a block without experts has a feed-forward")),
+        };
+        Tensors { norm1, qkv, qk_norm, projection, norm2, feed_forward, branch_norms }
     }
 }

@@ -3,19 +3,25 @@
 
 mod bert;
 mod distilbert;
+mod experts;
 mod gemma3;
 mod gpt2;
 mod llama;
 mod mistral;
+mod mixtral;
+mod olmoe;
 mod opt;
 mod phi3;
+mod presets;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
+mod qwen3_moe;
 mod read;
 mod roberta;
 mod rotary;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::shape::Shape;
 use crate::kernels::Activation;
@@ -54,6 +60,15 @@ pub struct Names {
     pub up: &'static [&'static str],
     /// The second layer of the feed-forward: the down projection.
     pub down: &'static str,
+    /// The router of a block with experts.
+    pub router: &'static str,
+    /// The gate, the up projection and the down projection of an expert. The second `{}` stands for
+    /// the number of the expert.
+    pub expert: [&'static str; 3],
+    /// The gate, the up projection and the down projection of the shared expert.
+    pub shared: [&'static str; 3],
+    /// The layer whose sigmoid multiplies the output of the shared expert.
+    pub shared_gate: &'static str,
     /// The norm after the last block.
     pub final_norm: &'static str,
     /// The transform of a masked LM head: a dense layer before the norm and the vocabulary.
@@ -95,7 +110,8 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
+        const WITHOUT: [&str; 6] = ["bert", "distilbert", "gpt2", "olmoe", "opt", "roberta"];
+        !WITHOUT.contains(&self.family)
     }
 
     /// The two names of the bias of a masked LM head: with the weight in one layer, and alone. If
@@ -139,6 +155,10 @@ const NONE: Names = Names {
     branch_norms: ["", ""],
     up: &[],
     down: "",
+    router: "",
+    expert: ["", "", ""],
+    shared: ["", "", ""],
+    shared_gate: "",
     final_norm: "",
     transform: "",
     transform_norm: "",
@@ -155,92 +175,49 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 11] = [
+static FAMILIES: [&Names; 15] = [
     &bert::NAMES,
     &distilbert::NAMES,
     &gemma3::NAMES,
     &gpt2::NAMES,
     &llama::NAMES,
     &mistral::NAMES,
+    &mixtral::NAMES,
+    &olmoe::NAMES,
     &opt::NAMES,
     &phi3::NAMES,
     &qwen2::NAMES,
+    &qwen2_moe::NAMES,
     &qwen3::NAMES,
+    &qwen3_moe::NAMES,
     &roberta::NAMES,
 ];
 
 pub use gpt2::gpt2;
+pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
-/// The names that [`preset`] knows.
-pub const PRESETS: [&str; 13] = [
-    "gpt-small",
-    "gpt2",
-    "gpt2-medium",
-    "gpt2-large",
-    "gpt2-xl",
-    "gpt3-175b",
-    "turing-nlg-17b",
-    "bert-base",
-    "bert-large",
-    "llama-1b",
-    "llama-7b",
-    "llama-70b",
-    "qwen",
+/// Families that are not built, and why.
+const NOT_BUILT: [(&str, &str); 10] = [
+    (
+        "gemma3",
+        "which also reads images: only its text model (gemma3_text, as google/gemma-3-1b-it) is \
+         built",
+    ),
+    ("deepseek_v2", "whose keys and values are of low rank (MLA), which is not built"),
+    ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
+    ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
+    ("glm4_moe", "whose router has sigmoids, groups and a correction bias: none of them is built"),
+    ("gpt_oss", "whose experts have biases and whose attention has sinks: neither is built"),
+    (
+        "granitemoe",
+        "which multiplies embeddings, attention, residuals and logits by factors of its own: they \
+         are not built",
+    ),
+    ("llama4", "which also reads images, and whose experts read weighted inputs: not built"),
+    ("llama4_text", "whose router has sigmoids and whose experts read weighted inputs: not built"),
+    ("qwen3_next", "most of whose blocks have linear attention, which is not built"),
 ];
-
-/// The shape of a well-known model, by its name. `None` for an unknown name.
-pub fn preset(name: &str) -> Option<Shape> {
-    let gpt = |layers, hidden, heads, vocabulary, positions| {
-        gpt2([layers, hidden, heads, 4 * hidden, vocabulary, positions])
-    };
-    let shape = |config: Value| read(&config).expect("the preset's own config is valid");
-    let bert = |layers: usize, hidden: usize, heads: usize| {
-        shape(json!({
-            "model_type": "bert", "num_hidden_layers": layers, "hidden_size": hidden,
-            "num_attention_heads": heads, "intermediate_size": 4 * hidden, "vocab_size": 30522,
-            "max_position_embeddings": 512, "type_vocab_size": 2,
-        }))
-    };
-    Some(match name {
-        "gpt-small" => gpt(6, 256, 8, 256, 256),
-        "gpt2" => gpt(12, 768, 12, 50257, 1024),
-        "gpt2-medium" => gpt(24, 1024, 16, 50257, 1024),
-        "gpt2-large" => gpt(36, 1280, 20, 50257, 1024),
-        "gpt2-xl" => gpt(48, 1600, 25, 50257, 1024),
-        "gpt3-175b" => gpt(96, 12288, 96, 50257, 2048),
-        "turing-nlg-17b" => gpt(78, 4256, 28, 50257, 1024),
-        "bert-base" => bert(12, 768, 12),
-        "bert-large" => bert(24, 1024, 16),
-        "llama-1b" => shape(json!({
-            "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-            "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "rope_theta": 500000.0,
-            "rope_scaling": {
-                "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-            },
-        })),
-        "llama-7b" => shape(json!({
-            "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
-            "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        })),
-        "llama-70b" => shape(json!({
-            "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192,
-            "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
-            "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        })),
-        "qwen" => shape(json!({
-            "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-            "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
-            "rope_theta": 1000000.0,
-        })),
-        _ => return None,
-    })
-}
 
 /// Reads the shape that a `config.json` describes.
 ///
@@ -251,10 +228,8 @@ pub fn read(config: &Value) -> Result<Shape, String> {
     let known = FAMILIES.map(|names| names.family).join(", ");
     let Some(config) = config.as_object() else { return Err("it is no JSON object".into()) };
     let kind = config.get("model_type").and_then(Value::as_str).unwrap_or("none");
-    if kind == "gemma3" {
-        return Err("model_type is \"gemma3\", which also reads images: only its text model \
-                    (gemma3_text, as google/gemma-3-1b-it) is built"
-            .into());
+    if let Some((_, why)) = NOT_BUILT.iter().find(|(family, _)| *family == kind) {
+        return Err(format!("model_type is {kind:?}, {why}"));
     }
     let Some(names) = FAMILIES.iter().find(|names| names.family == kind) else {
         return Err(format!("model_type is {kind:?}: known are {known}"));

@@ -1373,6 +1373,121 @@ def check_rows(device, random, rows, channels, count, first):
     device.expect(sums, expected, 1e-6)
 
 
+def softmax_of(logits, chosen, normalised):
+    """The weights of chosen experts: the softmax over them, or over all."""
+    every = np.exp(logits - logits.max(1, keepdims=True))
+    of_chosen = np.take_along_axis(every, chosen, 1)
+    return of_chosen / (of_chosen if normalised else every).sum(1, keepdims=True)
+
+
+def choice_of(logits, per_token):
+    """The experts of the largest logits, in ascending order; of equal ones the smaller; NaN comes last."""
+    keys = np.where(np.isnan(logits), np.inf, -logits), np.isnan(logits)
+    return np.sort(np.lexsort(keys)[:, :per_token], 1)
+
+
+def packed_choice(chosen, weights):
+    """As kernels read it: the bits of the experts, then the weights."""
+    return np.concatenate([chosen.astype(np.int32).view(np.float32), np.asarray(weights, np.float32)], 1)
+
+
+def check_choice(device, random, rows, experts, per_token, normalised):
+    """Exactly that of a sort, with ties, infinities and NaN."""
+    values = np.where(random.random((rows, experts)) < 0.5, random.integers(-2, 3, (rows, experts)), noise(random, rows, experts))
+    special = random.random((rows, experts))
+    values[(special < 0.1) & (np.arange(rows)[:, None] % 3 == 0)] = -np.inf
+    values[(special > 0.9) & (np.arange(rows)[:, None] % 3 == 1)] = np.nan
+    logits = device.floats(values)
+    logits.bits[(logits.bits == 0) & (np.arange(experts) % 2 == 0)] = np.float32(-0.0)
+    logits.before, chosen = logits.all.copy(), device.floats_out(rows, 2 * per_token)
+    device.launch("choose_experts", chosen, logits, rows, experts, per_token, normalised)
+    expected = choice_of(logits.wide, per_token)
+    found = chosen.bits.copy()
+    assert (found[:, :per_token].view(np.int32) == expected).all(), "another choice"
+    with np.errstate(invalid="ignore"):
+        weights = softmax_of(logits.wide, expected, normalised)
+    weights[np.isnan(logits.wide).any(1)] = np.nan
+    is_nan = np.isnan(weights)
+    assert (np.isnan(found[:, per_token:]) == is_nan).all(), "NaN elsewhere"
+    chosen.bits[:, :per_token], chosen.bits[:, per_token:][is_nan] = 0, 0
+    device.expect(chosen, np.concatenate([0 * expected, np.where(is_nan, 0, weights)], 1), 1e-6)
+
+
+def check_route(device, random, rows, channels, experts, per_token, normalised):
+    h, w = device.elements(noise(random, rows, channels)), device.elements(noise(random, experts, channels))
+    logits, every = device.floats_out(rows, experts), h.wide @ w.wide.T
+    device.launch("route_logits", logits, h, w, rows, experts, channels)
+    device.expect(logits, every, 2e-6)
+    one = device.floats_out(1, experts)
+    device.launch("route_logits", one, device.elements(h.wide[-1:]), w, 1, experts, channels)
+    device.same(one, logits.bits[-1:])
+
+    experts_of = np.sort(random.permuted(np.tile(np.arange(experts), (rows, 1)), axis=1)[:, :per_token], 1)
+    weights_of = lambda logits: softmax_of(logits, experts_of, normalised)
+    chosen = device.floats(packed_choice(experts_of, weights_of(every)))
+    dchosen, dl = device.floats(noise(random, rows, per_token)), device.floats_out(rows, experts)
+    logits = device.floats(every)
+    device.launch("route_gradient", dl, logits, chosen, dchosen, rows, experts, per_token, normalised)
+    device.expect(dl, row_slopes(lambda logits: (weights_of(logits) * dchosen.wide).sum(1), every), 2e-6)
+
+    dl, dh = device.floats(dl.bits), device.floats(noise(random, rows, channels), changes=True)
+    expected = dh.wide + dl.wide @ w.wide
+    device.launch("route_rows", dh, dl, w, rows, experts, channels)
+    device.expect(dh, expected, 2e-6)
+    for accumulate in (0, 1):
+        dw = device.floats(noise(random, experts, channels), changes=True) if accumulate else device.floats_out(experts, channels)
+        expected = dl.wide.T @ h.wide + (dw.wide if accumulate else 0)
+        device.launch("route_weights", dw, dl, h, rows, experts, channels, 64, accumulate)
+        device.expect(dw, expected, 4e-6)
+
+
+def check_experts(device, random, rows, channels, experts, per_token):
+    """Rows go to experts and come back. One expert has all rows, and one has none."""
+    draws = random.random((rows, experts))
+    draws[:, 0], draws[:, -1] = 2, -1 if per_token < experts else 1
+    experts_of = np.sort(np.argsort(-draws, 1)[:, :per_token], 1)
+    chosen = device.floats(packed_choice(experts_of, noise(random, rows, per_token)))
+    weights = chosen.bits[:, per_token:].ravel()
+    row_of, places = (device.integers(np.full(rows * per_token, -1), changes=True) for _ in range(2))
+    counts = device.integers(np.full(experts, -1), changes=True)
+    device.launch("dispatch", row_of, places, counts, chosen, rows, experts, per_token)
+    order = np.argsort(experts_of.ravel(), kind="stable")
+    device.same(places, order)
+    device.same(row_of, order // per_token)
+    device.same(counts, np.bincount(experts_of.ravel(), minlength=experts))
+
+    own = order[experts_of.ravel()[order] == 0]
+    count, of_own = len(own), weights[own][:, None].astype(np.float64)
+    row_of, places = device.integers(own // per_token), device.integers(own)
+    x, z = (device.elements(noise(random, count, channels)) for _ in range(2))
+    y, dots = device.out(count, channels), device.floats(noise(random, rows, per_token), changes=True)
+    device.launch("weigh_rows", y, x, places, chosen, per_token, count, channels)
+    device.expect(y, of_own * x.wide, 1e-7)
+    expected = dots.wide
+    expected.ravel()[own] = (x.wide * z.wide).sum(1)
+    device.launch("row_dots", dots, x, z, places, count, channels)
+    device.expect(dots, expected, 1e-6)
+    for is_weighed in (True, False):
+        y = device.floats(noise(random, rows, channels), changes=True)
+        product = (weights[own][:, None] if is_weighed else np.float32(1)) * x.wide.astype(np.float32)
+        expected = y.bits.copy()
+        expected[own // per_token] += product
+        of_weights = [places, chosen] if is_weighed else [None, None]
+        device.launch("combine_rows", y, x, row_of, *of_weights, per_token, count, channels)
+        device.same(y, expected)
+
+
+def check_gated_rows(device, random, rows, channels):
+    x, gate = device.elements(noise(random, rows, channels)), device.elements(4 * noise(random, rows, 1))
+    sigmoid, y = 1 / (1 + np.exp(-gate.wide)), device.floats_out(rows, channels)
+    device.launch("gate_rows", y, x, gate, rows, channels)
+    device.expect(y, sigmoid * x.wide, 1e-6)
+    dy, dx, dgate = device.elements(noise(random, rows, channels)), device.out(rows, channels), device.out(rows, 1)
+    device.launch("gate_rows_backward", dx, dgate, dy, x, gate, rows, channels)
+    device.expect(dx, sigmoid * dy.wide, 1e-6)
+    device.expect(dgate, (dy.wide * x.wide).sum(1, keepdims=True) * sigmoid * (1 - sigmoid), 1e-6)
+
+
 def check_remember(device, random, rows, packed, width):
     qkv, y = device.elements(noise(random, rows, packed)), device.out(rows, width)
     device.launch("remember", y, qkv, rows, packed, width)
@@ -1437,6 +1552,8 @@ def checks():
     pasts = [dict(pasts=p, positions=t, spare=s) for p, t, s in pasts]
     remembered = [dict(rows=r, packed=p, width=w) for r, p, w in ((1, 3, 2), (5, 96, 64), (3, 3072, 2048))]
 
+    routers = [(1, 1), (5, 2), (33, 8), (7, 7), (130, 40)]
+    routers = [dict(experts=e, per_token=k) for e, k in routers]
     parts = [(1, 3, 3, 0), (5, 12, 4, 8), (3, 9, 1, 3), (2, 2060, 1100, 4), (4, 2051, 2050, 1)]
     parts = [dict(rows=r, width=w, columns=n, first=f) for r, w, n, f in parts]
 
@@ -1483,6 +1600,10 @@ def checks():
         ("classes", check_token_classes, each(rows=[1, 13], labels=[1, 9, 40])),
         ("classes", check_classes, each(sequences=[3], positions=[2], labels=[2, 40], problem=[0], smoothing=[0.1])),
         ("classes", check_label_sets, each(sequences=[1, 9], labels=[1, 3, 31, 77])),
+        ("experts", check_choice, each(routers, rows=[1, 9, 70], normalised=[0, 1])),
+        ("experts", check_route, each(rows[2:], routers[:-1], normalised=[0, 1])),
+        ("experts", check_experts, each([*rows, dict(rows=1300, channels=3)], routers[:-1])),
+        ("experts", check_gated_rows, rows),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),
         ("past", check_remember, remembered),

@@ -124,15 +124,18 @@ fn parts_of_a_model_are_trained() {
     }
 }
 
-/// Query heads that share keys: relay and resident schedules, and two GPUs, have the same bits.
+/// Query heads that share keys, and experts: relay and resident schedules, and two GPUs, have the
+/// same bits.
 #[test]
-fn shared_keys_are_trained_on_two_gpus() {
+fn models_are_trained_on_two_gpus() {
     if !emulated::instead() {
         return;
     }
-    for dtype in KINDS {
+    for (name, dtype) in
+        ["llama", "qwen2_moe"].into_iter().flat_map(|name| KINDS.map(|of| (name, of)))
+    {
         let of = |ordinals: Option<Vec<usize>>, schedule| {
-            let (mut config, _) = golden("llama");
+            let (mut config, _) = golden(name);
             (config.device.dtype, config.device.ordinals) = (dtype, ordinals);
             (config.step.batch, config.step.micro_batch) = (4, 1);
             (config.parallel.groups, config.schedule.kind) = (2, schedule);
@@ -141,9 +144,9 @@ fn shared_keys_are_trained_on_two_gpus() {
         };
         let one = of(None, ScheduleKind::Relay);
         for schedule in [ScheduleKind::Relay, ScheduleKind::Resident, ScheduleKind::Gpipe] {
-            assert_eq!(of(Some(vec![0, 1]), schedule), one, "{dtype}");
+            assert_eq!(of(Some(vec![0, 1]), schedule), one, "{name} in {dtype}");
         }
-        assert_eq!(of(None, ScheduleKind::Resident), one, "{dtype}");
+        assert_eq!(of(None, ScheduleKind::Resident), one, "{name} in {dtype}");
     }
 }
 

@@ -17,6 +17,7 @@ macro_rules! case {
 }
 
 mod attention;
+mod experts;
 mod products;
 mod quantised;
 
@@ -151,6 +152,7 @@ impl<'c> Cases<'c> {
         self.of_activations();
         self.of_dropouts();
         self.of_quantised();
+        self.of_experts();
         self.case("clear", |p| {
             let y = p.output([1, 131]);
             let z = p.floats_output([1, 131]);

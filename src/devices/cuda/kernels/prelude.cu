@@ -179,7 +179,8 @@ constexpr unsigned FULL_MASK = 0xFFFFFFFF;
 __device__ inline float infinity() { return __int_as_float(0x7F800000); }
 
 // The sum over the warp; all lanes get it.
-__device__ inline float warp_sum(float x) {
+template <class V>
+__device__ inline V warp_sum(V x) {
     for (int step = WARP / 2; step > 0; step /= 2) {
         x += __shfl_xor_sync(FULL_MASK, x, step);
     }
@@ -194,8 +195,9 @@ __device__ inline float warp_max(float x) {
 }
 
 // The sum over the block; all threads get it, and all must call it. The block is one row of whole warps.
-__device__ inline float block_sum(float x) {
-    __shared__ float sums[WARP];
+template <class V>
+__device__ inline V block_sum(V x) {
+    __shared__ V sums[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);
     __syncthreads(); // the sums of the call before have been read
@@ -203,7 +205,30 @@ __device__ inline float block_sum(float x) {
         sums[warp] = x;
     }
     __syncthreads();
-    return warp_sum(lane < warps ? sums[lane] : 0.0f);
+    return warp_sum(lane < warps ? sums[lane] : V{});
+}
+
+// Of a block's threads that have something: how many come before this one, and how many there are.
+struct Rank {
+    int before, all;
+};
+
+// All threads must call it. The block is one row of whole warps.
+__device__ inline Rank block_rank(bool has) {
+    __shared__ int counts[WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    const unsigned in_warp = __ballot_sync(FULL_MASK, has);
+    if (lane == 0) {
+        counts[warp] = __popc(in_warp);
+    }
+    __syncthreads();
+    Rank rank = {__popc(in_warp & ((1U << lane) - 1)), 0};
+    for (int other = 0; other < warps; ++other) {
+        rank.before += other < warp ? counts[other] : 0;
+        rank.all += counts[other];
+    }
+    __syncthreads(); // all threads have read the counts before they change
+    return rank;
 }
 
 // ---- Dropout by a counter-based generator: the mask is a function of the position alone. ----

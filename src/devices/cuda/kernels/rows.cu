@@ -5,28 +5,16 @@
 // launch: grid (1), block (512)
 extern "C" __global__ void labelled_rows(int* places, const float* statistics, int rows, int first,
                                          int count) {
-    __shared__ int counts[WARP];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     int found = 0;
     for (int from = 0; from < rows; from += blockDim.x) {
         const int row = from + threadIdx.x;
         const bool has = row < rows && __float_as_int(statistics[4LL * row + 3]) >= 0;
-        const unsigned all = __ballot_sync(FULL_MASK, has);
-        if (lane == 0) {
-            counts[warp] = __popc(all);
-        }
-        __syncthreads();
-        int before = 0, here = 0;
-        for (int other = 0; other < warps; ++other) {
-            before += other < warp ? counts[other] : 0;
-            here += counts[other];
-        }
-        __syncthreads(); // all threads have read the counts before they change
-        const int place = found + before + __popc(all & ((1U << lane) - 1)) - first;
+        const Rank rank = block_rank(has);
+        const int place = found + rank.before - first;
         if (has && 0 <= place && place < count) {
             places[place] = row;
         }
-        found += here;
+        found += rank.all;
     }
     for (int place = max(found - first, 0) + threadIdx.x; place < count; place += blockDim.x) {
         places[place] = -1;

@@ -1,0 +1,296 @@
+//! The router of a mixture of experts, and the rows that its experts read and add to.
+//!
+//! Logits are products, so the bits of a row do not depend on the other rows or on threads.
+
+use rayon::prelude::*;
+
+use super::activation::sigmoid;
+use super::math::{dot, exp, largest, sum_of};
+use super::product::{Matrix, Product, Start};
+use super::views::{Call, Compute, ComputeIn, CpuKernels};
+use crate::kernels::{
+    CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward, RowDots,
+    Runs, WeighRows,
+};
+use crate::simd::Level;
+use crate::tensor::{Dtype, View};
+
+/// Rows of one parallel task.
+const ROWS: usize = 16;
+
+/// The integer in the bits of a float.
+fn integer(float: f32) -> usize {
+    float.to_bits() as usize
+}
+
+impl Compute for Route {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let Route { chosen, h, w, per_token, normalised, .. } = *self;
+        let [columns, depth] = w.shape();
+        let logits = call.write(self.logits);
+        let a = Matrix::rows(call.read(h), depth);
+        let b = Matrix::rows(call.read(w), depth).transposed();
+        Product { a, b, rows: h.rows, depth, columns, start: Start::Zero }.run(level, logits);
+        let rows = call.write(chosen).par_chunks_mut(2 * per_token).zip(logits.par_chunks(columns));
+        rows.for_each(|(chosen, logits)| {
+            let (experts, weights) = chosen.split_at_mut(per_token);
+            choose(bytemuck::cast_slice_mut(experts), logits);
+            for (weight, expert) in weights.iter_mut().zip(&*experts) {
+                *weight = logits[integer(*expert)];
+            }
+            level.run(
+                #[inline(always)]
+                || softmax(weights, logits, normalised),
+            );
+        });
+    }
+}
+
+/// Writes the experts of the largest logits, in ascending order.
+fn choose(experts: &mut [u32], logits: &[f32]) {
+    let is_larger = |a: f32, b: f32| a > b || b.is_nan() && !a.is_nan();
+    for (expert, &logit) in logits.iter().enumerate() {
+        // They stand from the best to the worst. An equal one that came earlier stays before it.
+        let known = experts.len().min(expert);
+        let before = |&one: &u32| !is_larger(logit, logits[one as usize]);
+        let at = experts[..known].iter().rposition(before).map_or(0, |at| at + 1);
+        if let Some(behind) = experts[..].get_mut(at..).filter(|behind| !behind.is_empty()) {
+            behind.rotate_right(1);
+            behind[0] = expert as u32;
+        }
+    }
+    experts.sort_unstable();
+}
+
+/// Replaces the chosen logits by their weights.
+#[inline(always)]
+fn softmax(chosen: &mut [f32], logits: &[f32], normalised: bool) {
+    let most = largest(chosen);
+    let is_number = logits.iter().fold(true, |all, logit| all & !logit.is_nan());
+    let total = match normalised {
+        _ if !is_number => f32::NAN,
+        true => sum_of(chosen, |logit| exp(logit - most)),
+        false => sum_of(logits, |logit| exp(logit - most)),
+    };
+    chosen.iter_mut().for_each(|chosen| *chosen = exp(*chosen - most) / total);
+}
+
+impl ComputeIn for RouteBackward {
+    fn workspace(&self) -> usize {
+        self.logits.len()
+    }
+
+    fn compute(&self, level: Level, call: &Call<'_>, dl: &mut [f32]) {
+        let RouteBackward { h, w, normalised, .. } = *self;
+        let [experts, channels] = w.shape();
+        let k = self.dchosen.columns;
+        let chosen = call.read(self.chosen).par_chunks(2 * k);
+        let chosen = chosen.zip(call.read(self.dchosen).par_chunks(k));
+        let logits = call.read(self.logits).par_chunks(experts);
+        dl.par_chunks_mut(experts).zip(logits).zip(chosen).for_each(|((dl, logits), chosen)| {
+            let (chosen, dweights) = chosen;
+            let (chosen, weights) = chosen.split_at(k);
+            level.run(
+                #[inline(always)]
+                || {
+                    let mean = dot(weights, dweights);
+                    dl.fill(0.0);
+                    if !normalised {
+                        let most = largest(logits);
+                        let total = sum_of(logits, |logit| exp(logit - most));
+                        let probabilities = logits.iter().map(|logit| exp(logit - most) / total);
+                        dl.iter_mut().zip(probabilities).for_each(|(dl, p)| *dl = p * -mean);
+                    }
+                    for ((expert, w), dw) in chosen.iter().zip(weights).zip(dweights) {
+                        dl[integer(*expert)] = w * (dw - mean);
+                    }
+                },
+            );
+        });
+        let rows = h.rows;
+        let d = Matrix::rows(dl, experts);
+        let b = Matrix::rows(call.read(w), channels);
+        let product = Product { a: d, b, rows, depth: experts, columns: channels, start: Start::C };
+        product.run(level, call.write(self.dh));
+        let Some(dw) = call.write_if(self.dw) else { return };
+        if rows > 0 {
+            let a = d.transposed();
+            let b = Matrix::rows(call.read(h), channels);
+            let start = Start::accumulate(self.accumulate);
+            let product = Product { a, b, rows: experts, depth: rows, columns: channels, start };
+            product.run(level, dw);
+        } else if !self.accumulate {
+            dw.fill(0.0);
+        }
+    }
+}
+
+impl CpuKernels<'_> {
+    /// Sorts assignments by counting them. Returns the rows of each expert; without memory: all.
+    pub(super) fn sort_assignments(&self, op: &Dispatch) -> Vec<usize> {
+        let Dispatch { rows, places, chosen, experts } = *op;
+        let Some(call) = self.call(op) else { return vec![chosen.rows; experts] };
+        let k = chosen.columns / 2;
+        let chosen = call.read(chosen).chunks_exact(2 * k);
+        let assigned = chosen.flat_map(|chosen| &chosen[..k]).map(|expert| integer(*expert));
+        let mut counts = vec![0; experts];
+        assigned.clone().for_each(|expert| counts[expert] += 1);
+        let mut end = 0;
+        let begins = counts.iter().map(|count| {
+            end += count;
+            end - count
+        });
+        let mut next: Vec<usize> = begins.collect();
+        let rows = call.write(rows);
+        let places = call.write(places);
+        for (place, expert) in assigned.enumerate() {
+            let at = next[expert];
+            next[expert] += 1;
+            rows[at] = f32::from_bits((place / k) as u32);
+            places[at] = f32::from_bits(place as u32);
+        }
+        counts
+    }
+}
+
+impl Runs<GatherRows> for CpuKernels<'_> {
+    /// Copies rows of 16-bit elements as floats where that is possible, so that the rows that this
+    /// expert does not read are not widened.
+    fn run(&self, op: &GatherRows) {
+        let [y, x] = in_floats([op.y, op.x]).unwrap_or([op.y, op.x]);
+        let rows = op.rows;
+        let Some(call) = self.call(&GatherRows { y, x, rows }) else { return };
+        let channels = x.columns;
+        let x = call.read(x);
+        let to = call.write(y).par_chunks_mut(channels).zip(call.read(rows)).with_min_len(ROWS);
+        to.for_each(|(y, row)| y.copy_from_slice(&x[integer(*row) * channels..][..channels]));
+    }
+}
+
+/// The memory of these views as floats, if each row is made of whole floats.
+fn in_floats(views: [View; 2]) -> Option<[View; 2]> {
+    let is_whole = |view: View| {
+        let size = view.dtype.size();
+        (view.at * size).is_multiple_of(4) && (view.columns * size).is_multiple_of(4)
+    };
+    let of = |view: View| {
+        let parts = Dtype::F32.size() / view.dtype.size();
+        View { at: view.at / parts, columns: view.columns / parts, dtype: Dtype::F32, ..view }
+    };
+    views.into_iter().all(is_whole).then(|| views.map(of))
+}
+
+impl Compute for CombineRows {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let CombineRows { y, x, rows, weights } = *self;
+        let channels = y.columns;
+        let x = call.read(x);
+        let rows = call.read(rows);
+        assert!(rows.is_sorted_by(|a, b| integer(*a) < integer(*b)), "the rows of one expert");
+        let weights = weights.map(|of| [call.read(of.places), call.read(of.chosen)]);
+        let k = self.weights.map_or(0, |of| of.chosen.columns / 2);
+        let weight = |at: usize| {
+            weights.map_or(1.0, |[places, chosen]| weight(chosen, k, integer(places[at])))
+        };
+        let tasks = call.write(y).par_chunks_mut(ROWS * channels).enumerate();
+        tasks.for_each(|(task, y)| {
+            let first = task * ROWS;
+            let from = rows.partition_point(|row| integer(*row) < first);
+            let to = rows.partition_point(|row| integer(*row) < first + ROWS);
+            level.run(
+                #[inline(always)]
+                || {
+                    for at in from..to {
+                        let w = weight(at);
+                        let y = &mut y[(integer(rows[at]) - first) * channels..][..channels];
+                        let x = &x[at * channels..][..channels];
+                        y.iter_mut().zip(x).for_each(|(y, x)| *y += w * x);
+                    }
+                },
+            );
+        });
+    }
+}
+
+/// The weight at a place of the choice.
+fn weight(chosen: &[f32], k: usize, place: usize) -> f32 {
+    chosen[place / k * 2 * k + k + place % k]
+}
+
+impl Compute for WeighRows {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let WeighRows { y, x, weights } = *self;
+        let channels = x.columns;
+        let chosen = call.read(weights.chosen);
+        let k = weights.chosen.columns / 2;
+        let x = call.read(x).par_chunks(channels);
+        let rows = call.write(y).par_chunks_mut(channels).zip(x).zip(call.read(weights.places));
+        rows.with_min_len(ROWS).for_each(|((y, x), place)| {
+            let w = weight(chosen, k, integer(*place));
+            level.run(
+                #[inline(always)]
+                || y.iter_mut().zip(x).for_each(|(y, x)| *y = w * x),
+            );
+        });
+    }
+}
+
+impl Compute for RowDots {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let channels = self.x.columns;
+        let x = call.read(self.x).par_chunks(channels);
+        let rows = x.zip(call.read(self.y).par_chunks(channels)).with_min_len(ROWS);
+        let dots = rows.map(|(x, y)| {
+            level.run(
+                #[inline(always)]
+                || dot(x, y),
+            )
+        });
+        let dots: Vec<f32> = dots.collect();
+        let out = call.write(self.out);
+        for (dot, place) in dots.into_iter().zip(call.read(self.places)) {
+            out[integer(*place)] = dot;
+        }
+    }
+}
+
+impl Compute for GateRows {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let channels = self.x.columns;
+        let x = call.read(self.x).par_chunks(channels);
+        let rows = call.write(self.y).par_chunks_mut(channels).zip(x).zip(call.read(self.gate));
+        rows.with_min_len(ROWS).for_each(|((y, x), gate)| {
+            level.run(
+                #[inline(always)]
+                || {
+                    let s = sigmoid(*gate);
+                    y.iter_mut().zip(x).for_each(|(y, x)| *y = s * x);
+                },
+            );
+        });
+    }
+}
+
+impl Compute for GateRowsBackward {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let channels = self.x.columns;
+        let dy = call.read(self.dy).par_chunks(channels);
+        let x = call.read(self.x).par_chunks(channels);
+        let gates = call.write(self.dgate).par_iter_mut().zip(call.read(self.gate));
+        let rows = call.write(self.dx).par_chunks_mut(channels).zip(dy.zip(x)).zip(gates);
+        rows.with_min_len(ROWS).for_each(|((dx, dy_x), (dgate, gate))| {
+            let (dy, x) = dy_x;
+            level.run(
+                #[inline(always)]
+                || {
+                    let s = sigmoid(*gate);
+                    dx.iter_mut().zip(dy).for_each(|(dx, dy)| *dx = s * dy);
+                    *dgate = dot(dy, x) * s * (1.0 - s);
+                },
+            );
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

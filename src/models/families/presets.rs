@@ -1,0 +1,109 @@
+//! Well-known models by name: their shapes, without weights.
+
+use serde_json::{Value, json};
+
+use super::{gpt2, read};
+use crate::models::Shape;
+
+fn shape(config: Value) -> Shape {
+    read(&config).expect("the preset's own config is valid")
+}
+
+/// The names that [`preset`] knows.
+pub const PRESETS: [&str; 17] = [
+    "gpt-small",
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "gpt3-175b",
+    "turing-nlg-17b",
+    "bert-base",
+    "bert-large",
+    "llama-1b",
+    "llama-7b",
+    "llama-70b",
+    "qwen",
+    "moe-small",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+];
+
+/// The shape of a well-known model, by its name. `None` for an unknown name.
+pub fn preset(name: &str) -> Option<Shape> {
+    let gpt = |layers, hidden, heads, vocabulary, positions| {
+        gpt2([layers, hidden, heads, 4 * hidden, vocabulary, positions])
+    };
+    let bert = |layers: usize, hidden: usize, heads: usize| {
+        shape(json!({
+            "model_type": "bert", "num_hidden_layers": layers, "hidden_size": hidden,
+            "num_attention_heads": heads, "intermediate_size": 4 * hidden, "vocab_size": 30522,
+            "max_position_embeddings": 512, "type_vocab_size": 2,
+        }))
+    };
+    Some(match name {
+        "gpt-small" => gpt(6, 256, 8, 256, 256),
+        "gpt2" => gpt(12, 768, 12, 50257, 1024),
+        "gpt2-medium" => gpt(24, 1024, 16, 50257, 1024),
+        "gpt2-large" => gpt(36, 1280, 20, 50257, 1024),
+        "gpt2-xl" => gpt(48, 1600, 25, 50257, 1024),
+        "gpt3-175b" => gpt(96, 12288, 96, 50257, 2048),
+        "turing-nlg-17b" => gpt(78, 4256, 28, 50257, 1024),
+        "bert-base" => bert(12, 768, 12),
+        "bert-large" => bert(24, 1024, 16),
+        "llama-1b" => shape(json!({
+            "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+            "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            },
+        })),
+        "llama-7b" => shape(json!({
+            "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+            "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        })),
+        "llama-70b" => shape(json!({
+            "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
+            "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        })),
+        "qwen" => shape(json!({
+            "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
+            "rope_theta": 1000000.0,
+        })),
+        "moe-small" => shape(json!({
+            "model_type": "qwen3_moe", "num_hidden_layers": 6, "hidden_size": 256,
+            "num_attention_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": 512,
+            "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": true,
+            "vocab_size": 256, "max_position_embeddings": 256, "tie_word_embeddings": true,
+        })),
+        "mixtral-8x7b" => shape(json!({
+            "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+            "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+        })),
+        "qwen3-30b-a3b" => qwen3_moe([48, 2048, 32, 6144, 768]),
+        "qwen3-235b-a22b" => qwen3_moe([94, 4096, 64, 12288, 1536]),
+        _ => return None,
+    })
+}
+
+/// The shape of a Qwen3 with 128 experts, of these sizes: blocks, hidden channels, heads,
+/// feed-forward channels of a dense block, channels of an expert.
+fn qwen3_moe([layers, hidden, heads, intermediate, of_expert]: [usize; 5]) -> Shape {
+    shape(json!({
+        "model_type": "qwen3_moe", "num_hidden_layers": layers, "hidden_size": hidden,
+        "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": intermediate, "moe_intermediate_size": of_expert,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": true,
+        "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+    }))
+}
