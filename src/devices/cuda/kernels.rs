@@ -25,6 +25,8 @@ pub(super) struct On<'a> {
     pub(super) queue: Queue<'a>,
     memory: Address,
     pub(super) metadata: DeviceMetadata,
+    /// A word of the device's memory: what [`On::unpack_positive`] found.
+    pub(super) overflowed: Address,
 }
 
 impl On<'_> {
@@ -104,9 +106,10 @@ impl<'a> CudaKernels<'a> {
     pub(super) fn on(
         memory: Address,
         metadata: DeviceMetadata,
+        overflowed: Address,
         queue: Queue<'a>,
     ) -> CudaKernels<'a> {
-        CudaKernels { on: Some(On { queue, memory, metadata }) }
+        CudaKernels { on: Some(On { queue, memory, metadata, overflowed }) }
     }
 
     /// Kernels without a device, to plan.
@@ -171,17 +174,12 @@ launched! {
     gate_rows(GateRows);
     gate_rows_backward(GateRowsBackward);
     custom(Custom<'_>);
+    pack_positive(PackPositive);
 }
 
 impl Runs<Clear> for CudaKernels<'_> {
     fn run(&self, op: &Clear) {
         self.on_device(|on| on.clear(op.y));
-    }
-}
-
-impl Runs<PackPositive> for CudaKernels<'_> {
-    fn run(&self, _: &PackPositive) {
-        unreachable!("packed activations are refused on this device");
     }
 }
 
@@ -210,8 +208,9 @@ launched_in! {
 }
 
 impl DeviceKernels for CudaKernels<'_> {
-    fn unpack_positive(&self, _: &UnpackPositive) -> bool {
-        unreachable!("packed activations are refused on this device")
+    /// Without a device: false, so that the workspace of the other way is counted, too.
+    fn unpack_positive(&self, op: &UnpackPositive) -> bool {
+        self.on.as_ref().is_some_and(|on| on.unpack_positive(op))
     }
 
     fn dispatch(&self, op: &Dispatch) -> Vec<usize> {

@@ -29,7 +29,9 @@ mod launches;
 mod libraries;
 mod linear;
 mod norm;
+mod packed;
 mod pinned;
+mod positive;
 mod product;
 mod quantised;
 mod rates;
@@ -57,7 +59,8 @@ pub(super) use real::gpus;
 use self::batch_metadata::DeviceMetadata;
 use self::chosen::Chosen;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
-use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
+use self::launches::{FLOAT, NEIGHBOURS, Queue, long};
+use self::packed::PackBuffers;
 use self::pinned::{Pinned, parts};
 use self::times::Times;
 use self::ways::Ways;
@@ -83,8 +86,12 @@ const LINK_FLOATS: usize = 64 << 20;
 /// Rows and columns of the matrices that are multiplied to measure products.
 const PRODUCT_SIZE: usize = 8192;
 
-/// Floats of a mark, padded so that the views behind it stay aligned.
+/// Floats of a mark, and of the word of [`On::unpack_positive`](kernels::On), padded so that the
+/// views behind them stay aligned.
 const MARK: usize = 16;
+
+/// The float of the mark's view where that word is.
+const OVERFLOWED: usize = 8;
 
 /// A GPU with its memory, kernels and copies.
 pub(super) struct Cuda {
@@ -92,6 +99,8 @@ pub(super) struct Cuda {
     memory: Address,
     /// The place of the mark that [`Device::is_finite`] writes.
     marked: View,
+    /// The buffers in which numbers are packed, of copies to the host and from it.
+    packed: [View; 2],
     /// The place of a micro-batch's metadata in the device's memory.
     metadata: View,
     /// The workspace of matrix products.
@@ -159,10 +168,18 @@ impl Clock {
 
 impl Cuda {
     /// A device with memory for `floats` floats, of which `overhead` is the device's own.
-    fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, BoxedError> {
+    fn new(
+        driver: Arc<dyn Driver>,
+        floats: usize,
+        overhead: View,
+        buffers: PackBuffers,
+    ) -> Result<Cuda, BoxedError> {
         let memory = driver.allocate(floats * FLOAT)?;
         let marked = overhead.part(0..MARK);
-        let metadata = overhead.part(MARK..overhead.len() - PRODUCT_WORKSPACE);
+        let PackBuffers { down, up } = buffers;
+        let packed = [MARK..MARK + down, MARK + down..MARK + down + up];
+        let packed = packed.map(|part| overhead.part(part));
+        let metadata = overhead.part(MARK + down + up..overhead.len() - PRODUCT_WORKSPACE);
         let behind = memory + ((metadata.at + metadata.len()) * FLOAT) as Address;
         let all = View::floats(0, IN_FLIGHT * metadata.len());
         let mut staging = Arena::new(all.len())?;
@@ -178,6 +195,7 @@ impl Cuda {
             driver,
             memory,
             marked,
+            packed,
             metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
             ways: Ways::default(),
@@ -200,6 +218,15 @@ impl Cuda {
     fn address(&self, view: View) -> Address {
         Place { at: self.memory, dtype: view.dtype }.behind(view.at).at
     }
+}
+
+/// The bytes that are free on a GPU; see [`real::free_memory`].
+pub(super) fn free_memory(ordinal: usize) -> Option<u64> {
+    #[cfg(test)]
+    if let Some(free) = emulated::free_memory(ordinal) {
+        return free;
+    }
+    super::has_driver().then(|| real::free_memory(ordinal).ok().flatten()).flatten()
 }
 
 /// Compares a group's kernels on the GPU of a config with the CPU's.
@@ -234,10 +261,15 @@ pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(CudaKernels::to_plan())
 }
 
-/// Device memory outside the plan's slots, in floats: a mark, the metadata of a micro-batch, and
-/// the workspace of matrix products.
-pub(super) fn overhead(rows: Rows) -> usize {
-    MARK + DeviceMetadata::len(rows).next_multiple_of(16) + PRODUCT_WORKSPACE
+/// Device memory outside the plan's slots, in floats: a mark, buffers in which numbers are packed,
+/// the metadata of a micro-batch, and the workspace of matrix products.
+pub(super) fn overhead(config: &Config, rows: Rows) -> usize {
+    overhead_with(PackBuffers::of(config), rows)
+}
+
+fn overhead_with(buffers: PackBuffers, rows: Rows) -> usize {
+    let metadata = DeviceMetadata::len(rows).next_multiple_of(16);
+    MARK + buffers.floats() + metadata + PRODUCT_WORKSPACE
 }
 
 /// Host memory in floats, for metadata that is being copied to the device.
@@ -257,7 +289,7 @@ pub(super) fn open(
     let custom = layers.flat_map(|layer| layer.custom_kernels());
     let driver = driver(config, ordinal, Some(&custom.collect::<Vec<_>>()))?;
     let chosen = Chosen::read(config.device.kernel_cache.as_deref(), driver.product_library());
-    let made = Cuda::new(driver, floats, overhead);
+    let made = Cuda::new(driver, floats, overhead, PackBuffers::of(config));
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     let mut made = made.map_err(refused)?;
     made.chosen = chosen;
@@ -289,12 +321,7 @@ impl Device for Cuda {
 
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
         let bytes = size_of_val(to);
-        let to = to.as_mut_ptr().cast::<u8>();
-        parts(to.addr(), bytes).try_for_each(|part| {
-            let to = to.wrapping_add(part.start);
-            let from = self.address(from) + part.start as u64;
-            self.driver.copy_out(Stream::Download, to, from, part.len())
-        })
+        self.copy_out(to.as_mut_ptr().cast(), self.address(from), bytes)
     }
 
     fn for_peers(&self, view: View) -> PeerView {
@@ -306,12 +333,17 @@ impl Device for Cuda {
         self.driver.copy_from_peer(Stream::Peer, self.address(to), from, bytes)
     }
 
-    fn upload_packed(&self, _: View, _: &[f32], _: Packing) -> Result<(), BoxedError> {
-        unreachable!("a packed stash is refused on this device")
+    fn upload_packed(&self, to: View, from: &[f32], packing: Packing) -> Result<(), BoxedError> {
+        self.copy_packed_in(to, from, packing)
     }
 
-    fn download_packed(&self, _: &mut [f32], _: View, _: Packing) -> Result<(), BoxedError> {
-        unreachable!("packed gradients are refused on this device")
+    fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+    ) -> Result<(), BoxedError> {
+        self.copy_packed_out(to, from, packing)
     }
 
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
@@ -356,7 +388,8 @@ impl Device for Cuda {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError> {
         let metadata = self.send_metadata(batch)?;
-        let kernels = CudaKernels::on(self.memory, metadata, self.queue());
+        let overflowed = self.address(self.marked.part(OVERFLOWED..MARK));
+        let kernels = CudaKernels::on(self.memory, metadata, overflowed, self.queue());
         let used = run(&kernels);
         kernels.end()?;
         Ok(used)
@@ -430,40 +463,6 @@ impl Device for Cuda {
 }
 
 impl Cuda {
-    /// Sends a micro-batch's metadata to the device, unless it has the same already. A kernel reads
-    /// it from pinned memory: a copy would wait for the blocks on their way.
-    fn send_metadata(&self, batch: &BatchMetadata<'_>) -> Result<DeviceMetadata, BoxedError> {
-        let to = self.address(self.metadata);
-        let mut current = self.current.lock().expect("nothing panics inside");
-        let mut words = Vec::new();
-        DeviceMetadata::write(batch, &mut words);
-        if words != current.words {
-            let place = current.changes % IN_FLIGHT * self.metadata.len();
-            // SAFETY: fewer operations are in flight than there are places, so none still reads
-            // this one.
-            let host = unsafe { self.staging.write(View::floats(place, words.len())) };
-            bytemuck::cast_slice_mut(host).copy_from_slice(&words);
-            let from = host.as_ptr().cast::<u8>();
-            // A place may lie in two pinned parts.
-            let last = size_of_val(host) - 1;
-            let mapped = self.driver.mapped(from);
-            let mapped = mapped.filter(|at| {
-                self.driver.mapped(from.wrapping_add(last)) == Some(at + last as Address)
-            });
-            match mapped {
-                Some(from) => {
-                    let count = int(words.len());
-                    let queue = self.queue();
-                    queue.each("copy_words", words.len(), 1, &[&to, &from, &count]);
-                    queue.end()?;
-                }
-                None => self.copy_in(Stream::Compute, to, from, size_of_val(host))?,
-            }
-            (current.words, current.changes) = (words, current.changes + 1);
-        }
-        Ok(DeviceMetadata::of(batch, to))
-    }
-
     /// Copies to the device, memory of the host that may be pinned in parts.
     fn copy_in(
         &self,
@@ -476,6 +475,15 @@ impl Cuda {
             let to = to + part.start as u64;
             let from = from.wrapping_add(part.start);
             self.driver.copy_in(on, to, from, part.len())
+        })
+    }
+
+    /// Copies from the device, on the download stream, to memory that may be pinned in parts.
+    fn copy_out(&self, to: *mut u8, from: Address, bytes: usize) -> Result<(), BoxedError> {
+        parts(to.addr(), bytes).try_for_each(|part| {
+            let to = to.wrapping_add(part.start);
+            let from = from + part.start as u64;
+            self.driver.copy_out(Stream::Download, to, from, part.len())
         })
     }
 
