@@ -1,13 +1,9 @@
 //! The metadata of a micro-batch where kernels read it: where sequences begin, cached positions,
 //! documents and kinds of tokens.
 
-use l2l_actors::BoxedError;
-
-use super::driver::{Address, Stream};
-use super::launches::{FLOAT, NULL, int};
-use super::{Cuda, IN_FLIGHT};
+use super::driver::Address;
+use super::launches::{FLOAT, NULL};
 use crate::kernels::{BatchMetadata, BatchView, Rows};
-use crate::tensor::View;
 
 /// The metadata of a micro-batch in the device's memory. Addresses of a chunk's part are computed
 /// from the chunk's range.
@@ -101,44 +97,5 @@ impl DeviceMetadata {
         self.check(batch);
         let begin = self.word(2 * self.sequences + 1);
         begin + batch.row_range().start as Address
-    }
-}
-
-impl Cuda {
-    /// Sends a micro-batch's metadata to the device, unless it has the same already. A kernel reads
-    /// it from pinned memory: a copy would wait for the blocks on their way.
-    pub(super) fn send_metadata(
-        &self,
-        batch: &BatchMetadata<'_>,
-    ) -> Result<DeviceMetadata, BoxedError> {
-        let to = self.address(self.metadata);
-        let mut current = self.current.lock().expect("nothing panics inside");
-        let mut words = Vec::new();
-        DeviceMetadata::write(batch, &mut words);
-        if words != current.words {
-            let place = current.changes % IN_FLIGHT * self.metadata.len();
-            // SAFETY: fewer operations are in flight than there are places, so none still reads
-            // this one.
-            let host = unsafe { self.staging.write(View::floats(place, words.len())) };
-            bytemuck::cast_slice_mut(host).copy_from_slice(&words);
-            let from = host.as_ptr().cast::<u8>();
-            // A place may lie in two pinned parts.
-            let last = size_of_val(host) - 1;
-            let mapped = self.driver.mapped(from);
-            let mapped = mapped.filter(|at| {
-                self.driver.mapped(from.wrapping_add(last)) == Some(at + last as Address)
-            });
-            match mapped {
-                Some(from) => {
-                    let count = int(words.len());
-                    let queue = self.queue();
-                    queue.each("copy_words", words.len(), 1, &[&to, &from, &count]);
-                    queue.end()?;
-                }
-                None => self.copy_in(Stream::Compute, to, from, size_of_val(host))?,
-            }
-            (current.words, current.changes) = (words, current.changes + 1);
-        }
-        Ok(DeviceMetadata::of(batch, to))
     }
 }

@@ -10,6 +10,7 @@ mod batch_metadata;
 mod check;
 mod chosen;
 mod classes;
+mod clock;
 mod columns;
 mod compile;
 mod copy;
@@ -58,8 +59,9 @@ pub(super) use real::gpus;
 
 use self::batch_metadata::DeviceMetadata;
 use self::chosen::Chosen;
+use self::clock::Clock;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
-use self::launches::{FLOAT, NEIGHBOURS, Queue, long};
+use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
 use self::packed::PackBuffers;
 use self::pinned::{Pinned, parts};
 use self::times::Times;
@@ -128,42 +130,6 @@ struct Current {
     words: Vec<u32>,
     /// The number of times that other metadata was sent.
     changes: usize,
-}
-
-/// The most that the clocks of host and device drift apart, as a share of the time that passed.
-const DRIFT: f64 = 2e-4;
-
-/// An event, and the host's time when it was reached.
-struct Clock {
-    event: Arc<Event>,
-    at: Instant,
-}
-
-impl Clock {
-    /// The time of an event that was reached. It is less exact the longer ago the known event was,
-    /// as the driver counts milliseconds in a float.
-    fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
-        let seconds = driver.seconds(self.event.id, event.id)?;
-        let by = Duration::from_secs_f64(seconds.abs());
-        let at = if seconds < 0.0 { self.at.checked_sub(by) } else { self.at.checked_add(by) };
-        let at = at.unwrap_or(self.at);
-        Ok(at)
-    }
-
-    /// The time of an event that was waited for until now; it becomes the known event. The device's
-    /// clock drifts from the host's: the result follows the host's slowly, and is never ahead.
-    fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
-        let now = Instant::now();
-        let by_device = self.time(driver, event)?;
-        let passed = by_device.saturating_duration_since(self.at);
-        if passed < Duration::from_secs(1) {
-            return Ok(by_device.min(now));
-        }
-        let lag = now.saturating_duration_since(by_device);
-        let at = (by_device + lag.min(passed.mul_f64(DRIFT))).min(now);
-        *self = Clock { event: event.clone(), at };
-        Ok(at)
-    }
 }
 
 impl Cuda {
@@ -463,6 +429,39 @@ impl Device for Cuda {
 }
 
 impl Cuda {
+    /// Sends a micro-batch's metadata to the device, unless it has the same already. A kernel reads
+    /// it from pinned memory: a copy would wait for the blocks on their way.
+    fn send_metadata(&self, batch: &BatchMetadata<'_>) -> Result<DeviceMetadata, BoxedError> {
+        let to = self.address(self.metadata);
+        let mut current = self.current.lock().expect("nothing panics inside");
+        let mut words = Vec::new();
+        DeviceMetadata::write(batch, &mut words);
+        if words != current.words {
+            let place = current.changes % IN_FLIGHT * self.metadata.len();
+            // SAFETY: fewer operations are in flight than there are places, so none still reads
+            // this one.
+            let host = unsafe { self.staging.write(View::floats(place, words.len())) };
+            bytemuck::cast_slice_mut(host).copy_from_slice(&words);
+            let from = host.as_ptr().cast::<u8>();
+            // A place may lie in two pinned parts.
+            let last = size_of_val(host) - 1;
+            let mapped = self.driver.mapped(from).filter(|at| {
+                self.driver.mapped(from.wrapping_add(last)) == Some(at + last as Address)
+            });
+            match mapped {
+                Some(from) => {
+                    let count = int(words.len());
+                    let queue = self.queue();
+                    queue.each("copy_words", words.len(), 1, &[&to, &from, &count]);
+                    queue.end()?;
+                }
+                None => self.copy_in(Stream::Compute, to, from, size_of_val(host))?,
+            }
+            (current.words, current.changes) = (words, current.changes + 1);
+        }
+        Ok(DeviceMetadata::of(batch, to))
+    }
+
     /// Copies to the device, memory of the host that may be pinned in parts.
     fn copy_in(
         &self,
