@@ -28,8 +28,8 @@ pub struct StashConfig {
     /// of a token's inputs to a feed-forward's ReLU that are positive. The stash then keeps a bit
     /// for each input and only the positive inputs, or the bits alone if the weights behind the
     /// ReLU are not trained. A micro-batch with a token above this share is recomputed, so results
-    /// stay the same, bit for bit. When absent, the stash keeps all inputs. The host waits for a
-    /// GPU that unpacks them.
+    /// stay the same, bit for bit. When absent, the stash keeps all inputs. The run waits for a GPU
+    /// each time that it unpacks.
     pub relu_density: Option<f64>,
 }
 

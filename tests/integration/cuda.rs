@@ -109,9 +109,7 @@ int cuDeviceGetAttribute(int *to, int which, int device) { *to = which == 75 ? 9
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
-int cuMemGetInfo_v2(size_t *free, size_t *all) {
-    *free = (size_t)70 << 30; *all = (size_t)80 << 30; return 0;
-}
+int cuMemGetInfo_v2(size_t *free, size_t *all) { *free = *all = (size_t)70 << 30; return 0; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)2; return 0; }
 int cuStreamDestroy_v2(void *stream) { return 0; }
 int cuStreamSynchronize(void *stream) { return 0; }

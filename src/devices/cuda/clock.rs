@@ -1,4 +1,4 @@
-//! The host's time of a device's events.
+//! The times of a device's events on the host's clock.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -25,8 +25,6 @@ pub(super) struct On<'a> {
     pub(super) queue: Queue<'a>,
     memory: Address,
     pub(super) metadata: DeviceMetadata,
-    /// A word of the device's memory: what [`On::unpack_positive`] found.
-    pub(super) overflowed: Address,
 }
 
 impl On<'_> {
@@ -106,10 +104,9 @@ impl<'a> CudaKernels<'a> {
     pub(super) fn on(
         memory: Address,
         metadata: DeviceMetadata,
-        overflowed: Address,
         queue: Queue<'a>,
     ) -> CudaKernels<'a> {
-        CudaKernels { on: Some(On { queue, memory, metadata, overflowed }) }
+        CudaKernels { on: Some(On { queue, memory, metadata }) }
     }
 
     /// Kernels without a device, to plan.

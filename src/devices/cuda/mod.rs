@@ -1,8 +1,9 @@
 //! An NVIDIA GPU as a device: lanes are streams, fences are events, memory is one allocation.
 //!
 //! The thread of a lane queues work on its stream, ahead of the device. It waits for the device
-//! only where a router's choice decides the kernels that come next. Else only the threads that
-//! report how operations ended wait. CUDA is loaded when a config asks for it.
+//! only where a router's choice, or a row of saved inputs that was too long, decides the kernels
+//! that come next. Else only the threads that report how operations ended wait. CUDA is loaded when
+//! a config asks for it.
 
 mod activation;
 mod attention;
@@ -88,12 +89,8 @@ const LINK_FLOATS: usize = 64 << 20;
 /// Rows and columns of the matrices that are multiplied to measure products.
 const PRODUCT_SIZE: usize = 8192;
 
-/// Floats of a mark, and of the word of [`On::unpack_positive`](kernels::On), padded so that the
-/// views behind them stay aligned.
+/// Floats of a mark, padded so that the views behind it stay aligned.
 const MARK: usize = 16;
-
-/// The float of the mark's view where that word is.
-const OVERFLOWED: usize = 8;
 
 /// A GPU with its memory, kernels and copies.
 pub(super) struct Cuda {
@@ -354,8 +351,7 @@ impl Device for Cuda {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError> {
         let metadata = self.send_metadata(batch)?;
-        let overflowed = self.address(self.marked.part(OVERFLOWED..MARK));
-        let kernels = CudaKernels::on(self.memory, metadata, overflowed, self.queue());
+        let kernels = CudaKernels::on(self.memory, metadata, self.queue());
         let used = run(&kernels);
         kernels.end()?;
         Ok(used)
@@ -445,7 +441,8 @@ impl Cuda {
             let from = host.as_ptr().cast::<u8>();
             // A place may lie in two pinned parts.
             let last = size_of_val(host) - 1;
-            let mapped = self.driver.mapped(from).filter(|at| {
+            let mapped = self.driver.mapped(from);
+            let mapped = mapped.filter(|at| {
                 self.driver.mapped(from.wrapping_add(last)) == Some(at + last as Address)
             });
             match mapped {

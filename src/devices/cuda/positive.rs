@@ -1,6 +1,5 @@
 //! The positive numbers of a tensor and their places.
 
-use super::driver::Address;
 use super::kernels::{On, arguments};
 use crate::kernels::{PackPositive, UnpackPositive};
 
@@ -17,7 +16,8 @@ impl On<'_> {
     /// for, if it may not be.
     pub(super) fn unpack_positive(&self, op: &UnpackPositive) -> bool {
         let UnpackPositive { y, packed, room } = *op;
-        let overflowed: Address = self.overflowed;
+        // The stream's products, whose workspace it is, come before or behind.
+        let overflowed = self.queue.workspace();
         self.queue.clear_words(overflowed, 1);
         let arguments =
             arguments!(self; y, overflowed, packed, y.rows, y.columns, packed.columns, room);
