@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen3Config,
+    AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen2MoeConfig, Qwen3Config,
 )
 
 LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
@@ -32,13 +32,16 @@ FAMILIES = {
                              head_dim=12, sliding_window=7),
     "qwen3": Qwen3Config(**DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1,
                          head_dim=12, tie_word_embeddings=True),
+    "qwen2_moe": Qwen2MoeConfig(**DECODER | dict(hidden_size=32), num_hidden_layers=2, num_attention_heads=4,
+                                num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
+                                shared_expert_intermediate_size=20, tie_word_embeddings=True),
     # An untied head, and the activation function of Galactica.
     "opt": OPTConfig(**ALL, hidden_size=42, num_hidden_layers=2, num_attention_heads=3, ffn_dim=24,
                      init_std=0.2, max_position_embeddings=96, dropout=0.0,
                      activation_function="gelu", tie_word_embeddings=False),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
-HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16}
+HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16}
 
 
 def made(config, seed):
@@ -49,6 +52,11 @@ def made(config, seed):
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def experts(config):
+    """The argument that runs experts one by one: the other ways refuse f64 and small odd widths."""
+    return {"experts_implementation": "eager"} if hasattr(config, "num_experts") else {}
 
 
 @torch.no_grad()
@@ -72,7 +80,7 @@ def main():
             made(config, seed).to(HALF.get(family, torch.float32)).save_pretrained(folder)
             (folder / "generation_config.json").unlink(missing_ok=True)
             load = lambda: AutoModelForCausalLM.from_pretrained(
-                folder, attn_implementation="eager", dtype=torch.float32).eval()
+                folder, attn_implementation="eager", dtype=torch.float32, **experts(config)).eval()
             exact, single = load().to(torch.float64), load()
             generator = torch.Generator().manual_seed(seed)
             prompts = [torch.randint(0, 97, (length,), generator=generator).tolist() for length in LENGTHS]

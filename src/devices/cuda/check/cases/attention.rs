@@ -22,6 +22,8 @@ impl<'c> Cases<'c> {
                 self.of_attention(AttentionShape { causal, window, ..shape });
             }
         }
+        // One norm of several heads together is wider than any head.
+        self.of_head_norms(self.attention([1, 1, 330]));
     }
 
     /// Cases of heads of the usual sizes, over several tiles of positions.
