@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use l2l::checkpoint::Space;
-use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
+use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format, Recompute};
 use l2l::models::Model;
 use l2l::plan::{FabricBytes, Keeping, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
@@ -219,6 +219,7 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         least: least.map(|least| least.device_bytes()),
         ceiling,
         most: ceiling.and_then(|ceiling| plan.largest_micro_batch(model, &rule, ceiling)),
+        keeps_none: keeps_none(config, plan),
         remark: remark(config).filter(|_| plan.trains()),
     };
     match config.log.format {
@@ -244,8 +245,28 @@ struct Shown<'p> {
     ceiling: Option<u64>,
     /// The number of sequences of the largest micro-batch below the ceiling.
     most: Option<usize>,
+    /// The reason why no layer keeps its activations, where a run may.
+    keeps_none: Option<&'static str>,
     /// What would make the step faster.
     remark: Option<&'static str>,
+}
+
+/// Why a plan for GPUs has no kept layers, though nothing in the config says so.
+fn keeps_none(config: &Config, plan: &Plan) -> Option<&'static str> {
+    let may = config.device.kind == DeviceKind::Cuda
+        && config.schedule.recompute == Recompute::AUTO
+        && plan.trains()
+        && plan.keeping.is_none();
+    may.then_some(match plan.share().ranks {
+        1 => {
+            "the free memory of the GPU is not known here, so this plan has no kept layers; a run \
+             fills what its GPU has free: set device.memory to plan for a size"
+        }
+        _ => {
+            "several ranks may share a GPU, so they keep no layers: set device.memory to the \
+             share of one rank"
+        }
+    })
 }
 
 /// What would make a step faster. While a GPU copies the inputs and outputs of a micro-batch, it
@@ -306,9 +327,12 @@ impl Shown<'_> {
             "smallest_device_bytes": self.least,
             "largest_micro_batch": self.most,
             "remark": self.remark,
-            "kept_layers": plan.keeping.map(|Keeping { kept, of, next_bytes }| {
-                json!({ "count": kept, "of": of, "next_bytes": next_bytes })
+            "kept_layers": plan.keeping.map(|Keeping { kept, of, next_bytes, ceiling }| {
+                json!({
+                    "count": kept, "of": of, "next_bytes": next_bytes, "ceiling_bytes": ceiling,
+                })
             }),
+            "no_kept_layers": self.keeps_none,
         });
         if let Some(Outlook { forecast, eager, deferred }) = self.outlook {
             event["step_seconds"] = json!(forecast.seconds);
@@ -412,15 +436,20 @@ impl Shown<'_> {
             (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
             (None, _) => {}
         }
-        if let Some(Keeping { kept, of, next_bytes }) = self.plan.keeping {
+        if let Some(Keeping { kept, of, next_bytes, ceiling }) = self.plan.keeping {
             let next = match next_bytes {
                 Some(bytes) => format!("; one more takes {bytes} bytes of the device"),
                 None => String::new(),
             };
-            let unit = format!("of {of} layers keep activations on the device{next}");
+            // Without device.memory the ceiling is what a GPU has free now.
+            let free = match self.ceiling {
+                Some(_) => String::new(),
+                None => format!(" (of {ceiling} that are free, without 1 GiB for the driver)"),
+            };
+            let unit = format!("of {of} layers keep activations on the device{next}{free}");
             number("kept layers", kept as u64, &unit);
         }
-        self.remark.into_iter().for_each(print);
+        self.keeps_none.into_iter().chain(self.remark).for_each(print);
     }
 }
 

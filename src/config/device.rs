@@ -33,7 +33,8 @@ pub struct DeviceConfig {
     /// when it is absent.
     pub kernel_cache: Option<PathBuf>,
     /// Ceiling of device memory, in bytes or with a unit (`12GiB`). A run that needs more is
-    /// refused before it starts. `auto`: the memory of the machine is the ceiling.
+    /// refused before it starts. `auto`: the memory of the machine is the ceiling. On a GPU that
+    /// other programs use, set it: `schedule.recompute = "auto"` fills what is free.
     pub memory: ByteSize,
     /// Data type of weights and activations on the device, in the stash and over the link: `bf16`
     /// and `f16` halve them. A GPU computes with them on tensor cores. The CPU rounds to them where
@@ -42,8 +43,7 @@ pub struct DeviceConfig {
     /// `optimizer.masters`).
     pub dtype: Dtype,
     /// Data type of gradients of weights on their way from the device to the host: `bf16` halves
-    /// that transfer and rounds the gradient of each group of micro-batches. Sums are f32. For the
-    /// CPU device.
+    /// that transfer and rounds the gradient of each group of micro-batches. Sums are f32.
     pub gradient_dtype: GradientDtype,
     /// Threads for computing and for updates; all cores when absent. Results do not depend on it.
     pub threads: Option<usize>,
@@ -98,12 +98,7 @@ impl DeviceConfig {
         refuse(on_cuda && count.is_some(), "device.count", problem)?;
         let problem = "is only emulated on the CPU: leave it out, or set device.kind = \"cpu\"";
         refuse(on_cuda && self.link.is_some(), "device.link", problem)?;
-        refuse(on_cuda && self.flop_rate.is_some(), "device.flop_rate", problem)?;
-        refuse(
-            on_cuda && self.gradient_dtype == GradientDtype::Bf16,
-            "device.gradient_dtype",
-            "is bf16, which is for device.kind = \"cpu\": set \"f32\"",
-        )
+        refuse(on_cuda && self.flop_rate.is_some(), "device.flop_rate", problem)
     }
 
     fn check_ordinals(&self) -> Result<(), Error> {

@@ -30,8 +30,9 @@ pub struct ScheduleConfig {
     /// `false`: nothing; all saved activations wait in the stash. `attention`: attention only; the
     /// activations of the feed-forward layer wait. `auto`: as `true`, but as many whole layers as
     /// `device.memory` has room for, from the last downwards, keep their activations on the device
-    /// and recompute nothing. Without `device.memory` it is `true`. Results are the same, bit for
-    /// bit.
+    /// and recompute nothing. Without `device.memory`, layers fill what a GPU has free when the run
+    /// starts, less 1 GiB; on a CPU, or with several ranks, it is `true`. Results are the same, bit
+    /// for bit.
     pub recompute: Recompute,
 }
 

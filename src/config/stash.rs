@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 use super::check::{must, refuse};
 use super::{Config, DeviceKind, OnResume};
 use crate::error::Error;
-use crate::tensor::Dtype;
 
 /// `[stash]`
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
@@ -19,8 +18,8 @@ pub struct StashConfig {
     /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
     /// its transfers and rounds each value; `int8` keeps about a quarter: `block_size` values share
     /// a scale, and each is off by at most 1/254 of the largest of them. `f32` is exact. Saved
-    /// activations inside a layer and the values of the output head stay exact. On `cuda` it
-    /// follows `device.dtype`.
+    /// activations inside a layer and the values of the output head stay exact. With
+    /// `device.dtype` of 16 bits, `f32` and `bf16` keep the activations as they are.
     pub dtype: StashDtype,
     /// With `dtype = "int8"`: the number of values that share a scale, a divisor of the model's
     /// width.
@@ -29,7 +28,8 @@ pub struct StashConfig {
     /// of a token's inputs to a feed-forward's ReLU that are positive. The stash then keeps a bit
     /// for each input and only the positive inputs, or the bits alone if the weights behind the
     /// ReLU are not trained. A micro-batch with a token above this share is recomputed, so results
-    /// stay the same, bit for bit. When absent, the stash keeps all inputs. For the CPU device.
+    /// stay the same, bit for bit. When absent, the stash keeps all inputs. The run waits for a GPU
+    /// each time that it unpacks.
     pub relu_density: Option<f64>,
 }
 
@@ -80,7 +80,6 @@ impl StashConfig {
 impl Config {
     pub(super) fn check_stash(&self) -> Result<(), Error> {
         let on_cuda = self.device.kind == DeviceKind::Cuda;
-        let in_bf16 = self.device.dtype == Dtype::Bf16;
         refuse(
             self.devices() > 1 && self.stash.place == StashPlace::Device,
             "stash.place",
@@ -88,15 +87,6 @@ impl Config {
         )?;
         let problem = "must be \"host\" with device.kind = \"cuda\"";
         refuse(on_cuda && self.stash.place == StashPlace::Device, "stash.place", problem)?;
-        refuse(
-            on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
-            "stash.dtype",
-            "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", \
-             or leave it out",
-        )?;
-        let problem = "is int8, which is for device.kind = \"cpu\": set device.dtype = \"bf16\", \
-                       which the stash of a GPU follows";
-        refuse(on_cuda && self.stash.dtype == StashDtype::Int8, "stash.dtype", problem)?;
         must(self.stash.block_size >= 1, "stash.block_size", "at least 1")?;
         let density = self.stash.relu_density;
         let is_share = density.is_none_or(|density| density > 0.0 && density <= 1.0);
@@ -107,8 +97,6 @@ impl Config {
             "has no effect while everything is recomputed: set schedule.recompute = false or \
              \"attention\", or leave it out",
         )?;
-        let problem = "is for device.kind = \"cpu\": leave it out";
-        refuse(density.is_some() && on_cuda, "stash.relu_density", problem)?;
         Ok(())
     }
 }

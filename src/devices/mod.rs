@@ -21,7 +21,7 @@ pub use probe::{
     Check, Gpu, GpuRates, KernelGroup, KernelTime, Library, ProductTable, ProductTime,
 };
 
-use crate::config::{Config, DeviceKind};
+use crate::config::{Config, DeviceConfig, DeviceKind};
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels, Rows};
 use crate::machine;
@@ -225,7 +225,7 @@ pub(crate) fn kernel_memory(
     match config.device.kind {
         DeviceKind::Cuda => {
             let workspace = walk(&*cuda::kernels_to_plan());
-            KernelMemory { workspace, overhead: cuda::overhead(rows), widened: 0 }
+            KernelMemory { workspace, overhead: cuda::overhead(config, rows), widened: 0 }
         }
         DeviceKind::Cpu => {
             let kernels = cpu::CpuKernels::new(None, Level::Portable);
@@ -254,12 +254,22 @@ pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
 /// # Errors
 /// The driver reports an error.
 pub fn gpus() -> Result<Vec<Gpu>, Error> {
-    let has_driver = cuda_libraries(None).first().is_some_and(|driver| driver.version.is_some());
-    if has_driver {
+    if has_driver() {
         cuda::gpus().map_err(|error| Error::Device(error.to_string()))
     } else {
         Ok(Vec::new())
     }
+}
+
+fn has_driver() -> bool {
+    cuda_libraries(None).first().is_some_and(|driver| driver.version.is_some())
+}
+
+/// The bytes that are free now on that GPU of a config which has the fewest. `None` if one of them
+/// is not there, does not answer, or has no memory but the host's.
+pub(crate) fn free_memory(device: &DeviceConfig) -> Option<u64> {
+    let free = device.gpus().into_iter().map(cuda::free_memory);
+    free.min().flatten()
 }
 
 /// Compares a group's kernels on the GPU that a config names with the CPU's kernels, at odd sizes,

@@ -33,7 +33,7 @@ pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(super::cpu::CpuKernels::new(None, crate::simd::Level::Portable))
 }
 
-pub(super) fn overhead(_: Rows) -> usize {
+pub(super) fn overhead(_: &Config, _: Rows) -> usize {
     0
 }
 
@@ -47,6 +47,10 @@ pub(super) fn libraries(_: Option<&Path>) -> [Library; 0] {
 
 pub(super) fn gpus() -> Result<Vec<Gpu>, BoxedError> {
     Ok(Vec::new())
+}
+
+pub(super) fn free_memory(_: usize) -> Option<u64> {
+    None
 }
 
 pub(super) fn check(

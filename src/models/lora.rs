@@ -180,7 +180,8 @@ impl Model {
             let mut others = self.tensors().map(|tensor| &tensor.name[..]).chain(other);
             let what = match others.any(|name| matches(pattern, name)) {
                 true => format!(
-                    "has {pattern:?}: embeddings, norms, routers and heads have no adapters here, only {}",
+                    "has {pattern:?}: embeddings, norms, routers and heads have no adapters here, \
+                     only {}",
                     names.join(", ")
                 ),
                 false => no_match(pattern, &names),

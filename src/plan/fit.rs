@@ -211,10 +211,17 @@ impl Plan {
     }
 }
 
-/// The bytes of a device up to which layers keep their activations, if `device.memory` is set. The
-/// plan without them takes `device` bytes of each device and `host` bytes of the host.
-pub(super) fn ceiling(config: &Config, device: u64, host: u64) -> Option<u64> {
-    let set = config.device.memory.bytes()?;
+/// The bytes of a device up to which layers keep their activations: `device.memory`, or without it
+/// what a GPU has free. The plan without them takes `device` bytes of each device and `host` bytes
+/// of the host.
+pub(super) fn ceiling(config: &Config, ranks: u32, device: u64, host: u64) -> Option<u64> {
+    let Some(set) = config.device.memory.bytes() else {
+        // Ranks may share a GPU, and each would count all of its free memory. A CPU device shares
+        // its memory with the host, and with all other programs.
+        let is_alone = config.device.kind == DeviceKind::Cuda && ranks == 1;
+        let free = is_alone.then(|| devices::free_memory(&config.device)).flatten()?;
+        return Some(free.saturating_sub(DRIVER));
+    };
     let has = match config.device.kind {
         DeviceKind::Cuda => gpu_bytes(&config.device),
         // The memory of a CPU device is the host's. Half of what the plan leaves free there stays

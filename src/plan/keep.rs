@@ -2,8 +2,8 @@
 //!
 //! A kept layer costs memory of the device and saves the recomputation of its forward pass. So
 //! whole layers fill what `device.memory` leaves (or the machine, if it has less), from the last
-//! layer downwards: what the last layers keep is read first. Of several devices, each keeps the
-//! last of its own layers.
+//! layer downwards: what the last layers keep is read first. Without `device.memory` they fill what
+//! a GPU has free when the plan is made. Of several devices, each keeps the last of its own layers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use l2l_actors::schedule::{DeviceId, LayerId};
 use super::fit;
 use super::regions::Regions;
 use super::spec::PlanSpec;
-use crate::config::Recompute;
+use crate::config::{DeviceKind, Recompute};
 use crate::error::Error;
 
 /// The layers that keep their activations on the device, below a ceiling.
@@ -25,22 +25,27 @@ pub struct Keeping {
     /// Bytes of the device that one more layer would take; of several devices, one more on each.
     /// `None`: all layers keep theirs.
     pub next_bytes: Option<u64>,
+    /// The bytes of a device that the plan may take for it.
+    pub ceiling: u64,
 }
 
 impl PlanSpec<'_> {
     /// Chooses the layers. `None` if the config leaves no choice: it says itself what is
-    /// recomputed, or there is no ceiling.
+    /// recomputed, or no ceiling is known.
     pub(super) fn keep(&mut self) -> Result<Option<Keeping>, Error> {
         let config = &self.settings.config;
         let is_auto = config.schedule.recompute == Recompute::AUTO;
-        if !is_auto || !self.settings.trains || config.device.memory.bytes().is_none() {
+        let has_ceiling =
+            config.device.memory.bytes().is_some() || config.device.kind == DeviceKind::Cuda;
+        if !is_auto || !self.settings.trains || !has_ceiling {
             return Ok(None);
         }
         let layers = self.layers_by_device()?;
         let without = self.keeping(&layers, 0)?;
         let host = without.terms()[1].iter().map(|term| term.bytes).sum();
         let config = &self.settings.config;
-        let Some(ceiling) = fit::ceiling(config, device_bytes(&without), host) else {
+        let Some(ceiling) = fit::ceiling(config, self.share.ranks, device_bytes(&without), host)
+        else {
             return Ok(None);
         };
         let most = layers.values().map(Vec::len).max().unwrap_or(0);
@@ -64,7 +69,7 @@ impl PlanSpec<'_> {
         }
         self.kept = last_of_each(&layers, least);
         let of = last_of_each(&layers, most).len();
-        Ok(Some(Keeping { kept: self.kept.len(), of, next_bytes }))
+        Ok(Some(Keeping { kept: self.kept.len(), of, next_bytes, ceiling }))
     }
 
     /// The layers of each device that save activations in a step that trains, the last first.

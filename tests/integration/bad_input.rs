@@ -197,10 +197,6 @@ fn what_contradicts_itself() {
             "device.kind = \"cuda\"\nstash.place = \"device\"",
             "line 2: stash.place must be \"host\"",
         ),
-        (
-            "device.kind = \"cuda\"\nstash.dtype = \"bf16\"",
-            "line 2: stash.dtype follows device.dtype",
-        ),
         ("device.count = 0", "line 1: device.count must be at least 1"),
         ("device.count = 200", "line 1: device.count is 200, and the model has 9 layers"),
         ("parallel.groups = 0", "line 1: parallel.groups must be at least 1"),

@@ -11,9 +11,10 @@ use l2l::plan::{FabricBytes, RankShare};
 use l2l::{Config, Plan, shape_of};
 use proptest::prelude::*;
 
-use crate::exact::{self, Case, SMALL, Trained, baseline, run};
+use crate::exact::{self, Case, SMALL, baseline, run};
 use crate::pytorch::case;
 use crate::ranks::{Task, on_ranks, refused, relay};
+use crate::trained::Trained;
 
 /// What boundaries are in the stash; gradients on their way to the host; and what they become.
 pub(crate) type Encodings = (StashDtype, GradientDtype, CompressionKind);

@@ -109,6 +109,7 @@ int cuDeviceGetAttribute(int *to, int which, int device) { *to = which == 75 ? 9
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
+int cuMemGetInfo_v2(size_t *free, size_t *all) { *free = *all = (size_t)70 << 30; return 0; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)2; return 0; }
 int cuStreamDestroy_v2(void *stream) { return 0; }
 int cuStreamSynchronize(void *stream) { return 0; }
@@ -116,6 +117,55 @@ int cuModuleLoadData(void **module, const void *image) { return 201; }
 int cuGetErrorName(int error, const char **name) { *name = \"NOTHING\"; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = \"no code is loaded\"; return 0; }
 ";
+
+/// The plan of a run on a GPU: layers fill what the driver says is free, less 1 GiB. Without a GPU,
+/// or where its memory is the host's, the plan says that it does not know.
+#[test]
+fn a_plan_fills_what_a_gpu_has_free() {
+    if !l2l::devices::gpus().unwrap_or_default().is_empty() {
+        return; // here another driver answers
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let folder = folder.path();
+    let planned = |more: &[&str], format: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
+        command.args(["plan", "--format", format, "--set", "device.kind=cuda"]);
+        command.args(["--set", "data.train=random", "--set", "schedule.recompute=auto"]);
+        command.args(more).current_dir(folder);
+        let output = command.env("LD_LIBRARY_PATH", folder).output().expect("it starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let unknown = "the free memory of the GPU is not known here";
+    assert!(planned(&[], "pretty").contains(unknown));
+    if !library(folder, "libcuda.so", GPU) {
+        return;
+    }
+    let event = |more: &[&str]| -> Value {
+        serde_json::from_str(&planned(more, "json")).expect("an object")
+    };
+    let plan = event(&[]);
+    let ceiling: u64 = 69 << 30;
+    assert_eq!(plan["kept_layers"]["ceiling_bytes"], ceiling);
+    assert_eq!(plan["kept_layers"]["count"], plan["kept_layers"]["of"]);
+    assert_eq!(plan["no_kept_layers"], Value::Null);
+    let text = planned(&[], "pretty");
+    let says = format!("(of {ceiling} that are free, without 1 GiB for the driver)");
+    assert!(text.contains(&says), "{text}");
+    let constant = event(&["--set", "schedule.recompute=true"]);
+    assert_eq!(
+        (&constant["kept_layers"], &constant["no_kept_layers"]),
+        (&Value::Null, &Value::Null)
+    );
+    let ranks = event(&["--ranks", "2"]);
+    assert_eq!(ranks["kept_layers"], Value::Null);
+    let why = ranks["no_kept_layers"].as_str().expect("a reason");
+    assert!(why.contains("several ranks may share a GPU"), "{why}");
+    // Number 18 is CU_DEVICE_ATTRIBUTE_INTEGRATED.
+    let integrated = GPU.replace("which == 75 ? 9 : 0", "which == 75 ? 9 : which == 18");
+    assert!(library(folder, "libcuda.so", &integrated));
+    assert!(planned(&[], "pretty").contains(unknown));
+}
 
 /// NVRTC compiles all kernels from a Python package, outside of the loader's path. `.ci/kernels`
 /// installs packages, and names their folders in a variable.
@@ -154,6 +204,7 @@ int cuInit(unsigned flags) { return ERROR; }
 int cuGetErrorName(int error, const char **name) { *name = \"CUDA_ERROR_NO_DEVICE\"; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = \"no device\"; return 0; }
 int cuDeviceGetCount(int *count) { *count = 0; return 0; }
+int cuDeviceGet(int *device, int ordinal) { return 101; }
 ";
 
 fn driver(version: u32, error: u32) -> String {

@@ -5,9 +5,8 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, CompressionKind, Deal, Dtype, EpsTier, GradientDtype, GroupConfig, LoraConfig,
-    MasterDtype, OptimizerKind, Recompute, ScheduleKind, StashDtype, StashPlace, TrainConfig,
-    Transfer,
+    ChannelsConfig, CompressionKind, Deal, Dtype, EpsTier, GradientDtype, GroupConfig, MasterDtype,
+    OptimizerKind, Recompute, ScheduleKind, StashDtype, StashPlace, Transfer,
 };
 use l2l::data::Batches;
 use l2l::models::Base;
@@ -17,6 +16,7 @@ use proptest::prelude::*;
 
 use crate::compression::{Encodings, encodings, possible};
 use crate::plan::limit;
+use crate::trained::Trained;
 use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
@@ -38,82 +38,6 @@ pub(crate) struct Case {
     /// What the device computes with, and how masters are stored.
     pub(crate) precision: (Dtype, MasterDtype),
     pub(crate) encodings: Encodings,
-}
-
-/// Which of its tensors are trained.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Trained {
-    All,
-    /// Biases alone, of all layers.
-    Biases,
-    /// All but the embedding, which is the head as well, and the first block.
-    Upper,
-    /// The head's norm alone.
-    Last,
-    /// Some of each block: a joined group, one tensor behind a frozen one.
-    Some,
-    Adapters,
-    /// Adapters of some modules, with dropout, beside norms.
-    AdaptersAndNorms,
-}
-
-impl Trained {
-    const ALL: [Trained; 7] = [
-        Trained::All,
-        Trained::Biases,
-        Trained::Upper,
-        Trained::Last,
-        Trained::Some,
-        Trained::Adapters,
-        Trained::AdaptersAndNorms,
-    ];
-
-    /// `has_experts`: of a Qwen3-MoE instead of a GPT-2.
-    fn config(self, has_experts: bool) -> TrainConfig {
-        let texts = |texts: &[&str]| texts.iter().map(|text| text.to_string()).collect();
-        let named = |gpt2: &[&str], qwen3_moe: &[&str]| {
-            if has_experts { texts(qwen3_moe) } else { texts(gpt2) }
-        };
-        let some = TrainConfig::default();
-        let lora = |lora| TrainConfig { lora: Some(lora), ..TrainConfig::default() };
-        match self {
-            Trained::All => some,
-            Trained::Biases => {
-                TrainConfig { only: named(&["bias"], &["mlp.gate", "k_norm"]), ..some }
-            }
-            Trained::Upper => {
-                let below = named(&["wte", "wpe", "h.0"], &["embed_tokens", "layers.0"]);
-                TrainConfig { frozen: below, ..some }
-            }
-            Trained::Last => TrainConfig { only: named(&["ln_f"], &["model.norm"]), ..some },
-            Trained::Some => {
-                let only = named(
-                    &["*.attn.c_attn.weight", "mlp.c_proj.bias", "ln_2", "wpe"],
-                    &["*.experts.0.up_proj.*", "o_proj", "k_norm", "mlp.gate"],
-                );
-                TrainConfig { only, ..some }
-            }
-            Trained::Adapters => lora(LoraConfig::default()),
-            Trained::AdaptersAndNorms => {
-                let [attention, other] =
-                    if has_experts { ["q_proj", "o_proj"] } else { ["c_attn", "mlp.c_proj"] };
-                let first = if has_experts { "layers.0.self_attn" } else { "h.0.mlp" };
-                TrainConfig {
-                    only: texts(&["norm"]),
-                    ..lora(LoraConfig {
-                        rank: Some(3),
-                        alpha: Some(4.0),
-                        rank_stabilised: true,
-                        dropout: 0.2,
-                        targets: Some(texts(&[attention, other])),
-                        rank_pattern: Some([(other.into(), 5), (first.into(), 2)].into()),
-                        alpha_pattern: Some([(attention.into(), 7.0)].into()),
-                        path: None,
-                    })
-                }
-            }
-        }
-    }
 }
 
 /// How it is trained: this must not change a bit.

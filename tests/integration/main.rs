@@ -85,6 +85,7 @@ mod terminal;
 mod text;
 #[cfg(feature = "cli")]
 mod tiers;
+mod trained;
 
 /// What a run came to.
 #[derive(Clone, Debug)]

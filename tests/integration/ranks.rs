@@ -18,7 +18,8 @@ use l2l::plan::{FabricBytes, RankShare, Term};
 use l2l::{Config, Error, Plan, Trainer, shape_of};
 use proptest::prelude::*;
 
-use crate::exact::{Case, SMALL, Trained, Ways, baseline, cases, config, ways};
+use crate::exact::{Case, SMALL, Ways, baseline, cases, config, ways};
+use crate::trained::Trained;
 use crate::whole;
 
 /// A fabric whose messages are late by some pseudo-random time, and that counts its bytes.

@@ -18,6 +18,7 @@ use std::time::Instant;
 use l2l::config::{Format, StashPlace};
 use l2l::data::{Batch, Batches};
 use l2l::models::Model;
+use l2l::plan::Keeping;
 use l2l::telemetry::{Forecast, Observe, Rates, Slice};
 use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of, model_of};
 
@@ -112,7 +113,12 @@ impl Search<'_> {
         let plan = Plan::new(config, model, &config.update_rule())?;
         let rates = Rates::measured(&first.slices, config, &plan, rates);
         let mut trials = vec![first.trial];
-        for (settings, predicted) in candidates(config, model, &rates, own) {
+        // All candidates are planned for the free memory of one moment.
+        let mut planned = (*config).clone();
+        if let Some(Keeping { ceiling, .. }) = plan.keeping {
+            planned.device.memory = ceiling.into();
+        }
+        for (settings, predicted) in candidates(&planned, model, &rates, own) {
             if self.has_ended() {
                 return Ok(None);
             }

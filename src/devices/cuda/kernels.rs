@@ -171,17 +171,12 @@ launched! {
     gate_rows(GateRows);
     gate_rows_backward(GateRowsBackward);
     custom(Custom<'_>);
+    pack_positive(PackPositive);
 }
 
 impl Runs<Clear> for CudaKernels<'_> {
     fn run(&self, op: &Clear) {
         self.on_device(|on| on.clear(op.y));
-    }
-}
-
-impl Runs<PackPositive> for CudaKernels<'_> {
-    fn run(&self, _: &PackPositive) {
-        unreachable!("packed activations are refused on this device");
     }
 }
 
@@ -210,8 +205,9 @@ launched_in! {
 }
 
 impl DeviceKernels for CudaKernels<'_> {
-    fn unpack_positive(&self, _: &UnpackPositive) -> bool {
-        unreachable!("packed activations are refused on this device")
+    /// Without a device: false, so that the workspace of the other way is counted, too.
+    fn unpack_positive(&self, op: &UnpackPositive) -> bool {
+        self.on.as_ref().is_some_and(|on| on.unpack_positive(op))
     }
 
     fn dispatch(&self, op: &Dispatch) -> Vec<usize> {

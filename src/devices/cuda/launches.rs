@@ -376,6 +376,12 @@ impl<'a> Queue<'a> {
         self.go(|| self.times.of(self.driver, "copy", go), "copy");
     }
 
+    /// Makes words zero.
+    pub(super) fn clear_words(&self, at: Address, words: usize) {
+        let floats = Place { at, dtype: Dtype::F32 };
+        self.each("clear_floats", words, NEIGHBOURS, &[&floats, &long(words)]);
+    }
+
     /// out (+)= the sum of `count` parts, `stride` apart.
     pub(super) fn fold(
         &self,

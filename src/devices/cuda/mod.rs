@@ -1,8 +1,9 @@
 //! An NVIDIA GPU as a device: lanes are streams, fences are events, memory is one allocation.
 //!
 //! The thread of a lane queues work on its stream, ahead of the device. It waits for the device
-//! only where a router's choice decides the kernels that come next. Else only the threads that
-//! report how operations ended wait. CUDA is loaded when a config asks for it.
+//! only where a router's choice, or a row of saved inputs that was too long, decides the kernels
+//! that come next. Else only the threads that report how operations ended wait. CUDA is loaded when
+//! a config asks for it.
 
 mod activation;
 mod attention;
@@ -10,6 +11,7 @@ mod batch_metadata;
 mod check;
 mod chosen;
 mod classes;
+mod clock;
 mod columns;
 mod compile;
 mod copy;
@@ -29,7 +31,9 @@ mod launches;
 mod libraries;
 mod linear;
 mod norm;
+mod packed;
 mod pinned;
+mod positive;
 mod product;
 mod quantised;
 mod rates;
@@ -56,8 +60,10 @@ pub(super) use real::gpus;
 
 use self::batch_metadata::DeviceMetadata;
 use self::chosen::Chosen;
+use self::clock::Clock;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
+use self::packed::PackBuffers;
 use self::pinned::{Pinned, parts};
 use self::times::Times;
 use self::ways::Ways;
@@ -92,6 +98,8 @@ pub(super) struct Cuda {
     memory: Address,
     /// The place of the mark that [`Device::is_finite`] writes.
     marked: View,
+    /// The buffers in which numbers are packed, of copies to the host and from it.
+    packed: [View; 2],
     /// The place of a micro-batch's metadata in the device's memory.
     metadata: View,
     /// The workspace of matrix products.
@@ -121,48 +129,20 @@ struct Current {
     changes: usize,
 }
 
-/// The most that the clocks of host and device drift apart, as a share of the time that passed.
-const DRIFT: f64 = 2e-4;
-
-/// An event, and the host's time when it was reached.
-struct Clock {
-    event: Arc<Event>,
-    at: Instant,
-}
-
-impl Clock {
-    /// The time of an event that was reached. It is less exact the longer ago the known event was,
-    /// as the driver counts milliseconds in a float.
-    fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
-        let seconds = driver.seconds(self.event.id, event.id)?;
-        let by = Duration::from_secs_f64(seconds.abs());
-        let at = if seconds < 0.0 { self.at.checked_sub(by) } else { self.at.checked_add(by) };
-        let at = at.unwrap_or(self.at);
-        Ok(at)
-    }
-
-    /// The time of an event that was waited for until now; it becomes the known event. The device's
-    /// clock drifts from the host's: the result follows the host's slowly, and is never ahead.
-    fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
-        let now = Instant::now();
-        let by_device = self.time(driver, event)?;
-        let passed = by_device.saturating_duration_since(self.at);
-        if passed < Duration::from_secs(1) {
-            return Ok(by_device.min(now));
-        }
-        let lag = now.saturating_duration_since(by_device);
-        let at = (by_device + lag.min(passed.mul_f64(DRIFT))).min(now);
-        *self = Clock { event: event.clone(), at };
-        Ok(at)
-    }
-}
-
 impl Cuda {
     /// A device with memory for `floats` floats, of which `overhead` is the device's own.
-    fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, BoxedError> {
+    fn new(
+        driver: Arc<dyn Driver>,
+        floats: usize,
+        overhead: View,
+        buffers: PackBuffers,
+    ) -> Result<Cuda, BoxedError> {
         let memory = driver.allocate(floats * FLOAT)?;
         let marked = overhead.part(0..MARK);
-        let metadata = overhead.part(MARK..overhead.len() - PRODUCT_WORKSPACE);
+        let PackBuffers { down, up } = buffers;
+        let packed = [MARK..MARK + down, MARK + down..MARK + down + up];
+        let packed = packed.map(|part| overhead.part(part));
+        let metadata = overhead.part(MARK + down + up..overhead.len() - PRODUCT_WORKSPACE);
         let behind = memory + ((metadata.at + metadata.len()) * FLOAT) as Address;
         let all = View::floats(0, IN_FLIGHT * metadata.len());
         let mut staging = Arena::new(all.len())?;
@@ -178,6 +158,7 @@ impl Cuda {
             driver,
             memory,
             marked,
+            packed,
             metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
             ways: Ways::default(),
@@ -200,6 +181,15 @@ impl Cuda {
     fn address(&self, view: View) -> Address {
         Place { at: self.memory, dtype: view.dtype }.behind(view.at).at
     }
+}
+
+/// The bytes that are free on a GPU; see [`real::free_memory`].
+pub(super) fn free_memory(ordinal: usize) -> Option<u64> {
+    #[cfg(test)]
+    if let Some(free) = emulated::free_memory(ordinal) {
+        return free;
+    }
+    super::has_driver().then(|| real::free_memory(ordinal).ok().flatten()).flatten()
 }
 
 /// Compares a group's kernels on the GPU of a config with the CPU's.
@@ -234,10 +224,15 @@ pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(CudaKernels::to_plan())
 }
 
-/// Device memory outside the plan's slots, in floats: a mark, the metadata of a micro-batch, and
-/// the workspace of matrix products.
-pub(super) fn overhead(rows: Rows) -> usize {
-    MARK + DeviceMetadata::len(rows).next_multiple_of(16) + PRODUCT_WORKSPACE
+/// Device memory outside the plan's slots, in floats: a mark, buffers in which numbers are packed,
+/// the metadata of a micro-batch, and the workspace of matrix products.
+pub(super) fn overhead(config: &Config, rows: Rows) -> usize {
+    overhead_with(PackBuffers::of(config), rows)
+}
+
+fn overhead_with(buffers: PackBuffers, rows: Rows) -> usize {
+    let metadata = DeviceMetadata::len(rows).next_multiple_of(16);
+    MARK + buffers.floats() + metadata + PRODUCT_WORKSPACE
 }
 
 /// Host memory in floats, for metadata that is being copied to the device.
@@ -257,7 +252,7 @@ pub(super) fn open(
     let custom = layers.flat_map(|layer| layer.custom_kernels());
     let driver = driver(config, ordinal, Some(&custom.collect::<Vec<_>>()))?;
     let chosen = Chosen::read(config.device.kernel_cache.as_deref(), driver.product_library());
-    let made = Cuda::new(driver, floats, overhead);
+    let made = Cuda::new(driver, floats, overhead, PackBuffers::of(config));
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     let mut made = made.map_err(refused)?;
     made.chosen = chosen;
@@ -289,12 +284,7 @@ impl Device for Cuda {
 
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
         let bytes = size_of_val(to);
-        let to = to.as_mut_ptr().cast::<u8>();
-        parts(to.addr(), bytes).try_for_each(|part| {
-            let to = to.wrapping_add(part.start);
-            let from = self.address(from) + part.start as u64;
-            self.driver.copy_out(Stream::Download, to, from, part.len())
-        })
+        self.copy_out(to.as_mut_ptr().cast(), self.address(from), bytes)
     }
 
     fn for_peers(&self, view: View) -> PeerView {
@@ -306,12 +296,17 @@ impl Device for Cuda {
         self.driver.copy_from_peer(Stream::Peer, self.address(to), from, bytes)
     }
 
-    fn upload_packed(&self, _: View, _: &[f32], _: Packing) -> Result<(), BoxedError> {
-        unreachable!("a packed stash is refused on this device")
+    fn upload_packed(&self, to: View, from: &[f32], packing: Packing) -> Result<(), BoxedError> {
+        self.copy_packed_in(to, from, packing)
     }
 
-    fn download_packed(&self, _: &mut [f32], _: View, _: Packing) -> Result<(), BoxedError> {
-        unreachable!("packed gradients are refused on this device")
+    fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+    ) -> Result<(), BoxedError> {
+        self.copy_packed_out(to, from, packing)
     }
 
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
@@ -476,6 +471,15 @@ impl Cuda {
             let to = to + part.start as u64;
             let from = from.wrapping_add(part.start);
             self.driver.copy_in(on, to, from, part.len())
+        })
+    }
+
+    /// Copies from the device, on the download stream, to memory that may be pinned in parts.
+    fn copy_out(&self, to: *mut u8, from: Address, bytes: usize) -> Result<(), BoxedError> {
+        parts(to.addr(), bytes).try_for_each(|part| {
+            let to = to.wrapping_add(part.start);
+            let from = from + part.start as u64;
+            self.driver.copy_out(Stream::Download, to, from, part.len())
         })
     }
 

@@ -38,7 +38,8 @@ mod tests {
 
     use super::*;
     use crate::devices::Device;
-    use crate::devices::cuda::{Cuda, emulated, overhead};
+    use crate::devices::cuda::packed::PackBuffers;
+    use crate::devices::cuda::{Cuda, emulated, overhead_with};
     use crate::kernels::{BatchMetadata, Kernels, Rows};
     use crate::tensor::{Dtype, View};
 
@@ -80,9 +81,10 @@ mod tests {
                     let x = View::floats(0, from.len());
                     let y = View::floats(x.len(), dtype.floats(rows * columns));
                     let end = (y.at + y.len()).next_multiple_of(16);
-                    let own = overhead(Rows { sequences: 1, positions: 1 });
+                    let none = PackBuffers::default();
+                    let own = overhead_with(none, Rows { sequences: 1, positions: 1 });
                     let driver = emulated::of(dtype);
-                    let device = Cuda::new(driver, end + own, View::floats(end, own));
+                    let device = Cuda::new(driver, end + own, View::floats(end, own), none);
                     let device = device.expect("it is emulated");
                     device.upload(x, &from).expect("it is emulated");
                     device.driver.finish();

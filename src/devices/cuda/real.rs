@@ -82,6 +82,35 @@ fn architecture(device: sys::CUdevice) -> Result<u32, BoxedError> {
     Ok((10 * major + minor) as u32)
 }
 
+/// The bytes that are free on a device, beside the context of this process. `None`: the device
+/// has no memory but the host's.
+pub(super) fn free_memory(ordinal: usize) -> Result<Option<u64>, BoxedError> {
+    result::init()?;
+    let device = result::device::get(ordinal as i32)?;
+    let integrated = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_INTEGRATED;
+    // SAFETY: the device is there.
+    if unsafe { result::device::get_attribute(device, integrated)? } != 0 {
+        return Ok(None);
+    }
+    // SAFETY: the device is there; its context is released below, and whoever uses one enters it.
+    let free = unsafe {
+        let context = result::primary_ctx::retain(device)?;
+        let free = result::ctx::set_current(context).and_then(|()| result::mem_get_info());
+        result::primary_ctx::release(device)?;
+        free
+    };
+    Ok(Some(free?.0 as u64))
+}
+
+/// The error of memory that is not there when a run asks for it.
+pub(super) fn no_memory(needed: usize, free: usize) -> BoxedError {
+    format!(
+        "needs {needed} bytes of the device's memory, of which {free} are free: end the programs \
+         that hold the rest, or set device.memory to less"
+    )
+    .into()
+}
+
 impl Real {
     /// Loads the libraries, and makes streams. `kernels` are compiled beside the built-in ones;
     /// `None`: the device gets no kernels.
@@ -210,10 +239,7 @@ impl Driver for Real {
         self.enter()?;
         let (free, _) = result::mem_get_info()?;
         if bytes > free {
-            return Err(format!(
-                "needs {bytes} bytes of the device's memory, of which {free} are free"
-            )
-            .into());
+            return Err(no_memory(bytes, free));
         }
         // SAFETY: see above.
         unsafe {

@@ -23,7 +23,7 @@ const ATTENTION: &str = concat!(
 );
 
 /// Name and text of each file of kernels, or of files that are compiled as one.
-pub(super) const TEXTS: [(&str, &str); 13] = [
+pub(super) const TEXTS: [(&str, &str); 14] = [
     ("attention", ATTENTION),
     ("classes", include_str!("kernels/classes.cu")),
     ("cross_entropy", include_str!("kernels/cross_entropy.cu")),
@@ -32,6 +32,7 @@ pub(super) const TEXTS: [(&str, &str); 13] = [
     ("experts", include_str!("kernels/experts.cu")),
     ("head_norm", include_str!("kernels/head_norm.cu")),
     ("norm", include_str!("kernels/norm.cu")),
+    ("packed", include_str!("kernels/packed.cu")),
     ("past", include_str!("kernels/past.cu")),
     ("product", include_str!("kernels/product.cu")),
     ("quantised", include_str!("kernels/quantised.cu")),

@@ -29,6 +29,7 @@ use queues::{Engines, Flag, Task};
 use super::driver::{
     Address, Algorithm, Alignment, Driver, Launch, Product, ProductLibrary, STREAMS, Stream,
 };
+use super::real::no_memory;
 use super::texts::{self, Declared, PRELUDE, Target};
 use crate::blocking::inherited::BEGIN;
 use crate::config::DeviceConfig;
@@ -44,6 +45,9 @@ const TURING: u32 = 75;
 
 /// Bytes that the driver's memory is aligned to.
 const ALIGNED: usize = 256;
+
+/// Bytes that an emulated GPU has free beside those of the GPU before it.
+const MORE_FREE: u64 = 1 << 30;
 
 /// Bytes of a page of the host.
 const PAGE: usize = 4096;
@@ -152,6 +156,13 @@ pub(super) fn asked_for(
         Ok(made) => made.map(|made| Ok(Arc::new(made) as Arc<dyn Driver>)),
         Err(error) => Some(Err(error)),
     }
+}
+
+/// The bytes that are free on an emulated GPU, if this thread asks for one. GPUs have more of them
+/// the higher their ordinal is.
+pub(super) fn free_memory(ordinal: usize) -> Option<Option<u64>> {
+    let of_first = limits::current().free;
+    ASKED_FOR.get().then(|| of_first.map(|free| free as u64 + (ordinal as u64) * MORE_FREE))
 }
 
 /// An emulated driver with the built-in kernels alone.
@@ -278,10 +289,7 @@ impl Driver for Emulated {
     fn allocate(&self, bytes: usize) -> Result<Address, BoxedError> {
         self.call()?;
         if let Some(free) = self.limits.free.filter(|free| *free < bytes) {
-            return Err(format!(
-                "needs {bytes} bytes of the device's memory, of which {free} are free"
-            )
-            .into());
+            return Err(no_memory(bytes, free));
         }
         let mut memory = vec![0_u64; bytes.div_ceil(8).max(1) + ALIGNED / 8].into_boxed_slice();
         let at = (memory.as_mut_ptr().addr() as Address).next_multiple_of(ALIGNED as Address);

@@ -885,6 +885,77 @@ def check_int8(device, random, rows, channels):
     device.same(y, device.elements(expected).bits)
 
 
+def odd_noise(random, *shape):
+    """Noise of many magnitudes, some of it not finite or below the normal numbers."""
+    values = (noise(random, *shape) * 2.0 ** random.integers(-20, 20, shape)).astype(np.float32)
+    for value in (math.nan, math.inf, -math.inf, 1e-40, 0.0):
+        values[random.random(shape) < 0.02] = value
+    return values
+
+
+def check_bfloats(device, random, n):
+    """To the nearest, ties to even; NaN stays NaN."""
+    x = device.floats(odd_noise(random, n))
+    bits = x.bits.view(np.uint32)
+    bits[: n // 4] = bits[: n // 4] & 0xFFFF0000 | 0x8000  # ties
+    x.before = x.all.copy()
+    y = device.integers(np.zeros(n), np.uint16, changes=True)
+    device.launch("pack_bfloats", y, x, n)
+    rounded = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
+    device.same(y, np.where(np.isnan(x.bits), bits >> 16 | 0x40, rounded).astype(np.uint16))
+    back = device.floats_out(n)
+    device.launch("unpack_bfloats", back, y, n)
+    device.same(back, (y.bits.astype(np.uint32) << 16).view(np.float32))
+
+
+def check_packed_rows(device, random, rows, channels, size):
+    """The largest magnitude of each `size` numbers is 127 steps, to the bit."""
+    x, scales = device.elements(odd_noise(random, rows, channels)), -(-channels // size)
+    words = scales + -(-channels // 4)
+    with np.errstate(all="ignore"):
+        wide = np.pad(x.wide.astype(np.float32), ((0, 0), (0, scales * size - channels)))
+        wide = wide.reshape(rows, scales, size)
+        of = np.where(np.isfinite(wide).all(2), np.abs(wide).max(2) / np.float32(127), np.float32(math.nan))[..., None]
+        per = np.where(of > 0, 1 / of, np.float32(0))
+        steps = np.nan_to_num(np.rint(np.where(np.isfinite(per), wide * per, wide / of)))
+        steps = np.clip(steps, -128, 127).astype(np.int8)
+        numbers = (steps.astype(np.float32) * of).reshape(rows, -1)[:, :channels]
+    expected = np.zeros((rows, 4 * words), np.int8)
+    expected[:, : 4 * scales] = of[..., 0].copy().view(np.int8)
+    expected[:, 4 * scales :][:, :channels] = steps.reshape(rows, -1)[:, :channels]
+    packed = device.floats(np.zeros((rows, words)), changes=True)
+    device.launch("pack_int8", packed, x, rows, channels, words, size)
+    device.same(packed, expected.view(np.float32))
+    y = device.out(rows, channels)
+    device.launch("unpack_int8", y, packed, rows, channels, words, size)
+    is_nan = np.isnan(numbers)
+    assert np.isnan(y.wide[is_nan]).all()
+    device.same(y, np.where(is_nan, y.bits, device.elements(numbers).bits))
+
+
+def check_positive(device, random, rows, channels, room):
+    x = device.elements(odd_noise(random, rows, channels))
+    places, room, size = -(-channels // 32), min(room, channels), x.bits.itemsize
+    words, is_positive = 1 + places + -(-room * size // 4), x.wide > 0
+    count = is_positive.sum(1).astype(np.int32)
+    expected = np.zeros((rows, 4 * words), np.uint8)
+    expected[:, :4] = count[:, None].view(np.uint8)
+    bits = np.pad(is_positive, ((0, 0), (0, 32 * places - channels)))
+    expected[:, 4 : 4 + 4 * places] = np.packbits(bits, axis=1, bitorder="little")
+    for row, to in enumerate(expected[:, 4 + 4 * places :]):
+        values = x.bits[row][is_positive[row]][:room].view(np.uint8)
+        to[: values.size] = values
+    packed = device.floats(np.zeros((rows, words)), changes=True)
+    device.launch("pack_positive", packed, x, rows, channels, words, room)
+    device.same(packed, expected.view(np.float32))
+    y, overflowed = device.out(rows, channels), device.integers([0], changes=True)
+    device.launch("unpack_positive", y, overflowed, packed, rows, channels, words, room)
+    assert overflowed.bits[0] == int(room > 0 and count.max() > room)
+    kept = is_positive & (is_positive.cumsum(1) <= room)
+    values, ones = np.where(kept, x.bits, 0), device.elements(np.ones((rows, channels))).bits
+    device.same(y, values if room else np.where(is_positive, ones, 0))
+
+
 def check_clear(device, random, n):
     y, floats = device.out(n), device.floats_out(n)
     device.launch("clear", y, n)
@@ -1513,6 +1584,10 @@ def checks():
         ("quantised", check_nf4, [*n, dict(n=34001)]),
         ("quantised", check_bf16, n),
         ("quantised", check_int8, rows),
+        ("packed", check_bfloats, n),
+        ("packed", check_packed_rows, each([dict(rows=r, channels=c) for r, c in ((1, 1), (3, 7), (2, 1030), (5, 64))],
+                                           size=[1, 7, 64])),
+        ("packed", check_positive, each(rows, room=[0, 1, 40, 10**6])),
         ("norm", check_norm, each(rows, rms=[0, 1])),
         ("norm", check_norm, each(rows[2:6], norms, rms=[0])),
         ("norm", check_residual_norm, each(drops, probability=[0, 0.3], rms=[0, 1], in_place=[False, True])),

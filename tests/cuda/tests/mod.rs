@@ -4,6 +4,7 @@
 
 mod chosen;
 mod copies;
+mod packed;
 mod refused;
 mod trained;
 

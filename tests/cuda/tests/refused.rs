@@ -7,7 +7,8 @@ use crate::data::Batches;
 use crate::devices::cuda::batch_metadata::DeviceMetadata;
 use crate::devices::cuda::driver::{Alignment, ProductKey, Stream};
 use crate::devices::cuda::emulated::{self, Limits};
-use crate::devices::cuda::{Cuda, overhead};
+use crate::devices::cuda::packed::PackBuffers;
+use crate::devices::cuda::{Cuda, overhead_with};
 use crate::devices::{Device, KernelGroup};
 use crate::kernels::{BatchMetadata, Document, Rows};
 use crate::tensor::{Dtype, View};
@@ -148,8 +149,10 @@ fn metadata_is_sent_when_it_changes() {
     for pinned in [None, Some(0)] {
         emulated::limit(Limits { pinned, ..Limits::default() });
         let driver = emulated::of(Dtype::F32);
-        let most = overhead(Rows { sequences: 2, positions: 6 });
-        let device = Cuda::new(driver, 2 * most, View::floats(0, most)).expect("it is emulated");
+        let none = PackBuffers::default();
+        let most = overhead_with(none, Rows { sequences: 2, positions: 6 });
+        let device = Cuda::new(driver, 2 * most, View::floats(0, most), none);
+        let device = device.expect("it is emulated");
         let bytes = device.metadata.len() * 4;
         let place = |nth: usize| View::floats(most + nth * 100, device.metadata.len());
         for (nth, batch) in batches.iter().enumerate() {

@@ -2,12 +2,14 @@
 
 use super::{KINDS, close, config, golden, run, run_on};
 use crate::config::{
-    DeviceKind, LoraConfig, OptimizerKind, Recompute, ScheduleKind, StashPlace, TrainConfig,
+    ByteSize, DeviceKind, LoraConfig, OptimizerKind, Recompute, ScheduleKind, StashPlace,
+    TrainConfig,
 };
 use crate::data::Batches;
-use crate::devices::cuda::emulated;
+use crate::devices::cuda::emulated::{self, Limits};
 use crate::models::{Base, Tensor};
 use crate::optimizers::{Masters, Update, UpdateRule};
+use crate::plan::{Keeping, RankShare};
 use crate::resolve::{model_of, shape_of};
 use crate::tensor::Dtype;
 use crate::{Config, Plan, Trainer};
@@ -18,15 +20,71 @@ pub(super) fn keep(config: &mut Config, halves: u64) {
     let bytes = |memory: &str| {
         let mut config = config.clone();
         config.device.memory = memory.parse().expect("a size");
-        let model = model_of(&config, shape_of(&config).expect("a shape of ours"));
-        let model = model.expect("a model of ours");
-        let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
-        plan.device_bytes()
+        planned(&config, 1).device_bytes()
     };
     let least = bytes("auto");
     let most = bytes("1TiB");
     let ceiling = least + (most - least) * halves / 2;
     config.device.memory = ceiling.to_string().parse().expect("a size");
+}
+
+/// The plan of one of some ranks.
+fn planned(config: &Config, ranks: u32) -> Plan {
+    let model = model_of(config, shape_of(config).expect("a shape of ours"));
+    let model = model.expect("a model of ours");
+    let share = RankShare { rank: 0, ranks };
+    Plan::of_rank(config, &model, &config.update_rule(), share).expect("a plan of ours")
+}
+
+/// Without `device.memory`, layers fill what the fullest of the GPUs has free, less 1 GiB; with
+/// several ranks, which may share a GPU, none does. The bits stay the same.
+#[test]
+fn layers_fill_what_a_gpu_has_free() {
+    if !emulated::instead() {
+        return;
+    }
+    let free = |bytes: Option<u64>| {
+        emulated::limit(Limits { free: bytes.map(|bytes| bytes as usize), ..Limits::default() });
+    };
+    let mut config = config(DeviceKind::Cuda);
+    config.model.layers = Some(4);
+    (config.step.batch, config.parallel.groups) = (8, 2);
+    let of = |config: &Config| {
+        let (_, end) = run(config.clone(), 2).expect("a case of ours");
+        end.digest
+    };
+    let recomputed = planned(&config, 1);
+    let digest = of(&config);
+    assert_eq!(recomputed.keeping, None, "its free memory is not known");
+    config.device.memory = "1TiB".parse().expect("a size");
+    let least = recomputed.device_bytes();
+    let half = (least + planned(&config, 1).device_bytes()) / 2;
+    config.device.memory = ByteSize::default();
+
+    free(Some(half + (1 << 30)));
+    let plan = planned(&config, 1);
+    let Keeping { kept, of: most, ceiling, .. } = plan.keeping.expect("a ceiling");
+    assert!(0 < kept && kept < most && plan.device_bytes() <= ceiling, "{kept} of {most}");
+    assert_eq!((ceiling, of(&config)), (half, digest.clone()));
+    assert_eq!(planned(&config, 2).keeping, None);
+
+    let ceiling_of = |ordinals: &[usize]| {
+        let mut config = config.clone();
+        config.device.ordinals = Some(ordinals.to_vec());
+        assert_eq!(of(&config), digest, "{ordinals:?}");
+        planned(&config, 1).keeping.expect("a ceiling").ceiling
+    };
+    assert_eq!(ceiling_of(&[1]), half + (1 << 30), "the second GPU has more");
+    assert_eq!(ceiling_of(&[1, 0]), half);
+
+    config.schedule.recompute = true.into();
+    let Plan { keeping, device, .. } = planned(&config, 1);
+    assert_eq!((keeping, device), (None, recomputed.device));
+    config.schedule.recompute = Recompute::AUTO;
+    free(Some(1 << 29));
+    let Keeping { kept, ceiling, .. } = planned(&config, 1).keeping.expect("a ceiling");
+    assert_eq!((kept, ceiling), (0, 0));
+    assert_eq!(of(&config), digest);
 }
 
 /// Adapters, or some tensors: relay and resident end with the same bits, close to the CPU's.

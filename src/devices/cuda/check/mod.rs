@@ -6,6 +6,7 @@
 //! process without its GPU, which then does not answer; so each group has a process of its own.
 
 mod cases;
+mod packed;
 
 use std::sync::Arc;
 
@@ -153,8 +154,9 @@ pub(super) fn run(
         Dtype::F16 => 5e-3,
     };
     let most_rows = Rows { sequences: 1, positions: LONG };
-    let overhead = View::floats(FLOATS, super::overhead(most_rows));
-    let device = Cuda::new(driver, FLOATS + overhead.len(), overhead)?;
+    let buffers = packed::BUFFERS;
+    let overhead = View::floats(FLOATS, super::overhead_with(buffers, most_rows));
+    let device = Cuda::new(driver, FLOATS + overhead.len(), overhead, buffers)?;
     let batches = Batches::new(seed);
     let mut cases = batches.cases(dtype, group);
     cases.sort_by_key(|case| case.name);
@@ -176,6 +178,9 @@ pub(super) fn run(
     }
     if group == KernelGroup::Rows {
         report(&device, of_marks(&device, dtype, most), each)?;
+        for check in packed::checks(&device, dtype, seed) {
+            report(&device, check, each)?;
+        }
     }
     Ok(())
 }
