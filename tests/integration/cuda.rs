@@ -157,7 +157,7 @@ fn a_plan_fills_what_a_gpu_has_free() {
         (&constant["kept_layers"], &constant["no_kept_layers"]),
         (&Value::Null, &Value::Null)
     );
-    let ranks = event(&["--ranks", "2"]);
+    let ranks = event(&["--ranks", "2", "--set", "parallel.groups=2"]);
     assert_eq!(ranks["kept_layers"], Value::Null);
     let why = ranks["no_kept_layers"].as_str().expect("a reason");
     assert!(why.contains("several ranks may share a GPU"), "{why}");
