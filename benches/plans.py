@@ -1,8 +1,9 @@
-"""Prints the table of plans in docs/memory.md: which models and settings fit which machine, on a device of f32.
+"""Prints the tables of plans in docs/memory.md: which models and settings fit which machine, on a device of f32; and what
+models with experts take, on a GPU with bf16.
 
 It also prints how many tokens a step needs to hide transfers and updates.
 
-    cargo build --release && python3 benches/plans.py
+    cargo build --release && python3 benches/plans.py && python3 benches/plans.py --experts
 
 Rates of other machines are those of their makers (f32 TFLOP/s; link, host memory and disk in GB/s).
 """
@@ -10,6 +11,7 @@ Rates of other machines are those of their makers (f32 TFLOP/s; link, host memor
 import json
 import os
 import subprocess
+import sys
 
 PROGRAM = os.environ.get("L2L", "target/release/l2l")
 GB = 1e9
@@ -40,8 +42,52 @@ SETTINGS = [
     ("memory, LoRA over NF4", {"train.lora.rank": 16, "train.base": "nf4"}),
 ]
 
+EXPERTS = ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"]
+WAYS = [
+    ("AdamW", {}),
+    ("AdamW in 8 bits, masters in bf16", {**EIGHT, "optimizer.masters": "bf16"}),
+    ("AdamW, file", FILE),
+    ("LoRA over bf16", {"train.lora.rank": 16, "train.base": "bf16"}),
+    ("LoRA over NF4", {"train.lora.rank": 16, "train.base": "nf4"}),
+]
+
+
+def plan_of(settings, more):
+    """The plan of settings, and its bytes by place."""
+    # An empty config: without a config, `plan` would take the built-in one.
+    command = [PROGRAM, "plan", "--format", "json", os.devnull, *more]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    plan = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return plan, {place: plan[f"{place}_bytes"]["total"] for place in ("device", "host", "file")}
+
+
+def experts():
+    print("| preset | trained | device | host | file |")
+    print("|---|---|---|---|---|")
+    for preset in EXPERTS:
+        for way, more in WAYS:
+            settings = {
+                "model.preset": preset,
+                "data.train": "random",
+                "data.sequence_length": 4096,
+                "step.batch": 8,
+                "step.micro_batch": 1,
+                "device.kind": "cuda",
+                "device.dtype": "bf16",
+                "schedule.recompute": "true",
+                "channels.gradients": 1,
+                **more,
+            }
+            _, on = plan_of(settings, [])
+            sizes = [f"{on['device'] / GB:.1f} GB", f"{on['host'] / GB:.0f} GB"]
+            sizes.append(f"{on['file'] / GB:.0f} GB" if on["file"] else "")
+            print(f"| {preset} | {way} | {' | '.join(sizes)} |", flush=True)
+
 
 def main():
+    if "--experts" in sys.argv:
+        return experts()
     print(
         "| machine | parameters | EPS | device | host | bytes a parameter "
         "| file | fits | hides from |"
@@ -63,21 +109,12 @@ def main():
                 }
                 if "file" in tier and rates is None:
                     settings["eps.path"] = "/tmp"
-                # An empty config: without a config, `plan` would take the built-in one.
-                given = [os.devnull] + (["--forecast"] if rates is None else [])
+                given = ["--forecast"] if rates is None else []
                 for flag, rate in zip(
                     ("tflops", "link-gbps", "host-gbps", "disk-gbps"), rates or ()
                 ):
                     given += [f"--{flag}", str(rate)]
-                for key, value in settings.items():
-                    given += ["--set", f"{key}={value}"]
-                told = subprocess.run(
-                    [PROGRAM, "plan", "--format", "json", *given], check=True, capture_output=True
-                )
-                plan = json.loads(told.stdout)
-                on = {
-                    place: plan[f"{place}_bytes"]["total"] for place in ("device", "host", "file")
-                }
+                plan, on = plan_of(settings, given)
                 held = on["host"] + (on["device"] if rates is None else 0)
                 fits = "yes" if on["device"] <= device * GB and held <= host * GB else "no"
                 hides = plan["hides"]["eager" if "clipped" not in tier else "deferred"]

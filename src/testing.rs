@@ -371,17 +371,17 @@ mod tests {
                 "attention_bias": true, "mlp_bias": true, "attention_dropout": 0.1,
             })
         };
+        // All experts are chosen: at the edge of a choice there is no gradient.
         let experts = |kind: &str| {
-            let mut config = decoder(kind, 6);
             let own = serde_json::json!({
-                "num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 2,
+                "num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 5,
                 "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9,
                 "sliding_window": null, "use_sliding_window": false, "attention_bias": false,
+                "num_key_value_heads": 4,
             });
-            config
-                .as_object_mut()
-                .expect("it is one")
-                .extend(own.as_object().expect("it is one").clone());
+            let mut config = decoder(kind, 6);
+            let keys = config.as_object_mut().expect("it is one");
+            keys.extend(own.as_object().expect("it is one").clone());
             config
         };
         let learned = |kind: &str| {
@@ -396,7 +396,7 @@ mod tests {
         let decoders = ["llama", "mistral", "qwen2", "qwen3"].map(|kind| decoder(kind, 6));
         let learned = ["bert", "distilbert", "opt", "roberta"].map(learned);
         let read = |config| families::read(&config).expect("a config of ours");
-        let experts = ["mixtral", "qwen2_moe", "qwen3_moe"].map(experts);
+        let experts = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"].map(experts);
         let shapes = decoders.into_iter().chain(experts).chain(learned);
         let shapes = shapes.map(read).chain([small()]);
         for shape in shapes {
@@ -417,13 +417,17 @@ mod tests {
                 "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
                 "intermediate_size": 5, "vocab_size": 10, "max_position_embeddings": 400,
                 "sliding_window": 150, "attention_dropout": 0.1,
+                "num_local_experts": 3, "num_experts_per_tok": 3,
             });
             families::read(&config).expect("a config of ours")
         };
         let plain = Shape { dropout: small().dropout, ..gpt2([1, 6, 2, 10, 9, 400]) };
-        for (shape, sequences, chunks) in
-            [(plain, 1, 1), (decoder("mistral"), 1, 2), (decoder("llama"), 2, 1)]
-        {
+        for (shape, sequences, chunks) in [
+            (plain, 1, 1),
+            (decoder("mistral"), 1, 2),
+            (decoder("llama"), 2, 1),
+            (decoder("mixtral"), 2, 1),
+        ] {
             let shape = Shape { chunk_positions: 128, ..shape };
             let rows = Rows { sequences, positions: chunks * 128 + 70 };
             for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
