@@ -33,6 +33,7 @@ mod errors;
 mod evaluate;
 mod exact;
 mod executor;
+mod expert_adapters;
 mod expert_files;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
 mod fine_tuning;
