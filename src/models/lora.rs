@@ -100,8 +100,8 @@ impl Lora {
         };
         if let Some(other) = modules.iter().find(|module| !self.targets(module)) {
             let what = format_args!(
-                "names {adapted} and not {other}: all experts of a layer have adapters or none \
-                 has, and all their gate and up projections or none"
+                "names {adapted} and not {other}: all experts of a layer must have adapters, or \
+                 none of them; a gate and its up projection go together"
             );
             return Err(Error::config("train.lora.targets", what));
         }

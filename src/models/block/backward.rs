@@ -50,12 +50,12 @@ pub(super) struct MlpPass<'a> {
     /// What stands behind it. (N, I).
     pub(super) activated: View,
     /// The weights of its rows, if it is an expert's.
-    pub(super) weighed: Option<Weighed>,
+    pub(super) weighted: Option<Weighted>,
 }
 
 /// Rows whose outputs are multiplied by weights.
 #[derive(Clone, Copy)]
-pub(super) struct Weighed {
+pub(super) struct Weighted {
     pub(super) weights: RowWeights,
     /// The place for the gradients of the weights. (R, k).
     pub(super) dchosen: View,
@@ -92,7 +92,7 @@ impl ChunkPass<'_> {
             (FeedForward::Dense(w), FeedForward::Dense(d)) => {
                 let activated = scratch.take(r, self.block.shape.intermediate);
                 let up = self.saved.up;
-                let mlp = MlpPass { w, d, x: self.hidden, up, activated, weighed: None };
+                let mlp = MlpPass { w, d, x: self.hidden, up, activated, weighted: None };
                 self.dense_backward(g, mlp, buffers, scratch)
             }
             (FeedForward::Experts(w), FeedForward::Experts(d)) => {
@@ -130,7 +130,7 @@ impl ChunkPass<'_> {
 
     /// The gradient of a feed-forward's input, to `dx`, from that of its output. Both may be one.
     ///
-    /// Where outputs are weighed, the input of the second product is weighed instead. So the
+    /// Where outputs are weighted, the input of the second product is weighted instead. So the
     /// gradient of a weight needs no output: it is the product of that input with its gradient.
     pub(super) fn mlp_backward(
         &self,
@@ -141,11 +141,11 @@ impl ChunkPass<'_> {
     ) {
         let k = self.k;
         let Shape { gated, activation, .. } = self.block.shape;
-        let MlpPass { w, d, x, up, activated, weighed } = mlp;
+        let MlpPass { w, d, x, up, activated, weighted } = mlp;
         let dup = scratch.take_like(up);
         let mut dactivated = if gated { scratch.take_like(activated) } else { dup };
         let mut input = activated;
-        if let Some(Weighed { weights, .. }) = weighed {
+        if let Some(Weighted { weights, .. }) = weighted {
             input = scratch.take_like(activated);
             k.weigh_rows(&WeighRows { y: input, x: activated, weights });
         }
@@ -158,7 +158,7 @@ impl ChunkPass<'_> {
             activate: None,
         };
         self.product_backward(g, &down, scratch);
-        if let Some(Weighed { weights, dchosen }) = weighed {
+        if let Some(Weighted { weights, dchosen }) = weighted {
             let places = weights.places;
             k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places });
             k.weigh_rows(&WeighRows { y: input, x: dactivated, weights });

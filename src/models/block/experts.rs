@@ -2,7 +2,7 @@
 //! their weighted outputs are added in the order of the experts, in floats. So the result does not
 //! depend on the blocks in which experts lie.
 
-use super::backward::{Buffers, ChunkGradients, MlpPass, Weighed};
+use super::backward::{Buffers, ChunkGradients, MlpPass, Weighted};
 use super::chunk::ChunkPass;
 use super::tensors::{ExpertWeights, Mlp, SharedExpert};
 use crate::kernels::{
@@ -215,9 +215,9 @@ impl ChunkPass<'_> {
         }
         let activated = scratch.take(count, self.experts().intermediate);
         self.activate(activated, up);
-        let weighed = Some(Weighed { weights, dchosen });
+        let weighted = Some(Weighted { weights, dchosen });
         let dx = dy_rows;
-        self.mlp_backward(g, MlpPass { w, d, x, up, activated, weighed }, [dx, dy_rows], scratch);
+        self.mlp_backward(g, MlpPass { w, d, x, up, activated, weighted }, [dx, dy_rows], scratch);
         k.combine_rows(&CombineRows { y: dh, x: dx, rows, weights: None });
     }
 
@@ -243,7 +243,7 @@ impl ChunkPass<'_> {
         let dgate = scratch.take_like(gate);
         k.gate_rows_backward(&GateRowsBackward { dx, dgate, dy, x, gate });
         let up = saved.up;
-        let mlp = MlpPass { w: &w.mlp, d: &d.mlp, x: hidden, up, activated, weighed: None };
+        let mlp = MlpPass { w: &w.mlp, d: &d.mlp, x: hidden, up, activated, weighted: None };
         self.mlp_backward(g, mlp, [dx, dx], scratch);
         // The expert's output has no more use.
         let of_gate = x;
