@@ -42,7 +42,7 @@ mod trace;
 mod watch;
 
 pub(crate) use exporter::Exporter;
-pub use forecast::{Forecast, Rates};
+pub use forecast::{Forecast, Rates, Wait};
 pub use gantt::draw;
 pub use hiding::Hiding;
 pub use l2l_actors::work::{Lane, WorkKind};
