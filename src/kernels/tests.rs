@@ -260,9 +260,27 @@ fn wrong_views_of_experts_are_found() {
         h,
         w,
         normalised,
+        slopes: None,
         accumulate: false,
     };
     found!(op, [dh, dw, logits, chosen, dchosen, h, w]);
+    let batch = batch();
+    for of_sequences in [float(3, E), float(4, E + 1), element(3, E + 1)] {
+        let slopes = Some(RouteSlopes { of_sequences, batch });
+        assert!(panics(|| RouteBackward { slopes, ..op }.check()), "{of_sequences}");
+    }
+    let slopes = Some(RouteSlopes { of_sequences: float(3, E + 1), batch });
+    RouteBackward { slopes, ..op }.check();
+    let first_choice = false;
+    let statistics = float(3, 2 * E + OF_SEQUENCE);
+    let accumulate = false;
+    let op = MeasureRoutes { statistics, logits, chosen, first_choice, batch, accumulate };
+    found!(op, [statistics, logits]);
+    let factor_millionths = None;
+    let second = None;
+    let limited = chosen;
+    let op = LimitExperts { limited, chosen, logits, factor_millionths, second, batch };
+    found!(op, [limited, chosen]);
     let of_all = float(1, R * K);
     let op = Dispatch { rows: of_all, places: of_all, chosen, experts: E };
     found!(op, [rows, places]);

@@ -20,7 +20,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::model::{Input, Measured, RingModel, RingStep, Selection};
+use super::model::{Input, Question, RingModel, RingStep, Selection};
 use super::{
     Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
     Visit, VisitKind,
@@ -257,7 +257,7 @@ impl<'m> Wiring<'m> {
         let mut writes = Vec::new();
         let lowest = self.lowest;
         for at in measuring.into_iter().filter(|at| Some(*at) >= lowest) {
-            let answer = self.chain[at].step.measures.and_then(|measured| measured.answer);
+            let answer = self.chain[at].step.asks.and_then(|question| question.answer);
             self.met[at].answer = answer.map(|boundary| self.open(last, boundary));
             writes.extend(self.met[at].answer);
         }
@@ -287,9 +287,9 @@ impl<'m> Wiring<'m> {
                     let saves = self.chain[at].step.saves;
                     self.met[at].saved = saves.map(|boundary| self.open(at, boundary));
                 }
-                let measures = self.chain[at].step.measures.filter(|_| self.lowest.is_some());
-                let open = |Measured { boundary, .. }| self.open(at, boundary);
-                self.met[at].measured = measures.map(open);
+                let asks = self.chain[at].step.asks.filter(|_| self.lowest.is_some());
+                let open = |Question { measured, .. }| self.open(at, measured);
+                self.met[at].measured = asks.map(open);
             }
         }
         let mut balance = self.balance();

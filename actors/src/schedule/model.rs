@@ -39,7 +39,7 @@ impl RingModel {
             };
             let needs = vec![BlockId(number as u32)];
             let saves = None;
-            let step = RingStep { kind, needs, reads, writes, saves, keeps: false, measures: None };
+            let step = RingStep { kind, needs, reads, writes, saves, keeps: false, asks: None };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
@@ -89,15 +89,15 @@ pub struct RingStep {
     pub saves: Option<Boundary>,
     /// True if these stay on the device: see [`Visit::keeps`](super::Visit).
     pub keeps: bool,
-    /// What the forward visit measures for the host in a step that trains.
-    pub measures: Option<Measured>,
+    /// What the forward visit measures for the host in a step that trains, and the answer.
+    pub asks: Option<Question>,
 }
 
 /// What a step measures for the host, and the host's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Measured {
+pub struct Question {
     /// The boundary that the forward visit writes.
-    pub boundary: Boundary,
+    pub measured: Boundary,
     /// The boundary that the host writes for the backward visit; `None`: the host only reads.
     pub answer: Option<Boundary>,
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use l2l_actors::ports::Ports;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Input, LayerId, Measured, Pools, RingLayer, RingModel,
+    Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, Question, RingLayer, RingModel,
     RingStep, Role, Schedule, Selection, VisitKind, deal_groups, relay,
 };
 use l2l_actors::{Relay, Resolved, RingConfig, RingError};
@@ -23,7 +23,7 @@ pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Ro
     let writes = writes.iter().copied().map(boundary).collect();
     let reads = reads.to_vec();
     let saves = None;
-    let step = RingStep { kind, needs, reads, writes, saves, keeps: false, measures: None };
+    let step = RingStep { kind, needs, reads, writes, saves, keeps: false, asks: None };
     RingLayer { steps: vec![step] }
 }
 
@@ -109,11 +109,11 @@ pub fn measuring(
 ) -> RingModel {
     let answer = matches!(answers, Answers::MicroBatch | Answers::Step);
     let answer = answer.then(|| boundary(Role::Balance));
-    let measured = Measured { boundary: boundary(Role::Routing), answer };
+    let question = Question { measured: boundary(Role::Routing), answer };
     for (number, layer) in model.layers.iter_mut().enumerate() {
         for step in layer.steps.iter_mut().filter(|step| step.kind == VisitKind::Layer) {
             let is_measured = answers != Answers::Nothing && measures(number);
-            step.measures = is_measured.then_some(measured);
+            step.asks = is_measured.then_some(question);
         }
     }
     RingModel { answers_step: answers == Answers::Step, ..model }

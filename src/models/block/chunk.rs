@@ -1,6 +1,7 @@
 //! The forward of a block on one chunk of a micro-batch, in pieces that its backward can recompute.
 
 use super::TransformerBlock;
+use super::routing::RoutingViews;
 use super::saved::{Activations, Branch, Positive};
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
@@ -46,6 +47,8 @@ pub(super) struct ChunkPass<'a> {
     /// The adapters, if the block has any.
     pub(super) low_rank: Option<LowRank<'a>>,
     pub(super) kv: KvViews,
+    /// With experts: boundaries of the router.
+    pub(super) routing: RoutingViews,
 }
 
 impl ChunkPass<'_> {

@@ -66,7 +66,7 @@ impl Routed {
 }
 
 impl ChunkPass<'_> {
-    fn experts(&self) -> Experts {
+    pub(super) fn experts(&self) -> Experts {
         self.block.experts().expect("the block has experts")
     }
 
@@ -79,6 +79,8 @@ impl ChunkPass<'_> {
         let [rows, places] = [(); 2].map(|()| scratch.take_floats(1, r * per_token));
         let route = Route { chosen, logits, h: self.hidden, w: router, per_token, normalised };
         self.k.route(&route);
+        let chosen = self.limited(chosen, logits, scratch);
+        self.measure(chosen, logits, scratch);
         let counts = self.k.dispatch(&Dispatch { rows, places, chosen, experts: count });
         Routed { logits, chosen, rows, places, counts }
     }
@@ -168,6 +170,9 @@ impl ChunkPass<'_> {
         }
         let routed = self.route(w.router, scratch);
         let dchosen = scratch.take_floats(hidden.rows, per_token);
+        if self.drops() {
+            k.clear(&Clear { y: dchosen });
+        }
         for (number, (w, d)) in w.experts.iter().zip(&d.experts).enumerate().rev() {
             let of_expert = ExpertGradients { w, d, dy, dh, dchosen };
             self.expert_backward(g, &of_expert, routed.of(number), &scratch.nested());
@@ -182,6 +187,7 @@ impl ChunkPass<'_> {
             h: hidden,
             w: w.router,
             normalised,
+            slopes: self.slopes(),
             accumulate: g.accumulate,
         };
         k.route_backward(&op, scratch);
