@@ -84,6 +84,7 @@ impl StepReports {
         };
         let mut status = self.watch.status();
         status.stepped(&report);
+        routers.into_iter().for_each(|routers| status.routed(routers));
         status.bound(end.ring_step, begin.time, self.watch.0.observer.now());
         drop(status);
         self.watch.0.ledger.stepped(&report);

@@ -93,6 +93,13 @@ impl RouterSums {
         if all == 0 { 0.0 } else { most as f64 * self.counts.len() as f64 / all as f64 }
     }
 
+    /// The share of the rows that chose the most used expert. The probabilities of a row sum to 1.
+    pub(crate) fn token_share(&self) -> f64 {
+        let rows: f64 = self.probabilities.iter().sum();
+        let most = self.counts.iter().copied().max().unwrap_or(0);
+        if rows > 0.0 { (most as f64 / rows).min(1.0) } else { 0.0 }
+    }
+
     /// Experts that no row chose.
     pub(crate) fn idle(&self) -> usize {
         self.counts.iter().filter(|count| **count == 0).count()
