@@ -103,6 +103,9 @@ pub struct Experts {
     pub from: usize,
     /// Losses of the routers, and limits of their choice.
     pub balance: Balance,
+    /// The most bundles that one visit has beside no other block. `None`: one visit has the whole
+    /// layer. Results are the same, bit for bit.
+    pub bundles: Option<usize>,
 }
 
 impl Experts {

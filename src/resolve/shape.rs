@@ -150,6 +150,14 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     }
     shape.head = head(config, &shape)?;
     set_balance(&config.experts, &mut shape)?;
+    match &mut shape.experts {
+        Some(experts) => experts.bundles = config.schedule.bundles,
+        None if config.schedule.bundles.is_some() => {
+            let problem = "is set, and the model has no experts: leave it out";
+            return Err(Error::config("schedule.bundles", problem));
+        }
+        None => {}
+    }
     check_shape(&shape)?;
     Ok(shape)
 }

@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::model::{Input, Question, RingModel, RingStep, Selection};
+use super::stay::stay;
 use super::{
     Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
     Visit, VisitKind,
@@ -82,7 +83,9 @@ pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule
     let mut wiring = Wiring::new(model, selection)?;
     let forward = wiring.forward()?;
     let backward = wiring.backward()?;
-    Ok((wiring.schedule, Legs { forward, backward }))
+    let mut legs = Legs { forward, backward };
+    stay(&mut wiring.schedule, &mut legs);
+    Ok((wiring.schedule, legs))
 }
 
 /// A declared step of a selected layer.
@@ -231,6 +234,7 @@ impl<'m> Wiring<'m> {
             writes,
             keeps: Vec::new(),
             kept: Vec::new(),
+            copies: Vec::new(),
         }
     }
 
@@ -247,12 +251,13 @@ impl<'m> Wiring<'m> {
         Ok(Visit { kind: VisitKind::Loss, place: Place::Host, blocks: Vec::new(), ..last })
     }
 
-    /// The visit that reads what the layers measured, and the place of the last of them in the
-    /// chain. `None`: nothing is measured.
+    /// The visit that reads what the layers measured, and the place behind which it stands in the
+    /// chain: the last step of the last of these layers. `None`: nothing is measured.
     fn balance(&mut self) -> Option<(usize, Visit)> {
         let measures = |at: &usize| self.met[*at].measured.is_some();
         let measuring: Vec<usize> = (0..self.chain.len()).filter(measures).collect();
-        let &last = measuring.last()?;
+        let layer = self.chain[*measuring.last()?].layer;
+        let last = self.chain.iter().rposition(|chained| chained.layer == layer)?;
         let reads = measuring.iter().filter_map(|&at| self.met[at].measured).collect();
         let mut writes = Vec::new();
         let lowest = self.lowest;
@@ -338,7 +343,7 @@ impl<'m> Wiring<'m> {
     }
 
     /// The boundaries that the backward visit of a step reads from the stash: those that its
-    /// forward visit read, and what it saved there; the roles without a gradient as the forward
+    /// forward visit read, unless it reads them once, and what it saved there; the roles without a gradient as the forward
     /// pass left them; the gradients of those that it wrote, and the gradients of those that it
     /// read as far as steps above have added to them.
     fn reads_of_backward(
@@ -353,10 +358,11 @@ impl<'m> Wiring<'m> {
             inputs().partition(|(input, _)| input.gradient.is_some());
         let mut reads = Vec::new();
         if step.kind != VisitKind::Gather {
-            reads.extend(with.iter().map(|&(_, &id)| id));
+            reads.extend(with.iter().filter(|(input, _)| !input.once).map(|&(_, &id)| id));
             reads.extend(met.saved.filter(|_| !step.keeps));
             reads.extend(met.answer);
-            reads.extend(without.iter().map(|&(input, &id)| match self.is_visited_once(at) {
+            let without = without.iter().filter(|(input, _)| !input.once);
+            reads.extend(without.map(|&(input, &id)| match self.is_visited_once(at) {
                 true => id,
                 false => self.latest[&input.boundary.role],
             }));

@@ -28,6 +28,7 @@ pub(super) fn read_experts(keys: &Keys, intermediate: &str) -> Result<Experts, S
         every: 1,
         from: 0,
         balance: Balance { loss: balance_loss(keys)?, ..Balance::default() },
+        bundles: None,
     })
 }
 

@@ -31,6 +31,7 @@ fn experts(balance: Balance) -> Experts {
         shared: 0,
         every: 1,
         from: 0,
+        bundles: None,
         balance,
     }
 }
