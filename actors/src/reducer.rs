@@ -2,9 +2,9 @@
 //!
 //! It alone takes landing blocks. It walks the plan's list of reductions: device gradients as the
 //! Executors close them, and the host visits that read the stash (balance, loss, scatter) once all
-//! of it has landed. An untied gradient of an eager step goes on in its landing block; one that must
-//! wait (for the norm, or for the embedding's share) is joined into its block's region first, so
-//! that no landing block is ever held by something that waits. The region of a staged block is
+//! of it has landed. An untied gradient of an eager step goes on in its landing block; one that
+//! must wait (for the norm, or for the embedding's share) is joined into its block's region first,
+//! so that no landing block is ever held by something that waits. The region of a staged block is
 //! written from a landing block and read back into one.
 //!
 //! Each group of micro-batches has a gradient of its own. When it has landed, the Reducer adds the

@@ -34,9 +34,10 @@ pub struct MeasureRoutes<'a> {
     pub accumulate: bool,
 }
 
-/// A choice without some assignments, which are marked as dropped: those of an expert beyond its capacity in a sequence, which is
-/// ⌈factor k T ÷ E⌉ for a sequence of T rows, and at least 1. The first choices of all rows come
-/// first, by position, then the second choices, and so on (Lepikhin et al. 2020).
+/// A choice without some assignments, which are marked as dropped: those of an expert beyond its
+/// capacity in a sequence. That is ⌈factor k T ÷ E⌉ for a sequence of T rows, and at least 1. The
+/// first choices of all rows come first, by position, then the second choices, and so on (Lepikhin
+/// et al. 2020).
 #[derive(Clone, Copy, Debug)]
 pub struct LimitExperts<'a> {
     /// Output: the choice, with the bit [`DROPPED`] in some experts. Floats. (R, 2 k).

@@ -1,9 +1,9 @@
 //! What the routers of a step did, and the losses that follow from it.
 //!
 //! A loss of this kind is linear in the probabilities P of the rows, and its factors b follow from
-//! counts of choices: loss = Σ b P. So b is the gradient that the backward pass needs. It comes from
-//! integers, and has the same bits however sequences are dealt; and each micro-batch has a share of
-//! the loss, which is added like a share of the model's loss.
+//! counts of choices: loss = Σ b P. So b is the gradient that the backward pass needs. It comes
+//! from integers, and has the same bits however sequences are dealt; and each micro-batch has a
+//! share of the loss, which is added like a share of the model's loss.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -10,6 +10,7 @@ use l2l::models::{BalanceOf, BalanceOver};
 use l2l::{Config, Plan, StepReport, Trainer, model_of, shape_of};
 use serde_json::Value;
 
+use crate::exact::{Case, SMALL, Ways, baseline, config, run};
 use crate::pytorch::case;
 
 /// Losses and limits of the routers of a case.
@@ -218,5 +219,32 @@ fn what_cannot_be_is_refused_by_name() {
     for (key, says, change) in cases {
         let text = refusal(change);
         assert!(text.contains(key) && text.contains(says), "{text}");
+    }
+}
+
+/// Every way of training trains experts.
+#[test]
+fn experts_have_the_same_bits_in_every_kind_of_schedule() {
+    let each = [
+        ([4, 2], Routers::Plain),
+        ([9, 1], Routers::Plain),
+        ([4, 2], Routers::Limited),
+        ([5, 3], Routers::OfStep),
+        ([5, 2], Routers::OfSequences),
+        ([9, 1], Routers::OfMicroBatches),
+    ];
+    for (experts, routers) in each {
+        let case = Case { experts: Some(experts), routers, groups: 3, ..SMALL.clone() };
+        let case = Case { batch: 6, ..case };
+        let expected = run(config(&case, &baseline()), 3);
+        let kinds = [ScheduleKind::Relay, ScheduleKind::Gpipe, ScheduleKind::Interleaved];
+        for (kind, bundles) in kinds.into_iter().flat_map(|kind| [(kind, None), (kind, Some(1))]) {
+            let way = Ways { kind, devices: 2, recompute: true.into(), bundles, ..baseline() };
+            let way = Ways { on_file: true, ..way }.for_case(&case);
+            let (bits, summary) = run(config(&case, &way), 3);
+            let name = format!("{kind:?} {experts:?} {bundles:?} {routers:?}");
+            assert_eq!(bits, expected.0, "{name}");
+            assert_eq!(summary.weights_digest, expected.1.weights_digest, "{name}");
+        }
     }
 }

@@ -69,7 +69,8 @@ pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Re
 }
 
 /// Why a schedule cannot have answers of the whole step.
-pub(super) const WHOLE_STEP: &str = "the host answers what layers measured when it has that of the whole step, and here a \
+pub(super) const WHOLE_STEP: &str = "\
+     the host answers what layers measured when it has that of the whole step, and here a \
      micro-batch begins its backward pass before another has ended its forward pass: let it answer \
      for each micro-batch";
 
@@ -343,9 +344,9 @@ impl<'m> Wiring<'m> {
     }
 
     /// The boundaries that the backward visit of a step reads from the stash: those that its
-    /// forward visit read, unless it reads them once, and what it saved there; the roles without a gradient as the forward
-    /// pass left them; the gradients of those that it wrote, and the gradients of those that it
-    /// read as far as steps above have added to them.
+    /// forward visit read, unless it reads them once, and what it saved there; the host's answer;
+    /// the roles without a gradient as the forward pass left them; the gradients of those that it
+    /// wrote, and the gradients of those that it read as far as steps above have added to them.
     fn reads_of_backward(
         &self,
         at: usize,
