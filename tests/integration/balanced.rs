@@ -1,12 +1,14 @@
 //! Losses that balance experts, and limits of their choice: the numbers of transformers and of the
 //! papers (`goldens/balance.py`), and what is refused.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use l2l::config::{ExpertsConfig, ScheduleKind};
 use l2l::data::Batches;
 use l2l::models::{BalanceOf, BalanceOver};
+use l2l::telemetry::samples;
 use l2l::{Config, Plan, StepReport, Trainer, model_of, shape_of};
 use serde_json::Value;
 
@@ -177,6 +179,37 @@ async fn check_own(config: Config, expected: Option<f64>) {
     let keys: Value = serde_json::from_str(&text).expect("it is JSON");
     assert_eq!(keys["output_router_logits"], expected.is_some());
     assert_eq!(keys["router_aux_loss_coef"], 0.1, "it is kept where it has no effect");
+    trainer.stop().await.expect("nothing fails here");
+}
+
+/// Metrics of experts, layer by layer, and choices that were dropped so far.
+#[tokio::test]
+async fn loads_of_experts_are_told() {
+    let (mut config, _) = case("mixtral");
+    config.experts.capacity_factor = Some(0.5);
+    config.experts.z_loss = 0.1;
+    let mut batches = Batches::open(&config).expect("it is committed");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
+    let mut dropped = 0.0;
+    for _ in 0..2 {
+        let batch = batches.next().await.expect("good data");
+        trainer.step(batch).await.expect("nothing fails here");
+        let mut told = BTreeMap::new();
+        samples(&trainer.watch().view(0), |metric, labels, value| {
+            told.insert([&[metric.name], labels].concat().join(" "), value);
+        });
+        assert!(told["l2l_dropped_assignments_total"] > dropped);
+        dropped = told["l2l_dropped_assignments_total"];
+        assert!(told["l2l_z_loss"] > 0.0 && told["l2l_balance_loss"] == 0.0);
+        for layer in ["1", "2"] {
+            let of = |name: &str| told[&format!("{name} {layer}")];
+            // Five experts, of which a token chooses two.
+            assert!((1.0..=2.5).contains(&of("l2l_expert_load_max_ratio")));
+            assert!((0.4..=1.0).contains(&of("l2l_expert_token_share")));
+            assert!((0.0..=3.0).contains(&of("l2l_idle_experts")));
+            assert!((0.0..=5.0_f64.ln() + 1e-6).contains(&of("l2l_router_entropy")));
+        }
+    }
     trainer.stop().await.expect("nothing fails here");
 }
 
