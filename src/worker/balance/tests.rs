@@ -36,8 +36,11 @@ fn experts(balance: Balance) -> Experts {
     }
 }
 
-/// The loss of a step, and the slopes of each micro-batch: layer, sequence, numbers.
-fn losses(balance: Balance) -> (RouterLosses, Vec<Vec<(usize, usize, Vec<f64>)>>) {
+/// The slopes of a micro-batch: layer, sequence, numbers.
+type Slopes = Vec<(usize, usize, Vec<f64>)>;
+
+/// The loss of a step, and the slopes of each micro-batch.
+fn losses(balance: Balance) -> (RouterLosses, Vec<Slopes>) {
     let experts = experts(balance);
     let mut desk = RouterDesk::default();
     let of = |m: usize| [0, 1].map(|layer| measures(layer, m));
