@@ -226,6 +226,8 @@ impl Rates {
                 self.host * f64::from(all) / visit.blocks.len() as f64
             }
             (_, &Work::Gather { share: Share::MicroBatch(micro_batch), .. })
+            | (_, &Work::Measure { micro_batch, .. })
+            | (_, &Work::Answer { micro_batch, .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
             (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,

@@ -31,6 +31,7 @@ mod perfetto;
 #[cfg(feature = "metrics")]
 mod publish;
 mod ranks;
+mod routers;
 #[cfg(feature = "prometheus")]
 mod server;
 mod slice;
@@ -54,6 +55,7 @@ pub use page::{Report, live};
 #[cfg(feature = "metrics")]
 pub use publish::{Histograms, describe, publish};
 pub use ranks::RankView;
+pub use routers::RouterView;
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
 pub use slice::{Observe, Slice, SliceKind};
