@@ -117,9 +117,10 @@ pub(super) fn file_tensors(model: &Model, eps: &Eps, part: BlockRun) -> FileTens
     for (id, tensors) in (0..).map(BlockId).zip(&model.blocks).filter(|(_, all)| !all.is_empty()) {
         for (tensor, state, range) in eps.pieces(id, part, tensors) {
             let (name, dtype, shape) = match state {
-                None => (tensor.name.clone(), Dtype::F32, tensor.shape.clone()),
+                None => (tensor.name.clone(), Dtype::F32, tensor.sizes_in_file(&tensor.shape)),
                 Some(RuleState { name, dtype, shape }) => {
-                    (format!("{}.{name}", tensor.name), dtype_of(dtype), shape)
+                    let name = format!("{}.{name}", tensor.name);
+                    (name, dtype_of(dtype), tensor.sizes_in_file(&shape))
                 }
             };
             let rows = shape[0];

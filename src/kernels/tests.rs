@@ -247,13 +247,21 @@ fn wrong_views_of_experts_are_found() {
     let chosen = float(R, 2 * K);
     let per_token = K;
     let normalised = true;
-    found!(Route { chosen, logits, h, w, per_token, normalised }, [chosen, logits, h, w]);
+    let biases = element(1, E);
+    let bias = Some(biases);
+    found!(
+        Route { chosen, logits, h, w, bias, per_token, normalised },
+        [chosen, logits, h, w, bias]
+    );
     let few = element(1, C);
-    let none = Route { w: few, logits: float(R, 1), chosen, h, per_token, normalised };
+    let logits_of_few = float(R, 1);
+    let none =
+        Route { w: few, logits: logits_of_few, chosen, h, bias: None, per_token, normalised };
     assert!(panics(|| none.check()), "more than all experts");
     let op = RouteBackward {
         dh: float(R, C),
         dw: Some(float(E, C)),
+        dbias: Some(float(1, E)),
         logits,
         chosen,
         dchosen: float(R, K),
@@ -262,7 +270,7 @@ fn wrong_views_of_experts_are_found() {
         normalised,
         accumulate: false,
     };
-    found!(op, [dh, dw, logits, chosen, dchosen, h, w]);
+    found!(op, [dh, dw, dbias, logits, chosen, dchosen, h, w]);
     let of_all = float(1, R * K);
     let op = Dispatch { rows: of_all, places: of_all, chosen, experts: E };
     found!(op, [rows, places]);
@@ -282,7 +290,18 @@ fn wrong_views_of_experts_are_found() {
     let op = WeighRows { y: x, x, weights };
     found!(op, [y, x, weights.places]);
     let out = float(R, K);
-    found!(RowDots { out, x, y: x, places: rows }, [x, y, places]);
+    let dy = element(M, C + 1);
+    let bias = element(1, C + 1);
+    let with_bias = |dy, bias| Some(BiasRows { dy, bias });
+    let dots = RowDots { out, x, y: x, places: rows, bias: with_bias(dy, bias) };
+    found!(dots, [x, y, places]);
+    for (name, wrong) in WRONGS {
+        let dots = |bias| RowDots { bias, ..dots };
+        assert!(panics(|| dots(with_bias(wrong(dy), bias)).check()), "dy: {name}");
+        assert!(panics(|| dots(with_bias(dy, wrong(bias))).check()), "bias: {name}");
+    }
+    let op = SumRows { y: float(1, C), x, weights, accumulate: false };
+    found!(op, [y, x, weights.places], any_dtype: ["x"]);
     let y = float(R, C);
     let gate = element(R, 1);
     found!(GateRows { y, x: h, gate }, [y, x, gate]);

@@ -36,7 +36,8 @@ impl Compute for CachedAttention<'_> {
         let qkv = call.read(self.qkv);
         let cache = call.read(self.cache);
         let of_sequence = cache.len() / shape.batch.sequences();
-        call.write(self.y).par_chunks_mut(d).enumerate().for_each(|(task, y)| {
+        let heads = call.write(self.y).par_chunks_mut(d).enumerate();
+        let statistics = heads.map(|(task, y)| {
             let row = task / shape.heads;
             let head = task % shape.heads;
             let (sequence, at) = shape.batch.place(row);
@@ -80,9 +81,15 @@ impl Compute for CachedAttention<'_> {
                         }
                     }
                     y.iter_mut().for_each(|y| *y /= total);
+                    // Sequence by sequence, and in one head by head.
+                    let new = shape.batch.sequence(sequence).len();
+                    (first_row * shape.heads + head * new + at, most + total.ln())
                 },
-            );
+            )
         });
+        let statistics: Vec<(usize, f32)> = statistics.collect();
+        let lse = call.write(self.lse);
+        statistics.into_iter().for_each(|(place, value)| lse[place] = value);
     }
 }
 
@@ -121,6 +128,7 @@ mod tests {
                     let lse = bench.nan(rows, heads);
                     let kv = bench.nan(rows, all.kv_width());
                     let found = bench.nan(few.rows(), all.width());
+                    let found_lse = bench.nan(few.rows(), heads);
                     let of_all = bench.tensor(all.qkv_width(), &qkv);
                     let of_last = bench.tensor(all.qkv_width(), &last);
                     bench.run(level, |k, _| {
@@ -135,10 +143,25 @@ mod tests {
                         cache[s * most * all.kv_width()..][..from.len()].copy_from_slice(from);
                     }
                     let cache = bench.tensor(all.kv_width(), &cache);
-                    let op = CachedAttention { y: found, qkv: of_last, cache, shape: few };
+                    let lse_of_few = found_lse;
+                    let op = CachedAttention {
+                        y: found,
+                        lse: lse_of_few,
+                        qkv: of_last,
+                        cache,
+                        shape: few,
+                    };
                     bench.run(level, |k, _| k.cached_attention(&op));
                     let [y, found] = [y, found].map(|view| bench.values(view));
+                    let [lse, found_lse] = [lse, found_lse].map(|view| bench.values(view));
                     for s in 0..3 {
+                        for (head, at) in
+                            (0..heads).flat_map(|h| (0..new[s]).map(move |at| (h, at)))
+                        {
+                            let of_all = starts[s] * heads + head * lengths[s] + cached[s] + at;
+                            let of_few = begins[s] * heads + head * new[s] + at;
+                            assert!((lse[of_all] - found_lse[of_few]).abs() < 1e-5, "{s} {head}");
+                        }
                         let new = new[s] * heads * d;
                         let expected = &y[(starts[s] + cached[s]) * heads * d..][..new];
                         let found = &found[begins[s] * heads * d..][..new];

@@ -27,6 +27,7 @@ mod quantised;
 mod rates;
 mod rotary;
 mod scattered;
+mod sinks;
 mod views;
 
 use std::sync::Arc;

@@ -11,7 +11,7 @@ use crate::kernels::{
     Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward, Linear,
     LinearBackward, Logits, Norm, NormBackward, PackPositive, PooledRows, PooledRowsBackward,
     ReadKv, Residual, Rotate, Route, RouteBackward, RowDots, Runs, RunsIn, Score, ScoreBackward,
-    TakeColumns, UnpackPositive, WeighRows, WriteKv,
+    Sink, SinkBackward, SumRows, TakeColumns, UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -150,6 +150,8 @@ launched! {
     write_kv(WriteKv<'_>);
     read_kv(ReadKv<'_>);
     cached_attention(CachedAttention<'_>);
+    sink(Sink<'_>);
+    sink_backward(SinkBackward<'_>);
     dropout(ApplyDropout<'_>);
     residual(Residual<'_>);
     cast(Cast);
@@ -168,6 +170,7 @@ launched! {
     combine_rows(CombineRows);
     weigh_rows(WeighRows);
     row_dots(RowDots);
+    sum_rows(SumRows);
     gate_rows(GateRows);
     gate_rows_backward(GateRowsBackward);
     custom(Custom<'_>);

@@ -4,9 +4,9 @@ use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
 use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients, Mlp, Product};
 use crate::kernels::{
-    ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, Dropout, GateBackward,
+    ActivateBackward, ApplyDropout, AttentionBackward, BiasRows, ChunkKv, Dropout, GateBackward,
     HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate, RowDots, RowWeights,
-    WeighRows,
+    SinkBackward, SumRows, WeighRows,
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
@@ -69,6 +69,8 @@ struct ProductBackward<'a> {
     dy: View,
     x: View,
     w: &'a Product<View>,
+    /// The gradient of the bias, if the product's backward computes it.
+    dbias: Option<View>,
     /// The activation function behind the product. Then `dy` is the gradient of its output, and its
     /// backward runs first and overwrites `dy`.
     activate: Option<ActivateBackward>,
@@ -155,20 +157,27 @@ impl ChunkPass<'_> {
             dy,
             x: input,
             w: &w.down,
+            dbias: d.down.bias().filter(|_| weighted.is_none()),
             activate: None,
         };
         self.product_backward(g, &down, scratch);
         if let Some(Weighted { weights, dchosen }) = weighted {
             let places = weights.places;
-            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places });
+            let bias = w.down.affine.bias.map(|bias| BiasRows { dy, bias });
+            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places, bias });
+            if let Some(y) = d.down.bias() {
+                k.sum_rows(&SumRows { y, x: dy, weights, accumulate: g.accumulate });
+            }
             k.weigh_rows(&WeighRows { y: input, x: dactivated, weights });
             dactivated = input;
         }
         if gated {
-            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, activation });
+            let form = self.block.shape.gate_form();
+            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, form });
         }
         let activate = (!gated).then_some(ActivateBackward { dx: dup, x: up, activation });
-        let op = ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, activate };
+        let dbias = d.up.bias();
+        let op = ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, dbias, activate };
         self.product_backward(g, &op, scratch);
     }
 
@@ -178,15 +187,15 @@ impl ChunkPass<'_> {
         op: &ProductBackward<'_>,
         scratch: &Scratch<'_>,
     ) {
-        let ProductBackward { dx, d, dy, x, w, activate } = *op;
+        let ProductBackward { dx, d, dy, x, w, dbias, activate } = *op;
         let op = LinearBackward {
             dx,
             dw: d.affine.weight,
-            dbias: d.affine.bias.flatten(),
+            dbias,
             dy,
             x,
             w: w.affine.weight,
-            transposed: self.block.shape.transposed,
+            transposed: w.transposed,
             accumulate: g.accumulate,
         };
         match activate {
@@ -319,11 +328,13 @@ impl ChunkPass<'_> {
             dy: dprojected,
             x: y,
             w: &w.projection,
+            dbias: g.d.projection.bias(),
             activate: None,
         };
         self.product_backward(g, &op, scratch);
         let dqkv = scratch.take_like(saved.qkv);
         let shape = block.attention(batch);
+        self.sinks_backward(g, doutput);
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
         } else if block.shape.qk_norm {
@@ -364,6 +375,21 @@ impl ChunkPass<'_> {
         dqkv
     }
 
+    /// The gradients of the sinks, from that of attention's output.
+    fn sinks_backward(&self, g: &ChunkGradients<'_>, dy: View) {
+        let (Some(sinks), Some(dsinks)) = (self.w.sinks, g.d.sinks.flatten()) else { return };
+        let op = SinkBackward {
+            dsinks,
+            dy,
+            y: self.saved.attention_output,
+            lse: self.saved.lse,
+            sinks,
+            shape: self.block.attention(&self.batch),
+            accumulate: g.accumulate,
+        };
+        self.k.sink_backward(&op);
+    }
+
     /// The gradient of the chunk's input, from the gradient of queries, keys and values.
     fn qkv_backward(
         &self,
@@ -375,7 +401,10 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let Buffers { dbranch, dattention_sum, .. } = buffers;
         let d = &g.d.qkv;
-        let product = ProductBackward { dx: dbranch, d, dy: dqkv, x, w: &w.qkv, activate: None };
+        let dbias = d.bias();
+        let w_qkv = &w.qkv;
+        let product =
+            ProductBackward { dx: dbranch, d, dy: dqkv, x, w: w_qkv, dbias, activate: None };
         if block.shape.post_norm {
             self.product_backward(g, &product, scratch);
             k.residual(&Residual { y: g.dx, a: dattention_sum, x: dbranch, dropout: None });

@@ -5,7 +5,7 @@ use super::saved::{Activations, Branch, Positive};
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
     Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, PackPositive,
-    Residual, Rotate, UnpackPositive, WriteKv,
+    Residual, Rotate, Sink, UnpackPositive, WriteKv,
 };
 use crate::models::low_rank::LowRank;
 use crate::models::norms::Affine;
@@ -51,7 +51,7 @@ pub(super) struct ChunkPass<'a> {
 impl ChunkPass<'_> {
     pub(super) fn linear(&self, y: View, x: View, product: &Product<View>) {
         let Affine { weight: w, bias } = product.affine;
-        let transposed = self.block.shape.transposed;
+        let transposed = product.transposed;
         self.k.linear(&Linear { y, x, w, bias, transposed });
         if let Some(low_rank) = &self.low_rank {
             low_rank.add(y, x, &product.adapters);
@@ -121,14 +121,17 @@ impl ChunkPass<'_> {
 
     /// Computes attention's activations, from the chunk's input to attention's output.
     pub(super) fn recompute_attention(&self) {
-        let ChunkPass { k, ref saved, kv, .. } = *self;
+        let ChunkPass { k, w, ref saved, kv, .. } = *self;
         let qkv = self.project_qkv();
         let shape = self.block.attention(&self.batch);
         let y = saved.attention_output;
         let lse = saved.lse;
         match kv.cached {
-            Some(cache) => k.cached_attention(&CachedAttention { y, qkv, cache, shape }),
+            Some(cache) => k.cached_attention(&CachedAttention { y, lse, qkv, cache, shape }),
             None => k.attention(&Attention { y, lse, qkv, kv: kv.chunk, shape }),
+        }
+        if let Some(sinks) = w.sinks {
+            k.sink(&Sink { y, lse, sinks, shape });
         }
     }
 
@@ -200,7 +203,7 @@ impl ChunkPass<'_> {
     pub(super) fn activate(&self, y: View, x: View) {
         let Shape { gated, activation, .. } = self.block.shape;
         if gated {
-            self.k.gate(&Gate { y, x, activation });
+            self.k.gate(&Gate { y, x, form: self.block.shape.gate_form() });
         } else {
             self.k.activate(&Activate { y, x, activation });
         }

@@ -10,6 +10,7 @@ use crate::kernels::{
     LinearBackward, Residual, Route, RouteBackward, RowWeights,
 };
 use crate::models::block_tensors::SlotWeight;
+use crate::models::norms::Affine;
 use crate::models::shape::Experts;
 use crate::tensor::{Scratch, View};
 
@@ -71,13 +72,14 @@ impl ChunkPass<'_> {
     }
 
     /// Chooses the experts of each row.
-    fn route(&self, router: View, scratch: &Scratch<'_>) -> Routed {
+    fn route(&self, router: Affine<View>, scratch: &Scratch<'_>) -> Routed {
         let Experts { count, per_token, normalised, .. } = self.experts();
         let r = self.batch.rows();
         let logits = scratch.take_floats(r, count);
         let chosen = scratch.take_floats(r, 2 * per_token);
         let [rows, places] = [(); 2].map(|()| scratch.take_floats(1, r * per_token));
-        let route = Route { chosen, logits, h: self.hidden, w: router, per_token, normalised };
+        let Affine { weight: w, bias } = router;
+        let route = Route { chosen, logits, h: self.hidden, w, bias, per_token, normalised };
         self.k.route(&route);
         let counts = self.k.dispatch(&Dispatch { rows, places, chosen, experts: count });
         Routed { logits, chosen, rows, places, counts }
@@ -175,12 +177,13 @@ impl ChunkPass<'_> {
         let Routed { logits, chosen, .. } = routed;
         let op = RouteBackward {
             dh,
-            dw: d.router,
+            dw: d.router.weight,
+            dbias: d.router.bias.flatten(),
             logits,
             chosen,
             dchosen,
             h: hidden,
-            w: w.router,
+            w: w.router.weight,
             normalised,
             accumulate: g.accumulate,
         };
