@@ -71,7 +71,8 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     let mut ends: BTreeMap<Side, usize> = BTreeMap::new();
     for (now, visit) in schedule.visits.iter().enumerate() {
         let device = visit.device();
-        for (side, written) in [(None, &visit.writes), (device, &visit.keeps)] {
+        let stays: Vec<BoundaryId> = visit.stays().collect();
+        for (side, written) in [(None, &visit.writes), (device, &stays)] {
             for met in in_units(&units, visit, written) {
                 let place = &mut places[index(met)];
                 if place.is_some() || schedule.boundary(met.0).role.is_kv() {

@@ -117,7 +117,7 @@ impl<'l> Bench<'l> {
     /// The layer's weights, and those that it dequantises by itself.
     fn weights(&self) -> (Vec<View>, Vec<SlotWeight<'static>>) {
         let mut weights = tensor_views(&self.layer.tensors(), self.weights);
-        let stored = weights.split_off(weights.len() - self.layer.stored_weights());
+        let stored = weights.split_off(weights.len() - self.layer.stored_weights(0));
         (weights, stored.into_iter().map(SlotWeight::Ready).collect())
     }
 

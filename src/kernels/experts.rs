@@ -92,8 +92,8 @@ pub struct CombineRows {
     pub y: View,
     /// Input. (N, C).
     pub x: View,
-    /// The rows of one expert, in ascending order: floats. (1, N).
-    pub rows: View,
+    /// The rows of one expert, in ascending order: floats, (1, N). `None`: all rows, and N is R.
+    pub rows: Option<View>,
     /// w; `None`: 1.
     pub weights: Option<RowWeights>,
 }
@@ -250,7 +250,7 @@ impl KernelOperation for CombineRows {
     fn views(&self, views: &mut Views<'_>) {
         let CombineRows { y, x, rows, weights } = *self;
         views.writes("y", y, [y.rows, x.columns], Dtype::F32);
-        views.reads("x", x, [rows.columns, y.columns], x.dtype);
+        views.reads("x", x, [rows.map_or(y.rows, |rows| rows.columns), y.columns], x.dtype);
         views.reads("rows", rows, [1, x.rows], Dtype::F32);
         if let Some(weights) = weights {
             weights.views(views, x.rows);

@@ -283,10 +283,12 @@ fn wrong_views_of_experts_are_found() {
     let weights = RowWeights { places: rows, chosen };
     let y = float(R, C);
     let x = element(M, C);
-    let op = CombineRows { y, x, rows, weights: None };
+    let op = CombineRows { y, x, rows: Some(rows), weights: None };
     found!(op, [y, x, rows], any_rows: ["y"], any_dtype: ["x"]);
-    let op = CombineRows { y, x, rows, weights: Some(weights) };
+    let op = CombineRows { y, x, rows: Some(rows), weights: Some(weights) };
     found!(op, [y, x, rows], any_dtype: ["x"]);
+    let op = CombineRows { y, x: h, rows: None, weights: None };
+    found!(op, [y, x], any_dtype: ["x"]);
     let op = WeighRows { y: x, x, weights };
     found!(op, [y, x, weights.places]);
     let out = float(R, K);

@@ -194,10 +194,10 @@ pub trait Layer: Send + Sync {
         vec![step]
     }
 
-    /// The number of weights, the last ones, that the layer dequantises when it needs them, so that
-    /// workspace need not hold all of them. Joined tensors count once. All others are dequantised
-    /// before a visit.
-    fn stored_weights(&self) -> usize {
+    /// The number of a step's weights, the last ones, that the layer dequantises when it needs
+    /// them, so that workspace need not hold all of them. Joined tensors count once. All others are
+    /// dequantised before a visit.
+    fn stored_weights(&self, _step: usize) -> usize {
         0
     }
 

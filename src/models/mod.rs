@@ -37,7 +37,7 @@ pub use layer::{
 pub use lora::Lora;
 pub use masters::MasterFormat;
 pub use model::{Model, ModelLayer, Tile};
-pub(crate) use ports::Port;
+pub(crate) use ports::{FirstPorts, Port};
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;
 pub use shape::{Dropouts, Experts, Head, Shape, Window};

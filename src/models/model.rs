@@ -14,7 +14,7 @@ use super::classes::Classes;
 use super::ends::{Final, Stem};
 use super::families::Names;
 use super::layer::{Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
-use super::ports::{LayerStep, StepContext};
+use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::selection::LayerSelection;
 use super::shape::Shape;
 use crate::error::Error;
@@ -85,6 +85,8 @@ pub struct Model {
     pub blocks: Vec<BlockTensors>,
     /// Tiles of the vocabulary.
     pub tiles: Vec<Tile>,
+    /// The first boundaries of each layer's steps.
+    pub(crate) first_ports: Vec<Vec<FirstPorts>>,
     /// The loss of a labelled position.
     pub loss: Box<dyn Loss>,
     /// ε of [label smoothing](crate::kernels::Smoothing) in training.
@@ -200,8 +202,15 @@ impl Model {
                 blocks.push(table(names.head, tile, true).into());
             }
         }
+        let context = StepContext::new(shape.hidden, 1, Dtype::F32, None);
+        let first_ports = |layer: &ModelLayer| {
+            let steps = layer.stack().map_or_else(Vec::new, |layer| layer.steps(&context));
+            steps.iter().map(LayerStep::first_ports).collect()
+        };
+        let first_ports = layers.iter().map(first_ports).collect();
         let loss = Box::new(CrossEntropy);
-        Model { shape, layers, layer_blocks, blocks, tiles, loss, label_smoothing: 0.0 }
+        let label_smoothing = 0.0;
+        Model { shape, layers, layer_blocks, blocks, tiles, first_ports, loss, label_smoothing }
     }
 
     /// The trained tensors of a block whose gradient a device computes. There are none in a tile of
@@ -296,7 +305,7 @@ impl Model {
             ModelLayer::Head(tile) => Boundary::of_sequences(Role::Logits, tile.rows, FLOAT),
             ModelLayer::Classes(classes) => classes.logits(),
         };
-        let known = Input { boundary: statistics, gradient: None };
+        let known = Input::new(statistics, None);
         let reads = vec![context.head_input(self.head_gradient(context.dtype)), known];
         let logits = context.scores.then_some(logits);
         let writes = [statistics].into_iter().chain(logits).collect();
@@ -368,7 +377,7 @@ impl Model {
     }
 
     /// FLOPs of the products of a visit: of sequences of these lengths at a layer that saves these
-    /// activations. In a head, all positions count.
+    /// activations. In a head, all positions count. The steps of a layer have the same share of it.
     pub(crate) fn visit_flops(
         &self,
         layer: usize,
@@ -377,6 +386,7 @@ impl Model {
         save: Option<Save>,
     ) -> f64 {
         let visited = &self.layers[layer];
+        let steps = self.first_ports[layer].len().max(1) as f64;
         let Products { weights, trained, channels } = self.products(layer);
         let mut forward = 0.0;
         let mut of_gradients = 0.0;
@@ -392,10 +402,11 @@ impl Model {
             // Attention has about a third of a block's products.
             (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
         };
-        match phase {
+        let of_layer = match phase {
             Phase::Forward => forward,
             Phase::Backward => (1.0 + again) * forward + of_gradients,
-        }
+        };
+        of_layer / steps
     }
 
     /// Refuses tensors that a checkpoint could not distinguish, and layers whose dropout masks

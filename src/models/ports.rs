@@ -23,7 +23,22 @@ pub struct LayerStep {
     pub saves: Option<Boundary>,
 }
 
+/// The roles of the first input and of the first output that a step declares.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FirstPorts {
+    pub(crate) read: Role,
+    pub(crate) written: Role,
+}
+
 impl LayerStep {
+    /// The roles of its first boundaries. A step without one has none to ask for.
+    pub(crate) fn first_ports(&self) -> FirstPorts {
+        FirstPorts {
+            read: self.reads.first().map_or(Role::Hidden, |input| input.boundary.role),
+            written: self.writes.first().map_or(Role::Hidden, |boundary| boundary.role),
+        }
+    }
+
     /// A step from hidden states to hidden states, which needs these blocks and saves nothing.
     pub fn on_hidden(context: &StepContext, blocks: Vec<usize>) -> LayerStep {
         let reads = vec![context.hidden_input()];
@@ -73,7 +88,7 @@ impl StepContext {
     /// Hidden states as a layer of the stack reads them: its backward writes their gradient.
     pub fn hidden_input(&self) -> Input {
         let gradient = Boundary { role: Role::HiddenGradient, ..self.hidden };
-        Input { boundary: self.hidden, gradient: Some(gradient) }
+        Input::new(self.hidden, Some(gradient))
     }
 
     /// A tensor of the layers' own, (R, `width`), of the device's dtype.
@@ -85,7 +100,7 @@ impl StepContext {
     pub fn own_input(&self, number: u8, width: usize) -> Input {
         let boundary = self.own(number, width);
         let gradient = Boundary { role: Role::OwnGradient(number), ..boundary };
-        Input { boundary, gradient: Some(gradient) }
+        Input::new(boundary, Some(gradient))
     }
 
     /// Saved activations of `floats` for each sequence of up to [`positions`](Self::positions)
@@ -108,7 +123,7 @@ impl StepContext {
     /// The hidden states as a head reads them. Their gradient has this dtype.
     pub(crate) fn head_input(&self, gradient: Dtype) -> Input {
         let gradient = Boundary::of_tokens(Role::HeadGradient, self.channels, gradient.size());
-        Input { boundary: self.hidden, gradient: Some(gradient) }
+        Input::new(self.hidden, Some(gradient))
     }
 
     /// Adds keys and values of `width` numbers for each position, if this step has a KV cache.
@@ -118,7 +133,7 @@ impl StepContext {
         step.writes.push(Boundary::of_tokens(Role::NewKv, width, size));
         if cached > 0 {
             let boundary = Boundary::of_sequences(Role::CachedKv, cached * width, size);
-            step.reads.push(Input { boundary, gradient: None });
+            step.reads.push(Input::new(boundary, None));
         }
     }
 }
@@ -149,26 +164,16 @@ impl PortViews<'_> {
 
     /// The boundary of this role that the visit reads: (R, its width), or (B, its width).
     pub fn read(&self, role: Role) -> Option<View> {
-        self.find(self.reads, |of| of == role)
+        self.find(self.reads, role)
     }
 
     /// The boundary of this role that the visit writes: (R, its width), or (B, its width).
     pub fn written(&self, role: Role) -> Option<View> {
-        self.find(self.writes, |of| of == role)
+        self.find(self.writes, role)
     }
 
-    /// The first boundary that the visit reads whose role fits.
-    pub(crate) fn first_read(&self, fits: impl Fn(Role) -> bool) -> Option<View> {
-        self.find(self.reads, fits)
-    }
-
-    /// The first boundary that the visit writes whose role fits.
-    pub(crate) fn first_written(&self, fits: impl Fn(Role) -> bool) -> Option<View> {
-        self.find(self.writes, fits)
-    }
-
-    fn find(&self, ports: &[Port], fits: impl Fn(Role) -> bool) -> Option<View> {
-        ports.iter().find(|port| fits(port.boundary.role)).map(|port| self.view(port))
+    fn find(&self, ports: &[Port], role: Role) -> Option<View> {
+        ports.iter().find(|port| port.boundary.role == role).map(|port| self.view(port))
     }
 
     fn view(&self, &Port { boundary, view }: &Port) -> View {

@@ -104,6 +104,9 @@ pub struct Experts {
     pub every: usize,
     /// The first block that may have experts.
     pub from: usize,
+    /// The most bundles that one visit has beside no other block. `None`: one visit has the whole
+    /// layer. Results are the same, bit for bit.
+    pub bundles: Option<usize>,
 }
 
 impl Experts {

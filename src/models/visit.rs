@@ -1,6 +1,6 @@
 //! One micro-batch at one visit: the views of the visited layer's inputs and outputs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use l2l_actors::schedule::{
     BlockId, BoundaryId, LayerId, Phase, RingModel, Role, Schedule, Selection, Visit, relay,
@@ -11,8 +11,8 @@ use crate::kernels::{
     Smoothing,
 };
 use crate::models::{
-    Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
-    Model, ModelLayer, Port, PortViews, Save, SlotWeight, Tile,
+    Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, FirstPorts, Forward, KvCache,
+    Layer, Model, ModelLayer, Port, PortViews, Save, SlotWeight, Tile,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -30,6 +30,8 @@ pub(crate) struct VisitArgs<'a> {
     /// Boundaries that the visit reads and writes.
     pub(crate) reads: Vec<Port>,
     pub(crate) writes: Vec<Port>,
+    /// The places of the visit's copies, in its order.
+    pub(crate) copies: Vec<View>,
     /// 1 ÷ labelled positions of the step.
     pub(crate) scale: f32,
     /// The activations that are saved, if any are.
@@ -112,7 +114,8 @@ impl<'r> VisitRun<'r> {
         let blocks = self.blocks();
         let weights = blocks.flat_map(|(tensors, views)| tensors.weights(views.weights, dtype));
         let mut weights: Vec<SlotWeight<'_>> = weights.collect();
-        let stored = layer.stack().map_or(0, |layer| layer.stored_weights());
+        let step = self.visit.step.into();
+        let stored = layer.stack().map_or(0, |layer| layer.stored_weights(step));
         self.stored = weights.split_off(weights.len() - stored);
         let ready = |weight: SlotWeight<'_>| weight.ready(self.k, &self.scratch);
         self.weights = weights.into_iter().map(ready).collect();
@@ -125,7 +128,19 @@ impl<'r> VisitRun<'r> {
             (&ModelLayer::Head(tile), Phase::Forward) => self.tile_forward(tile),
             (&ModelLayer::Head(tile), Phase::Backward) => self.tile_backward(tile),
         }
+        self.copy();
         self.scratch.peak()
+    }
+
+    /// Copies what stays on the device for later visits.
+    fn copy(&self) {
+        let reads = self.visit.all_reads().zip(&self.args.reads);
+        let writes = self.visit.writes.iter().copied().zip(&self.args.writes);
+        let met: BTreeMap<BoundaryId, View> =
+            reads.chain(writes).map(|(id, port)| (id, port.view)).collect();
+        for (copied, &y) in self.visit.copies.iter().zip(&self.args.copies) {
+            self.k.cast(&Cast { y, x: met[&copied.from] });
+        }
     }
 
     /// The tensors of the step's blocks, and their slots.
@@ -154,9 +169,15 @@ impl<'r> VisitRun<'r> {
         self.blocks().flat_map(|(tensors, views)| tensors.gradients(views.gradient)).collect()
     }
 
+    /// The first boundaries that the visited step declares.
+    fn first_ports(&self) -> FirstPorts {
+        self.model.first_ports[self.visit.layer.0 as usize][usize::from(self.visit.step)]
+    }
+
     fn layer_forward(&self, layer: &dyn Layer) {
         let VisitArgs { batch, save, chunk_state, .. } = *self.args;
         let ports = self.ports;
+        let first = self.first_ports();
         let kv_cache = ports.written(Role::NewKv).map(|new| {
             let cached = ports.read(Role::CachedKv).map(|view| view.with_columns(new.columns));
             KvCache { new, cached }
@@ -167,8 +188,8 @@ impl<'r> VisitRun<'r> {
             step: self.visit.step.into(),
             weights: &self.weights,
             stored: &self.stored,
-            x: given(ports.first_read(Role::has_gradient)),
-            y: given(ports.first_written(|role| role != Role::SavedActivations)),
+            x: given(ports.read(first.read)),
+            y: given(ports.written(first.written)),
             ports,
             saved: saved.map(|view| (save, view)),
             kv_cache,
@@ -181,8 +202,13 @@ impl<'r> VisitRun<'r> {
     fn layer_backward(&self, layer: &dyn Layer) {
         let VisitArgs { batch, accumulate, save, chunk_state, .. } = *self.args;
         let ports = self.ports;
-        let dy = given(ports.first_read(Role::is_gradient));
-        let is_of_head = ports.read(Role::HeadGradient) == Some(dy);
+        let FirstPorts { read, written } = self.first_ports();
+        let gradient = |role| match role {
+            Role::Own(number) => Role::OwnGradient(number),
+            _ => Role::HiddenGradient,
+        };
+        let of_head = if written == Role::Hidden { ports.read(Role::HeadGradient) } else { None };
+        let of_head = of_head.map(|dy| self.head_gradient_for(layer, dy));
         let pass = Backward {
             batch,
             step: self.visit.step.into(),
@@ -190,10 +216,10 @@ impl<'r> VisitRun<'r> {
             stored: &self.stored,
             gradients: &self.gradients(),
             accumulate,
-            x: given(ports.first_read(Role::has_gradient)),
+            x: given(ports.read(read)),
             saved: ports.read(Role::SavedActivations).map(|view| (save, view)),
-            dy: if is_of_head { self.head_gradient_for(layer, dy) } else { dy },
-            dx: ports.first_written(Role::is_gradient),
+            dy: given(of_head.or_else(|| ports.read(gradient(written)))),
+            dx: ports.written(gradient(read)),
             ports,
             chunk_state,
             scratch: &self.scratch,
@@ -429,7 +455,9 @@ impl Measured<'_> {
             ids.map(port).collect()
         };
         let reads = ports(&mut visit.all_reads());
-        let writes = ports(&mut visit.all_writes());
+        let writes = ports(&mut visit.writes.iter().chain(&visit.keeps).copied());
+        let copies = ports(&mut visit.copies.iter().map(|copied| copied.to));
+        let copies = copies.into_iter().map(|port| port.view).collect();
         let layer = model.layers[visit.layer.0 as usize].stack();
         let chunk_state =
             layer.map_or(0, |layer| layer.chunk_state_len(rows.positions, backward, dtype));
@@ -441,6 +469,7 @@ impl Measured<'_> {
             accumulate: false,
             reads,
             writes,
+            copies,
             scale: 1.0,
             save: save.unwrap_or(Save::All),
             chunk_state: place(chunk_state),

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use l2l_actors::schedule::{DeviceId, LayerId};
+use l2l_actors::schedule::{BoundaryId, DeviceId, LayerId, Role, Visit};
 
 use super::fit;
 use super::regions::Regions;
@@ -77,7 +77,9 @@ impl PlanSpec<'_> {
         self.kept = (0..self.model.layers.len() as u32).map(LayerId).collect();
         let schedule = self.schedule(self.steps[0], self.share)?;
         let mut found: BTreeMap<DeviceId, BTreeSet<LayerId>> = BTreeMap::new();
-        for visit in schedule.visits.iter().filter(|visit| !visit.keeps.is_empty()) {
+        let is_saved = |id: &BoundaryId| schedule.boundary(*id).role == Role::SavedActivations;
+        let saves = |visit: &&Visit| visit.keeps.iter().any(is_saved);
+        for visit in schedule.visits.iter().filter(saves) {
             let device = visit.device().expect("only devices keep boundaries");
             found.entry(device).or_default().insert(visit.layer);
         }

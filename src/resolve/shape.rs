@@ -149,6 +149,14 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
             Dropouts { embedding: p, attention: p, projection: p, feed_forward: p, classifier: p };
     }
     shape.head = head(config, &shape)?;
+    match &mut shape.experts {
+        Some(experts) => experts.bundles = config.schedule.bundles,
+        None if config.schedule.bundles.is_some() => {
+            let problem = "is set, and the model has no experts: leave it out";
+            return Err(Error::config("schedule.bundles", problem));
+        }
+        None => {}
+    }
     check_shape(&shape)?;
     Ok(shape)
 }

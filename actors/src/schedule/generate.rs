@@ -18,6 +18,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::model::{Input, RingModel, RingStep, Selection};
+use super::stay::stay;
 use super::{
     Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
     Visit, VisitKind,
@@ -68,7 +69,9 @@ pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule
     let mut wiring = Wiring::new(model, selection)?;
     let forward = wiring.forward()?;
     let backward = wiring.backward()?;
-    Ok((wiring.schedule, Legs { forward, backward }))
+    let mut legs = Legs { forward, backward };
+    stay(&mut wiring.schedule, &mut legs);
+    Ok((wiring.schedule, legs))
 }
 
 /// A declared step of a selected layer.
@@ -210,6 +213,7 @@ impl<'m> Wiring<'m> {
             writes,
             keeps: Vec::new(),
             kept: Vec::new(),
+            copies: Vec::new(),
         }
     }
 
@@ -291,7 +295,7 @@ impl<'m> Wiring<'m> {
     }
 
     /// The boundaries that the backward visit of a step reads from the stash: those that its
-    /// forward visit read, and what it saved there; the roles without a gradient as the forward
+    /// forward visit read, unless it reads them once, and what it saved there; the roles without a gradient as the forward
     /// pass left them; the gradients of those that it wrote, and the gradients of those that it
     /// read as far as steps above have added to them.
     fn reads_of_backward(
@@ -306,9 +310,10 @@ impl<'m> Wiring<'m> {
             inputs().partition(|(input, _)| input.gradient.is_some());
         let mut reads = Vec::new();
         if step.kind != VisitKind::Gather {
-            reads.extend(with.iter().map(|&(_, &id)| id));
+            reads.extend(with.iter().filter(|(input, _)| !input.once).map(|&(_, &id)| id));
             reads.extend(met.saved.filter(|_| !step.keeps));
-            reads.extend(without.iter().map(|&(input, &id)| match self.is_visited_once(at) {
+            let without = without.iter().filter(|(input, _)| !input.once);
+            reads.extend(without.map(|&(input, &id)| match self.is_visited_once(at) {
                 true => id,
                 false => self.latest[&input.boundary.role],
             }));

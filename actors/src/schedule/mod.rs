@@ -32,6 +32,7 @@ mod rules;
 mod shards;
 mod spans;
 mod stages;
+mod stay;
 mod traffic;
 mod visit;
 
@@ -55,7 +56,7 @@ pub use shards::Shard;
 pub use spans::{Join, group_spans, sums_of_spans};
 pub use stages::pipeline;
 pub use traffic::Traffic;
-pub use visit::{DeviceId, Phase, Place, Visit, VisitKind};
+pub use visit::{Copied, DeviceId, Phase, Place, Visit, VisitKind};
 
 /// Parameters that move and update together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -25,8 +25,8 @@ impl RingModel {
         let hidden = of_sequences(Role::Hidden);
         let statistics = of_sequences(Role::Statistics);
         let gradient = Some(of_sequences(Role::HiddenGradient));
-        let x = Input { boundary: hidden, gradient };
-        let known = Input { boundary: statistics, gradient: None };
+        let x = Input::new(hidden, gradient);
+        let known = Input::new(statistics, None);
         let last = blocks.len() - 1;
         let layers = (0..blocks.len()).map(|number| {
             let (kind, reads, writes) = match number {
@@ -96,6 +96,15 @@ pub struct Input {
     /// adds to the gradient that the reader above it wrote. `None`: the boundary has no gradient,
     /// and the backward visit reads the last boundary of this role that the forward pass wrote.
     pub gradient: Option<Boundary>,
+    /// True if the forward visit alone reads it.
+    pub once: bool,
+}
+
+impl Input {
+    /// An input that the backward visit reads again.
+    pub fn new(boundary: Boundary, gradient: Option<Boundary>) -> Input {
+        Input { boundary, gradient, once: false }
+    }
 }
 
 /// The layers and blocks that one step visits.

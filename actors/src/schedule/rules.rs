@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::{
-    BlockId, BoundaryId, GroupId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
+    BlockId, BoundaryId, Copied, GroupId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
     VisitKind,
 };
 
@@ -73,7 +73,23 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.boundaries.len()));
     }
     shape(visit)?;
+    copies(schedule, visit)?;
     roles(schedule, visit)
+}
+
+/// Checks that a visit copies what it reads or writes.
+fn copies(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
+    let met: BTreeSet<_> = visit.all_reads().chain(visit.writes.iter().copied()).collect();
+    for &Copied { from, to } in &visit.copies {
+        if !met.contains(&from) {
+            return Err(format!("copies {from}, which it neither reads nor writes"));
+        }
+        let [from, to] = [from, to].map(|id| schedule.boundary(id));
+        if from != to {
+            return Err(format!("copies {} of {from} to {} of {to}", from.role, to.role));
+        }
+    }
+    Ok(())
 }
 
 /// Checks that a visit reads, writes and runs as its kind does.
@@ -82,8 +98,8 @@ fn shape(visit: &Visit) -> Result<(), String> {
         let places = "a host visit gathers, scatters or takes the loss; a device visits layers";
         return Err(format!("{:?} in the wrong place: {places}", visit.kind));
     }
-    let keeps = !visit.keeps.is_empty() || !visit.kept.is_empty();
-    if keeps && !visit.on_device() {
+    let stays = visit.stays().next().is_some() || !visit.kept.is_empty();
+    if stays && !visit.on_device() {
         return Err("keeps a boundary on a device, and runs on the host".into());
     }
     let reads = !visit.reads.is_empty();
@@ -107,7 +123,7 @@ fn roles(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     }
     let role = |id: BoundaryId| schedule.boundary(id).role;
     let read: Vec<Role> = visit.all_reads().map(role).collect();
-    let written: Vec<Role> = visit.all_writes().map(role).collect();
+    let written = visit.writes.iter().chain(&visit.keeps).copied().map(role).collect();
     for roles in [read, written] {
         let mut met = BTreeSet::new();
         if let Some(role) = roles.into_iter().find(|&role| !met.insert(role)) {
@@ -133,7 +149,7 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
                 };
                 *read = true;
                 let writer: &Visit = &schedule.visits[*writer];
-                let is_kept = writer.keeps.contains(&id);
+                let is_kept = writer.stays().any(|stays| stays == id);
                 if is_kept != visit.kept.contains(&id) {
                     return refused("in another place than where it was written");
                 }

@@ -85,6 +85,17 @@ pub struct Visit {
     pub keeps: Vec<BoundaryId>,
     /// Boundaries that an earlier visit of the device keeps for this one.
     pub kept: Vec<BoundaryId>,
+    /// Boundaries that it reads or writes, and that stay on the device as copies, too.
+    pub copies: Vec<Copied>,
+}
+
+/// A boundary that a visit copies on its device, for later visits of the same device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Copied {
+    /// What the visit reads or writes.
+    pub from: BoundaryId,
+    /// The copy, which the device keeps: it takes no slot.
+    pub to: BoundaryId,
 }
 
 impl Visit {
@@ -100,7 +111,12 @@ impl Visit {
 
     /// All boundaries that the visit writes, wherever they go.
     pub fn all_writes(&self) -> impl Iterator<Item = BoundaryId> {
-        self.writes.iter().chain(&self.keeps).copied()
+        self.writes.iter().copied().chain(self.stays())
+    }
+
+    /// All boundaries that the visit leaves on the device.
+    pub fn stays(&self) -> impl Iterator<Item = BoundaryId> {
+        self.keeps.iter().copied().chain(self.copies.iter().map(|copied| copied.to))
     }
 
     /// True for a visit of a device, false for one of the host lane.

@@ -89,7 +89,7 @@ impl Touch {
             Work::Compute { device_visit, micro_batch: m, blocks, inputs, outputs, .. } => {
                 let visit = plan.visit(*device_visit);
                 touch.read_stash(&visit.kept, *m, now);
-                touch.write_stash(&visit.keeps, *m, now);
+                touch.write_stash(&visit.stays().collect::<Vec<_>>(), *m, now);
                 touch.place(inputs, *m, now, input, false);
                 touch.place(outputs, *m, now, output, true);
                 blocks.iter().for_each(|of| touch.compute(plan, device, of, now, &count));

@@ -27,12 +27,12 @@ pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Ro
 
 /// An input whose gradient has this role.
 pub fn input(role: Role, gradient: Role) -> Input {
-    Input { boundary: boundary(role), gradient: Some(boundary(gradient)) }
+    Input::new(boundary(role), Some(boundary(gradient)))
 }
 
 /// The statistics, which have no gradient.
 pub fn statistics() -> Input {
-    Input { boundary: boundary(Role::Statistics), gradient: None }
+    Input::new(boundary(Role::Statistics), None)
 }
 
 /// A model of `layers` stack layers and `tiles` head tiles behind an embedding; the head's tiles

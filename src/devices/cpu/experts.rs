@@ -196,8 +196,14 @@ impl Compute for CombineRows {
         let CombineRows { y, x, rows, weights } = *self;
         let channels = y.columns;
         let x = call.read(x);
-        let rows = call.read(rows);
-        assert!(rows.is_sorted_by(|a, b| integer(*a) < integer(*b)), "the rows of one expert");
+        let rows: Option<&[f32]> = rows.map(|rows| call.read(rows));
+        let is_sorted = |rows: &[f32]| rows.is_sorted_by(|a, b| integer(*a) < integer(*b));
+        assert!(rows.is_none_or(is_sorted), "the rows of one expert");
+        let row = |at: usize| rows.map_or(at, |rows| integer(rows[at]));
+        // The first place among the rows that is not before this row.
+        let place = |row: usize| {
+            rows.map_or(row, |rows| rows.partition_point(|other| integer(*other) < row))
+        };
         let weights = weights.map(|of| [call.read(of.places), call.read(of.chosen)]);
         let k = self.weights.map_or(0, |of| of.chosen.columns / 2);
         let weight = |at: usize| {
@@ -206,14 +212,14 @@ impl Compute for CombineRows {
         let tasks = call.write(y).par_chunks_mut(ROWS * channels).enumerate();
         tasks.for_each(|(task, y)| {
             let first = task * ROWS;
-            let from = rows.partition_point(|row| integer(*row) < first);
-            let to = rows.partition_point(|row| integer(*row) < first + ROWS);
+            let to = place(first + y.len() / channels);
+            let from = place(first);
             level.run(
                 #[inline(always)]
                 || {
                     for at in from..to {
                         let w = weight(at);
-                        let y = &mut y[(integer(rows[at]) - first) * channels..][..channels];
+                        let y = &mut y[(row(at) - first) * channels..][..channels];
                         let x = &x[at * channels..][..channels];
                         y.iter_mut().zip(x).for_each(|(y, x)| *y += w * x);
                     }

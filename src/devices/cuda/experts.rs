@@ -79,7 +79,7 @@ impl On<'_> {
     pub(super) fn combine_rows(&self, op: &CombineRows) {
         let CombineRows { y, x, rows, weights } = *op;
         let [count, channels] = x.shape();
-        let rows = self.at(rows).at;
+        let rows = self.at_if(rows).at;
         let places = self.at_if(weights.map(|of| of.places));
         let chosen = weights.map(|of| of.chosen);
         let k = chosen.map_or(1, |chosen| chosen.columns / 2);

@@ -1,16 +1,15 @@
 //! The backward of a block on one chunk: the feed-forward's half, then attention's.
 
 use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
+use super::experts::PassedDown;
+use super::products::{MlpPass, ProductBackward};
 use super::saved::Branch;
-use super::tensors::{FeedForward, Gradients, Mlp, Product};
+use super::tensors::{FeedForward, Gradients};
 use crate::kernels::{
-    ActivateBackward, ApplyDropout, AttentionBackward, BiasRows, ChunkKv, Dropout, GateBackward,
-    HeadNormBackward, LinearBackward, QueryKey, ReadKv, Residual, Rotate, RowDots, RowWeights,
-    SinkBackward, SumRows, WeighRows,
+    AttentionBackward, ChunkKv, HeadNormBackward, QueryKey, ReadKv, Residual, Rotate, SinkBackward,
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
-use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
 
 /// The arguments of a chunk's backward, beside those of its forward.
@@ -27,6 +26,8 @@ pub(super) struct ChunkGradients<'a> {
     pub(super) save: Option<Save>,
     /// True to add to the gradients of tensors; false to overwrite them.
     pub(super) accumulate: bool,
+    /// What the experts' backward has passed down, in a visit of its own.
+    pub(super) passed: Option<PassedDown>,
 }
 
 /// Workspace that both halves use.
@@ -36,44 +37,6 @@ pub(super) struct Buffers {
     pub(super) dbranch: View,
     /// The gradient of the residual stream behind attention. (R, C).
     dattention_sum: View,
-}
-
-/// A feed-forward on some rows, for its backward.
-#[derive(Clone, Copy)]
-pub(super) struct MlpPass<'a> {
-    pub(super) w: &'a Mlp<View>,
-    pub(super) d: &'a Mlp<Option<View>>,
-    /// Its input. (N, C).
-    pub(super) x: View,
-    /// What stands before the activation function. (N, I or 2 I).
-    pub(super) up: View,
-    /// What stands behind it. (N, I).
-    pub(super) activated: View,
-    /// The weights of its rows, if it is an expert's.
-    pub(super) weighted: Option<Weighted>,
-}
-
-/// Rows whose outputs are multiplied by weights.
-#[derive(Clone, Copy)]
-pub(super) struct Weighted {
-    pub(super) weights: RowWeights,
-    /// The place for the gradients of the weights. (R, k).
-    pub(super) dchosen: View,
-}
-
-/// The backward of a product with some weights, whose gradients are `d`.
-#[derive(Clone, Copy)]
-struct ProductBackward<'a> {
-    dx: View,
-    d: &'a Product<Option<View>>,
-    dy: View,
-    x: View,
-    w: &'a Product<View>,
-    /// The gradient of the bias, if the product's backward computes it.
-    dbias: Option<View>,
-    /// The activation function behind the product. Then `dy` is the gradient of its output, and its
-    /// backward runs first and overwrites `dy`.
-    activate: Option<ActivateBackward>,
 }
 
 impl ChunkPass<'_> {
@@ -94,7 +57,15 @@ impl ChunkPass<'_> {
             (FeedForward::Dense(w), FeedForward::Dense(d)) => {
                 let activated = scratch.take(r, self.block.shape.intermediate);
                 let up = self.saved.up;
-                let mlp = MlpPass { w, d, x: self.hidden, up, activated, weighted: None };
+                let mlp = MlpPass {
+                    w,
+                    d,
+                    x: self.hidden,
+                    up,
+                    activated,
+                    weighted: None,
+                    accumulate: g.accumulate,
+                };
                 self.dense_backward(g, mlp, buffers, scratch)
             }
             (FeedForward::Experts(w), FeedForward::Experts(d)) => {
@@ -118,111 +89,20 @@ impl ChunkPass<'_> {
     ) -> View {
         let dbranch = buffers.dbranch;
         if g.save.is_none() {
-            self.linear(mlp.up, mlp.x, &mlp.w.up);
+            self.products.linear(mlp.up, mlp.x, &mlp.w.up);
         }
         self.unpack_up(mlp.w);
-        self.activate(mlp.activated, mlp.up);
+        self.products.activate(mlp.activated, mlp.up);
         let dsum = self.last_norm_backward(g, mlp, buffers, scratch);
         let dropout = self.block.feed_forward_dropout(&self.batch);
-        let dropped = self.dropout_backward(dbranch, dsum, dropout);
+        let dropped = self.products.dropout_backward(dbranch, dsum, dropout);
         let dy = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
-        self.mlp_backward(g, mlp, [dbranch, dy], scratch);
+        self.products.mlp_backward(mlp, [dbranch, dy], scratch);
         dsum
-    }
-
-    /// The gradient of a feed-forward's input, to `dx`, from that of its output. Both may be one.
-    ///
-    /// Where outputs are weighted, the input of the second product is weighted instead. So the
-    /// gradient of a weight needs no output: it is the product of that input with its gradient.
-    pub(super) fn mlp_backward(
-        &self,
-        g: &ChunkGradients<'_>,
-        mlp: MlpPass<'_>,
-        [dx, dy]: [View; 2],
-        scratch: &Scratch<'_>,
-    ) {
-        let k = self.k;
-        let Shape { gated, activation, .. } = self.block.shape;
-        let MlpPass { w, d, x, up, activated, weighted } = mlp;
-        let dup = scratch.take_like(up);
-        let mut dactivated = if gated { scratch.take_like(activated) } else { dup };
-        let mut input = activated;
-        if let Some(Weighted { weights, .. }) = weighted {
-            input = scratch.take_like(activated);
-            k.weigh_rows(&WeighRows { y: input, x: activated, weights });
-        }
-        let down = ProductBackward {
-            dx: dactivated,
-            d: &d.down,
-            dy,
-            x: input,
-            w: &w.down,
-            dbias: d.down.bias().filter(|_| weighted.is_none()),
-            activate: None,
-        };
-        self.product_backward(g, &down, scratch);
-        if let Some(Weighted { weights, dchosen }) = weighted {
-            let places = weights.places;
-            let bias = w.down.affine.bias.map(|bias| BiasRows { dy, bias });
-            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places, bias });
-            if let Some(y) = d.down.bias() {
-                k.sum_rows(&SumRows { y, x: dy, weights, accumulate: g.accumulate });
-            }
-            k.weigh_rows(&WeighRows { y: input, x: dactivated, weights });
-            dactivated = input;
-        }
-        if gated {
-            let form = self.block.shape.gate_form();
-            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, form });
-        }
-        let activate = (!gated).then_some(ActivateBackward { dx: dup, x: up, activation });
-        let dbias = d.up.bias();
-        let op = ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, dbias, activate };
-        self.product_backward(g, &op, scratch);
-    }
-
-    fn product_backward(
-        &self,
-        g: &ChunkGradients<'_>,
-        op: &ProductBackward<'_>,
-        scratch: &Scratch<'_>,
-    ) {
-        let ProductBackward { dx, d, dy, x, w, dbias, activate } = *op;
-        let op = LinearBackward {
-            dx,
-            dw: d.affine.weight,
-            dbias,
-            dy,
-            x,
-            w: w.affine.weight,
-            transposed: w.transposed,
-            accumulate: g.accumulate,
-        };
-        match activate {
-            Some(activate) => self.k.activate_linear_backward(&activate, &op, scratch),
-            None => self.k.linear_backward(&op, scratch),
-        }
-        if let Some(low_rank) = &self.low_rank {
-            low_rank.backward([dx, dy, x], &w.adapters, &d.adapters, g.accumulate, scratch);
-        }
     }
 
     fn norm_backward(&self, g: &ChunkGradients<'_>, op: &AffineBackward, scratch: &Scratch<'_>) {
         self.block.shape.norm_backward(self.k, op, g.accumulate, &scratch.nested());
-    }
-
-    /// The backward of the dropout of a branch's output, to `dx`. Without dropout it returns `dy`.
-    pub(super) fn dropout_backward(
-        &self,
-        dx: View,
-        dy: View,
-        dropout: Option<Dropout<'_>>,
-    ) -> View {
-        if dropout.is_none() {
-            return dy;
-        }
-        self.k.dropout(&ApplyDropout { y: dx, x: dy, dropout });
-        dx
     }
 
     /// The backward of the norm of a branch's output. Without this norm it returns `dy`.
@@ -259,7 +139,7 @@ impl ChunkPass<'_> {
         };
         if g.save.is_none() {
             let output = buffers.dbranch;
-            self.linear(output, activated, &mlp.down);
+            self.products.linear(output, activated, &mlp.down);
             let dropout = block.feed_forward_dropout(batch);
             let sum = Residual { y: sum, a: hidden, x: output, dropout };
             self.norm_sum(output, saved.norm2, &sum, w.norm2);
@@ -318,7 +198,8 @@ impl ChunkPass<'_> {
     ) -> View {
         let ChunkPass { block, k, w, ref saved, ref batch, .. } = *self;
         let dropout = block.attention_dropout(batch);
-        let dropped = self.dropout_backward(buffers.dbranch, buffers.dattention_sum, dropout);
+        let dropped =
+            self.products.dropout_backward(buffers.dbranch, buffers.dattention_sum, dropout);
         let dprojected = self.branch_norm_backward(g, dropped, ATTENTION, scratch);
         let y = saved.attention_output;
         let doutput = scratch.take_like(y);
@@ -330,8 +211,9 @@ impl ChunkPass<'_> {
             w: &w.projection,
             dbias: g.d.projection.bias(),
             activate: None,
+            accumulate: g.accumulate,
         };
-        self.product_backward(g, &op, scratch);
+        self.products.backward(&op, scratch);
         let dqkv = scratch.take_like(saved.qkv);
         let shape = block.attention(batch);
         self.sinks_backward(g, doutput);
@@ -401,17 +283,23 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let Buffers { dbranch, dattention_sum, .. } = buffers;
         let d = &g.d.qkv;
-        let dbias = d.bias();
-        let w_qkv = &w.qkv;
-        let product =
-            ProductBackward { dx: dbranch, d, dy: dqkv, x, w: w_qkv, dbias, activate: None };
+        let product = ProductBackward {
+            dx: dbranch,
+            d,
+            dy: dqkv,
+            x,
+            w: &w.qkv,
+            dbias: d.bias(),
+            activate: None,
+            accumulate: g.accumulate,
+        };
         if block.shape.post_norm {
-            self.product_backward(g, &product, scratch);
+            self.products.backward(&product, scratch);
             k.residual(&Residual { y: g.dx, a: dattention_sum, x: dbranch, dropout: None });
             return;
         }
         self.norm(hidden, saved.norm1, x, w.norm1);
-        self.product_backward(g, &ProductBackward { x: hidden, ..product }, scratch);
+        self.products.backward(&ProductBackward { x: hidden, ..product }, scratch);
         let op = AffineBackward {
             dx: g.dx,
             d: g.d.norm1,

@@ -1,15 +1,14 @@
 //! The forward of a block on one chunk of a micro-batch, in pieces that its backward can recompute.
 
 use super::TransformerBlock;
+use super::products::Products;
 use super::saved::{Activations, Branch, Positive};
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
-    Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, PackPositive,
-    Residual, Rotate, Sink, UnpackPositive, WriteKv,
+    Attention, BatchView, CachedAttention, HeadNorm, Kernels, PackPositive, Residual, Rotate, Sink,
+    UnpackPositive, WriteKv,
 };
-use crate::models::low_rank::LowRank;
 use crate::models::norms::Affine;
-use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
 
 /// The indices of attention and of the feed-forward among the branches.
@@ -43,21 +42,11 @@ pub(super) struct ChunkPass<'a> {
     /// Queries and keys that were normed and rotated, where their heads are normed.
     /// (R, (H + 2 K) D).
     pub(super) rotated: View,
-    /// The adapters, if the block has any.
-    pub(super) low_rank: Option<LowRank<'a>>,
+    pub(super) products: Products<'a>,
     pub(super) kv: KvViews,
 }
 
 impl ChunkPass<'_> {
-    pub(super) fn linear(&self, y: View, x: View, product: &Product<View>) {
-        let Affine { weight: w, bias } = product.affine;
-        let transposed = product.transposed;
-        self.k.linear(&Linear { y, x, w, bias, transposed });
-        if let Some(low_rank) = &self.low_rank {
-            low_rank.add(y, x, &product.adapters);
-        }
-    }
-
     pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine<View>) {
         self.k.norm(&self.block.shape.norm(y, statistics, x, w));
     }
@@ -72,10 +61,10 @@ impl ChunkPass<'_> {
         match (&self.w.branch_norms, &self.saved.branches) {
             (Some(norms), Some(branches)) => {
                 let Branch { output, statistics } = branches[which];
-                self.linear(output, x, product);
+                self.products.linear(output, x, product);
                 self.norm(y, statistics, output, norms[which]);
             }
-            _ => self.linear(y, x, product),
+            _ => self.products.linear(y, x, product),
         }
     }
 
@@ -91,19 +80,19 @@ impl ChunkPass<'_> {
     /// Computes the chunk's output, to `y`, from the feed-forward's input in `hidden`.
     fn dense_forward(&self, mlp: &Mlp<View>, y: View, scratch: &Scratch<'_>) {
         let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
-        self.linear(saved.up, hidden, &mlp.up);
+        self.products.linear(saved.up, hidden, &mlp.up);
         if let Some(Positive { packed, room }) = saved.positive {
             k.pack_positive(&PackPositive { packed, x: saved.up, room });
         }
         let activated = scratch.take(batch.rows(), block.shape.intermediate);
-        self.activate(activated, saved.up);
+        self.products.activate(activated, saved.up);
         let dropout = block.feed_forward_dropout(batch);
         let Some(sum) = saved.feed_forward_sum else {
             self.branch(hidden, activated, &mlp.down, FEED_FORWARD);
             k.residual(&Residual { y, a: saved.attention_sum, x: hidden, dropout });
             return;
         };
-        self.linear(y, activated, &mlp.down);
+        self.products.linear(y, activated, &mlp.down);
         let sum = Residual { y: sum, a: hidden, x: y, dropout };
         self.norm_sum(y, saved.norm2, &sum, w.norm2);
     }
@@ -143,7 +132,7 @@ impl ChunkPass<'_> {
             self.norm(hidden, saved.norm1, x, w.norm1);
             input = hidden;
         }
-        self.linear(saved.qkv, input, &w.qkv);
+        self.products.linear(saved.qkv, input, &w.qkv);
         if let (Some(rotary), None) = (block.rotary(), &w.qk_norm) {
             let shape = block.attention(&self.batch);
             k.rotate(&Rotate { qkv: saved.qkv, rotary, shape, inverse: false });
@@ -195,17 +184,7 @@ impl ChunkPass<'_> {
         let Some(Positive { packed, room }) = self.saved.positive else { return };
         let y = self.saved.up;
         if !self.k.unpack_positive(&UnpackPositive { y, packed, room }) {
-            self.linear(y, self.hidden, &mlp.up);
-        }
-    }
-
-    /// The feed-forward's activation function, gated or not.
-    pub(super) fn activate(&self, y: View, x: View) {
-        let Shape { gated, activation, .. } = self.block.shape;
-        if gated {
-            self.k.gate(&Gate { y, x, form: self.block.shape.gate_form() });
-        } else {
-            self.k.activate(&Activate { y, x, activation });
+            self.products.linear(y, self.hidden, &mlp.up);
         }
     }
 }

@@ -1,26 +1,57 @@
 //! The experts of a block on one chunk, forward and backward: each row chooses some of them, and
 //! their weighted outputs are added in the order of the experts, in floats. So the result does not
-//! depend on the blocks in which experts lie.
+//! depend on the blocks in which experts lie, nor on the visits that run them.
 
-use super::backward::{Buffers, ChunkGradients, MlpPass, Weighted};
+use super::TransformerBlock;
+use super::backward::{Buffers, ChunkGradients};
 use super::chunk::ChunkPass;
+use super::products::{MlpPass, Products, Weighted};
 use super::tensors::{ExpertWeights, Mlp, SharedExpert};
 use crate::kernels::{
-    Cast, Clear, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Linear,
-    LinearBackward, Residual, Route, RouteBackward, RowWeights,
+    BatchView, Cast, Clear, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Kernels,
+    Linear, LinearBackward, Residual, Route, RouteBackward, RowWeights,
 };
 use crate::models::block_tensors::SlotWeight;
 use crate::models::norms::Affine;
 use crate::models::shape::Experts;
 use crate::tensor::{Scratch, View};
 
-/// The choice of each row of a chunk.
+/// What the experts of a chunk begin with.
+pub(super) struct Opened {
+    /// The sum of the experts' outputs so far: that of the shared expert, or 0. Floats. (R, C).
+    pub(super) sum: View,
+    /// The experts of each row, and their weights. (R, 2 k).
+    pub(super) chosen: View,
+}
+
+/// What the experts of a chunk end with.
+pub(super) struct Closed {
+    /// The chunk's output. (R, C).
+    pub(super) y: View,
+    /// The residual stream behind attention. (R, C).
+    pub(super) attention_sum: View,
+    /// The sum of all experts' outputs. Floats. (R, C).
+    pub(super) sum: View,
+    /// Workspace. (R, C).
+    pub(super) buffer: View,
+}
+
+/// What the router computes of a chunk.
+struct Choice {
+    /// (R, E).
+    logits: View,
+    /// (R, 2 k).
+    chosen: View,
+}
+
+/// Runs the experts of a block on the rows of a chunk that chose them.
 ///
 /// Legend: R rows, E experts, k choices of a row, S = R k assignments.
-struct Routed {
-    /// The router's logits. (R, E).
-    logits: View,
-    /// The experts and their weights. (R, 2 k).
+pub(super) struct ExpertPass<'a> {
+    products: &'a Products<'a>,
+    /// The experts' input. (R, C).
+    x: View,
+    /// The experts of each row, and their weights. (R, 2 k).
     chosen: View,
     /// The row of each assignment, sorted by expert. (1, S).
     rows: View,
@@ -28,6 +59,9 @@ struct Routed {
     places: View,
     /// The rows of each expert. (E).
     counts: Vec<usize>,
+    /// The experts before their activation function, sorted by expert, if they are saved.
+    /// (S, 2 I).
+    up: Option<View>,
 }
 
 /// The assignments of one expert.
@@ -42,19 +76,43 @@ struct Assigned {
     weights: RowWeights,
 }
 
-/// The gradients of one chunk's experts.
-struct ExpertGradients<'a> {
-    w: &'a Mlp<SlotWeight<'a>>,
-    d: &'a Mlp<Option<View>>,
-    /// The gradient of the sum of the experts' outputs. (R, C).
-    dy: View,
-    /// The gradient of the experts' input, in floats. (R, C).
-    dh: View,
-    /// The gradient of each chosen weight. (R, k).
-    dchosen: View,
+/// The backward of some experts that follow each other.
+pub(super) struct ExpertGradients<'a> {
+    /// The number of the first.
+    pub(super) first: usize,
+    pub(super) w: &'a [Mlp<SlotWeight<'a>>],
+    pub(super) d: &'a [Mlp<Option<View>>],
+    /// True to add to the gradients of their tensors; false to overwrite them.
+    pub(super) accumulate: bool,
+    pub(super) passed: PassedDown,
 }
 
-impl Routed {
+/// What the backward of the experts hands to that of the router and of the shared expert.
+#[derive(Clone, Copy)]
+pub(super) struct PassedDown {
+    /// The gradient of the sum of the experts' outputs. (R, C).
+    pub(super) dy: View,
+    /// The gradient of the experts' input. Floats, added to. (R, C).
+    pub(super) dh: View,
+    /// The gradient of each chosen weight. (R, k).
+    pub(super) dchosen: View,
+}
+
+impl<'a> ExpertPass<'a> {
+    /// Sorts the rows by expert.
+    pub(super) fn new(
+        products: &'a Products<'a>,
+        [x, chosen]: [View; 2],
+        up: Option<View>,
+        scratch: &Scratch<'_>,
+    ) -> ExpertPass<'a> {
+        let experts = products.block.experts().expect("the block has experts").count;
+        let assignments = chosen.rows * (chosen.columns / 2);
+        let [rows, places] = [(); 2].map(|()| scratch.take_floats(1, assignments));
+        let counts = products.k.dispatch(&Dispatch { rows, places, chosen, experts });
+        ExpertPass { products, x, chosen, rows, places, counts, up }
+    }
+
     fn of(&self, expert: usize) -> Assigned {
         let count = self.counts[expert];
         let before: usize = self.counts[..expert].iter().sum();
@@ -64,39 +122,117 @@ impl Routed {
         let weights = RowWeights { places, chosen: self.chosen };
         Assigned { first, count, rows, weights }
     }
-}
-
-impl ChunkPass<'_> {
-    fn experts(&self) -> Experts {
-        self.block.experts().expect("the block has experts")
-    }
-
-    /// Chooses the experts of each row.
-    fn route(&self, router: Affine<View>, scratch: &Scratch<'_>) -> Routed {
-        let Experts { count, per_token, normalised, .. } = self.experts();
-        let r = self.batch.rows();
-        let logits = scratch.take_floats(r, count);
-        let chosen = scratch.take_floats(r, 2 * per_token);
-        let [rows, places] = [(); 2].map(|()| scratch.take_floats(1, r * per_token));
-        let Affine { weight: w, bias } = router;
-        let route = Route { chosen, logits, h: self.hidden, w, bias, per_token, normalised };
-        self.k.route(&route);
-        let counts = self.k.dispatch(&Dispatch { rows, places, chosen, experts: count });
-        Routed { logits, chosen, rows, places, counts }
-    }
 
     /// The place of one expert's rows before its activation function.
     fn expert_up(&self, at: Assigned, scratch: &Scratch<'_>) -> View {
-        let width = self.block.shape.up_of(self.experts().intermediate);
-        let range = at.first..at.first + at.count;
-        let saved = self.saved.experts_up.map(|all| all.row_range(range));
-        saved.unwrap_or_else(|| scratch.take(at.count, width))
+        let block = self.products.block;
+        let channels = block.experts().map_or(0, |experts| experts.intermediate);
+        let saved = self.up.map(|all| all.row_range(at.first..at.first + at.count));
+        saved.unwrap_or_else(|| scratch.take(at.count, block.shape.up_of(channels)))
+    }
+
+    /// Adds the weighted outputs of these experts to `sum`. `first` is the number of the first.
+    pub(super) fn forward(
+        &self,
+        first: usize,
+        experts: &[Mlp<SlotWeight<'_>>],
+        sum: View,
+        scratch: &Scratch<'_>,
+    ) {
+        let Products { block, k, .. } = *self.products;
+        let channels = block.experts().map_or(0, |experts| experts.intermediate);
+        for (number, expert) in (first..).zip(experts) {
+            let at = self.of(number);
+            if at.count == 0 {
+                continue;
+            }
+            let scratch = &scratch.nested();
+            let expert = &expert.ready(k, scratch);
+            let x = scratch.take(at.count, sum.columns);
+            k.gather_rows(&GatherRows { y: x, x: self.x, rows: at.rows });
+            let up = self.expert_up(at, scratch);
+            self.products.linear(up, x, &expert.up);
+            let activated = scratch.take(at.count, channels);
+            self.products.activate(activated, up);
+            self.products.linear(x, activated, &expert.down);
+            let rows = Some(at.rows);
+            k.combine_rows(&CombineRows { y: sum, x, rows, weights: Some(at.weights) });
+        }
+    }
+
+    /// The gradients of these experts' tensors, and what the experts add to those of their input
+    /// and weights, from the last expert to the first.
+    pub(super) fn backward(&self, g: &ExpertGradients<'_>, scratch: &Scratch<'_>) {
+        let experts = (g.first..).zip(g.w.iter().zip(g.d));
+        let experts: Vec<_> = experts.collect();
+        for (number, (w, d)) in experts.into_iter().rev() {
+            self.expert_backward(g, w, d, self.of(number), &scratch.nested());
+        }
+    }
+
+    fn expert_backward(
+        &self,
+        g: &ExpertGradients<'_>,
+        w: &Mlp<SlotWeight<'_>>,
+        d: &Mlp<Option<View>>,
+        at: Assigned,
+        scratch: &Scratch<'_>,
+    ) {
+        let Products { block, k, .. } = *self.products;
+        let ExpertGradients { accumulate, passed: PassedDown { dy, dh, dchosen }, .. } = *g;
+        let Assigned { count, rows, weights, .. } = at;
+        if count == 0 {
+            let gradients = d.all().filter(|_| !accumulate);
+            gradients.for_each(|gradient| k.clear(&Clear { y: gradient }));
+            return;
+        }
+        let w = &w.ready(k, scratch);
+        let [x, dy_rows] = [(); 2].map(|()| scratch.take(count, dh.columns));
+        k.gather_rows(&GatherRows { y: x, x: self.x, rows });
+        k.gather_rows(&GatherRows { y: dy_rows, x: dy, rows });
+        let up = self.expert_up(at, scratch);
+        if self.up.is_none() {
+            self.products.linear(up, x, &w.up);
+        }
+        let channels = block.experts().map_or(0, |experts| experts.intermediate);
+        let activated = scratch.take(count, channels);
+        self.products.activate(activated, up);
+        let weighted = Some(Weighted { weights, dchosen });
+        let dx = dy_rows;
+        let mlp = MlpPass { w, d, x, up, activated, weighted, accumulate };
+        self.products.mlp_backward(mlp, [dx, dy_rows], scratch);
+        k.combine_rows(&CombineRows { y: dh, x: dx, rows: Some(rows), weights: None });
+    }
+}
+
+impl TransformerBlock {
+    /// Adds the experts' sum to the residual stream.
+    pub(super) fn close_experts(&self, k: &dyn Kernels, batch: &BatchView<'_>, closed: &Closed) {
+        let Closed { y, attention_sum, sum, buffer } = *closed;
+        k.cast(&Cast { y: buffer, x: sum });
+        let dropout = self.feed_forward_dropout(batch);
+        k.residual(&Residual { y, a: attention_sum, x: buffer, dropout });
+    }
+}
+
+impl ChunkPass<'_> {
+    /// Chooses the experts of each row.
+    fn route(&self, router: Affine<View>, scratch: &Scratch<'_>) -> Choice {
+        let experts = self.block.experts().expect("the block has experts");
+        let Experts { count, per_token, normalised, .. } = experts;
+        let r = self.batch.rows();
+        let logits = scratch.take_floats(r, count);
+        let chosen = scratch.take_floats(r, 2 * per_token);
+        let Affine { weight: w, bias } = router;
+        let route = Route { chosen, logits, h: self.hidden, w, bias, per_token, normalised };
+        self.k.route(&route);
+        Choice { logits, chosen }
     }
 
     /// The output of the shared expert, to `y`; before the product behind it, to `activated`.
     fn shared_output(&self, shared: &SharedExpert<View>, activated: View, y: View) {
-        self.activate(activated, self.saved.up);
-        self.linear(y, activated, &shared.mlp.down);
+        self.products.activate(activated, self.saved.up);
+        self.products.linear(y, activated, &shared.mlp.down);
     }
 
     /// The gate of the shared expert for each row. (R, 1).
@@ -107,6 +243,34 @@ impl ChunkPass<'_> {
         y
     }
 
+    fn shared_channels(&self) -> usize {
+        self.block.experts().map_or(0, |experts| experts.shared)
+    }
+
+    /// Chooses the experts of each row, and begins their sum, from their input in `hidden`.
+    pub(super) fn open_experts<E>(
+        &self,
+        w: &ExpertWeights<View, E>,
+        scratch: &Scratch<'_>,
+    ) -> Opened {
+        let ChunkPass { k, ref saved, hidden, .. } = *self;
+        let sum = scratch.take_floats(hidden.rows, hidden.columns);
+        match &w.shared {
+            None => k.clear(&Clear { y: sum }),
+            Some(shared) => {
+                let scratch = &scratch.nested();
+                self.products.linear(saved.up, hidden, &shared.mlp.up);
+                let activated = scratch.take(hidden.rows, self.shared_channels());
+                let x = scratch.take_like(hidden);
+                self.shared_output(shared, activated, x);
+                let gate = self.shared_gate(shared, scratch);
+                k.gate_rows(&GateRows { y: sum, x, gate });
+            }
+        }
+        let Choice { chosen, .. } = self.route(w.router, scratch);
+        Opened { sum, chosen }
+    }
+
     /// Computes the chunk's output, to `y`, from the experts' input in `hidden`.
     pub(super) fn experts_forward(
         &self,
@@ -115,43 +279,17 @@ impl ChunkPass<'_> {
         scratch: &Scratch<'_>,
     ) {
         let ChunkPass { block, k, ref saved, hidden, ref batch, .. } = *self;
-        let channels = self.experts().intermediate;
-        let sum = scratch.take_floats(hidden.rows, hidden.columns);
-        match &w.shared {
-            None => k.clear(&Clear { y: sum }),
-            Some(shared) => {
-                let scratch = &scratch.nested();
-                self.linear(saved.up, hidden, &shared.mlp.up);
-                let activated = scratch.take(hidden.rows, self.experts().shared);
-                let x = scratch.take_like(hidden);
-                self.shared_output(shared, activated, x);
-                let gate = self.shared_gate(shared, scratch);
-                k.gate_rows(&GateRows { y: sum, x, gate });
-            }
-        }
-        let routed = self.route(w.router, scratch);
-        for (number, expert) in w.experts.iter().enumerate() {
-            let at = routed.of(number);
-            if at.count == 0 {
-                continue;
-            }
-            let scratch = &scratch.nested();
-            let expert = &expert.ready(k, scratch);
-            let x = scratch.take(at.count, hidden.columns);
-            k.gather_rows(&GatherRows { y: x, x: hidden, rows: at.rows });
-            let up = self.expert_up(at, scratch);
-            self.linear(up, x, &expert.up);
-            let activated = scratch.take(at.count, channels);
-            self.activate(activated, up);
-            self.linear(x, activated, &expert.down);
-            k.combine_rows(&CombineRows { y: sum, x, rows: at.rows, weights: Some(at.weights) });
-        }
-        k.cast(&Cast { y: hidden, x: sum });
-        let dropout = block.feed_forward_dropout(batch);
-        k.residual(&Residual { y, a: saved.attention_sum, x: hidden, dropout });
+        let Opened { sum, chosen } = self.open_experts(w, scratch);
+        let up = saved.experts_up;
+        let pass = ExpertPass::new(&self.products, [hidden, chosen], up, scratch);
+        pass.forward(0, &w.experts, sum, scratch);
+        // The experts' input has no more use.
+        let closed = Closed { y, attention_sum: saved.attention_sum, sum, buffer: hidden };
+        block.close_experts(k, batch, &closed);
     }
 
-    /// The gradient of the experts' input, to `dbranch`, and those of the experts' tensors.
+    /// The gradient of the experts' input, to `dbranch`, and those of the tensors of router, shared
+    /// expert and, unless their backward has passed gradients down, of the experts.
     pub(super) fn experts_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -160,21 +298,28 @@ impl ChunkPass<'_> {
         Buffers { dbranch, .. }: Buffers,
         scratch: &Scratch<'_>,
     ) {
-        let ChunkPass { block, k, hidden, ref batch, .. } = *self;
-        let Experts { per_token, normalised, .. } = self.experts();
-        let dy = self.dropout_backward(dbranch, g.dy, block.feed_forward_dropout(batch));
-        let dh = scratch.take_floats(hidden.rows, hidden.columns);
-        match (&w.shared, &d.shared) {
-            (Some(w), Some(d)) => self.shared_backward(g, w, d, [dh, dy], scratch),
-            _ => k.clear(&Clear { y: dh }),
+        let ChunkPass { block, k, hidden, ref saved, ref batch, .. } = *self;
+        let accumulate = g.accumulate;
+        let Choice { logits, chosen } = self.route(w.router, scratch);
+        let passed = g.passed.unwrap_or_else(|| {
+            let dropout = block.feed_forward_dropout(batch);
+            let dy = self.products.dropout_backward(dbranch, g.dy, dropout);
+            let dh = scratch.take_floats(hidden.rows, hidden.columns);
+            let dchosen = scratch.take_floats(hidden.rows, chosen.columns / 2);
+            k.clear(&Clear { y: dh });
+            let up = saved.experts_up;
+            let pass = ExpertPass::new(&self.products, [hidden, chosen], up, scratch);
+            let passed = PassedDown { dy, dh, dchosen };
+            let experts =
+                ExpertGradients { first: 0, w: &w.experts, d: &d.experts, accumulate, passed };
+            pass.backward(&experts, scratch);
+            passed
+        });
+        let PassedDown { dy, dh, dchosen } = passed;
+        if let (Some(w), Some(d)) = (&w.shared, &d.shared) {
+            self.shared_backward(g, w, d, [dh, dy], scratch);
         }
-        let routed = self.route(w.router, scratch);
-        let dchosen = scratch.take_floats(hidden.rows, per_token);
-        for (number, (w, d)) in w.experts.iter().zip(&d.experts).enumerate().rev() {
-            let of_expert = ExpertGradients { w, d, dy, dh, dchosen };
-            self.expert_backward(g, &of_expert, routed.of(number), &scratch.nested());
-        }
-        let Routed { logits, chosen, .. } = routed;
+        let normalised = block.experts().is_some_and(|experts| experts.normalised);
         let op = RouteBackward {
             dh,
             dw: d.router.weight,
@@ -185,46 +330,13 @@ impl ChunkPass<'_> {
             h: hidden,
             w: w.router.weight,
             normalised,
-            accumulate: g.accumulate,
+            accumulate,
         };
         k.route_backward(&op, scratch);
         k.cast(&Cast { y: dbranch, x: dh });
     }
 
-    /// The gradients of one expert's tensors, and what it adds to those of its input and weights.
-    fn expert_backward(
-        &self,
-        g: &ChunkGradients<'_>,
-        expert: &ExpertGradients<'_>,
-        at: Assigned,
-        scratch: &Scratch<'_>,
-    ) {
-        let &ExpertGradients { w, d, dy, dh, dchosen } = expert;
-        let ChunkPass { block, k, hidden, .. } = *self;
-        let Assigned { count, rows, weights, .. } = at;
-        if count == 0 {
-            let gradients = d.all().filter(|_| !g.accumulate);
-            gradients.for_each(|gradient| k.clear(&Clear { y: gradient }));
-            return;
-        }
-        let w = &w.ready(k, scratch);
-        let channels = block.shape.hidden;
-        let [x, dy_rows] = [(); 2].map(|()| scratch.take(count, channels));
-        k.gather_rows(&GatherRows { y: x, x: hidden, rows });
-        k.gather_rows(&GatherRows { y: dy_rows, x: dy, rows });
-        let up = self.expert_up(at, scratch);
-        if g.save.is_none() {
-            self.linear(up, x, &w.up);
-        }
-        let activated = scratch.take(count, self.experts().intermediate);
-        self.activate(activated, up);
-        let weighted = Some(Weighted { weights, dchosen });
-        let dx = dy_rows;
-        self.mlp_backward(g, MlpPass { w, d, x, up, activated, weighted }, [dx, dy_rows], scratch);
-        k.combine_rows(&CombineRows { y: dh, x: dx, rows, weights: None });
-    }
-
-    /// The gradients of the shared expert's tensors, and of its input, to `dh`.
+    /// The gradients of the shared expert's tensors, and of its input, added to `dh`.
     fn shared_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -234,11 +346,12 @@ impl ChunkPass<'_> {
         scratch: &Scratch<'_>,
     ) {
         let ChunkPass { k, hidden, ref saved, .. } = *self;
+        let accumulate = g.accumulate;
         let scratch = &scratch.nested();
         if g.save.is_none() {
-            self.linear(saved.up, hidden, &w.mlp.up);
+            self.products.linear(saved.up, hidden, &w.mlp.up);
         }
-        let activated = scratch.take(hidden.rows, self.experts().shared);
+        let activated = scratch.take(hidden.rows, self.shared_channels());
         let x = scratch.take_like(hidden);
         self.shared_output(w, activated, x);
         let gate = self.shared_gate(w, scratch);
@@ -246,8 +359,9 @@ impl ChunkPass<'_> {
         let dgate = scratch.take_like(gate);
         k.gate_rows_backward(&GateRowsBackward { dx, dgate, dy, x, gate });
         let up = saved.up;
-        let mlp = MlpPass { w: &w.mlp, d: &d.mlp, x: hidden, up, activated, weighted: None };
-        self.mlp_backward(g, mlp, [dx, dx], scratch);
+        let weighted = None;
+        let mlp = MlpPass { w: &w.mlp, d: &d.mlp, x: hidden, up, activated, weighted, accumulate };
+        self.products.mlp_backward(mlp, [dx, dx], scratch);
         // The expert's output has no more use.
         let of_gate = x;
         let op = LinearBackward {
@@ -258,10 +372,10 @@ impl ChunkPass<'_> {
             x: hidden,
             w: w.gate,
             transposed: true,
-            accumulate: g.accumulate,
+            accumulate,
         };
         k.linear_backward(&op, scratch);
         k.residual(&Residual { y: dx, a: of_gate, x: dx, dropout: None });
-        k.cast(&Cast { y: dh, x: dx });
+        k.combine_rows(&CombineRows { y: dh, x: dx, rows: None, weights: None });
     }
 }

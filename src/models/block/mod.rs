@@ -1,14 +1,17 @@
 //! A transformer block: attention and feed-forward beside the residual stream. By family, norms
 //! stand before the branches or behind the sums.
 
+mod apart;
 mod backward;
 mod chunk;
 mod experts;
+mod products;
 mod saved;
 mod tensors;
 
 use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
+use self::products::Products;
 use self::tensors::{Gradients, Weights};
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
@@ -96,6 +99,14 @@ impl TransformerBlock {
         batch.chunks(may_be_cut.then_some(self.shape.chunk_positions))
     }
 
+    /// The chunks in the order of the backward: those of each sequence from its end.
+    fn backward_order<'a>(&self, batch: &BatchView<'a>) -> Vec<BatchView<'a>> {
+        let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
+        let chunks = self.chunks(batch);
+        let sequences = chunks.chunk_by(|a, b| sequence(a) == sequence(b));
+        sequences.flat_map(|chunks| chunks.iter().rev().copied()).collect()
+    }
+
     fn has_window(&self) -> bool {
         self.shape.window.is_some_and(|window| window.is_of(self.number))
     }
@@ -134,19 +145,21 @@ impl TransformerBlock {
         batch.dropout(self.shape.dropout.feed_forward, self.index, 2)
     }
 
-    /// The block's adapters on a chunk, if it has any.
-    fn low_rank<'a>(
+    /// The block's products on a chunk, with their adapters if it has any.
+    fn products_on<'a>(
         &'a self,
         k: &'a dyn Kernels,
         chunk: BatchView<'a>,
         scratch: &Scratch<'_>,
-    ) -> Option<LowRank<'a>> {
-        let adapters = self.adapters.as_ref()?;
-        let modules = self.linear_modules();
-        let inputs = modules.iter().map(|(_, inputs, _)| *inputs).max()?;
-        let outputs = modules.iter().map(|(.., outputs)| *outputs).max()?;
-        let size = ProductSize { rows: chunk.rows(), inputs, outputs };
-        Some(LowRank::new(k, adapters, chunk, self.index, size, scratch))
+    ) -> Products<'a> {
+        let low_rank = self.adapters.as_ref().map(|adapters| {
+            let modules = self.linear_modules();
+            let inputs = modules.iter().map(|(_, inputs, _)| *inputs).max().unwrap_or(0);
+            let outputs = modules.iter().map(|(.., outputs)| *outputs).max().unwrap_or(0);
+            let size = ProductSize { rows: chunk.rows(), inputs, outputs };
+            LowRank::new(k, adapters, chunk, self.index, size, scratch)
+        });
+        Products { block: self, k, low_rank }
     }
 
     /// Begins a pass over a chunk: takes the workspace that forward and backward share.
@@ -168,7 +181,7 @@ impl TransformerBlock {
             saved: self.activations(&chunk, saved, scratch),
             hidden: scratch.take(rows, self.shape.hidden),
             rotated: scratch.take(rotated_rows, self.shape.qkv()),
-            low_rank: self.low_rank(k, chunk, scratch),
+            products: self.products_on(k, chunk, scratch),
             kv,
         }
     }
@@ -181,13 +194,14 @@ impl TransformerBlock {
     fn sequence_backward<'a>(
         &'a self,
         k: &'a dyn Kernels,
-        pass: &Backward<'_>,
+        backward: &Backward<'_>,
         w: &'a Weights<'a>,
         d: &'a Gradients,
         chunks: &[BatchView<'a>],
         mut accumulate: bool,
     ) {
-        let Backward { x, saved, dy, dx, chunk_state, scratch, .. } = *pass;
+        let Backward { x, saved, dy, dx, chunk_state, scratch, .. } = *backward;
+        let is_apart = self.is_apart();
         let save = saved.map(|(save, _)| save);
         let inputs = |chunk: BatchView<'a>, dtype| {
             let kv = self.kv_views(&chunk, None, chunk_state, dtype);
@@ -215,7 +229,12 @@ impl TransformerBlock {
             let dx = dx.map(|dx| chunk.rows_of(dx));
             let dx = dx.unwrap_or_else(|| scratch.take(chunk.rows(), self.shape.hidden));
             let dy = chunk.rows_of(dy);
-            pass.backward(&ChunkGradients { d, dy, dx, chunk_kv, save, accumulate }, scratch);
+            let passed = is_apart.then(|| {
+                let dh = scratch.take_floats(chunk.rows(), self.shape.hidden);
+                self.passed_down(k, backward, &chunk, dh)
+            });
+            let gradients = ChunkGradients { d, dy, dx, chunk_kv, save, accumulate, passed };
+            pass.backward(&gradients, scratch);
             accumulate = true;
         }
     }
@@ -230,9 +249,10 @@ impl Layer for TransformerBlock {
         self.tensors_of_blocks().iter().map(Vec::len).collect()
     }
 
-    fn stored_weights(&self) -> usize {
-        let of_experts = self.tensors_of_blocks().into_iter().skip(1).flatten();
-        of_experts.filter(|tensor| !tensor.joined).count()
+    fn stored_weights(&self, step: usize) -> usize {
+        let Some(experts) = self.experts() else { return 0 };
+        let of_expert = self.expert_tensors(experts, 0);
+        self.experts_of(step).len() * of_expert.iter().filter(|tensor| !tensor.joined).count()
     }
 
     fn products(&self) -> usize {
@@ -262,7 +282,7 @@ impl Layer for TransformerBlock {
         let mut step = LayerStep::on_hidden(context, (0..self.count_blocks()).collect());
         step.saves = context.save.map(|save| self.saved_activations(save, context.dtype));
         context.add_kv(&mut step, self.kv_width());
-        vec![step]
+        if self.is_apart() { self.steps_apart(context, step) } else { vec![step] }
     }
 
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
@@ -300,6 +320,11 @@ impl Layer for TransformerBlock {
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
+        match pass.step {
+            0 if self.is_apart() => return self.base_forward(k, pass),
+            0 => {}
+            _ => return self.part_forward(k, pass),
+        }
         let Forward { ref batch, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
         let w = self.sorted(pass.weights, pass.stored);
         for chunk in self.chunks(batch) {
@@ -311,6 +336,9 @@ impl Layer for TransformerBlock {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
+        if pass.step > 0 {
+            return self.part_backward(k, pass);
+        }
         let Backward { ref batch, weights, stored, gradients, mut accumulate, .. } = *pass;
         let w = self.sorted(weights, stored);
         let (base, experts) = gradients.split_at(weights.len());

@@ -104,7 +104,7 @@ impl TransformerBlock {
             attention_sum: places.take(true, shape.hidden),
             norm2: places.take_floats(true, 2),
             up: places.take(relu_room.is_none(), self.common_up()),
-            experts_up: saved.and(self.experts()).map(|experts| {
+            experts_up: saved.and(self.experts()).filter(|_| !self.is_apart()).map(|experts| {
                 let width = shape.up_of(experts.intermediate);
                 places.take(true, experts.per_token * width).with_columns(width)
             }),
@@ -128,10 +128,11 @@ impl TransformerBlock {
         self.experts().map_or(shape.up(), |experts| shape.up_of(experts.shared))
     }
 
-    /// Channels before the activation function of a row's experts.
+    /// Channels before the activation function of a row's experts, if they are saved: apart from the
+    /// base block they are recomputed, because a part's rows are not known before.
     fn experts_up(&self) -> usize {
         let of_row = |experts: Experts| experts.per_token * self.shape.up_of(experts.intermediate);
-        self.experts().map_or(0, of_row)
+        self.experts().filter(|_| !self.is_apart()).map_or(0, of_row)
     }
 
     pub(super) fn saved_activations(&self, save: Save, dtype: Dtype) -> Boundary {

@@ -381,14 +381,12 @@ impl TransformerBlock {
 
     /// The experts of each block behind the first. Such a bundle is about as large as the first
     /// block, so that slots of one size waste little. The cut follows from the shape alone.
-    fn bundles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        /// The least elements of a bundle: smaller transfers do not use the whole rate of a link.
-        const LEAST: usize = 1 << 20;
+    pub(super) fn bundles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let plain = TransformerBlock::new(self.index, self.number, self.shape);
         let experts = self.experts();
         let count = experts.map_or(0, |experts| experts.count);
         let size = experts.map_or(1, |experts| {
-            let base = block_len(&plain.base_tensors()).max(LEAST);
+            let base = block_len(&plain.base_tensors());
             let expert = block_len(&plain.expert_tensors(experts, 0));
             ((base as f64 / expert as f64).round() as usize).clamp(1, count)
         });
@@ -408,17 +406,32 @@ impl TransformerBlock {
         1 + self.bundles().count()
     }
 
-    /// Sorts the tensors, or their gradients, by name. `experts` are those of experts.
+    /// Sorts the tensors of these experts, or their gradients, by name.
+    pub(super) fn sorted_experts<E: Copy>(
+        &self,
+        views: &[E],
+        experts: Range<usize>,
+    ) -> Vec<Mlp<E>> {
+        let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
+        let has_bias = self.shape.biases[2];
+        let of = self.experts();
+        let expert = |number| {
+            let affines = [(); 2].map(|()| next.affine(has_bias));
+            next.mlp(affines, self.expert_modules(of.expect("the block has experts"), number))
+        };
+        experts.map(expert).collect()
+    }
+
+    /// Sorts the tensors of a step with the base block, or their gradients, by name. `experts` are
+    /// those of experts.
     pub(super) fn sorted<V: Copy, E: Copy>(&self, views: &[V], experts: &[E]) -> Tensors<V, E> {
         let Shape { rms_norm, qk_norm, biases, branch_norm, sinks, .. } = self.shape;
         let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
-        let mut of_experts = Next { block: self, views: experts.iter().copied(), site: 0 };
         let norm1 = next.affine(!rms_norm);
         let qkv = next.affine(biases[0]);
         let projection = next.affine(biases[1]);
         let norm2 = next.affine(!rms_norm);
-        let experts = self.experts();
-        let router = experts.map(|experts| next.affine(experts.router_bias));
+        let router = self.experts().map(|experts| next.affine(experts.router_bias));
         let common = self.common_modules();
         let mlp = common.as_ref().map(|_| [(); 2].map(|()| next.affine(biases[2])));
         let gate = mlp.as_ref().and(router).map(|_| next.view());
@@ -429,17 +442,13 @@ impl TransformerBlock {
         let qkv = next.product(qkv, of_qkv);
         let projection = next.product(projection, of_projection);
         let mlp = mlp.zip(common).map(|(affines, modules)| next.mlp(affines, modules));
-        let expert = |number| {
-            let affines = [(); 2].map(|()| of_experts.affine(biases[2]));
-            of_experts.mlp(affines, self.expert_modules(experts.expect("it has experts"), number))
-        };
-        let feed_forward = match (router, experts) {
-            (Some(router), Some(experts)) => FeedForward::Experts(ExpertWeights {
+        let feed_forward = match router {
+            Some(router) => FeedForward::Experts(ExpertWeights {
                 router,
                 shared: mlp.zip(gate).map(|(mlp, gate)| SharedExpert { mlp, gate }),
-                experts: (0..experts.count).map(expert).collect(),
+                experts: self.sorted_experts(experts, self.experts_of(0)),
             }),
-            _ => FeedForward::Dense(mlp.expect("a block without experts has a feed-forward")),
+            None => FeedForward::Dense(mlp.expect("a block without experts has a feed-forward")),
         };
         Tensors { norm1, qkv, qk_norm, projection, norm2, feed_forward, branch_norms, sinks }
     }

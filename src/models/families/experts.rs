@@ -28,6 +28,7 @@ pub(super) fn read_experts(keys: &Keys, intermediate: &str) -> Result<Experts, S
         shared: 0,
         every: 1,
         from: 0,
+        bundles: None,
     })
 }
 

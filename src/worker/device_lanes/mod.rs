@@ -227,6 +227,7 @@ impl DeviceLanes {
             accumulate,
             reads: ports(&side.inputs, inputs, &visit.kept),
             writes: ports(&side.outputs, outputs, &visit.keeps),
+            copies: visit.copies.iter().map(|copied| kept(&copied.to).view).collect(),
             scale: state.scale,
             save: self.save,
             workspace: side.workspace,

@@ -287,7 +287,7 @@ fn rows_go_to_experts_and_come_back() {
                 kernels.gather_rows(&GatherRows { y: mine, x: x_view, rows });
                 kernels.gather_rows(&GatherRows { y: others, x: other_view, rows });
                 let weights = RowWeights { places, chosen };
-                let combine = CombineRows { y, x: mine, rows, weights: Some(weights) };
+                let combine = CombineRows { y, x: mine, rows: Some(rows), weights: Some(weights) };
                 kernels.combine_rows(&combine);
                 kernels.combine_rows(&CombineRows { y: plain_y, weights: None, ..combine });
                 let y = weighed[expert].row_range(0..count);

@@ -263,8 +263,8 @@ __device__ inline float weight_at(const float* chosen, int per_token, int place)
     return chosen[(2LL * (place / per_token) + 1) * per_token + place % per_token];
 }
 
-// y[row_of[i]] += weight x[i]; without places, the weight is 1. The rows of one expert differ. Product and sum are
-// rounded apart.
+// y[row_of[i]] += weight x[i]; without places, the weight is 1; without row_of, row i of y. The rows of one expert
+// differ. Product and sum are rounded apart.
 // launch: grid (count, ceil(channels / 1024)), block (threads(channels))
 extern "C" __global__ void combine_rows(float* y, const T* x, const int* row_of, const int* places, const float* chosen,
                                         int per_token, int count, int channels) {
@@ -274,7 +274,8 @@ extern "C" __global__ void combine_rows(float* y, const T* x, const int* row_of,
         return;
     }
     const float weight = places == nullptr ? 1.0f : weight_at(chosen, per_token, places[at]);
-    y += static_cast<long long>(row_of[at]) * channels + column;
+    const long long row = row_of == nullptr ? at : row_of[at];
+    y += row * channels + column;
     Four sum = read(y, some);
     const Four more = read(x + at * channels + column, some);
     for (int i = 0; i < 4; ++i) {

@@ -145,9 +145,11 @@ impl Cases<'_> {
                     routed.each(k, |Mine { from, rows, weights }| {
                         let x = Mine { from, rows, weights }.of(x);
                         let weights = Some(weights);
-                        k.combine_rows(&CombineRows { y, x, rows, weights });
-                        k.combine_rows(&CombineRows { y: sum, x, rows, weights: None });
+                        k.combine_rows(&CombineRows { y, x, rows: Some(rows), weights });
+                        k.combine_rows(&CombineRows { y: sum, x, rows: Some(rows), weights: None });
                     });
+                    let x = x.row_range(0..r);
+                    k.combine_rows(&CombineRows { y: sum, x, rows: None, weights: None });
                 }
             });
             self.case("weigh_rows", |p| {

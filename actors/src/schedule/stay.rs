@@ -1,0 +1,61 @@
+//! What several steps of a layer use stays on the device between their visits.
+//!
+//! The visits of a layer's steps follow each other on one device. So the first of them brings a
+//! boundary, or writes it, and the others find it on the device: it takes no slot again, and no
+//! lane copies it again.
+
+use std::collections::BTreeMap;
+
+use super::generate::Legs;
+use super::{Boundary, BoundaryId, Copied, Encoding, Schedule, Visit};
+
+/// Lets stay what the steps of each layer use, in the forward pass and in the backward pass.
+pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
+    let mut readers: BTreeMap<BoundaryId, usize> = BTreeMap::new();
+    let all = legs.forward.iter().chain(&legs.backward);
+    all.flat_map(|visit| &visit.reads).for_each(|id| *readers.entry(*id).or_default() += 1);
+    for legs in [&mut legs.forward, &mut legs.backward] {
+        let is_one_layer = |a: &Visit, b: &Visit| (a.layer, a.place) == (b.layer, b.place);
+        for visits in legs.chunk_by_mut(is_one_layer).filter(|visits| visits.len() > 1) {
+            for (&id, &readers) in &readers {
+                stay_between(&mut schedule.boundaries, visits, id, readers);
+            }
+        }
+    }
+}
+
+/// Lets a boundary, which has so many readers, stay between the visits of one layer.
+fn stay_between(
+    boundaries: &mut Vec<Boundary>,
+    visits: &mut [Visit],
+    id: BoundaryId,
+    readers: usize,
+) {
+    let boundary = boundaries[id.0 as usize];
+    let has = |visit: &Visit| visit.reads.contains(&id) || visit.writes.contains(&id);
+    let Some(first) = visits.iter().position(has) else { return };
+    let (visits, later) = visits.split_at_mut(first + 1);
+    let first = &mut visits[first];
+    let writes = first.writes.contains(&id);
+    if writes && boundary.encoding != Encoding::Plain {
+        return; // all readers must find the same numbers, and the stash rounds them
+    }
+    let mut later: Vec<&mut Visit> =
+        later.iter_mut().filter(|visit| visit.reads.contains(&id)).collect();
+    if later.is_empty() {
+        return;
+    }
+    let mut stays = id;
+    if writes && later.len() == readers {
+        first.writes.retain(|written| *written != id);
+        first.keeps.push(id);
+    } else {
+        stays = BoundaryId(boundaries.len() as u32);
+        boundaries.push(boundary);
+        first.copies.push(Copied { from: id, to: stays });
+    }
+    for visit in &mut later {
+        visit.reads.retain(|read| *read != id);
+        visit.kept.push(stays);
+    }
+}
