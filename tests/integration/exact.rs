@@ -16,7 +16,7 @@ use proptest::prelude::*;
 
 use crate::compression::{Encodings, encodings, possible};
 use crate::plan::limit;
-use crate::trained::Trained;
+use crate::trained::{Family, Trained};
 use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
@@ -30,6 +30,8 @@ pub(crate) struct Case {
     pub(crate) tied_tiles: bool,
     /// Experts of a block, and those that a token chooses. `None`: blocks have no experts.
     pub(crate) experts: Option<[usize; 2]>,
+    /// With experts: they are those of gpt-oss, and not of Qwen3.
+    pub(crate) gpt_oss: bool,
     pub(crate) groups: u32,
     pub(crate) trained: Trained,
     /// How what is not trained is stored, if anything is not.
@@ -62,7 +64,8 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let mut config = Config::default();
     config.model.layers = Some(case.layers);
     if let Some([count, per_token]) = case.experts {
-        config.model.preset = Some("moe-small".into());
+        config.model.preset = Some(if case.gpt_oss { "gpt-oss-20b" } else { "moe-small" }.into());
+        config.model.kv_heads = case.gpt_oss.then_some(1);
         config.model.experts = Some(count);
         config.model.experts_per_token = Some(per_token);
         config.model.expert_intermediate = Some(14);
@@ -95,7 +98,12 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.deal = ways.deal;
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
-    config.train = case.trained.config(case.experts.is_some());
+    let family = match (case.experts, case.gpt_oss) {
+        (None, _) => Family::Gpt2,
+        (Some(_), false) => Family::Qwen3Moe,
+        (Some(_), true) => Family::GptOss,
+    };
+    config.train = case.trained.config(family);
     config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
     config.train.label_smoothing = case.dropout;
     if !matches!(case.trained, Trained::All) {
@@ -178,10 +186,11 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     // From experts that are often idle to those that every token chooses.
     let experts = prop::sample::select(vec![[1, 1], [5, 1], [4, 2], [9, 3], [3, 3]]);
     let experts = prop::option::weighted(0.3, experts);
+    let experts = (experts, prop::bool::weighted(0.4));
     let numbers = (precisions, encodings(), experts);
     let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, numbers);
     (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
-        let (flags, trained, base, rule, (precision, encodings, experts)) = flags;
+        let (flags, trained, base, rule, (precision, encodings, (experts, gpt_oss))) = flags;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -193,6 +202,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             clip,
             tied_tiles,
             experts,
+            gpt_oss,
             groups: divisors.max().unwrap_or(1) as u32,
             trained,
             base,
@@ -326,8 +336,8 @@ proptest! {
 /// Every way of training trains experts.
 #[test]
 fn experts_have_the_same_bits_in_every_kind_of_schedule() {
-    for experts in [[4, 2], [9, 1]] {
-        let case = Case { experts: Some(experts), groups: 3, ..SMALL.clone() };
+    for (experts, gpt_oss) in [([4, 2], false), ([9, 1], false), ([5, 2], true)] {
+        let case = Case { experts: Some(experts), gpt_oss, groups: 3, ..SMALL.clone() };
         let case = Case { batch: 6, ..case };
         let expected = run(config(&case, &baseline()), 3);
         let kinds = [ScheduleKind::Relay, ScheduleKind::Gpipe, ScheduleKind::Interleaved];
@@ -387,6 +397,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     clip: false,
     tied_tiles: false,
     experts: None,
+    gpt_oss: false,
     groups: 1,
     trained: Trained::All,
     base: Base::AsIs,
