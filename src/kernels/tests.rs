@@ -141,8 +141,9 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     let activation = Activation::Silu;
     found!(Activate { y: narrow, x: narrow, activation }, [y, x]);
     found!(ActivateBackward { dx: narrow, x: narrow, activation }, [dx, x]);
-    found!(Gate { y: narrow, x: wide, activation }, [y, x]);
-    found!(GateBackward { dx: wide, dy: narrow, x: wide, activation }, [dx, dy, x]);
+    let form = GateForm::Plain(activation);
+    found!(Gate { y: narrow, x: wide, form }, [y, x]);
+    found!(GateBackward { dx: wide, dy: narrow, x: wide, form }, [dx, dy, x]);
     let dropout = batch().dropout(0.5, 0, 0);
     assert!(dropout.is_some());
     found!(Residual { y: narrow, a: narrow, x: narrow, dropout }, [y, a, x]);
@@ -172,7 +173,8 @@ fn wrong_views_of_attention_are_found() {
     found!(ReadKv { qkv, kv, shape }, [qkv], any_dtype: ["qkv"]);
     assert!(panics(|| ReadKv { qkv: kv, kv: qkv, shape }.check()), "swapped");
     let cache = element(3 * 8, shape.kv_width());
-    found!(CachedAttention { y, qkv, cache, shape }, [y, qkv, cache]);
+    let lse = float(shape.rows(), shape.heads);
+    found!(CachedAttention { y, lse, qkv, cache, shape }, [y, lse, qkv, cache]);
     let rotary = &Rotary::new(100.0);
     found!(Rotate { qkv, rotary, shape, inverse: false }, [qkv], any_dtype: ["qkv"]);
     let one = element(1, shape.head_size);
@@ -218,6 +220,18 @@ fn wrong_views_of_a_chunks_keys_and_values_are_found() {
         assert!(panics(|| backward(ChunkKv { kv, ..right }).check()), "kv: {name}");
         assert!(panics(|| backward(ChunkKv { dkv, ..right }).check()), "dkv: {name}");
     }
+}
+
+#[test]
+fn wrong_views_of_sinks_are_found() {
+    let shape = shape();
+    let y = element(shape.rows(), shape.width());
+    let lse = float(shape.rows(), shape.heads);
+    let sinks = element(1, shape.heads);
+    found!(Sink { y, lse, sinks, shape }, [y, lse, sinks]);
+    let dsinks = float(1, shape.heads);
+    let op = SinkBackward { dsinks, dy: y, y, lse, sinks, shape, accumulate: false };
+    found!(op, [dsinks, dy, y, lse, sinks]);
 }
 
 #[test]
