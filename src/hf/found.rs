@@ -53,8 +53,8 @@ impl<'t> Found<'t> {
             Found::Stored(view) => check_finite(name, view),
             Found::Mxfp4(tensor) => tensor.first_infinite().map_or(Ok(()), |value| {
                 Err(format!(
-                    "tensor {name} has the value {value}: the file is damaged. Use another copy, or \
-                     read it all the same with --unsealed (model.unsealed = true)"
+                    "tensor {name} has the value {value}: the file is damaged. Use another copy, \
+                     or read it all the same with --unsealed (model.unsealed = true)"
                 ))
             }),
         }

@@ -79,20 +79,24 @@ impl<'t> Mxfp4<'t> {
         self.blocks
     }
 
-    fn value(&self, row: usize, input: usize) -> f32 {
-        let at = row * self.shape[1] + input;
-        let byte = self.blocks[at / 2];
-        number(if input.is_multiple_of(2) { byte & 15 } else { byte >> 4 })
-            * scale(self.scales[at / BLOCK])
-    }
-
     /// Fills `to` with its elements from `from` on.
     pub(super) fn decode(&self, to: &mut [f32], from: usize) {
         let [_, inputs, outputs] = self.shape;
-        for (at, to) in (from..).zip(to) {
-            let input = at / outputs % inputs;
-            let row = at / (inputs * outputs) * outputs + at % outputs;
-            *to = self.value(row, input);
+        let mut rest = to;
+        let mut from = from;
+        while !rest.is_empty() {
+            // Of one input of an expert: an element of each output.
+            let expert = from / outputs / inputs;
+            let input = from / outputs % inputs;
+            let first = expert * outputs + from % outputs;
+            let count = rest.len().min(outputs - from % outputs);
+            let (now, later) = rest.split_at_mut(count);
+            for (row, to) in (first..).zip(now) {
+                let pair = self.blocks[(row * inputs + input) / 2];
+                let bits = if input.is_multiple_of(2) { pair & 15 } else { pair >> 4 };
+                *to = number(bits) * scale(self.scales[(row * inputs + input) / BLOCK]);
+            }
+            (rest, from) = (later, from + count);
         }
     }
 

@@ -9,7 +9,8 @@
 use super::operation::{KernelOperation, Named, Views};
 use crate::tensor::{Dtype, View};
 
-/// logits = h wᵀ + bias, and the choice of each row. All of it is in f32, never rounded to 16 bits.
+/// logits = h wᵀ + bias, and the choice of each row. All of it is in f32, and never rounded to 16
+/// bits.
 ///
 /// A row chooses the k largest logits. Of equal ones it takes the smaller expert, and NaN comes
 /// last, so a row's experts always differ. Its weights are the softmax over the chosen logits, or
@@ -32,7 +33,8 @@ pub struct Route {
     pub normalised: bool,
 }
 
-/// The backward of [`Route`]: dh += dl w, dw (+)= dlᵀ h, dbias (+)= Σ dl. dl is the gradient of the logits.
+/// The backward of [`Route`]: dh += dl w, dw (+)= dlᵀ h, dbias (+)= Σ dl. dl is the gradient of
+/// the logits.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteBackward {
     /// Floats, added to. (R, C).

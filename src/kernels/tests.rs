@@ -306,6 +306,23 @@ fn wrong_views_of_experts_are_found() {
     let op = WeighRows { y: x, x, weights };
     found!(op, [y, x, weights.places]);
     let out = float(R, K);
+    found!(RowDots { out, x, y: x, places: rows, bias: None }, [x, y, places]);
+    let y = float(R, C);
+    let gate = element(R, 1);
+    found!(GateRows { y, x: h, gate }, [y, x, gate]);
+    let op = GateRowsBackward { dx: h, dgate: gate, dy: h, x: h, gate };
+    found!(op, [dx, dgate, dy, x, gate]);
+}
+
+#[test]
+fn wrong_views_of_biases_of_experts_are_found() {
+    /// k, and rows of an expert.
+    const K: usize = 2;
+    const M: usize = 11;
+    let x = element(M, C);
+    let rows = float(1, M);
+    let out = float(R, K);
+    let weights = RowWeights { places: rows, chosen: float(R, 2 * K) };
     let dy = element(M, C + 1);
     let bias = element(1, C + 1);
     let with_bias = |dy, bias| Some(BiasRows { dy, bias });
@@ -318,11 +335,6 @@ fn wrong_views_of_experts_are_found() {
     }
     let op = SumRows { y: float(1, C), x, weights, accumulate: false };
     found!(op, [y, x, weights.places], any_dtype: ["x"]);
-    let y = float(R, C);
-    let gate = element(R, 1);
-    found!(GateRows { y, x: h, gate }, [y, x, gate]);
-    let op = GateRowsBackward { dx: h, dgate: gate, dy: h, x: h, gate };
-    found!(op, [dx, dgate, dy, x, gate]);
 }
 
 #[test]

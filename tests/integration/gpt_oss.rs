@@ -45,8 +45,8 @@ async fn shards_and_names_without_a_prefix_are_read() {
     }
 }
 
-/// What l2l writes has the names, the sizes and the bits of the files that it read; optimizer states
-/// and a resumed run are whole, too.
+/// What l2l writes has the names, the sizes and the bits of the files that it read. Optimizer
+/// states and a resumed run are whole, too.
 #[tokio::test]
 async fn files_are_written_as_they_were_read() {
     let folder = tempfile::tempdir().expect("a place for files");

@@ -1,5 +1,5 @@
-//! gpt-oss (OpenAI 2025): Llama with experts in each block, sinks and biases in attention, a sliding
-//! window in every other block, and a gate that is clamped.
+//! gpt-oss (OpenAI 2025): Llama with experts in each block, sinks and biases in attention, a
+//! sliding window in every other block, and a gate that is clamped.
 //!
 //! Files have one tensor for the experts of a block, whose matrices are (inputs, outputs), with
 //! gates and up projections in turn. Blocks hold each expert's range of it as it is, so files are

@@ -66,8 +66,8 @@ pub struct Names {
     /// The gate, the up projection and the down projection of an expert. The second `{}` stands for
     /// the number of the expert.
     pub expert: [&'static str; 3],
-    /// Where files have one tensor for all experts of a block, whose matrices are (inputs, outputs):
-    /// the one with gates and up projections in turn, and that of the down projections. Their
+    /// The tensors of all experts of a block, if files have no others: gates and up projections in
+    /// turn, and the down projections. Their matrices are (inputs, outputs); the names of their
     /// biases end with `_bias`. Empty: each expert has the modules above.
     pub stacked: &'static [&'static str],
     /// The sinks of attention's heads.

@@ -170,42 +170,35 @@ fn routes_and_their_gradients_are_the_plain_ones() {
         let h = noise(rows * channels, 1);
         let w = noise(experts * channels, 2);
         let dchosen = noise(rows * per_token, 3);
-        let shift = noise(experts, 4);
-        let logits = |h: &[f64], w: &[f64], shift: &[f64]| -> Vec<Vec<f64>> {
+        let logits = |h: &[f64], w: &[f64]| -> Vec<Vec<f64>> {
             let of = |h: &[f64], w: &[f64]| h.iter().zip(w).map(|(h, w)| h * w).sum::<f64>();
-            let of_row = |h: &[f64]| {
-                w.chunks(channels).zip(shift).map(|(w, shift)| of(h, w) + shift).collect()
-            };
-            h.chunks(channels).map(of_row).collect()
+            h.chunks(channels).map(|h| w.chunks(channels).map(|w| of(h, w)).collect()).collect()
         };
-        let of_noise = logits(&h.wide, &w.wide, &shift.wide);
+        let of_noise = logits(&h.wide, &w.wide);
         let choice: Vec<Vec<usize>> =
             of_noise.iter().map(|logits| by_sort(logits, per_token)).collect();
-        let weights = |h: &[f64], w: &[f64], shift: &[f64]| -> Vec<f64> {
-            let rows = logits(h, w, shift).into_iter().zip(&choice);
+        let weights = |h: &[f64], w: &[f64]| -> Vec<f64> {
+            let rows = logits(h, w).into_iter().zip(&choice);
             rows.flat_map(|(logits, chosen)| plain_weights(&logits, chosen, normalised)).collect()
         };
-        let loss = |h: &[f64], w: &[f64], shift: &[f64]| {
-            weights(h, w, shift).iter().zip(&dchosen.wide).map(|(w, dw)| w * dw).sum::<f64>()
+        let loss = |h: &[f64], w: &[f64]| {
+            weights(h, w).iter().zip(&dchosen.wide).map(|(w, dw)| w * dw).sum::<f64>()
         };
         for level in Level::all() {
             let mut bench = Bench::new();
-            let chosen = bench.nan(rows, 2 * per_token);
-            let out = bench.nan(rows, experts);
+            let [chosen, out] = [2 * per_token, experts].map(|columns| bench.nan(rows, columns));
             let [h_view, w_view] = [&h, &w].map(|of| bench.tensor(channels, &of.narrow));
-            let dh = bench.tensor(channels, &vec![1.0; rows * channels]);
-            let dh_frozen = bench.tensor(channels, &vec![1.0; rows * channels]);
+            let ones = vec![1.0; rows * channels];
+            let [dh, dh_frozen] = [(); 2].map(|()| bench.tensor(channels, &ones));
             let dw = bench.nan(experts, channels);
-            let dbias = bench.nan(1, experts);
-            let more_bias = bench.tensor(experts, &vec![3.0; experts]);
             let more = bench.tensor(channels, &vec![2.0; experts * channels]);
-            let bias = Some(bench.tensor(experts, &shift.narrow));
+            let bias = None;
             let route =
                 Route { chosen, logits: out, h: h_view, w: w_view, bias, per_token, normalised };
             let backward = RouteBackward {
                 dh,
                 dw: Some(dw),
-                dbias: Some(dbias),
+                dbias: None,
                 logits: out,
                 chosen,
                 dchosen: bench.tensor(per_token, &dchosen.narrow),
@@ -214,7 +207,7 @@ fn routes_and_their_gradients_are_the_plain_ones() {
                 normalised,
                 accumulate: false,
             };
-            let frozen = RouteBackward { dh: dh_frozen, dw: None, dbias: None, ..backward };
+            let frozen = RouteBackward { dh: dh_frozen, dw: None, ..backward };
             bench.run(level, |k, scratch| {
                 k.route(&route);
                 k.route_backward(&backward, scratch);
@@ -222,13 +215,7 @@ fn routes_and_their_gradients_are_the_plain_ones() {
             });
             let dh = bench.values(dh);
             assert!(same(&dh, &bench.values(dh_frozen)));
-            let op = RouteBackward {
-                dh: dh_frozen,
-                dw: Some(more),
-                dbias: Some(more_bias),
-                accumulate: true,
-                ..backward
-            };
+            let op = RouteBackward { dh: dh_frozen, dw: Some(more), accumulate: true, ..backward };
             bench.run(level, |k, scratch| k.route_backward(&op, scratch));
             close(&bench.values(out), &of_noise.concat(), 1e-6);
             let chosen = bench.values(chosen);
@@ -237,14 +224,10 @@ fn routes_and_their_gradients_are_the_plain_ones() {
                 halves.flat_map(|row| &row[half * per_token..][..per_token]).copied().collect()
             });
             assert_eq!(integers(&found), choice.concat());
-            close(&of_weights, &weights(&h.wide, &w.wide, &shift.wide), 1e-6);
+            close(&of_weights, &weights(&h.wide, &w.wide), 1e-6);
             let dh: Vec<f32> = dh.iter().map(|dh| dh - 1.0).collect();
-            close(&dh, &differences(&h.wide, |h| loss(h, &w.wide, &shift.wide)), 1e-5);
-            let of_router = differences(&w.wide, |w| loss(&h.wide, w, &shift.wide));
-            let of_bias = differences(&shift.wide, |shift| loss(&h.wide, &w.wide, shift));
-            close(&bench.values(dbias), &of_bias, 1e-5);
-            let more_bias: Vec<f32> = bench.values(more_bias).iter().map(|d| d - 3.0).collect();
-            close(&more_bias, &of_bias, 1e-5);
+            close(&dh, &differences(&h.wide, |h| loss(h, &w.wide)), 1e-5);
+            let of_router = differences(&w.wide, |w| loss(&h.wide, w));
             close(&bench.values(dw), &of_router, 1e-5);
             let more: Vec<f32> = bench.values(more).iter().map(|dw| dw - 2.0).collect();
             close(&more, &of_router, 1e-5);
@@ -260,7 +243,6 @@ fn rows_go_to_experts_and_come_back() {
     let weights = noise(rows * k, 1);
     let x = noise(rows * channels, 2);
     let other = noise(rows * channels, 3);
-    let of_bias = noise(channels, 4);
     let of_row = |row: usize| [bits(choices(row)), weights.narrow[row * k..][..k].to_vec()];
     let chosen: Vec<f32> = (0..rows).flat_map(|row| of_row(row).concat()).collect();
     for level in Level::all() {
@@ -269,10 +251,7 @@ fn rows_go_to_experts_and_come_back() {
         let [x_view, other_view] = [&x, &other].map(|of| bench.tensor(channels, &of.narrow));
         let [of_assignments, places] = [(); 2].map(|()| bench.nan(1, rows * k));
         let [y, plain_y] = [(); 2].map(|()| bench.tensor(channels, &vec![0.5; rows * channels]));
-        let [dots, more_dots] = [(); 2].map(|()| bench.nan(rows, k));
-        let bias = bench.tensor(channels, &of_bias.narrow);
-        let sums: Vec<View> = (0..experts).map(|_| bench.nan(1, channels)).collect();
-        let more = bench.tensor(channels, &vec![1.0; channels]);
+        let dots = bench.nan(rows, k);
         let weighed: Vec<View> = (0..experts).map(|_| bench.nan(rows, channels)).collect();
         let op = Dispatch { rows: of_assignments, places, chosen, experts };
         bench.run(level, |kernels, scratch| {
@@ -292,30 +271,11 @@ fn rows_go_to_experts_and_come_back() {
                 kernels.combine_rows(&CombineRows { y: plain_y, weights: None, ..combine });
                 let y = weighed[expert].row_range(0..count);
                 kernels.weigh_rows(&WeighRows { y, x: mine, weights });
-                let plain = RowDots { out: dots, x: mine, y: others, places, bias: None };
-                kernels.row_dots(&plain);
-                let bias = Some(BiasRows { dy: mine, bias });
-                kernels.row_dots(&RowDots { out: more_dots, bias, ..plain });
-                let sum = SumRows { y: sums[expert], x: mine, weights, accumulate: false };
-                kernels.sum_rows(&sum);
-                kernels.sum_rows(&SumRows { y: more, accumulate: true, ..sum });
+                let bias = None;
+                kernels.row_dots(&RowDots { out: dots, x: mine, y: others, places, bias });
             }
         });
         let [y, plain_y, dots] = [y, plain_y, dots].map(|view| bench.values(view));
-        let more_dots = bench.values(more_dots);
-        let mut of_all = vec![1.0; channels];
-        for (expert, sum) in sums.iter().enumerate() {
-            let mut expected = vec![0.0; channels];
-            for row in 0..rows {
-                let Some(j) = choices(row).iter().position(|one| *one == expert) else { continue };
-                let x = &x.wide[row * channels..][..channels];
-                let w = weights.wide[row * k + j];
-                expected.iter_mut().zip(x).for_each(|(sum, x)| *sum += w * x);
-            }
-            close(&bench.values(*sum), &expected, 1e-5);
-            of_all.iter_mut().zip(expected).for_each(|(sum, one)| *sum += one);
-        }
-        close(&bench.values(more), &of_all, 1e-5);
         let mut next = vec![0; experts];
         for row in 0..rows {
             let at = row * channels..(row + 1) * channels;
@@ -323,8 +283,6 @@ fn rows_go_to_experts_and_come_back() {
             let dot: f64 =
                 x.wide[at.clone()].iter().zip(&other.wide[at.clone()]).map(product).sum();
             close(&dots[row * k..][..k], &[dot; 2], 1e-6);
-            let of_bias: f64 = x.wide[at.clone()].iter().zip(&of_bias.wide).map(product).sum();
-            close(&more_dots[row * k..][..k], &[dot + of_bias; 2], 1e-6);
             let mut sums = vec![0.5_f32; channels];
             for (j, expert) in choices(row).into_iter().enumerate() {
                 let w = weights.narrow[row * k + j];
@@ -393,5 +351,109 @@ fn rows_of_16_bits_are_copied() {
         let halves: &[u16] = bytemuck::cast_slice(&halves);
         let expected = [1, 3].map(|row| &halves[row * columns..][..columns]).concat();
         assert_eq!(found[..2 * columns], expected);
+    }
+}
+
+/// A router of one channel, whose biases choose and weigh.
+#[test]
+fn biases_of_routers_are_added_and_have_gradients() {
+    let [rows, experts, per_token] = [3, 4, 2];
+    let h = noise(rows, 1);
+    let w = noise(experts, 2);
+    let bias = noise(experts, 3);
+    let dchosen = noise(rows * per_token, 4);
+    let logits = |bias: &[f64]| -> Vec<Vec<f64>> {
+        let of_row = |h: &f64| w.wide.iter().zip(bias).map(|(w, bias)| h * w + bias).collect();
+        h.wide.iter().map(of_row).collect()
+    };
+    let found = logits(&bias.wide);
+    let choice: Vec<Vec<usize>> = found.iter().map(|row| by_sort(row, per_token)).collect();
+    let loss = |bias: &[f64]| {
+        let rows = logits(bias).into_iter().zip(&choice);
+        let weights = rows.flat_map(|(logits, chosen)| plain_weights(&logits, chosen, true));
+        weights.zip(&dchosen.wide).map(|(w, dw)| w * dw).sum::<f64>()
+    };
+    let expected = differences(&bias.wide, loss);
+    for level in Level::all() {
+        let mut bench = Bench::new();
+        let chosen = bench.nan(rows, 2 * per_token);
+        let out = bench.nan(rows, experts);
+        let [h, w] = [&h, &w].map(|of| bench.tensor(1, &of.narrow));
+        let biases = Some(bench.tensor(experts, &bias.narrow));
+        let dbias = bench.nan(1, experts);
+        let more = bench.tensor(experts, &vec![3.0; experts]);
+        let normalised = true;
+        let route = Route { chosen, logits: out, h, w, bias: biases, per_token, normalised };
+        let backward = RouteBackward {
+            dh: bench.tensor(1, &vec![0.0; rows]),
+            dw: None,
+            dbias: Some(dbias),
+            logits: out,
+            chosen,
+            dchosen: bench.tensor(per_token, &dchosen.narrow),
+            h,
+            w,
+            normalised,
+            accumulate: false,
+        };
+        bench.run(level, |k, scratch| {
+            k.route(&route);
+            k.route_backward(&backward, scratch);
+            let again = RouteBackward { dbias: Some(more), accumulate: true, ..backward };
+            k.route_backward(&again, scratch);
+        });
+        close(&bench.values(out), &found.concat(), 1e-6);
+        close(&bench.values(dbias), &expected, 1e-5);
+        let more: Vec<f32> = bench.values(more).iter().map(|d| d - 3.0).collect();
+        close(&more, &expected, 1e-5);
+    }
+}
+
+/// The rows of one expert, each with a weight; some rows of the choice are of other experts.
+#[test]
+fn sums_with_a_bias_are_the_plain_ones() {
+    let [count, channels, outputs, k] = [37, 19, 300, 2];
+    let places: Vec<usize> = (0..count).map(|row| row * 2 * k + row % k).collect();
+    let chosen = noise(2 * count * 2 * k, 1);
+    let [x, y] = [2, 3].map(|seed| noise(count * channels, seed));
+    let dy = noise(count * outputs, 4);
+    let bias = noise(outputs, 5);
+    let weight = |place: usize| chosen.wide[(2 * (place / k) + 1) * k + place % k];
+    let product = |(x, y): (&f64, &f64)| x * y;
+    let dot = |row: usize| {
+        let [x, y] = [&x, &y].map(|of| &of.wide[row * channels..][..channels]);
+        let dy = &dy.wide[row * outputs..][..outputs];
+        let plain: f64 = x.iter().zip(y).map(product).sum();
+        plain + dy.iter().zip(&bias.wide).map(product).sum::<f64>()
+    };
+    let mut expected = vec![0.0; outputs];
+    for (row, place) in places.iter().enumerate() {
+        let dy = &dy.wide[row * outputs..][..outputs];
+        expected.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += weight(*place) * dy);
+    }
+    for level in Level::all() {
+        let mut bench = Bench::new();
+        let out = bench.nan(2 * count, k);
+        let chosen = bench.tensor(2 * k, &chosen.narrow);
+        let [x, y] = [&x, &y].map(|of| bench.tensor(channels, &of.narrow));
+        let dy = bench.tensor(outputs, &dy.narrow);
+        let bias = bench.tensor(outputs, &bias.narrow);
+        let of_places = bench.tensor(count, &bits(places.clone()));
+        let sums = bench.nan(1, outputs);
+        let more = bench.tensor(outputs, &vec![1.0; outputs]);
+        bench.run(level, |kernels, _| {
+            let bias = Some(BiasRows { dy, bias });
+            kernels.row_dots(&RowDots { out, x, y, places: of_places, bias });
+            let weights = RowWeights { places: of_places, chosen };
+            let sum = SumRows { y: sums, x: dy, weights, accumulate: false };
+            kernels.sum_rows(&sum);
+            kernels.sum_rows(&SumRows { y: more, accumulate: true, ..sum });
+        });
+        let out = bench.values(out);
+        let dots: Vec<f32> = places.iter().map(|place| out[*place]).collect();
+        close(&dots, &(0..count).map(dot).collect::<Vec<_>>(), 1e-6);
+        close(&bench.values(sums), &expected, 1e-5);
+        let more: Vec<f32> = bench.values(more).iter().map(|sum| sum - 1.0).collect();
+        close(&more, &expected, 1e-5);
     }
 }

@@ -67,6 +67,7 @@ impl Cases<'_> {
     pub(super) fn of_experts(&mut self) {
         self.of_routers();
         self.of_assignments();
+        self.of_sums();
         let r = self.batch.rows();
         case!(self.gate_rows, |p| GateRows {
             y: p.floats_output([r, CHANNELS]),
@@ -163,6 +164,15 @@ impl Cases<'_> {
                     });
                 }
             });
+        }
+    }
+
+    /// Sums over the rows of each expert, and over their channels.
+    fn of_sums(&mut self) {
+        let r = self.batch.rows();
+        let c = CHANNELS;
+        for (experts, per_token) in [(7, 1), (40, 3)] {
+            let all = r * per_token;
             for has_bias in [false, true] {
                 self.case("row_dots", |p| {
                     let routed = Routed::new(p, r, experts, per_token);
