@@ -45,7 +45,7 @@ CASES = {
     "qwen2-layers": dict(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"], layers_to_transform=[1],
                          layers_pattern="layers", exclude_modules=["q_proj"]),
     # Of gpt-oss, all linear layers are those of attention.
-    "gpt_oss": dict(r=3, lora_alpha=6, target_modules=ALL),
+    "gpt_oss": dict(r=3, lora_alpha=30, target_modules=ALL),
 }
 
 
