@@ -28,6 +28,7 @@ impl Layer for Adapter {
             kind,
             init,
             joined: false,
+            stacked: false,
         };
         let c = self.channels;
         let n = self.bottleneck;

@@ -27,6 +27,7 @@ impl Composed for Gated {
             kind,
             init,
             joined: false,
+            stacked: false,
         };
         let c = self.channels;
         let d = self.head_size;

@@ -396,7 +396,7 @@ mod tests {
         let decoders = ["llama", "mistral", "qwen2", "qwen3"].map(|kind| decoder(kind, 6));
         let learned = ["bert", "distilbert", "opt", "roberta"].map(learned);
         let read = |config| families::read(&config).expect("a config of ours");
-        let experts = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"].map(experts);
+        let experts = ["gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"].map(experts);
         let shapes = decoders.into_iter().chain(experts).chain(learned);
         let shapes = shapes.map(read).chain([small()]);
         for shape in shapes {
@@ -427,6 +427,7 @@ mod tests {
             (decoder("mistral"), 1, 2),
             (decoder("llama"), 2, 1),
             (decoder("mixtral"), 2, 1),
+            (decoder("gpt_oss"), 1, 2),
         ] {
             let shape = Shape { chunk_positions: 128, ..shape };
             let rows = Rows { sequences, positions: chunks * 128 + 70 };

@@ -304,6 +304,7 @@ mod tests {
             kind: Kind::Weight,
             init: Init::Zeros,
             joined: false,
+            stacked: false,
         };
         shapes.iter().enumerate().map(tensor).collect()
     }

@@ -112,6 +112,9 @@ pub fn export(
         Changed::Merged(merge) => merged_config(from, weights_from, merge, &options.labels)?,
         Changed::No | Changed::Averaged(_) => json::read(&from.join(CONFIG))?,
     };
+    if let Some(keys) = config.as_object_mut() {
+        keys.remove("quantization_config"); // weights in MXFP4 are written in floats
+    }
     let tables = tables_of(weights_from, &config, &changed);
     let files = weight_files(weights_from)?;
     let shape = read_shape(weights_from).ok();

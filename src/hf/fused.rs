@@ -41,7 +41,9 @@ pub(super) struct Part {
 impl FusedTensor {
     /// The fused tensors of a block. There are none if the block has no experts.
     fn of_block(shape: &Shape, block: usize) -> Vec<FusedTensor> {
-        let has_them = |experts: &Experts| block < shape.layers && experts.is_of(block);
+        // Stacked experts are whole tensors of the model itself.
+        let is_apart = shape.names.stacked.is_empty();
+        let has_them = |experts: &Experts| is_apart && block < shape.layers && experts.is_of(block);
         let Some(experts) = shape.experts.filter(has_them) else { return Vec::new() };
         let Experts { count, intermediate, .. } = experts;
         let [first, second] = FUSED.map(|name| numbered(name, block));
@@ -165,12 +167,18 @@ pub(super) fn is_fused(shape: &Shape, in_file: &str) -> bool {
 
 /// The other name of a router, which files with fused tensors have.
 pub(super) fn other_router(shape: &Shape, name: &str) -> Option<String> {
+    if !shape.names.stacked.is_empty() {
+        return None;
+    }
     translated(name, &[shape.names.router, ".weight"].concat(), ROUTER)
 }
 
 /// The name that the model has for a tensor of a file: that of a router, if the file has its other
 /// name.
 pub(super) fn own_name(shape: &Shape, in_file: &str) -> String {
+    if !shape.names.stacked.is_empty() {
+        return in_file.into();
+    }
     let own = [shape.names.router, ".weight"].concat();
     let prefix = shape.names.prefix;
     let bare = |name| str::strip_prefix(name, prefix).unwrap_or(name);

@@ -169,11 +169,11 @@ fn check_shapes(model: &Model, file: &WeightFile) -> Result<(), String> {
     for tensor in model.blocks.iter().flatten() {
         // The rows of a table are in several blocks.
         let shape = expected.entry(&tensor.name).or_insert_with(|| {
-            let mut shape = tensor.shape.clone();
+            let mut shape = tensor.sizes_in_file(&tensor.shape);
             shape[0] = 0;
             shape
         });
-        shape[0] += tensor.shape[0];
+        shape[0] += tensor.sizes_in_file(&tensor.shape)[0];
     }
     for (name, view) in file.tensors().iter() {
         let bare = name.strip_prefix(PREFIX).unwrap_or(name);

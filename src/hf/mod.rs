@@ -15,6 +15,7 @@ mod clock;
 mod companions;
 mod config;
 mod export;
+mod found;
 mod fused;
 mod json;
 mod merge;
@@ -22,6 +23,7 @@ mod merge;
 mod metered;
 #[cfg(feature = "tokenizers")]
 mod metered_calls;
+mod mxfp4;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;

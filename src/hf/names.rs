@@ -1,5 +1,5 @@
 //! Finds the model's tensors in weight files: by name, with or without the family's prefix, by an
-//! old name, by the name of a tensor that it is tied to, or in a tensor of all experts.
+//! old name, by the name of a tensor that it is tied to, in a tensor of all experts, or in MXFP4.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,10 +7,12 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::PREFIX;
-use super::fused;
+use super::found::Found;
+use super::mxfp4::find_mxfp4;
 use super::quantised::check_name;
 use super::tied::differ;
 use super::weights::FileTensor;
+use super::{fused, mxfp4};
 use crate::eps::BlockRun;
 use crate::models::families::Names;
 use crate::models::{Head, Model, Shape};
@@ -49,10 +51,12 @@ impl Spelling<'_> {
     }
 
     /// Finds a tensor in files.
-    pub(super) fn find<'t>(&self, files: &[SafeTensors<'t>], name: &str) -> Option<TensorView<'t>> {
+    pub(super) fn find<'t>(&self, files: &[SafeTensors<'t>], name: &str) -> Option<Found<'t>> {
         let named = self.names_of(name);
         let mut named = named.iter().filter_map(|name| find(files, name, self.prefix()));
-        named.next().or_else(|| fused::find_part(&self.model.shape, files, name))
+        let shape = &self.model.shape;
+        let stored = named.next().or_else(|| fused::find_part(shape, files, name));
+        stored.map(Found::Stored).or_else(|| find_mxfp4(shape, files, name).map(Found::Mxfp4))
     }
 
     /// Refuses files whose head is not their embedding, if the model has one table for both.
@@ -164,11 +168,12 @@ pub(super) fn check<'t>(
     tensors: &BTreeMap<&String, &FileTensor>,
     spelling: Option<Spelling<'_>>,
     brought: &[String],
-    find: &impl Fn(&str) -> Option<TensorView<'t>>,
+    find: &impl Fn(&str) -> Option<Found<'t>>,
 ) -> Result<(), String> {
     if let Some(spelling) = spelling {
         spelling.check_tied(files)?;
         fused::check(&spelling.model.shape, files)?;
+        mxfp4::check(&spelling.model.shape, files)?;
     }
     let mut problems = Vec::new();
     let mut missing = Vec::new();
@@ -207,8 +212,10 @@ pub(super) fn check<'t>(
     let base = spelling.filter(|spelling| !spelling.of_adapters).map(|spelling| spelling.model);
     problems.append(&mut missing);
     for name in files.iter().flat_map(|tensors| tensors.names()) {
-        let is_other =
-            |model: &Model| is_ignored(name, model) || fused::is_fused(&model.shape, name);
+        let is_other = |model: &Model| {
+            let shape = &model.shape;
+            is_ignored(name, model) || fused::is_fused(shape, name) || mxfp4::is_part(shape, name)
+        };
         if !known.contains(name) && !base.is_some_and(is_other) {
             check_name(name)?;
             problems.push(format!("{name} is in the file and not in the model"));

@@ -1,4 +1,5 @@
-//! Recognises weights that another program has quantised: they are not read.
+//! Recognises weights that another program has quantised. They are not read, but for the MXFP4 of
+//! gpt-oss.
 
 use std::path::Path;
 
@@ -31,6 +32,9 @@ pub(super) fn check_config(directory: &Path) -> Result<(), Error> {
     let Some(how) = config["quantization_config"].as_object() else { return Ok(()) };
     let method = how.get("quant_method").and_then(|method| method.as_str());
     let method = method.unwrap_or("bitsandbytes");
+    if method == "mxfp4" && config["model_type"] == "gpt_oss" {
+        return Ok(());
+    }
     let what = format_args!(
         "quantization_config says that the weights are quantised ({method}), and {INSTEAD}. If \
          they are not quantised any more, remove that key"

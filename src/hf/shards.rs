@@ -13,8 +13,10 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Map, Value};
 
 use super::average::Averages;
+use super::found::Found;
 use super::fused::{self, Part};
 use super::merge::Merge;
+use super::mxfp4::{self, Mxfp4, find_mxfp4};
 use super::names::is_float;
 use super::tensor_files::{bytes_in, cut_into_files, header, shard_name, write_index};
 use super::weight_file::WeightFile;
@@ -105,6 +107,8 @@ struct SourceTensor {
     file: Option<usize>,
     /// Its bytes, if it is a part of the tensor in the file.
     bytes: Option<Range<usize>>,
+    /// True when the file has it in MXFP4, `stored` being its blocks.
+    in_mxfp4: bool,
 }
 
 impl SourceTensor {
@@ -125,6 +129,7 @@ impl SourceTensor {
             shape: view.shape().to_vec(),
             file: Some(file),
             bytes: None,
+            in_mxfp4: false,
         };
         if parts.is_empty() {
             return Ok(vec![whole]);
@@ -136,6 +141,35 @@ impl SourceTensor {
             ..whole.clone()
         };
         Ok(parts.into_iter().map(of_part).collect())
+    }
+
+    /// The tensor whose blocks in MXFP4 have this name. `None`: the name is that of its scales.
+    fn of_mxfp4(
+        stored: String,
+        file: usize,
+        opened: &[SafeTensors<'_>],
+        shape: &Shape,
+        is_finite: bool,
+    ) -> Result<Option<SourceTensor>, String> {
+        let Some(name) = mxfp4::of_blocks(shape, &stored).map(str::to_string) else {
+            return Ok(None);
+        };
+        let tensor = find_mxfp4(shape, opened, &name).map(Found::Mxfp4).expect("check() found it");
+        if is_finite {
+            tensor.check_finite(&name)?;
+        }
+        let shape = tensor.shape().to_vec();
+        let dtype = tensor.dtype();
+        let in_mxfp4 = true;
+        Ok(Some(SourceTensor {
+            name,
+            stored,
+            dtype,
+            shape,
+            file: Some(file),
+            bytes: None,
+            in_mxfp4,
+        }))
     }
 
     /// Its elements in the file.
@@ -151,6 +185,8 @@ impl SourceTensor {
 pub(super) struct Source {
     files: Vec<WeightFile>,
     tensors: Vec<SourceTensor>,
+    /// Of the model, if its family is known.
+    shape: Option<Shape>,
 }
 
 impl Source {
@@ -171,7 +207,8 @@ impl Source {
             paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>, _>>()?;
         let opened: Vec<SafeTensors<'_>> = files.iter().map(WeightFile::tensors).collect();
         if let (Some(shape), Some(first)) = (shape, files.first()) {
-            fused::check(shape, &opened).map_err(|what| first.refuse(what))?;
+            let checked = fused::check(shape, &opened).and_then(|()| mxfp4::check(shape, &opened));
+            checked.map_err(|what| first.refuse(what))?;
         }
         let mut tensors = Vec::new();
         let merge = match changed {
@@ -187,12 +224,17 @@ impl Source {
                 if merge.is_some_and(|merge| merge.drops(&name)) {
                     continue;
                 }
+                if let Some(shape) = shape.filter(|shape| mxfp4::is_part(shape, &name)) {
+                    let of_file = SourceTensor::of_mxfp4(name, at, &opened, shape, all_finite);
+                    tensors.extend(of_file.map_err(|what| file.refuse(what))?);
+                    continue;
+                }
                 let of_file = SourceTensor::of_file(name, at, &view, shape);
                 tensors.extend(of_file.map_err(|what| file.refuse(what))?);
             }
         }
         drop(opened);
-        let mut source = Source { files, tensors };
+        let mut source = Source { files, tensors, shape: None };
         if let Some(tables) = tables {
             source.arrange(tables, changed);
         }
@@ -210,10 +252,13 @@ impl Source {
                 let shape = view.shape().to_vec();
                 let stored = name.clone();
                 let dtype = view.dtype();
-                let new = SourceTensor { name, stored, dtype, shape, file: None, bytes: None };
+                let file = None;
+                let in_mxfp4 = false;
+                let new = SourceTensor { name, stored, dtype, shape, file, bytes: None, in_mxfp4 };
                 source.tensors.push(new);
             }
         }
+        source.shape = shape.copied();
         Ok(source)
     }
 
@@ -298,6 +343,12 @@ impl Source {
         write_index(to, count, weight_map, sizes.iter().sum())
     }
 
+    /// The tensor in the files, if it is there in MXFP4.
+    fn in_mxfp4<'t>(&self, tensor: &SourceTensor, opened: &[SafeTensors<'t>]) -> Option<Mxfp4<'t>> {
+        let shape = self.shape.as_ref().filter(|_| tensor.in_mxfp4)?;
+        find_mxfp4(shape, opened, &tensor.name)
+    }
+
     fn write_file(
         &self,
         changed: &Changed,
@@ -326,6 +377,10 @@ impl Source {
                 (None, _) => unreachable!("only adapters bring tensors"),
             };
             let dtype = dtype_of(tensor);
+            if let (None, Some(stored)) = (&values, self.in_mxfp4(tensor, &opened)) {
+                write_mxfp4(&stored, dtype, &mut out).map_err(failed)?;
+                continue;
+            }
             match values {
                 None if dtype == view.dtype() => out.write_all(view.data()),
                 None => encode(&decode_all(&view), dtype, &mut out),
@@ -336,6 +391,16 @@ impl Source {
         let file = out.into_inner().map_err(|error| failed(error.into_error()))?;
         file.sync_all().map_err(failed)
     }
+}
+
+/// Writes the elements of a tensor in MXFP4, expert by expert.
+fn write_mxfp4(tensor: &Mxfp4<'_>, dtype: Dtype, out: &mut impl Write) -> std::io::Result<()> {
+    let shape = tensor.shape();
+    let mut values = vec![0.0; shape[1..].iter().product()];
+    (0..shape[0]).try_for_each(|expert| {
+        tensor.decode(&mut values, expert * shape[1..].iter().product::<usize>());
+        encode(&values, dtype, out)
+    })
 }
 
 /// Writes values as elements of this dtype.

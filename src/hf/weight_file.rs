@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use safetensors::tensor::{SafeTensors, TensorView};
+use safetensors::tensor::SafeTensors;
 
 use crate::error::Error;
 use crate::lfs;
@@ -45,9 +45,9 @@ impl WeightFile {
         metadata.offset_keys()
     }
 
-    /// Whether a tensor is one of this file's.
-    pub(super) fn has(&self, view: &TensorView<'_>) -> bool {
-        self.map.as_ptr_range().contains(&view.data().as_ptr())
+    /// Whether a tensor with these bytes is one of this file's.
+    pub(super) fn has(&self, data: &[u8]) -> bool {
+        self.map.as_ptr_range().contains(&data.as_ptr())
     }
 
     /// An error about the file's content.

@@ -16,6 +16,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
+use super::found::Found;
 use super::names::{Spelling, check, find, is_of_new_head};
 use super::tied::is_tied;
 use super::weight_file::WeightFile;
@@ -117,9 +118,10 @@ pub(super) fn file_tensors(model: &Model, eps: &Eps, part: BlockRun) -> FileTens
     for (id, tensors) in (0..).map(BlockId).zip(&model.blocks).filter(|(_, all)| !all.is_empty()) {
         for (tensor, state, range) in eps.pieces(id, part, tensors) {
             let (name, dtype, shape) = match state {
-                None => (tensor.name.clone(), Dtype::F32, tensor.shape.clone()),
+                None => (tensor.name.clone(), Dtype::F32, tensor.sizes_in_file(&tensor.shape)),
                 Some(RuleState { name, dtype, shape }) => {
-                    (format!("{}.{name}", tensor.name), dtype_of(dtype), shape)
+                    let name = format!("{}.{name}", tensor.name);
+                    (name, dtype_of(dtype), tensor.sizes_in_file(&shape))
                 }
             };
             let rows = shape[0];
@@ -356,7 +358,7 @@ fn read(
     let model = spelling.map(|spelling| spelling.model);
     let find = |name: &str| match spelling {
         Some(spelling) => spelling.find(&parsed, name),
-        None => find(&parsed, name, ""),
+        None => find(&parsed, name, "").map(Found::Stored),
     };
     let keeps_initial = |name: &str| {
         let may_miss = reads == Tensors::ButMissingHead;
@@ -368,10 +370,10 @@ fn read(
     check(&parsed, &tensors, spelling, brought, &find).map_err(|what| files[0].refuse(what))?;
     if all_finite {
         let views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
-        let views: Vec<(&&String, TensorView<'_>)> = views.collect();
+        let views: Vec<(&&String, Found<'_>)> = views.collect();
         let found = views.par_iter().find_map_first(|(name, view)| {
-            let file = files.iter().find(|file| file.has(view)).unwrap_or(&files[0]);
-            check_finite(name, view).map_err(|what| file.refuse(what)).err()
+            let file = files.iter().find(|file| file.has(view.data())).unwrap_or(&files[0]);
+            view.check_finite(name).map_err(|what| file.refuse(what)).err()
         });
         found.map_or(Ok(()), Err)?;
     }
@@ -393,7 +395,7 @@ fn read(
                 let view = find(name).expect("check() found it");
                 if part == BlockRun::Parameters {
                     let to = values[floats(&range)].par_chunks_mut(CHUNK).enumerate();
-                    to.for_each(|(nth, to)| decode(to, &view, from / FLOAT + nth * CHUNK));
+                    to.for_each(|(nth, to)| view.decode(to, from / FLOAT + nth * CHUNK));
                 } else {
                     let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
                     let from = view.data()[from..][..range.len()].par_chunks(FLOAT * CHUNK);

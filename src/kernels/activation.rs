@@ -64,28 +64,48 @@ pub struct ActivateBackward {
     pub activation: Activation,
 }
 
-/// y = f(gate) up.
+/// How a feed-forward's gate and up projection become one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GateForm {
+    /// f(gate) up (Shazeer 2020). Gate and up are side by side: the channels of one, then the
+    /// channels of the other.
+    Plain(Activation),
+    /// Both are limited, and gate and up alternate.
+    Clamped(ClampedGate),
+}
+
+/// The gate of gpt-oss: g σ(α g) (u + 1), where g is the gate, at most `limit`, and u is the up
+/// projection, from −`limit` to `limit`. NaN stays NaN.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ClampedGate {
+    /// α.
+    pub alpha: f32,
+    /// The limit.
+    pub limit: f32,
+}
+
+/// y = the gate of x.
 #[derive(Clone, Copy, Debug)]
 pub struct Gate {
     /// Output. (R, I).
     pub y: View,
-    /// Gate and up side by side. (R, 2 I).
+    /// Gate and up, as the form has them. (R, 2 I).
     pub x: View,
-    /// f.
-    pub activation: Activation,
+    /// How they become one.
+    pub form: GateForm,
 }
 
 /// Computes the gradients of gate and up from dy.
 #[derive(Clone, Copy, Debug)]
 pub struct GateBackward {
-    /// Output: the gradients of gate and up side by side. (R, 2 I).
+    /// Output: the gradients of gate and up, as the form has them. (R, 2 I).
     pub dx: View,
     /// (R, I).
     pub dy: View,
     /// The forward's input. (R, 2 I).
     pub x: View,
-    /// f.
-    pub activation: Activation,
+    /// As in [`Gate`].
+    pub form: GateForm,
 }
 
 impl KernelOperation for Activate {

@@ -10,7 +10,8 @@ use super::operation::{KernelOperation, Named, Views};
 use super::routing::RouteSlopes;
 use crate::tensor::{Dtype, View};
 
-/// logits = h wᵀ, and the choice of each row. All of it is in f32, never rounded to 16 bits.
+/// logits = h wᵀ + bias, and the choice of each row. All of it is in f32, and never rounded to 16
+/// bits.
 ///
 /// A row chooses the k largest logits. Of equal ones it takes the smaller expert, and NaN comes
 /// last, so a row's experts always differ. Its weights are the softmax over the chosen logits, or
@@ -25,19 +26,24 @@ pub struct Route {
     pub h: View,
     /// The router's weights. (E, C).
     pub w: View,
+    /// The router's biases, if it has any. (1, E).
+    pub bias: Option<View>,
     /// k.
     pub per_token: usize,
     /// True: the softmax runs over the chosen logits; false: over all.
     pub normalised: bool,
 }
 
-/// The backward of [`Route`]: dh += dl w, dw (+)= dlᵀ h. dl is the gradient of the logits.
+/// The backward of [`Route`]: dh += dl w, dw (+)= dlᵀ h, dbias (+)= Σ dl. dl is the gradient of
+/// the logits.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteBackward<'a> {
     /// Floats, added to. (R, C).
     pub dh: View,
     /// Floats; `None`: the router is frozen. (E, C).
     pub dw: Option<View>,
+    /// Floats; `None`: there are no biases, or they are frozen. (1, E).
+    pub dbias: Option<View>,
     /// The forward's logits: floats. (R, E).
     pub logits: View,
     /// The forward's choice: floats. (R, 2 k).
@@ -52,7 +58,7 @@ pub struct RouteBackward<'a> {
     pub normalised: bool,
     /// The gradients of the router's losses; `None`: it has none.
     pub slopes: Option<RouteSlopes<'a>>,
-    /// True when `dw` is added to; false when it is replaced.
+    /// True when `dw` and `dbias` are added to; false when they are replaced.
     pub accumulate: bool,
 }
 
@@ -117,7 +123,7 @@ pub struct WeighRows {
     pub weights: RowWeights,
 }
 
-/// out\[places\[i\]\] = the sum over the channels of x\[i\] · y\[i\].
+/// out\[places\[i\]\] = ⟨x\[i\], y\[i\]⟩, and + ⟨dy\[i\], bias⟩ where there is a bias.
 #[derive(Clone, Copy, Debug)]
 pub struct RowDots {
     /// Floats; only the named places are written. (R, k).
@@ -128,6 +134,30 @@ pub struct RowDots {
     pub y: View,
     /// As [`Dispatch`] writes them: floats. (1, N).
     pub places: View,
+    /// The bias of the product whose outputs are weighted, if it has one.
+    pub bias: Option<BiasRows>,
+}
+
+/// The bias of an expert's last product, and the gradients of that product's outputs.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasRows {
+    /// (N, C).
+    pub dy: View,
+    /// (1, C).
+    pub bias: View,
+}
+
+/// y (+)= Σ w\[i\] · x\[i\]: the gradient of the bias of an expert's last product.
+#[derive(Clone, Copy, Debug)]
+pub struct SumRows {
+    /// Floats. (1, C).
+    pub y: View,
+    /// Input. (N, C).
+    pub x: View,
+    /// w.
+    pub weights: RowWeights,
+    /// True when `y` is added to; false when it is replaced.
+    pub accumulate: bool,
 }
 
 /// y = sigmoid(gate) · x, with one gate a row.
@@ -168,21 +198,25 @@ impl RowWeights {
 
 impl KernelOperation for Route {
     fn views(&self, views: &mut Views<'_>) {
-        let Route { chosen, logits, h, w, per_token, .. } = *self;
+        let Route { chosen, logits, h, w, bias, per_token, .. } = *self;
         // The experts are no numbers.
         views.writes_opaque("chosen", chosen, [h.rows, 2 * per_token], Dtype::F32);
         views.writes("logits", logits, [h.rows, w.rows], Dtype::F32);
         views.reads("h", h, h.shape(), h.dtype);
         views.reads("w", w, [w.rows, h.columns], h.dtype);
+        if let Some(bias) = bias {
+            views.reads("bias", bias, [1, w.rows], h.dtype);
+        }
         views.rule((1..=w.rows).contains(&per_token), "a row chooses from 1 to all experts");
     }
 }
 
 impl KernelOperation for RouteBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let RouteBackward { dh, dw, logits, chosen, dchosen, h, w, slopes, .. } = *self;
+        let RouteBackward { dh, dw, dbias, logits, chosen, dchosen, h, w, slopes, .. } = *self;
         views.writes("dh", dh, h.shape(), Dtype::F32);
         views.writes("dw", dw, w.shape(), Dtype::F32);
+        views.writes("dbias", dbias, [1, w.rows], Dtype::F32);
         views.reads("logits", logits, [h.rows, w.rows], Dtype::F32);
         views.reads("chosen", chosen, [h.rows, 2 * dchosen.columns], Dtype::F32);
         views.reads("dchosen", dchosen, [h.rows, chosen.columns / 2], Dtype::F32);
@@ -246,11 +280,24 @@ impl KernelOperation for WeighRows {
 
 impl KernelOperation for RowDots {
     fn views(&self, views: &mut Views<'_>) {
-        let RowDots { out, x, y, places } = *self;
+        let RowDots { out, x, y, places, bias } = *self;
         views.writes_opaque("out", out, out.shape(), Dtype::F32);
         views.reads("x", x, y.shape(), y.dtype);
         views.reads("y", y, x.shape(), x.dtype);
         views.reads("places", places, [1, x.rows], Dtype::F32);
+        if let Some(BiasRows { dy, bias }) = bias {
+            views.reads("bias.dy", dy, [x.rows, bias.columns], x.dtype);
+            views.reads("bias.bias", bias, [1, dy.columns], x.dtype);
+        }
+    }
+}
+
+impl KernelOperation for SumRows {
+    fn views(&self, views: &mut Views<'_>) {
+        let SumRows { y, x, weights, .. } = *self;
+        views.writes("y", y, [1, x.columns], Dtype::F32);
+        views.reads("x", x, [x.rows, y.columns], x.dtype);
+        weights.views(views, x.rows);
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::attention::AttentionShape;
 use super::operation::{KernelOperation, Views};
-use crate::tensor::View;
+use crate::tensor::{Dtype, View};
 
 /// Copies keys and values from beside their queries.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +32,8 @@ pub struct ReadKv<'a> {
 pub struct CachedAttention<'a> {
     /// Output. (R, H D).
     pub y: View,
+    /// Output: the log-sum-exp, as [`Attention`](super::Attention) writes it. Floats. (R, H).
+    pub lse: View,
     /// Queries, keys and values of the new positions. (R, (H + 2 K) D).
     pub qkv: View,
     /// The cache. Each sequence has room for P positions; the batch says how many of them it uses.
@@ -62,10 +64,11 @@ impl KernelOperation for ReadKv<'_> {
 
 impl KernelOperation for CachedAttention<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let CachedAttention { y, qkv, cache, shape } = *self;
+        let CachedAttention { y, lse, qkv, cache, shape } = *self;
         let rows = shape.rows();
         let dtype = qkv.dtype;
         views.writes("y", y, [rows, shape.width()], dtype);
+        views.writes("lse", lse, [rows, shape.heads], Dtype::F32);
         views.reads("qkv", qkv, [rows, shape.qkv_width()], dtype);
         views.reads("cache", cache, [cache.rows, shape.kv_width()], dtype);
         let sequences = shape.batch.sequences();

@@ -34,12 +34,15 @@ mod positive;
 mod quantised;
 mod rotary;
 mod routing;
+mod sinks;
 #[macro_use]
 mod table;
 #[cfg(test)]
 mod tests;
 
-pub use activation::{Activate, ActivateBackward, Activation, Gate, GateBackward};
+pub use activation::{
+    Activate, ActivateBackward, Activation, ClampedGate, Gate, GateBackward, GateForm,
+};
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{
@@ -52,8 +55,8 @@ pub use custom::{CpuFunction, Custom, CustomKernel};
 pub use dropout::{ApplyDropout, Dropout, DropoutKey, MaskRows, Residual};
 pub use embedding::{AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward};
 pub use experts::{
-    CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward, RowDots,
-    RowWeights, WeighRows,
+    BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
+    RowDots, RowWeights, SumRows, WeighRows,
 };
 pub use head_norm::{HeadNorm, HeadNormBackward, QueryKey};
 pub use kv_cache::{CachedAttention, ReadKv, WriteKv};
@@ -68,6 +71,7 @@ pub use quantised::Dequantise;
 pub(crate) use rotary::PAIRS;
 pub use rotary::{LongRope, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
 pub use routing::{DROPPED, LimitExperts, MeasureRoutes, OF_SEQUENCE, RouteSlopes};
+pub use sinks::{Sink, SinkBackward};
 
 use crate::tensor::Scratch;
 
@@ -98,6 +102,8 @@ operations! {
         write_kv(WriteKv<'a>);
         read_kv(ReadKv<'a>);
         cached_attention(CachedAttention<'a>);
+        sink(Sink<'a>);
+        sink_backward(SinkBackward<'a>);
         dropout(ApplyDropout<'a>);
         residual(Residual<'a>);
         cast(Cast);
@@ -119,6 +125,7 @@ operations! {
         combine_rows(CombineRows);
         weigh_rows(WeighRows);
         row_dots(RowDots);
+        sum_rows(SumRows);
         gate_rows(GateRows);
         gate_rows_backward(GateRowsBackward);
     }

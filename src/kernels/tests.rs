@@ -141,8 +141,9 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     let activation = Activation::Silu;
     found!(Activate { y: narrow, x: narrow, activation }, [y, x]);
     found!(ActivateBackward { dx: narrow, x: narrow, activation }, [dx, x]);
-    found!(Gate { y: narrow, x: wide, activation }, [y, x]);
-    found!(GateBackward { dx: wide, dy: narrow, x: wide, activation }, [dx, dy, x]);
+    let form = GateForm::Plain(activation);
+    found!(Gate { y: narrow, x: wide, form }, [y, x]);
+    found!(GateBackward { dx: wide, dy: narrow, x: wide, form }, [dx, dy, x]);
     let dropout = batch().dropout(0.5, 0, 0);
     assert!(dropout.is_some());
     found!(Residual { y: narrow, a: narrow, x: narrow, dropout }, [y, a, x]);
@@ -172,7 +173,8 @@ fn wrong_views_of_attention_are_found() {
     found!(ReadKv { qkv, kv, shape }, [qkv], any_dtype: ["qkv"]);
     assert!(panics(|| ReadKv { qkv: kv, kv: qkv, shape }.check()), "swapped");
     let cache = element(3 * 8, shape.kv_width());
-    found!(CachedAttention { y, qkv, cache, shape }, [y, qkv, cache]);
+    let lse = float(shape.rows(), shape.heads);
+    found!(CachedAttention { y, lse, qkv, cache, shape }, [y, lse, qkv, cache]);
     let rotary = &Rotary::new(100.0);
     found!(Rotate { qkv, rotary, shape, inverse: false }, [qkv], any_dtype: ["qkv"]);
     let one = element(1, shape.head_size);
@@ -221,6 +223,18 @@ fn wrong_views_of_a_chunks_keys_and_values_are_found() {
 }
 
 #[test]
+fn wrong_views_of_sinks_are_found() {
+    let shape = shape();
+    let y = element(shape.rows(), shape.width());
+    let lse = float(shape.rows(), shape.heads);
+    let sinks = element(1, shape.heads);
+    found!(Sink { y, lse, sinks, shape }, [y, lse, sinks]);
+    let dsinks = float(1, shape.heads);
+    let op = SinkBackward { dsinks, dy: y, y, lse, sinks, shape, accumulate: false };
+    found!(op, [dsinks, dy, y, lse, sinks]);
+}
+
+#[test]
 fn wrong_views_of_tables_are_found() {
     let batch = batch();
     let y = element(R, C);
@@ -247,13 +261,21 @@ fn wrong_views_of_experts_are_found() {
     let chosen = float(R, 2 * K);
     let per_token = K;
     let normalised = true;
-    found!(Route { chosen, logits, h, w, per_token, normalised }, [chosen, logits, h, w]);
+    let biases = element(1, E);
+    let bias = Some(biases);
+    found!(
+        Route { chosen, logits, h, w, bias, per_token, normalised },
+        [chosen, logits, h, w, bias]
+    );
     let few = element(1, C);
-    let none = Route { w: few, logits: float(R, 1), chosen, h, per_token, normalised };
+    let logits_of_few = float(R, 1);
+    let none =
+        Route { w: few, logits: logits_of_few, chosen, h, bias: None, per_token, normalised };
     assert!(panics(|| none.check()), "more than all experts");
     let op = RouteBackward {
         dh: float(R, C),
         dw: Some(float(E, C)),
+        dbias: Some(float(1, E)),
         logits,
         chosen,
         dchosen: float(R, K),
@@ -263,7 +285,7 @@ fn wrong_views_of_experts_are_found() {
         slopes: None,
         accumulate: false,
     };
-    found!(op, [dh, dw, logits, chosen, dchosen, h, w]);
+    found!(op, [dh, dw, dbias, logits, chosen, dchosen, h, w]);
     let of_all = float(1, R * K);
     let op = Dispatch { rows: of_all, places: of_all, chosen, experts: E };
     found!(op, [rows, places]);
@@ -285,7 +307,7 @@ fn wrong_views_of_experts_are_found() {
     let op = WeighRows { y: x, x, weights };
     found!(op, [y, x, weights.places]);
     let out = float(R, K);
-    found!(RowDots { out, x, y: x, places: rows }, [x, y, places]);
+    found!(RowDots { out, x, y: x, places: rows, bias: None }, [x, y, places]);
     let y = float(R, C);
     let gate = element(R, 1);
     found!(GateRows { y, x: h, gate }, [y, x, gate]);
@@ -303,6 +325,7 @@ fn wrong_views_of_routers_are_found() {
     let op = RouteBackward {
         dh: float(R, C),
         dw: None,
+        dbias: None,
         logits,
         chosen,
         dchosen: float(R, K),
@@ -329,6 +352,29 @@ fn wrong_views_of_routers_are_found() {
     let limited = chosen;
     let op = LimitExperts { limited, chosen, logits, factor_millionths, second, batch };
     found!(op, [limited, chosen]);
+}
+
+#[test]
+fn wrong_views_of_biases_of_experts_are_found() {
+    /// k, and rows of an expert.
+    const K: usize = 2;
+    const M: usize = 11;
+    let x = element(M, C);
+    let rows = float(1, M);
+    let out = float(R, K);
+    let weights = RowWeights { places: rows, chosen: float(R, 2 * K) };
+    let dy = element(M, C + 1);
+    let bias = element(1, C + 1);
+    let with_bias = |dy, bias| Some(BiasRows { dy, bias });
+    let dots = RowDots { out, x, y: x, places: rows, bias: with_bias(dy, bias) };
+    found!(dots, [x, y, places]);
+    for (name, wrong) in WRONGS {
+        let dots = |bias| RowDots { bias, ..dots };
+        assert!(panics(|| dots(with_bias(wrong(dy), bias)).check()), "dy: {name}");
+        assert!(panics(|| dots(with_bias(dy, wrong(bias))).check()), "bias: {name}");
+    }
+    let op = SumRows { y: float(1, C), x, weights, accumulate: false };
+    found!(op, [y, x, weights.places], any_dtype: ["x"]);
 }
 
 #[test]

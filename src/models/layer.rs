@@ -60,6 +60,9 @@ pub struct Tensor {
     pub init: Init,
     /// True when it lies right behind the tensor before, so that both are one matrix of a product.
     pub joined: bool,
+    /// True when files have one tensor for all tensors of this name, such as the experts of a
+    /// block. Its first size counts them.
+    pub stacked: bool,
 }
 
 impl Kind {
@@ -72,7 +75,14 @@ impl Kind {
 impl Tensor {
     /// A tensor that is not joined to the tensor before.
     pub fn new(name: impl Into<String>, shape: Vec<usize>, kind: Kind, init: Init) -> Tensor {
-        Tensor { name: name.into(), shape, kind, init, joined: false }
+        Tensor { name: name.into(), shape, kind, init, joined: false, stacked: false }
+    }
+
+    /// The sizes in a file, of the tensor or of one of its states. Tensors of one name are joined
+    /// along the first of them.
+    pub(crate) fn sizes_in_file(&self, sizes: &[usize]) -> Vec<usize> {
+        let first = self.stacked.then_some(1);
+        first.into_iter().chain(sizes.iter().copied()).collect()
     }
 
     /// The number of elements.

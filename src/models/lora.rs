@@ -179,6 +179,14 @@ impl Model {
             let other = [self.shape.names.head, self.shape.names.embedding];
             let mut others = self.tensors().map(|tensor| &tensor.name[..]).chain(other);
             let what = match others.any(|name| matches(pattern, name)) {
+                true if self.tensors().any(|one| one.stacked && matches(pattern, &one.name)) => {
+                    format!(
+                        "has {pattern:?}: the experts of a block are one parameter in models of \
+                         this family, and such experts have no adapters here (PEFT's \
+                         target_parameters), only {}",
+                        names.join(", ")
+                    )
+                }
                 true => format!(
                     "has {pattern:?}: embeddings, norms, routers and heads have no adapters here, \
                      only {}",

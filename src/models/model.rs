@@ -433,7 +433,9 @@ impl Model {
         let Names { embedding, head, .. } = *self.shape.names;
         let tables = [embedding, head, &self.shape.head_bias()];
         for tensor in self.blocks.iter().flat_map(BlockTensors::iter) {
-            let is_new = met.insert(&tensor.name) || tables.contains(&tensor.name.as_str());
+            let is_new = met.insert(&tensor.name)
+                || tensor.stacked
+                || tables.contains(&tensor.name.as_str());
             if !is_new || tensor.shape.is_empty() {
                 let Tensor { name, shape, .. } = tensor;
                 let what = "its name must be its own, and it must have sizes";

@@ -3,7 +3,9 @@
 
 use super::balance::Balance;
 use super::families::Names;
-use crate::kernels::{Activation, LongRope, ProblemType, Rotary, RotaryScaling, Yarn};
+use crate::kernels::{
+    Activation, ClampedGate, GateForm, LongRope, ProblemType, Rotary, RotaryScaling, Yarn,
+};
 
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -95,6 +97,8 @@ pub struct Experts {
     pub intermediate: usize,
     /// True: the weights of a row are the softmax over its chosen logits. False: over all logits.
     pub normalised: bool,
+    /// True when the router has biases.
+    pub router_bias: bool,
     /// Channels of the shared expert, which all rows use. 0: there is none.
     pub shared: usize,
     /// Of the blocks from `from` on, every `every`-th has experts.
@@ -165,12 +169,17 @@ pub struct Shape {
     /// True when this norm spans all heads of the queries, and another one all heads of the keys.
     /// Queries then have as many heads as keys.
     pub joint_qk_norm: bool,
+    /// True when each head of attention has a sink: a learned score that joins the softmax and has
+    /// no value.
+    pub sinks: bool,
     /// Whether these have biases: queries, keys and values; attention's output; the feed-forward.
     pub biases: [bool; 3],
     /// The feed-forward's activation function.
     pub activation: Activation,
     /// True when the feed-forward multiplies its up projection by a gate (Shazeer 2020).
     pub gated: bool,
+    /// The gate in place of the activation function's, if gate and up projection are limited.
+    pub clamped: Option<ClampedGate>,
     /// True when weights of products are (outputs, inputs), as in PyTorch's linear layers.
     pub transposed: bool,
     /// The most positions of one sequence that a layer of a causal model computes at once. All
@@ -271,6 +280,11 @@ impl Shape {
             }
             _ => self.dropout.classifier,
         }
+    }
+
+    /// How a gated feed-forward's gate and up projection become one.
+    pub(crate) fn gate_form(&self) -> GateForm {
+        self.clamped.map_or(GateForm::Plain(self.activation), GateForm::Clamped)
     }
 
     /// Channels of queries, keys and values side by side.

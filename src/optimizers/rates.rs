@@ -55,6 +55,7 @@ pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error
         kind: Kind::Weight,
         init: Init::Zeros,
         joined: false,
+        stacked: false,
     };
     let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);
     let seconds = best(threads, |step| {

@@ -144,7 +144,7 @@ fn every_rule_is_pytorchs_or_the_papers() {
 }
 
 fn tensor(name: &str, shape: &[usize], kind: Kind) -> Tensor {
-    Tensor { name: name.into(), shape: shape.into(), kind, init: Init::Zeros, joined: false }
+    Tensor::new(name, shape.to_vec(), kind, Init::Zeros)
 }
 
 /// Bits of all rules, on tensors of several chunks, do not depend on the number of threads.

@@ -14,7 +14,7 @@ import sys
 
 import torch
 import transformers
-from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 import families
 from families import BATCH, DECAY, RATE, STEPS, VOCABULARY
@@ -24,6 +24,11 @@ BASE = dict(vocab_size=VOCABULARY, hidden_size=30, num_attention_heads=3, initia
             max_position_embeddings=40, attention_dropout=0.0, bos_token_id=None, eos_token_id=None)
 MIXTRAL = dict(**BASE, num_local_experts=5, num_experts_per_tok=2, intermediate_size=14)
 CASES = {
+    # Gates are clamped, and the window is shorter than most sequences.
+    "gpt_oss": GptOssConfig(**BASE, num_hidden_layers=2, num_key_value_heads=1, head_dim=12, num_local_experts=5,
+                            num_experts_per_tok=2, intermediate_size=14, sliding_window=4, swiglu_limit=0.8,
+                            rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, beta_fast=8.0,
+                                                 beta_slow=1.0, truncate=False, original_max_position_embeddings=8)),
     "mixtral": MixtralConfig(**MIXTRAL, num_hidden_layers=2, num_key_value_heads=1),
     "mixtral-classes": MixtralConfig(**MIXTRAL, num_hidden_layers=1, num_key_value_heads=3, num_labels=3,
                                      pad_token_id=1),
@@ -46,7 +51,7 @@ CASES = {
                                 num_experts_per_tok=2, moe_intermediate_size=14, intermediate_size=46,
                                 shared_expert_intermediate_size=22),
 }
-SEEDS = {"mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 5, "olmoe": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
+SEEDS = {"gpt_oss": 0, "mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 5, "olmoe": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
          "qwen3_moe-idle": 0, "qwen2_moe": 8}
 SHORT = 5  # The idle case has shorter sequences than this.
 families.CLASSES["mixtral-classes"] = CASES["mixtral-classes"]
@@ -90,8 +95,8 @@ def weights(case, seed):
     torch.manual_seed(seed)
     model = kind_of(case).from_config(config, attn_implementation="eager")
     with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide mistakes
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 

@@ -121,9 +121,11 @@ def loss_of(family, model, batch):
 
 def train(family, model, lines):
     parameters = list(model.parameters())
+    # gpt-oss has the biases of all experts of a block in one matrix.
+    decays = [p.ndim > 1 and not name.endswith("bias") for name, p in model.named_parameters()]
     optimizer = torch.optim.AdamW(
-        [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": DECAY},
-         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}], lr=RATE)
+        [{"params": [p for p, is_decayed in zip(parameters, decays) if is_decayed], "weight_decay": DECAY},
+         {"params": [p for p, is_decayed in zip(parameters, decays) if not is_decayed], "weight_decay": 0.0}], lr=RATE)
     with torch.no_grad():
         singles = [float(loss_of(family, model, [line])) for line in lines[:BATCH]]
         ids = torch.tensor([lines[0]["input_ids"]])

@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen2MoeConfig, Qwen3Config,
+    AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, OPTConfig, Qwen2MoeConfig, Qwen3Config,
 )
 
 LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
@@ -35,21 +35,26 @@ FAMILIES = {
     "qwen2_moe": Qwen2MoeConfig(**DECODER | dict(hidden_size=32), num_hidden_layers=2, num_attention_heads=4,
                                 num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12,
                                 shared_expert_intermediate_size=20, tie_word_embeddings=True),
+    "gpt_oss": GptOssConfig(**DECODER | dict(hidden_size=32), num_hidden_layers=2, num_attention_heads=4,
+                            num_key_value_heads=2, head_dim=12, num_local_experts=5, num_experts_per_tok=2,
+                            sliding_window=6, swiglu_limit=0.9,
+                            rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=6.0, truncate=False,
+                                                 original_max_position_embeddings=16)),
     # An untied head, and the activation function of Galactica.
     "opt": OPTConfig(**ALL, hidden_size=42, num_hidden_layers=2, num_attention_heads=3, ffn_dim=24,
                      init_std=0.2, max_position_embeddings=96, dropout=0.0,
                      activation_function="gelu", tie_word_embeddings=False),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
-HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16}
+HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}
 
 
 def made(config, seed):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide mistakes
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 

@@ -14,6 +14,7 @@ import sys
 import peft
 import torch
 import transformers
+import experts  # noqa: F401 (its families are causal, too)
 from families import BATCH, CAUSAL, CLASSES, DECAY, FAMILIES, RATE, STEPS, train
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
@@ -43,6 +44,8 @@ CASES = {
                           alpha_pattern={"cls.predictions.transform.dense": 1.5}),
     "qwen2-layers": dict(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"], layers_to_transform=[1],
                          layers_pattern="layers", exclude_modules=["q_proj"]),
+    # Of gpt-oss, all linear layers are those of attention.
+    "gpt_oss": dict(r=3, lora_alpha=30, target_modules=ALL),
 }
 
 
@@ -59,7 +62,8 @@ def main():
         kind = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
         if name in CLASSES:
             kind = AutoModelForSequenceClassification
-        base = kind.from_pretrained(here / name, attn_implementation="eager").double()
+        how = {"experts_implementation": "eager"} if name in experts.CASES else {}
+        base = kind.from_pretrained(here / name, attn_implementation="eager", **how).double()
         config = peft.LoraConfig(**settings, lora_dropout=0.0, init_lora_weights=False)
         model = peft.get_peft_model(base, config).double()
         with torch.no_grad():  # f32 values, so that the files hold exactly what is trained

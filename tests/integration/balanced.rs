@@ -259,15 +259,16 @@ fn what_cannot_be_is_refused_by_name() {
 #[test]
 fn experts_have_the_same_bits_in_every_kind_of_schedule() {
     let each = [
-        ([4, 2], Routers::Plain),
-        ([9, 1], Routers::Plain),
-        ([4, 2], Routers::Limited),
-        ([5, 3], Routers::OfStep),
-        ([5, 2], Routers::OfSequences),
-        ([9, 1], Routers::OfMicroBatches),
+        ([4, 2], Routers::Plain, false),
+        ([9, 1], Routers::Plain, false),
+        ([5, 2], Routers::Plain, true),
+        ([4, 2], Routers::Limited, true),
+        ([5, 3], Routers::OfStep, false),
+        ([5, 2], Routers::OfSequences, true),
+        ([9, 1], Routers::OfMicroBatches, false),
     ];
-    for (experts, routers) in each {
-        let case = Case { experts: Some(experts), routers, groups: 3, ..SMALL.clone() };
+    for (experts, routers, gpt_oss) in each {
+        let case = Case { experts: Some(experts), routers, gpt_oss, groups: 3, ..SMALL.clone() };
         let case = Case { batch: 6, ..case };
         let expected = run(config(&case, &baseline()), 3);
         let kinds = [ScheduleKind::Relay, ScheduleKind::Gpipe, ScheduleKind::Interleaved];
@@ -275,7 +276,7 @@ fn experts_have_the_same_bits_in_every_kind_of_schedule() {
             let way = Ways { kind, devices: 2, recompute: true.into(), bundles, ..baseline() };
             let way = Ways { on_file: true, ..way }.for_case(&case);
             let (bits, summary) = run(config(&case, &way), 3);
-            let name = format!("{kind:?} {experts:?} {bundles:?} {routers:?}");
+            let name = format!("{kind:?} {experts:?} {bundles:?} {routers:?} {gpt_oss}");
             assert_eq!(bits, expected.0, "{name}");
             assert_eq!(summary.weights_digest, expected.1.weights_digest, "{name}");
         }

@@ -12,7 +12,7 @@ use l2l::{Config, Trainer, shape_of};
 
 fn tensor(name: &str, shape: &[usize], kind: Kind) -> Tensor {
     let init = Init::Normal(0.3);
-    Tensor { name: name.into(), shape: shape.to_vec(), kind, init, joined: false }
+    Tensor::new(name, shape.to_vec(), kind, init)
 }
 
 const C: usize = 6;

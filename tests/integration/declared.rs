@@ -86,6 +86,7 @@ impl Layer for Bottleneck {
             kind,
             init,
             joined: false,
+            stacked: false,
         };
         vec![
             tensor("a", &[C, N], Kind::Weight, drawn),

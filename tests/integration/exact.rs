@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use crate::balanced::{Routers, all_losses, whole_steps};
 use crate::compression::{Encodings, encodings, possible};
 use crate::plan::limit;
-use crate::trained::Trained;
+use crate::trained::{Family, Trained};
 use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
@@ -33,6 +33,8 @@ pub(crate) struct Case {
     pub(crate) experts: Option<[usize; 2]>,
     /// Losses and limits of routers, if there are experts.
     pub(crate) routers: Routers,
+    /// With experts: they are those of gpt-oss, and not of Qwen3.
+    pub(crate) gpt_oss: bool,
     pub(crate) groups: u32,
     pub(crate) trained: Trained,
     /// How what is not trained is stored, if anything is not.
@@ -72,7 +74,8 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
         if case.routers.is_of_step() {
             kind = whole_steps(kind);
         }
-        config.model.preset = Some("moe-small".into());
+        config.model.preset = Some(if case.gpt_oss { "gpt-oss-20b" } else { "moe-small" }.into());
+        config.model.kv_heads = case.gpt_oss.then_some(1);
         config.model.experts = Some(count);
         config.model.experts_per_token = Some(per_token);
         config.model.expert_intermediate = Some(14);
@@ -105,7 +108,12 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.deal = ways.deal;
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
-    config.train = case.trained.config(case.experts.is_some());
+    let family = match (case.experts, case.gpt_oss) {
+        (None, _) => Family::Gpt2,
+        (Some(_), false) => Family::Qwen3Moe,
+        (Some(_), true) => Family::GptOss,
+    };
+    config.train = case.trained.config(family);
     config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
     config.train.label_smoothing = case.dropout;
     if !matches!(case.trained, Trained::All) {
@@ -190,11 +198,13 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     // From experts that are often idle to those that every token chooses.
     let experts = prop::sample::select(vec![[1, 1], [5, 1], [4, 2], [9, 3], [3, 3]]);
     let experts = prop::option::weighted(0.3, experts);
+    let experts = (experts, prop::bool::weighted(0.4));
     let routers = prop::sample::select(Routers::ALL.to_vec());
     let numbers = (precisions, encodings(), experts, routers);
     let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, numbers);
     (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
-        let (flags, trained, base, rule, (precision, encodings, experts, routers)) = flags;
+        let (flags, trained, base, rule, (precision, encodings, (experts, gpt_oss), routers)) =
+            flags;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -207,6 +217,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             tied_tiles,
             experts,
             routers,
+            gpt_oss,
             groups: divisors.max().unwrap_or(1) as u32,
             trained,
             base,
@@ -386,6 +397,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     tied_tiles: false,
     experts: None,
     routers: Routers::Plain,
+    gpt_oss: false,
     groups: 1,
     trained: Trained::All,
     base: Base::AsIs,

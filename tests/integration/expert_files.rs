@@ -16,24 +16,28 @@ const NAMES: [&str; 5] = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_m
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq)]
-struct Stored {
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
+pub(crate) struct Stored {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl Stored {
     fn view(&self) -> TensorView<'_> {
-        TensorView::new(Dtype::F32, self.shape.clone(), &self.bytes).expect("as it was read")
+        TensorView::new(self.dtype, self.shape.clone(), &self.bytes).expect("as it was read")
     }
 }
 
-type Tensors = BTreeMap<String, Stored>;
+pub(crate) type Tensors = BTreeMap<String, Stored>;
 
-fn read(folder: &Path) -> Tensors {
+pub(crate) fn read(folder: &Path) -> Tensors {
     let bytes = fs::read(folder.join("model.safetensors")).expect("it was written");
     let all = SafeTensors::deserialize(&bytes).expect("it is whole").tensors();
-    let stored =
-        |view: TensorView<'_>| Stored { shape: view.shape().to_vec(), bytes: view.data().to_vec() };
+    let stored = |view: TensorView<'_>| Stored {
+        dtype: view.dtype(),
+        shape: view.shape().to_vec(),
+        bytes: view.data().to_vec(),
+    };
     all.into_iter().map(|(name, view)| (name, stored(view))).collect()
 }
 
@@ -43,7 +47,7 @@ fn write(tensors: &Tensors, file: &Path) {
     safetensors::serialize_to_file(views, None, file).expect("a directory of ours");
 }
 
-fn golden(name: &str) -> Tensors {
+pub(crate) fn golden(name: &str) -> Tensors {
     read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name))
 }
 
@@ -72,13 +76,13 @@ fn fused(tensors: &Tensors) -> Tensors {
         let shape = &parts[&(0, 0)].shape;
         let shape = vec![count, parts.len() / count * shape[0], shape[1]];
         let bytes = parts.into_values().flat_map(|part| part.bytes.clone()).collect();
-        all.insert(name, Stored { shape, bytes });
+        all.insert(name, Stored { dtype: Dtype::F32, shape, bytes });
     }
     all
 }
 
 /// A directory with a golden's config.json and these tensors, in this number of files.
-fn directory(name: &str, tensors: &Tensors, files: usize) -> TempDir {
+pub(crate) fn directory(name: &str, tensors: &Tensors, files: usize) -> TempDir {
     let folder = tempfile::tempdir().expect("a place for files");
     let at = folder.path();
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
@@ -100,13 +104,13 @@ fn directory(name: &str, tensors: &Tensors, files: usize) -> TempDir {
     folder
 }
 
-fn on(name: &str, folder: &Path) -> Config {
+pub(crate) fn on(name: &str, folder: &Path) -> Config {
     let mut config = case(name).0;
     config.model.path = Some(folder.into());
     config
 }
 
-async fn digest(config: Config) -> String {
+pub(crate) async fn digest(config: Config) -> String {
     let mut trainer = Trainer::start(config).await.expect("a case of ours");
     let digest = trainer.digest().await.expect("nothing fails here");
     trainer.stop().await.expect("nothing fails here");

@@ -16,7 +16,7 @@ use crate::pytorch::{self, check, golden_of};
 
 /// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 18] = [
+const CASES: [&str; 19] = [
     "tied",
     "llama",
     "mistral",
@@ -35,6 +35,7 @@ const CASES: [&str; 18] = [
     "llama-patterns",
     "bert-patterns",
     "qwen2-layers",
+    "gpt_oss",
 ];
 
 fn adapters(name: &str) -> PathBuf {

@@ -43,6 +43,7 @@ mod fit;
 #[cfg(all(feature = "cli", feature = "prometheus", feature = "tokenizers"))]
 mod fuzz;
 mod generate;
+mod gpt_oss;
 mod growth;
 mod heads;
 #[cfg(feature = "tokenizers")]

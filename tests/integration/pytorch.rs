@@ -132,7 +132,8 @@ pub(crate) const FAMILIES: [&str; 23] = [
 ];
 
 /// Models with experts: each row's choices are far from ties in f32.
-pub(crate) const EXPERTS: [&str; 8] = [
+pub(crate) const EXPERTS: [&str; 9] = [
+    "gpt_oss",
     "mixtral",
     "mixtral-classes",
     "mixtral-tokens",

@@ -19,6 +19,14 @@ pub(crate) enum Trained {
     AdaptersAndNorms,
 }
 
+/// The family of a random run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Family {
+    Gpt2,
+    Qwen3Moe,
+    GptOss,
+}
+
 impl Trained {
     pub(crate) const ALL: [Trained; 7] = [
         Trained::All,
@@ -30,28 +38,35 @@ impl Trained {
         Trained::AdaptersAndNorms,
     ];
 
-    /// `has_experts`: of a Qwen3-MoE instead of a GPT-2.
-    pub(crate) fn config(self, has_experts: bool) -> TrainConfig {
+    pub(crate) fn config(self, family: Family) -> TrainConfig {
+        let has_experts = !matches!(family, Family::Gpt2);
         let texts = |texts: &[&str]| texts.iter().map(|text| text.to_string()).collect();
-        let named = |gpt2: &[&str], qwen3_moe: &[&str]| {
-            if has_experts { texts(qwen3_moe) } else { texts(gpt2) }
+        let named = |gpt2: &[&str], qwen3_moe: &[&str], gpt_oss: &[&str]| match family {
+            Family::Gpt2 => texts(gpt2),
+            Family::Qwen3Moe => texts(qwen3_moe),
+            Family::GptOss => texts(gpt_oss),
         };
         let some = TrainConfig::default();
         let lora = |lora| TrainConfig { lora: Some(lora), ..TrainConfig::default() };
         match self {
             Trained::All => some,
             Trained::Biases => {
-                TrainConfig { only: named(&["bias"], &["mlp.gate", "k_norm"]), ..some }
+                let only = named(&["bias"], &["mlp.gate", "k_norm"], &["bias"]);
+                TrainConfig { only, ..some }
             }
             Trained::Upper => {
-                let below = named(&["wte", "wpe", "h.0"], &["embed_tokens", "layers.0"]);
+                let below = ["embed_tokens", "layers.0"];
+                let below = named(&["wte", "wpe", "h.0"], &below, &below);
                 TrainConfig { frozen: below, ..some }
             }
-            Trained::Last => TrainConfig { only: named(&["ln_f"], &["model.norm"]), ..some },
+            Trained::Last => {
+                TrainConfig { only: named(&["ln_f"], &["model.norm"], &["model.norm"]), ..some }
+            }
             Trained::Some => {
                 let only = named(
                     &["*.attn.c_attn.weight", "mlp.c_proj.bias", "ln_2", "wpe"],
                     &["*.experts.0.up_proj.*", "o_proj", "k_norm", "mlp.gate"],
+                    &["gate_up_proj_bias", "experts.down_proj", "o_proj", "sinks", "mlp.router"],
                 );
                 TrainConfig { only, ..some }
             }

@@ -4,7 +4,9 @@ use rayon::prelude::*;
 
 use super::math::{erf, exp, tanh};
 use super::views::{Call, Compute};
-use crate::kernels::{Activate, ActivateBackward, Activation, Gate, GateBackward};
+use crate::kernels::{
+    Activate, ActivateBackward, Activation, ClampedGate, Gate, GateBackward, GateForm,
+};
 use crate::simd::Level;
 
 /// Elements of one parallel task.
@@ -133,9 +135,67 @@ impl Compute for ActivateBackward {
     }
 }
 
+/// `x`, at most `limit`. NaN stays NaN, unlike with `f32::min`.
+#[inline(always)]
+fn at_most(x: f32, limit: f32) -> f32 {
+    if x > limit { limit } else { x }
+}
+
+/// `x`, at least `limit`. NaN stays NaN.
+#[inline(always)]
+fn at_least(x: f32, limit: f32) -> f32 {
+    if x < limit { limit } else { x }
+}
+
+/// The clamped gate of pairs of gate and up.
+fn clamped(ClampedGate { alpha, limit }: ClampedGate, level: Level, y: &mut [f32], x: &[f32]) {
+    y.par_chunks_mut(PIECE).zip(x.par_chunks(2 * PIECE)).for_each(|(y, x)| {
+        level.run(
+            #[inline(always)]
+            || {
+                for (y, pair) in y.iter_mut().zip(x.chunks_exact(2)) {
+                    let gate = at_most(pair[0], limit);
+                    let up = at_least(at_most(pair[1], limit), -limit);
+                    *y = (up + 1.0) * (gate * sigmoid(alpha * gate));
+                }
+            },
+        );
+    });
+}
+
+/// Its gradients. Behind its limit, a gate or an up projection has the gradient 0.
+fn clamped_backward(
+    ClampedGate { alpha, limit }: ClampedGate,
+    level: Level,
+    dx: &mut [f32],
+    [dy, x]: [&[f32]; 2],
+) {
+    let pieces = dx.par_chunks_mut(2 * PIECE).zip(x.par_chunks(2 * PIECE));
+    pieces.zip(dy.par_chunks(PIECE)).for_each(|((dx, x), dy)| {
+        level.run(
+            #[inline(always)]
+            || {
+                let pairs = dx.chunks_exact_mut(2).zip(x.chunks_exact(2));
+                for ((d, pair), dy) in pairs.zip(dy) {
+                    let gate = at_most(pair[0], limit);
+                    let up = at_least(at_most(pair[1], limit), -limit);
+                    let s = sigmoid(alpha * gate);
+                    let slope = s * (1.0 + alpha * gate * (1.0 - s));
+                    d[0] = if pair[0] > limit { 0.0 } else { dy * (up + 1.0) * slope };
+                    d[1] = if pair[1].abs() > limit { 0.0 } else { dy * (gate * s) };
+                }
+            },
+        );
+    });
+}
+
 impl Compute for Gate {
     fn compute(&self, level: Level, call: &Call<'_>) {
-        let Gate { y, x, activation } = *self;
+        let Gate { y, x, form } = *self;
+        let activation = match form {
+            GateForm::Plain(activation) => activation,
+            GateForm::Clamped(gate) => return clamped(gate, level, call.write(y), call.read(x)),
+        };
         let i = y.columns;
         let rows = call.write(y).par_chunks_mut(i).zip(call.read(x).par_chunks(2 * i));
         rows.for_each(|(y, x)| {
@@ -153,7 +213,18 @@ impl Compute for Gate {
 
 impl Compute for GateBackward {
     fn compute(&self, level: Level, call: &Call<'_>) {
-        let GateBackward { dx, dy, x, activation } = *self;
+        let GateBackward { dx, dy, x, form } = *self;
+        let activation = match form {
+            GateForm::Plain(activation) => activation,
+            GateForm::Clamped(gate) => {
+                return clamped_backward(
+                    gate,
+                    level,
+                    call.write(dx),
+                    [call.read(dy), call.read(x)],
+                );
+            }
+        };
         let i = dy.columns;
         let dx = call.write(dx).par_chunks_mut(2 * i);
         let rows = dx.zip(call.read(dy).par_chunks(i)).zip(call.read(x).par_chunks(2 * i));
@@ -221,14 +292,53 @@ mod tests {
             let dy_view = bench.tensor(i, &dy.narrow);
             let x_view = bench.tensor(2 * i, &x.narrow);
             bench.run(level, |k, _| {
-                k.gate(&Gate { y, x: x_view, activation: form });
-                k.gate_backward(&GateBackward { dx, dy: dy_view, x: x_view, activation: form });
+                let form = GateForm::Plain(form);
+                k.gate(&Gate { y, x: x_view, form });
+                k.gate_backward(&GateBackward { dx, dy: dy_view, x: x_view, form });
             });
             close(&bench.values(y), &plain_gate(&x.wide, form), 1e-5);
             let loss = |x: &[f64]| {
                 plain_gate(x, form).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
             };
             close(&bench.values(dx), &differences(&x.wide, loss), 1e-5);
+        }
+    }
+
+    /// Some gates and some up projections are beyond the limit.
+    #[test]
+    fn clamped_gates_are_the_plain_ones() {
+        let rows = 5;
+        let i = 7;
+        let x = noise(rows * 2 * i, 1);
+        let dy = noise(rows * i, 2);
+        let gate = ClampedGate { alpha: 1.5, limit: 0.6 };
+        assert!(x.narrow.iter().any(|x| *x > 0.6) && x.narrow.iter().any(|x| *x < -0.6));
+        let plain = |x: &[f64]| -> Vec<f64> {
+            let limit = f64::from(gate.limit);
+            let of = |pair: &[f64]| {
+                let g = pair[0].min(limit);
+                (pair[1].clamp(-limit, limit) + 1.0) * g / (1.0 + (-1.5 * g).exp())
+            };
+            x.chunks(2).map(of).collect()
+        };
+        let loss = |x: &[f64]| plain(x).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>();
+        let form = GateForm::Clamped(gate);
+        for level in Level::all() {
+            let mut bench = Bench::new();
+            let y = bench.nan(rows, i);
+            let dx = bench.nan(rows, 2 * i);
+            let dy_view = bench.tensor(i, &dy.narrow);
+            let x_view = bench.tensor(2 * i, &x.narrow);
+            let lost = bench.tensor(2, &[f32::NAN, 0.5, 0.5, f32::NAN]);
+            let of_lost = bench.tensor(1, &[0.0; 2]);
+            bench.run(level, |k, _| {
+                k.gate(&Gate { y, x: x_view, form });
+                k.gate_backward(&GateBackward { dx, dy: dy_view, x: x_view, form });
+                k.gate(&Gate { y: of_lost, x: lost, form });
+            });
+            close(&bench.values(y), &plain(&x.wide), 1e-6);
+            close(&bench.values(dx), &differences(&x.wide, loss), 1e-5);
+            assert!(bench.values(of_lost).iter().all(|y| y.is_nan()), "NaN is not hidden");
         }
     }
 

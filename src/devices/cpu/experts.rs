@@ -10,8 +10,8 @@ use super::product::{Matrix, Product, Start};
 use super::routing::{add_slopes, expert_of, is_dropped};
 use super::views::{Call, Compute, ComputeIn, CpuKernels};
 use crate::kernels::{
-    CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward, RowDots,
-    Runs, WeighRows,
+    BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
+    RowDots, Runs, SumRows, WeighRows,
 };
 use crate::simd::Level;
 use crate::tensor::{Dtype, View};
@@ -32,6 +32,10 @@ impl Compute for Route {
         let a = Matrix::rows(call.read(h), depth);
         let b = Matrix::rows(call.read(w), depth).transposed();
         Product { a, b, rows: h.rows, depth, columns, start: Start::Zero }.run(level, logits);
+        if let Some(bias) = call.read_if(self.bias) {
+            let add = |row: &mut [f32]| row.iter_mut().zip(bias).for_each(|(l, bias)| *l += bias);
+            logits.chunks_mut(columns).for_each(add);
+        }
         let rows = call.write(chosen).par_chunks_mut(2 * per_token).zip(logits.par_chunks(columns));
         rows.for_each(|(chosen, logits)| {
             let (experts, weights) = chosen.split_at_mut(per_token);
@@ -121,6 +125,13 @@ impl ComputeIn for RouteBackward<'_> {
         let b = Matrix::rows(call.read(w), channels);
         let product = Product { a: d, b, rows, depth: experts, columns: channels, start: Start::C };
         product.run(level, call.write(self.dh));
+        if let Some(dbias) = call.write_if(self.dbias) {
+            if !self.accumulate {
+                dbias.fill(0.0);
+            }
+            let rows = dl.chunks(experts);
+            rows.for_each(|dl| dbias.iter_mut().zip(dl).for_each(|(sum, dl)| *sum += dl));
+        }
         let Some(dw) = call.write_if(self.dw) else { return };
         if rows > 0 {
             let a = d.transposed();
@@ -263,11 +274,51 @@ impl Compute for RowDots {
                 || dot(x, y),
             )
         });
-        let dots: Vec<f32> = dots.collect();
+        let mut dots: Vec<f32> = dots.collect();
+        if let Some(BiasRows { dy, bias }) = self.bias {
+            let rows = call.read(dy).par_chunks(dy.columns).with_min_len(ROWS);
+            let bias = call.read(bias);
+            let add = |(sum, dy): (&mut f32, &[f32])| {
+                level.run(
+                    #[inline(always)]
+                    || *sum += dot(dy, bias),
+                );
+            };
+            dots.par_iter_mut().zip(rows).for_each(add);
+        }
         let out = call.write(self.out);
         for (dot, place) in dots.into_iter().zip(call.read(self.places)) {
             out[integer(*place)] = dot;
         }
+    }
+}
+
+impl Compute for SumRows {
+    /// Columns are summed side by side, each over the rows in order.
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        /// Columns of one parallel task.
+        const COLUMNS: usize = 256;
+        let channels = self.x.columns;
+        let chosen = call.read(self.weights.chosen);
+        let k = self.weights.chosen.columns / 2;
+        let x = call.read(self.x);
+        let places = call.read(self.weights.places);
+        let tasks = call.write(self.y).par_chunks_mut(COLUMNS).enumerate();
+        tasks.for_each(|(task, y)| {
+            level.run(
+                #[inline(always)]
+                || {
+                    if !self.accumulate {
+                        y.fill(0.0);
+                    }
+                    for (row, place) in places.iter().enumerate() {
+                        let w = weight(chosen, k, integer(*place));
+                        let x = &x[row * channels + task * COLUMNS..][..y.len()];
+                        y.iter_mut().zip(x).for_each(|(y, x)| *y += w * x);
+                    }
+                },
+            );
+        });
     }
 }
 

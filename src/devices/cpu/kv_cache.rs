@@ -36,7 +36,8 @@ impl Compute for CachedAttention<'_> {
         let qkv = call.read(self.qkv);
         let cache = call.read(self.cache);
         let of_sequence = cache.len() / shape.batch.sequences();
-        call.write(self.y).par_chunks_mut(d).enumerate().for_each(|(task, y)| {
+        let heads = call.write(self.y).par_chunks_mut(d).enumerate();
+        let statistics = heads.map(|(task, y)| {
             let row = task / shape.heads;
             let head = task % shape.heads;
             let (sequence, at) = shape.batch.place(row);
@@ -80,9 +81,15 @@ impl Compute for CachedAttention<'_> {
                         }
                     }
                     y.iter_mut().for_each(|y| *y /= total);
+                    // Sequence by sequence, and in one head by head.
+                    let new = shape.batch.sequence(sequence).len();
+                    (first_row * shape.heads + head * new + at, most + total.ln())
                 },
-            );
+            )
         });
+        let statistics: Vec<(usize, f32)> = statistics.collect();
+        let lse = call.write(self.lse);
+        statistics.into_iter().for_each(|(place, value)| lse[place] = value);
     }
 }
 
@@ -91,6 +98,12 @@ mod tests {
     use super::super::oracle::{Bench, noise};
     use super::*;
     use crate::kernels::{Attention, AttentionShape, BatchMetadata};
+
+    fn are_near(found: &[f32], expected: &[f32]) -> bool {
+        assert_eq!(found.len(), expected.len());
+        let off = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+        off.fold(0.0, f32::max) < 1e-5
+    }
 
     /// Attention to a cache is attention to all positions at once.
     #[test]
@@ -121,6 +134,7 @@ mod tests {
                     let lse = bench.nan(rows, heads);
                     let kv = bench.nan(rows, all.kv_width());
                     let found = bench.nan(few.rows(), all.width());
+                    let found_lse = bench.nan(few.rows(), heads);
                     let of_all = bench.tensor(all.qkv_width(), &qkv);
                     let of_last = bench.tensor(all.qkv_width(), &last);
                     bench.run(level, |k, _| {
@@ -135,15 +149,28 @@ mod tests {
                         cache[s * most * all.kv_width()..][..from.len()].copy_from_slice(from);
                     }
                     let cache = bench.tensor(all.kv_width(), &cache);
-                    let op = CachedAttention { y: found, qkv: of_last, cache, shape: few };
+                    let lse_of_few = found_lse;
+                    let op = CachedAttention {
+                        y: found,
+                        lse: lse_of_few,
+                        qkv: of_last,
+                        cache,
+                        shape: few,
+                    };
                     bench.run(level, |k, _| k.cached_attention(&op));
                     let [y, found] = [y, found].map(|view| bench.values(view));
+                    let [lse, found_lse] = [lse, found_lse].map(|view| bench.values(view));
                     for s in 0..3 {
+                        let of_all = &lse[starts[s] * heads..][..lengths[s] * heads];
+                        let of_few = &found_lse[begins[s] * heads..][..new[s] * heads];
+                        let rows = of_all.chunks(lengths[s]).zip(of_few.chunks(new[s]));
+                        for (all, few) in rows {
+                            assert!(are_near(few, &all[cached[s]..]), "{heads} {new:?} {s}");
+                        }
                         let new = new[s] * heads * d;
                         let expected = &y[(starts[s] + cached[s]) * heads * d..][..new];
                         let found = &found[begins[s] * heads * d..][..new];
-                        let off = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
-                        assert!(off.fold(0.0, f32::max) < 1e-5, "{heads} {new:?} {s}");
+                        assert!(are_near(found, expected), "{heads} {new:?} {s}");
                     }
                 }
             }

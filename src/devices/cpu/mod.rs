@@ -28,6 +28,7 @@ mod rates;
 mod rotary;
 mod routing;
 mod scattered;
+mod sinks;
 mod views;
 
 use std::sync::Arc;

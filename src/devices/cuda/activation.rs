@@ -2,8 +2,13 @@
 
 use super::kernels::{On, arguments};
 use super::launches::{PART, activation_number, long, parts_of, wide};
-use crate::kernels::{Activate, ActivateBackward, Gate, GateBackward, LinearBackward};
+use crate::kernels::{
+    Activate, ActivateBackward, ClampedGate, Gate, GateBackward, GateForm, LinearBackward,
+};
 use crate::tensor::View;
+
+/// Pairs of gate and up of one thread: their four numbers are read at once.
+const PAIRS: usize = 2;
 
 impl On<'_> {
     pub(super) fn activate(&self, &Activate { y, x, activation }: &Activate) {
@@ -48,16 +53,35 @@ impl On<'_> {
         self.queue.fold(self.at(dbias), self.at(parts), sizes, accumulate);
     }
 
-    pub(super) fn gate(&self, &Gate { y, x, activation }: &Gate) {
+    pub(super) fn gate(&self, &Gate { y, x, form }: &Gate) {
         let [rows, channels] = y.shape();
-        let arguments = arguments!(self; y, x, rows, channels, activation_number(activation));
-        self.queue.wide_columns("gate", [rows, 1], channels, wide(y.dtype), arguments);
+        match form {
+            GateForm::Plain(activation) => {
+                let form = activation_number(activation);
+                let arguments = arguments!(self; y, x, rows, channels, form);
+                self.queue.wide_columns("gate", [rows, 1], channels, wide(y.dtype), arguments);
+            }
+            GateForm::Clamped(ClampedGate { alpha, limit }) => {
+                let arguments = arguments!(self; y, x, long(y.len()), alpha, limit);
+                self.queue.each("clamped_gate", y.len(), PAIRS, arguments);
+            }
+        }
     }
 
     pub(super) fn gate_backward(&self, op: &GateBackward) {
-        let GateBackward { dx, dy, x, activation } = *op;
+        let GateBackward { dx, dy, x, form } = *op;
         let [rows, channels] = dy.shape();
-        let arguments = arguments!(self; dx, dy, x, rows, channels, activation_number(activation));
-        self.queue.wide_columns("gate_backward", [rows, 1], channels, wide(dy.dtype), arguments);
+        match form {
+            GateForm::Plain(activation) => {
+                let form = activation_number(activation);
+                let arguments = arguments!(self; dx, dy, x, rows, channels, form);
+                let wide = wide(dy.dtype);
+                self.queue.wide_columns("gate_backward", [rows, 1], channels, wide, arguments);
+            }
+            GateForm::Clamped(ClampedGate { alpha, limit }) => {
+                let arguments = arguments!(self; dx, dy, x, long(dy.len()), alpha, limit);
+                self.queue.each("clamped_gate_backward", dy.len(), PAIRS, arguments);
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use super::kernels::{On, arguments};
 use super::launches::{NEIGHBOURS, PART};
 use crate::kernels::{
     CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward, RowDots,
-    RowWeights, WeighRows,
+    RowWeights, SumRows, WeighRows,
 };
 use crate::tensor::{Scratch, View};
 
@@ -25,9 +25,9 @@ pub(super) fn backward_scratch(op: &RouteBackward<'_>, scratch: &Scratch<'_>) ->
 
 impl On<'_> {
     pub(super) fn route(&self, op: &Route) {
-        let Route { chosen, logits, h, w, per_token, normalised } = *op;
+        let Route { chosen, logits, h, w, bias, per_token, normalised } = *op;
         let [rows, experts] = logits.shape();
-        let sums = arguments!(self; logits, h, w, rows, experts, w.columns);
+        let sums = arguments!(self; logits, h, w, bias, rows, experts, w.columns);
         let grid = [rows.div_ceil(TILE), experts.div_ceil(TILE * WARPS), 1];
         self.queue.launch("route_logits", grid, [256, 1, 1], 0, sums);
         let choice = arguments!(self; chosen, logits, rows, experts, per_token, normalised);
@@ -35,7 +35,7 @@ impl On<'_> {
     }
 
     pub(super) fn route_backward(&self, op: &RouteBackward<'_>, dl: View) {
-        let RouteBackward { dh, dw, logits, chosen, dchosen, h, w, .. } = *op;
+        let RouteBackward { dh, dw, dbias, logits, chosen, dchosen, h, w, .. } = *op;
         let [rows, experts] = logits.shape();
         let channels = w.columns;
         let k = dchosen.columns;
@@ -47,6 +47,10 @@ impl On<'_> {
         }
         let to_rows = arguments!(self; dh, dl, w, rows, experts, channels);
         self.queue.columns("route_rows", [rows.div_ceil(ROWS), 1], channels, to_rows);
+        if let Some(dbias) = dbias {
+            let sizes = [rows, experts, experts];
+            self.queue.fold(self.at(dbias), self.at(dl), sizes, op.accumulate);
+        }
         if let Some(dw) = dw {
             let accumulate = op.accumulate;
             let to_w = arguments!(self; dw, dl, h, rows, experts, channels, PART, accumulate);
@@ -95,11 +99,24 @@ impl On<'_> {
         self.queue.columns("weigh_rows", [count, 1], channels, arguments);
     }
 
-    pub(super) fn row_dots(&self, &RowDots { out, x, y, places }: &RowDots) {
+    pub(super) fn row_dots(&self, op: &RowDots) {
+        let RowDots { out, x, y, places, bias } = *op;
         let [count, channels] = x.shape();
         let places = self.at(places).at;
-        let arguments = arguments!(self; out, x, y, places, count, channels);
+        let dy = bias.map(|of| of.dy);
+        let bias = bias.map(|of| of.bias);
+        let outputs = bias.map_or(0, |bias| bias.columns);
+        let arguments = arguments!(self; out, x, y, places, count, channels, dy, bias, outputs);
         self.queue.launch("row_dots", [count.div_ceil(WARPS), 1, 1], [256, 1, 1], 0, arguments);
+    }
+
+    pub(super) fn sum_rows(&self, op: &SumRows) {
+        let SumRows { y, x, weights: RowWeights { places, chosen }, accumulate } = *op;
+        let [count, channels] = x.shape();
+        let places = self.at(places).at;
+        let k = chosen.columns / 2;
+        let arguments = arguments!(self; y, x, places, chosen, k, count, channels, accumulate);
+        self.queue.columns("sum_rows", [1, 1], channels, arguments);
     }
 
     pub(super) fn gate_rows(&self, &GateRows { y, x, gate }: &GateRows) {

@@ -11,7 +11,8 @@ use crate::kernels::{
     Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward,
     LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward, PackPositive,
     PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Route, RouteBackward, RowDots, Runs,
-    RunsIn, Score, ScoreBackward, TakeColumns, UnpackPositive, WeighRows, WriteKv,
+    RunsIn, Score, ScoreBackward, Sink, SinkBackward, SumRows, TakeColumns, UnpackPositive,
+    WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -150,6 +151,8 @@ launched! {
     write_kv(WriteKv<'_>);
     read_kv(ReadKv<'_>);
     cached_attention(CachedAttention<'_>);
+    sink(Sink<'_>);
+    sink_backward(SinkBackward<'_>);
     dropout(ApplyDropout<'_>);
     residual(Residual<'_>);
     cast(Cast);
@@ -169,6 +172,7 @@ launched! {
     combine_rows(CombineRows);
     weigh_rows(WeighRows);
     row_dots(RowDots);
+    sum_rows(SumRows);
     gate_rows(GateRows);
     gate_rows_backward(GateRowsBackward);
     custom(Custom<'_>);

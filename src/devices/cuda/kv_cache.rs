@@ -27,12 +27,12 @@ impl On<'_> {
     }
 
     pub(super) fn cached_attention(&self, op: &CachedAttention<'_>) {
-        let CachedAttention { y, qkv, cache, ref shape } = *op;
+        let CachedAttention { y, lse, qkv, cache, ref shape } = *op;
         let cached = self.metadata.cached(&shape.batch);
         let starts = self.metadata.starts(&shape.batch);
         let room = cache.rows / shape.batch.sequences();
         let sizes = attention_words(shape);
-        let arguments = arguments!(self; y, qkv, cache, starts, cached, room, sizes);
+        let arguments = arguments!(self; y, lse, qkv, cache, starts, cached, room, sizes);
         let grid = [y.rows, shape.heads, 1];
         self.queue.launch("attention_to_past", grid, [256, 1, 1], 0, arguments);
     }

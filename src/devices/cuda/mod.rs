@@ -40,6 +40,7 @@ mod rates;
 mod real;
 mod rotary;
 mod routing;
+mod sinks;
 #[cfg(test)]
 #[path = "../../../tests/cuda/tests/mod.rs"]
 mod tests;

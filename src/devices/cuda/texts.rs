@@ -23,7 +23,7 @@ const ATTENTION: &str = concat!(
 );
 
 /// Name and text of each file of kernels, or of files that are compiled as one.
-pub(super) const TEXTS: [(&str, &str); 14] = [
+pub(super) const TEXTS: [(&str, &str); 15] = [
     ("attention", ATTENTION),
     ("classes", include_str!("kernels/classes.cu")),
     ("cross_entropy", include_str!("kernels/cross_entropy.cu")),
@@ -38,6 +38,7 @@ pub(super) const TEXTS: [(&str, &str); 14] = [
     ("quantised", include_str!("kernels/quantised.cu")),
     ("rotary", include_str!("kernels/rotary.cu")),
     ("rows", include_str!("kernels/rows.cu")),
+    ("sinks", include_str!("kernels/sinks.cu")),
 ];
 
 /// The parts of a text that are compiled side by side. Each is the number of a kernel: the value of

@@ -6,7 +6,7 @@ use super::products::{MlpPass, ProductBackward};
 use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients};
 use crate::kernels::{
-    AttentionBackward, ChunkKv, HeadNormBackward, QueryKey, ReadKv, Residual, Rotate,
+    AttentionBackward, ChunkKv, HeadNormBackward, QueryKey, ReadKv, Residual, Rotate, SinkBackward,
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
@@ -209,12 +209,14 @@ impl ChunkPass<'_> {
             dy: dprojected,
             x: y,
             w: &w.projection,
+            dbias: g.d.projection.bias(),
             activate: None,
             accumulate: g.accumulate,
         };
         self.products.backward(&op, scratch);
         let dqkv = scratch.take_like(saved.qkv);
         let shape = block.attention(batch);
+        self.sinks_backward(g, doutput);
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
         } else if block.shape.qk_norm {
@@ -255,6 +257,21 @@ impl ChunkPass<'_> {
         dqkv
     }
 
+    /// The gradients of the sinks, from that of attention's output.
+    fn sinks_backward(&self, g: &ChunkGradients<'_>, dy: View) {
+        let (Some(sinks), Some(dsinks)) = (self.w.sinks, g.d.sinks.flatten()) else { return };
+        let op = SinkBackward {
+            dsinks,
+            dy,
+            y: self.saved.attention_output,
+            lse: self.saved.lse,
+            sinks,
+            shape: self.block.attention(&self.batch),
+            accumulate: g.accumulate,
+        };
+        self.k.sink_backward(&op);
+    }
+
     /// The gradient of the chunk's input, from the gradient of queries, keys and values.
     fn qkv_backward(
         &self,
@@ -272,6 +289,7 @@ impl ChunkPass<'_> {
             dy: dqkv,
             x,
             w: &w.qkv,
+            dbias: d.bias(),
             activate: None,
             accumulate: g.accumulate,
         };

@@ -6,7 +6,7 @@ use super::routing::RoutingViews;
 use super::saved::{Activations, Branch, Positive};
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
-    Attention, BatchView, CachedAttention, HeadNorm, Kernels, PackPositive, Residual, Rotate,
+    Attention, BatchView, CachedAttention, HeadNorm, Kernels, PackPositive, Residual, Rotate, Sink,
     UnpackPositive, WriteKv,
 };
 use crate::models::norms::Affine;
@@ -113,14 +113,17 @@ impl ChunkPass<'_> {
 
     /// Computes attention's activations, from the chunk's input to attention's output.
     pub(super) fn recompute_attention(&self) {
-        let ChunkPass { k, ref saved, kv, .. } = *self;
+        let ChunkPass { k, w, ref saved, kv, .. } = *self;
         let qkv = self.project_qkv();
         let shape = self.block.attention(&self.batch);
         let y = saved.attention_output;
         let lse = saved.lse;
         match kv.cached {
-            Some(cache) => k.cached_attention(&CachedAttention { y, qkv, cache, shape }),
+            Some(cache) => k.cached_attention(&CachedAttention { y, lse, qkv, cache, shape }),
             None => k.attention(&Attention { y, lse, qkv, kv: kv.chunk, shape }),
+        }
+        if let Some(sinks) = w.sinks {
+            k.sink(&Sink { y, lse, sinks, shape });
         }
     }
 

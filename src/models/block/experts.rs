@@ -12,6 +12,7 @@ use crate::kernels::{
     Linear, LinearBackward, Residual, Route, RouteBackward, RowWeights,
 };
 use crate::models::block_tensors::SlotWeight;
+use crate::models::norms::Affine;
 use crate::models::shape::Experts;
 use crate::tensor::{Scratch, View};
 
@@ -220,12 +221,13 @@ impl ChunkPass<'_> {
     }
 
     /// Chooses the experts of each row.
-    fn route(&self, router: View, scratch: &Scratch<'_>) -> Choice {
+    fn route(&self, router: Affine<View>, scratch: &Scratch<'_>) -> Choice {
         let Experts { count, per_token, normalised, .. } = self.experts();
         let r = self.batch.rows();
         let logits = scratch.take_floats(r, count);
         let chosen = scratch.take_floats(r, 2 * per_token);
-        let route = Route { chosen, logits, h: self.hidden, w: router, per_token, normalised };
+        let Affine { weight: w, bias } = router;
+        let route = Route { chosen, logits, h: self.hidden, w, bias, per_token, normalised };
         self.k.route(&route);
         let chosen = self.limited(chosen, logits, scratch);
         self.measure(chosen, logits, scratch);
@@ -328,12 +330,13 @@ impl ChunkPass<'_> {
         let normalised = block.experts().is_some_and(|experts| experts.normalised);
         let op = RouteBackward {
             dh,
-            dw: d.router,
+            dw: d.router.weight,
+            dbias: d.router.bias.flatten(),
             logits,
             chosen,
             dchosen,
             h: hidden,
-            w: w.router,
+            w: w.router.weight,
             normalised,
             slopes: self.slopes(),
             accumulate,

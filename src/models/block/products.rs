@@ -3,8 +3,8 @@
 use super::TransformerBlock;
 use super::tensors::{Mlp, Product};
 use crate::kernels::{
-    Activate, ActivateBackward, ApplyDropout, Dropout, Gate, GateBackward, Kernels, Linear,
-    LinearBackward, RowDots, RowWeights, WeighRows,
+    Activate, ActivateBackward, ApplyDropout, BiasRows, Dropout, Gate, GateBackward, Kernels,
+    Linear, LinearBackward, RowDots, RowWeights, SumRows, WeighRows,
 };
 use crate::models::low_rank::LowRank;
 use crate::models::norms::Affine;
@@ -52,6 +52,8 @@ pub(super) struct ProductBackward<'a> {
     pub(super) dy: View,
     pub(super) x: View,
     pub(super) w: &'a Product<View>,
+    /// The place for the gradient of the bias. `None`: it is not computed here.
+    pub(super) dbias: Option<View>,
     /// The activation function behind the product. Then `dy` is the gradient of its output, and its
     /// backward runs first and overwrites `dy`.
     pub(super) activate: Option<ActivateBackward>,
@@ -62,7 +64,7 @@ pub(super) struct ProductBackward<'a> {
 impl Products<'_> {
     pub(super) fn linear(&self, y: View, x: View, product: &Product<View>) {
         let Affine { weight: w, bias } = product.affine;
-        let transposed = self.block.shape.transposed;
+        let transposed = product.transposed;
         self.k.linear(&Linear { y, x, w, bias, transposed });
         if let Some(low_rank) = &self.low_rank {
             low_rank.add(y, x, &product.adapters);
@@ -73,7 +75,7 @@ impl Products<'_> {
     pub(super) fn activate(&self, y: View, x: View) {
         let Shape { gated, activation, .. } = self.block.shape;
         if gated {
-            self.k.gate(&Gate { y, x, activation });
+            self.k.gate(&Gate { y, x, form: self.block.shape.gate_form() });
         } else {
             self.k.activate(&Activate { y, x, activation });
         }
@@ -105,21 +107,29 @@ impl Products<'_> {
             dy,
             x: input,
             w: &w.down,
+            dbias: d.down.bias().filter(|_| weighted.is_none()),
             activate: None,
             accumulate,
         };
         self.backward(&down, scratch);
         if let Some(Weighted { weights, dchosen }) = weighted {
             let places = weights.places;
-            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places });
+            let bias = w.down.affine.bias.map(|bias| BiasRows { dy, bias });
+            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places, bias });
+            if let Some(y) = d.down.bias() {
+                k.sum_rows(&SumRows { y, x: dy, weights, accumulate });
+            }
             k.weigh_rows(&WeighRows { y: input, x: dactivated, weights });
             dactivated = input;
         }
         if gated {
-            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, activation });
+            let form = self.block.shape.gate_form();
+            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, form });
         }
         let activate = (!gated).then_some(ActivateBackward { dx: dup, x: up, activation });
-        let op = ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, activate, accumulate };
+        let dbias = d.up.bias();
+        let op =
+            ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, dbias, activate, accumulate };
         self.backward(&op, scratch);
     }
 
@@ -139,15 +149,15 @@ impl Products<'_> {
 
     /// The gradients of a product's input, weights and adapters.
     pub(super) fn backward(&self, op: &ProductBackward<'_>, scratch: &Scratch<'_>) {
-        let ProductBackward { dx, d, dy, x, w, activate, accumulate } = *op;
+        let ProductBackward { dx, d, dy, x, w, dbias, activate, accumulate } = *op;
         let op = LinearBackward {
             dx,
             dw: d.affine.weight,
-            dbias: d.affine.bias.flatten(),
+            dbias,
             dy,
             x,
             w: w.affine.weight,
-            transposed: self.block.shape.transposed,
+            transposed: w.transposed,
             accumulate,
         };
         match activate {

@@ -18,7 +18,7 @@ pub(super) struct Activations {
     pub(super) qk_norm: Option<View>,
     /// (R, H D).
     pub(super) attention_output: View,
-    /// Log-sum-exp of attention's scores. (R, H).
+    /// Log-sum-exp of attention's scores, and of the sinks if there are any. (R, H).
     pub(super) lse: View,
     /// The residual stream behind attention. (R, C).
     pub(super) attention_sum: View,

@@ -1,11 +1,13 @@
 //! The tensors of a block, and their views.
 
 use std::ops::Range;
+use std::slice;
 
 use super::TransformerBlock;
 use crate::kernels::{Kernels, QueryKey};
 use crate::models::adapters::AdaptedModule;
 use crate::models::block_tensors::SlotWeight;
+use crate::models::families::Names;
 use crate::models::layer::{Init, Kind, Tensor, block_len};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
@@ -16,6 +18,15 @@ use crate::tensor::{Scratch, View};
 pub(super) struct Product<V> {
     pub(super) affine: Affine<V>,
     pub(super) adapters: Vec<Adapter<V>>,
+    /// True when the weights are (outputs, inputs).
+    pub(super) transposed: bool,
+}
+
+impl Product<Option<View>> {
+    /// The gradient of the bias, if there is one.
+    pub(super) fn bias(&self) -> Option<View> {
+        self.affine.bias.flatten()
+    }
 }
 
 /// A feed-forward: the product before its activation function, and the product behind it.
@@ -27,7 +38,7 @@ pub(super) struct Mlp<V> {
 impl<V: Copy> Mlp<Option<V>> {
     /// The gradients of all tensors that are trained.
     pub(super) fn all(&self) -> impl Iterator<Item = V> {
-        [&self.up, &self.down].into_iter().flat_map(|Product { affine, adapters }| {
+        [&self.up, &self.down].into_iter().flat_map(|Product { affine, adapters, .. }| {
             let of_adapters = adapters.iter().flat_map(|one| [one.a, one.b]);
             [affine.weight, affine.bias.flatten()].into_iter().chain(of_adapters).flatten()
         })
@@ -38,10 +49,12 @@ impl Mlp<SlotWeight<'_>> {
     /// The weights in the device's dtype.
     pub(super) fn ready(&self, k: &dyn Kernels, scratch: &Scratch<'_>) -> Mlp<View> {
         let ready = |weight: SlotWeight<'_>| weight.ready(k, scratch);
-        let product = |Product { affine: Affine { weight, bias }, adapters }: &Product<_>| {
-            let affine = Affine { weight: ready(*weight), bias: bias.map(ready) };
+        let product = |one: &Product<SlotWeight<'_>>| {
+            let Affine { weight, bias } = one.affine;
+            let affine = Affine { weight: ready(weight), bias: bias.map(ready) };
             let adapter = |one: &Adapter<_>| one.with(ready(one.a), ready(one.b));
-            Product { affine, adapters: adapters.iter().map(adapter).collect() }
+            let adapters = one.adapters.iter().map(adapter).collect();
+            Product { affine, adapters, transposed: one.transposed }
         };
         Mlp { up: product(&self.up), down: product(&self.down) }
     }
@@ -55,7 +68,7 @@ pub(super) struct SharedExpert<V> {
 
 /// The router, and the experts among which it chooses.
 pub(super) struct ExpertWeights<V, E> {
-    pub(super) router: V,
+    pub(super) router: Affine<V>,
     pub(super) shared: Option<SharedExpert<V>>,
     pub(super) experts: Vec<Mlp<E>>,
 }
@@ -76,6 +89,8 @@ pub(super) struct Tensors<V, E> {
     pub(super) feed_forward: FeedForward<V, E>,
     /// The norms of the outputs of attention and of the feed-forward.
     pub(super) branch_norms: Option<[Affine<V>; 2]>,
+    /// The sinks of attention's heads.
+    pub(super) sinks: Option<V>,
 }
 
 /// Views of a block's weights. Those of an expert are dequantised when it has rows.
@@ -104,6 +119,9 @@ pub(super) struct Modules {
     pub(super) inputs: usize,
     has_bias: bool,
     init: Init,
+    /// True when files have one tensor for all experts of the block, whose matrices are (inputs,
+    /// outputs).
+    stacked: bool,
 }
 
 impl Modules {
@@ -143,7 +161,8 @@ impl<V: Copy, I: Iterator<Item = V>> Next<'_, I> {
             }
             (first, self.site) = (first + outputs, self.site + 1);
         }
-        Product { affine, adapters }
+        let transposed = self.block.shape.transposed && !modules.stacked;
+        Product { affine, adapters, transposed }
     }
 
     fn mlp(&mut self, [up, down]: [Affine<V>; 2], modules: [Modules; 2]) -> Mlp<V> {
@@ -181,7 +200,7 @@ impl TransformerBlock {
         let Shape { initializer_range, layers, .. } = self.shape;
         let divisor = if onto { (2.0 * layers as f32).sqrt() } else { 1.0 };
         let init = Init::Normal(initializer_range / divisor);
-        Modules { named: Vec::new(), inputs, has_bias, init }
+        Modules { named: Vec::new(), inputs, has_bias, init, stacked: false }
     }
 
     /// The modules of attention's products: queries, keys and values; its output.
@@ -226,7 +245,12 @@ impl TransformerBlock {
     }
 
     fn expert_modules(&self, experts: Experts, expert: usize) -> [Modules; 2] {
-        let names = &self.shape.names.expert;
+        let Names { expert: names, stacked, .. } = self.shape.names;
+        if let [up, down] = stacked {
+            let names = MlpNames { up: slice::from_ref(up), down, channels: experts.intermediate };
+            let modules = self.mlp_modules(names, None);
+            return modules.map(|modules| Modules { stacked: true, ..modules });
+        }
         let [.., down] = *names;
         let names = MlpNames { up: &names[..2], down, channels: experts.intermediate };
         self.mlp_modules(names, Some(expert))
@@ -238,9 +262,14 @@ impl TransformerBlock {
         self.attention_modules().into_iter().chain(self.common_modules().into_iter().flatten())
     }
 
-    /// The modules of the block's products.
+    /// The block's experts, if each has modules of its own. Only modules have adapters.
+    fn experts_apart(&self) -> Option<Experts> {
+        self.experts().filter(|_| self.shape.names.stacked.is_empty())
+    }
+
+    /// The modules of the block's products that may have adapters.
     pub(super) fn modules(&self) -> impl Iterator<Item = Modules> {
-        let of_experts = self.experts().into_iter().flat_map(move |experts| {
+        let of_experts = self.experts_apart().into_iter().flat_map(move |experts| {
             (0..experts.count).flat_map(move |expert| self.expert_modules(experts, expert))
         });
         self.base_modules().chain(of_experts)
@@ -256,7 +285,7 @@ impl TransformerBlock {
 
     /// The names of the experts' modules, of all experts in one list for each of the two products.
     pub(crate) fn modules_of_experts(&self) -> Vec<Vec<String>> {
-        let Some(experts) = self.experts() else { return Vec::new() };
+        let Some(experts) = self.experts_apart() else { return Vec::new() };
         let named = |product: usize| {
             let of = |expert| self.expert_modules(experts, expert)[product].names();
             (0..experts.count).flat_map(of).collect()
@@ -269,11 +298,16 @@ impl TransformerBlock {
     }
 
     fn product_tensors(&self, modules: &Modules) -> Vec<Tensor> {
-        let Modules { ref named, inputs, has_bias, init } = *modules;
-        let is_transposed = self.shape.transposed;
+        let Modules { ref named, inputs, has_bias, init, stacked } = *modules;
+        let is_transposed = self.shape.transposed && !stacked;
         let tensor = |index: usize, end: &str, shape, kind, init| {
-            let name = format!("{}.{end}", named[index].0);
-            Tensor { joined: index > 0, ..Tensor::new(name, shape, kind, init) }
+            let module = &named[index].0;
+            let name = match (stacked, end) {
+                (false, _) => format!("{module}.{end}"),
+                (true, "weight") => module.clone(),
+                (true, _) => format!("{module}_{end}"),
+            };
+            Tensor { joined: index > 0, stacked, ..Tensor::new(name, shape, kind, init) }
         };
         let weight = |(index, &(_, n)): (usize, &(String, usize))| {
             let shape = if is_transposed { vec![n, inputs] } else { vec![inputs, n] };
@@ -316,6 +350,12 @@ impl TransformerBlock {
         all.extend(self.product_tensors(&projection));
         all.extend(self.norm_tensors(names.norm2, c, !rms_norm));
         all.extend(experts.map(|experts| self.routing_tensor(names.router, experts.count)));
+        let of_router = experts.filter(|experts| experts.router_bias);
+        let normal = Init::Normal(self.shape.initializer_range);
+        all.extend(of_router.map(|experts| {
+            let name = format!("{}.bias", self.name(names.router));
+            Tensor::new(name, vec![experts.count], Kind::Bias, normal)
+        }));
         let common = self.common_modules().into_iter().flatten();
         all.extend(common.flat_map(|modules| self.product_tensors(&modules)));
         all.extend(shared.map(|_| self.routing_tensor(names.shared_gate, 1)));
@@ -323,6 +363,9 @@ impl TransformerBlock {
         all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, !rms_norm)));
         let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
         all.extend(of_heads.flat_map(|name| self.norm_tensors(name, of_norm, false)));
+        let sinks =
+            || Tensor::new(self.name(names.sinks), vec![self.shape.heads], Kind::Bias, normal);
+        all.extend(self.shape.sinks.then(sinks));
         all.extend(self.adapter_tensors(self.base_modules()));
         all
     }
@@ -382,18 +425,19 @@ impl TransformerBlock {
     /// Sorts the tensors of a step with the base block, or their gradients, by name. `experts` are
     /// those of experts.
     pub(super) fn sorted<V: Copy, E: Copy>(&self, views: &[V], experts: &[E]) -> Tensors<V, E> {
-        let Shape { rms_norm, qk_norm, biases, branch_norm, .. } = self.shape;
+        let Shape { rms_norm, qk_norm, biases, branch_norm, sinks, .. } = self.shape;
         let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
         let norm1 = next.affine(!rms_norm);
         let qkv = next.affine(biases[0]);
         let projection = next.affine(biases[1]);
         let norm2 = next.affine(!rms_norm);
-        let router = self.experts().map(|_| next.view());
+        let router = self.experts().map(|experts| next.affine(experts.router_bias));
         let common = self.common_modules();
         let mlp = common.as_ref().map(|_| [(); 2].map(|()| next.affine(biases[2])));
         let gate = mlp.as_ref().and(router).map(|_| next.view());
         let branch_norms = branch_norm.then(|| [(); 2].map(|()| next.affine(!rms_norm)));
         let qk_norm = qk_norm.then(|| [next.view(), next.view()]);
+        let sinks = sinks.then(|| next.view());
         let [of_qkv, of_projection] = self.attention_modules();
         let qkv = next.product(qkv, of_qkv);
         let projection = next.product(projection, of_projection);
@@ -406,6 +450,6 @@ impl TransformerBlock {
             }),
             None => FeedForward::Dense(mlp.expect("a block without experts has a feed-forward")),
         };
-        Tensors { norm1, qkv, qk_norm, projection, norm2, feed_forward, branch_norms }
+        Tensors { norm1, qkv, qk_norm, projection, norm2, feed_forward, branch_norms, sinks }
     }
 }

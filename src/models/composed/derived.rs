@@ -3,8 +3,8 @@
 use super::{Composed, Derived, Operation, Operations, Value};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, AttentionShape, BatchMetadata, BatchView,
-    Clear, Custom, CustomKernel, GateBackward, Kernels, LinearBackward, NormBackward, Residual,
-    Rotate,
+    Clear, Custom, CustomKernel, GateBackward, GateForm, Kernels, LinearBackward, NormBackward,
+    Residual, Rotate,
 };
 use crate::models::layer::{
     Backward, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
@@ -93,7 +93,8 @@ impl Walk<'_, '_> {
             Operation::Gate { x, activation } => {
                 let dx = self.take_for(x);
                 let input = forward.view(x);
-                k.gate_backward(&GateBackward { dx, dy: dy.view, x: input, activation });
+                let form = GateForm::Plain(activation);
+                k.gate_backward(&GateBackward { dx, dy: dy.view, x: input, form });
                 self.add(x, dx, true);
             }
             Operation::Add { a, b } => {

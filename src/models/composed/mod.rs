@@ -9,7 +9,8 @@ mod derived;
 
 use crate::kernels::{
     Activate, Activation, ApplyDropout, Attention, AttentionShape, BatchView, CachedAttention,
-    Custom, CustomKernel, Dropout, Gate, Kernels, Linear, Norm, Residual, Rotary, Rotate, WriteKv,
+    Custom, CustomKernel, Dropout, Gate, GateForm, Kernels, Linear, Norm, Residual, Rotary, Rotate,
+    WriteKv,
 };
 use crate::models::layer::{KvCache, Tensor};
 use crate::tensor::{Scratch, View};
@@ -211,7 +212,8 @@ impl<'a> Operations<'a> {
     pub fn gate(&mut self, x: Value, activation: Activation) -> Value {
         let input = self.view(x);
         let (y, output) = self.value(input.columns / 2);
-        self.run(|k| k.gate(&Gate { y: output, x: input, activation }));
+        let form = GateForm::Plain(activation);
+        self.run(|k| k.gate(&Gate { y: output, x: input, form }));
         self.record(Operation::Gate { x, activation }, y)
     }
 
@@ -259,7 +261,7 @@ impl<'a> Operations<'a> {
             }
             match kv_cache.and_then(|cache| cache.cached) {
                 Some(cache) => {
-                    k.cached_attention(&CachedAttention { y: output, qkv, cache, shape });
+                    k.cached_attention(&CachedAttention { y: output, lse, qkv, cache, shape });
                 }
                 None => k.attention(&Attention { y: output, lse, qkv, kv: None, shape }),
             }

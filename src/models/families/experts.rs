@@ -24,6 +24,7 @@ pub(super) fn read_experts(keys: &Keys, intermediate: &str) -> Result<Experts, S
         per_token: size(keys, "num_experts_per_tok")?,
         intermediate: size(keys, intermediate)?,
         normalised: true,
+        router_bias: false,
         shared: 0,
         every: 1,
         from: 0,
@@ -107,6 +108,7 @@ mod tests {
 
     use super::super::{PRESETS, preset, read, write};
     use super::*;
+    use crate::kernels::{ClampedGate, RotaryScaling};
 
     /// The `config.json` of a golden, with some keys changed.
     fn config(family: &str, changes: Value) -> Value {
@@ -125,8 +127,15 @@ mod tests {
 
     #[test]
     fn configs_are_read_as_they_were_written() {
-        let goldens =
-            ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe-sparse", "qwen3_moe-idle"];
+        let goldens = [
+            "gpt_oss",
+            "mixtral",
+            "olmoe",
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_moe-sparse",
+            "qwen3_moe-idle",
+        ];
         let configs = goldens.map(|family| read(&config(family, json!({}))).expect("committed"));
         let presets = PRESETS.iter().filter_map(|name| preset(name));
         let presets = presets.filter(|shape| shape.experts.is_some());
@@ -158,6 +167,39 @@ mod tests {
         {
             assert_eq!(experts_of(&config("qwen3_moe", keys)).expect("7 experts").count, 7);
         }
+    }
+
+    /// Released configs give few keys; transformers' defaults stand for the others.
+    #[test]
+    fn defaults_of_gpt_oss_are_transformers() {
+        let removed = [
+            "head_dim",
+            "sliding_window",
+            "layer_types",
+            "swiglu_alpha",
+            "swiglu_limit",
+            "attention_bias",
+            "rope_parameters",
+        ];
+        let mut given = config("gpt_oss", json!({ "num_hidden_layers": 4 }));
+        removed.iter().for_each(|key| drop(given.as_object_mut().expect("keys").remove(*key)));
+        let shape = read(&given).expect("defaults");
+        assert_eq!(shape.head_size, 64);
+        let window = shape.window.expect("every other block has one");
+        assert_eq!(window.positions, 128);
+        assert_eq!([0, 1, 2, 3].map(|block| window.is_of(block)), [true, false, true, false]);
+        assert_eq!(shape.clamped, Some(ClampedGate { alpha: 1.702, limit: 7.0 }));
+        assert_eq!(shape.biases, [true; 3]);
+        let rotary = shape.rotary.expect("it has them");
+        assert_eq!(rotary.theta, 150_000.0);
+        let RotaryScaling::Yarn(yarn) = rotary.scaling else { panic!("{rotary:?}") };
+        assert_eq!((yarn.factor, yarn.positions, yarn.truncate), (32.0, 4096, false));
+        assert_eq!(shape.most_positions(), 131_072);
+        let all = json!({ "sliding_window": null });
+        assert_eq!(read(&config("gpt_oss", all)).expect("no window").window, None);
+        let plain = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 1e4 } });
+        let plain = read(&config("gpt_oss", plain)).expect("plain rotary positions");
+        assert_eq!(read(&write(&plain, &Value::Null)).expect("just written"), plain);
     }
 
     #[test]
@@ -198,9 +240,17 @@ mod tests {
                 "only \"full_attention\" is built",
             ),
             ("qwen2_moe", json!({ "shared_expert_intermediate_size": 0 }), "must be at least 1"),
+            ("gpt_oss", json!({ "hidden_act": "gelu" }), "hidden_act is \"gelu\": only \"silu\""),
+            ("gpt_oss", json!({ "swiglu_limit": 0.0 }), "swiglu_limit is 0.0: it must be above 0"),
+            ("gpt_oss", json!({ "swiglu_alpha": "x" }), "swiglu_alpha is \"x\": it must be"),
+            (
+                "gpt_oss",
+                json!({ "layer_types": ["full_attention", "sliding_attention"] }),
+                "only full_attention in the last of every few blocks is built",
+            ),
+            ("gpt_oss", json!({ "n_group": 4 }), "n_group is 4: only 1"),
             ("olmoe", json!({ "clip_qkv": 8.0 }), "clip_qkv is 8.0: only null is built"),
             ("olmoe", json!({ "num_key_value_heads": 1 }), "only equal numbers are built"),
-            ("mixtral", json!({ "model_type": "gpt_oss" }), "whose experts have biases"),
         ];
         for (family, changes, says) in cases {
             let error = read(&config(family, changes)).expect_err(says);

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{
-    Keys, activation, flag, given, layer_types, number, only, size, size_or_none, sliding_window,
+    Keys, activation, flag, given, number, only, size_or_none, sliding_window, window_of_most,
     write_layer_types, wrong,
 };
 use super::rotary::{rotary_by_layer, rotary_keys};
@@ -96,16 +96,7 @@ fn rotaries(keys: &Keys) -> Result<(Rotary, Rotary), String> {
 fn window(keys: &Keys) -> Result<Option<Window>, String> {
     let Some(positions) = sliding_window(keys)? else { return Ok(None) };
     let pattern = size_or_none(keys, "sliding_window_pattern")?.unwrap_or(6);
-    let of = |but_every| Window { but_every, ..Window::of_all(positions) };
-    let Some(slides) = layer_types(keys)? else { return Ok(Some(of(pattern))) };
-    let full = slides.iter().position(|slides| !slides);
-    let found = of(full.map_or(0, |block| block + 1));
-    if (0..size(keys, "num_hidden_layers")?).any(|block| found.is_of(block) != slides[block]) {
-        return Err(
-            "layer_types: only full_attention in the last of every few blocks is built".into()
-        );
-    }
-    Ok(Some(found))
+    window_of_most(keys, positions, pattern).map(Some)
 }
 
 fn write(shape: &Shape) -> Value {

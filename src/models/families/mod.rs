@@ -6,6 +6,7 @@ mod distilbert;
 mod experts;
 mod gemma3;
 mod gpt2;
+mod gpt_oss;
 mod llama;
 mod mistral;
 mod mixtral;
@@ -65,6 +66,12 @@ pub struct Names {
     /// The gate, the up projection and the down projection of an expert. The second `{}` stands for
     /// the number of the expert.
     pub expert: [&'static str; 3],
+    /// The tensors of all experts of a block, if files have no others: gates and up projections in
+    /// turn, and the down projections. Their matrices are (inputs, outputs); the names of their
+    /// biases end with `_bias`. Empty: each expert has the modules above.
+    pub stacked: &'static [&'static str],
+    /// The sinks of attention's heads.
+    pub sinks: &'static str,
     /// The gate, the up projection and the down projection of the shared expert.
     pub shared: [&'static str; 3],
     /// The layer whose sigmoid multiplies the output of the shared expert.
@@ -157,6 +164,8 @@ const NONE: Names = Names {
     down: "",
     router: "",
     expert: ["", "", ""],
+    stacked: &[],
+    sinks: "",
     shared: ["", "", ""],
     shared_gate: "",
     final_norm: "",
@@ -175,11 +184,12 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 15] = [
+static FAMILIES: [&Names; 16] = [
     &bert::NAMES,
     &distilbert::NAMES,
     &gemma3::NAMES,
     &gpt2::NAMES,
+    &gpt_oss::NAMES,
     &llama::NAMES,
     &mistral::NAMES,
     &mixtral::NAMES,
@@ -198,7 +208,7 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 10] = [
+const NOT_BUILT: [(&str, &str); 9] = [
     (
         "gemma3",
         "which also reads images: only its text model (gemma3_text, as google/gemma-3-1b-it) is \
@@ -208,7 +218,6 @@ const NOT_BUILT: [(&str, &str); 10] = [
     ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
     ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
     ("glm4_moe", "whose router has sigmoids, groups and a correction bias: none of them is built"),
-    ("gpt_oss", "whose experts have biases and whose attention has sinks: neither is built"),
     (
         "granitemoe",
         "which multiplies embeddings, attention, residuals and logits by factors of its own: they \

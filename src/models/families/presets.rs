@@ -10,7 +10,7 @@ fn shape(config: Value) -> Shape {
 }
 
 /// The names that [`preset`] knows.
-pub const PRESETS: [&str; 17] = [
+pub const PRESETS: [&str; 19] = [
     "gpt-small",
     "gpt2",
     "gpt2-medium",
@@ -28,6 +28,8 @@ pub const PRESETS: [&str; 17] = [
     "mixtral-8x7b",
     "qwen3-30b-a3b",
     "qwen3-235b-a22b",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
 ];
 
 /// The shape of a well-known model, by its name. `None` for an unknown name.
@@ -92,8 +94,20 @@ pub fn preset(name: &str) -> Option<Shape> {
         })),
         "qwen3-30b-a3b" => qwen3_moe([48, 2048, 32, 6144, 768]),
         "qwen3-235b-a22b" => qwen3_moe([94, 4096, 64, 12288, 1536]),
+        "gpt-oss-20b" => gpt_oss([24, 32]),
+        "gpt-oss-120b" => gpt_oss([36, 128]),
         _ => return None,
     })
+}
+
+/// The shape of a gpt-oss of these sizes: blocks, experts of a block.
+fn gpt_oss([layers, experts]: [usize; 2]) -> Shape {
+    shape(json!({
+        "model_type": "gpt_oss", "num_hidden_layers": layers, "hidden_size": 2880,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 2880, "num_local_experts": experts, "num_experts_per_tok": 4,
+        "vocab_size": 201088, "max_position_embeddings": 131072,
+    }))
 }
 
 /// The shape of a Qwen3 with 128 experts, of these sizes: blocks, hidden channels, heads,

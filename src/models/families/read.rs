@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use crate::kernels::{Activation, ProblemType};
-use crate::models::{Head, Shape};
+use crate::models::{Head, Shape, Window};
 
 /// The keys of a `config.json`.
 pub(super) type Keys = Map<String, Value>;
@@ -104,6 +104,25 @@ pub(super) fn layer_types(keys: &Keys) -> Result<Option<Vec<bool>>, String> {
         _ => Err(format!("layer_types has {kind}: known are full_attention, sliding_attention")),
     };
     types.iter().map(slides).collect::<Result<Vec<_>, _>>().map(Some)
+}
+
+/// The window of all blocks but the last of every few. Without `layer_types` these are every
+/// `but_every`.
+pub(super) fn window_of_most(
+    keys: &Keys,
+    positions: usize,
+    but_every: usize,
+) -> Result<Window, String> {
+    let of = |but_every| Window { but_every, ..Window::of_all(positions) };
+    let Some(slides) = layer_types(keys)? else { return Ok(of(but_every)) };
+    let full = slides.iter().position(|slides| !slides);
+    let found = of(full.map_or(0, |block| block + 1));
+    if slides.iter().enumerate().any(|(block, slides)| found.is_of(block) != *slides) {
+        return Err(
+            "layer_types: only full_attention in the last of every few blocks is built".into()
+        );
+    }
+    Ok(found)
 }
 
 pub(super) fn write_layer_types(shape: &Shape, config: &mut Value) {

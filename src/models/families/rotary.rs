@@ -172,7 +172,7 @@ impl Scaling<'_> {
     /// The attention factor that follows from the factor (Peng et al. 2023, equation 22), or from
     /// DeepSeek's `mscale` and `mscale_all_dim` if both are given.
     fn yarn_attention(&self, factor: f32) -> Result<f32, String> {
-        let scale = |m: f32| 0.1 * f64::from(m) * f64::from(factor).ln() + 1.0;
+        let scale = |m: f32| yarn_attention(factor, m);
         let m = number(self.own, "mscale", 0.0)?;
         let of_all = number(self.own, "mscale_all_dim", 0.0)?;
         let is_given = m != 0.0 && of_all != 0.0;
@@ -210,6 +210,11 @@ impl Scaling<'_> {
         }
         Ok(divisors)
     }
+}
+
+/// The attention factor of YaRN that follows from the factor, and from DeepSeek's `mscale`.
+fn yarn_attention(factor: f32, m: f32) -> f64 {
+    0.1 * f64::from(m) * f64::from(factor).ln() + 1.0
 }
 
 /// The attention factor of LongRoPE that follows from the factor.
@@ -272,15 +277,21 @@ pub(super) fn rotary_keys(rotary: &Rotary) -> Value {
             "high_freq_factor": high,
             ORIGINAL: positions,
         }),
-        RotaryScaling::Yarn(yarn) => json!({
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "attention_factor": yarn.attention_factor,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "truncate": yarn.truncate,
-            ORIGINAL: yarn.positions,
-        }),
+        RotaryScaling::Yarn(yarn) => {
+            let mut keys = json!({
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "truncate": yarn.truncate,
+                ORIGINAL: yarn.positions,
+            });
+            // A factor that follows is left out: transformers computes it in f64.
+            if yarn.attention_factor != yarn_attention(yarn.factor, 1.0) as f32 {
+                keys["attention_factor"] = yarn.attention_factor.into();
+            }
+            keys
+        }
         RotaryScaling::LongRope(LongRope { short, long, attention_factor, positions }) => json!({
             "rope_type": "longrope",
             "short_factor": given_divisors(&short).collect::<Vec<_>>(),

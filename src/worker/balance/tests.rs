@@ -32,6 +32,7 @@ fn experts(balance: Balance) -> Experts {
         every: 1,
         from: 0,
         bundles: None,
+        router_bias: false,
         balance,
     }
 }

@@ -303,6 +303,7 @@ fn models_are_pytorchs() {
         "mistral",
         "qwen2",
         "qwen3",
+        "gpt_oss",
         "mixtral",
         "qwen2_moe",
         "qwen3_moe-idle",

@@ -132,11 +132,11 @@ fn models_are_trained_on_two_gpus() {
         return;
     }
     for (name, dtype) in
-        ["llama", "qwen2_moe"].into_iter().flat_map(|name| KINDS.map(|of| (name, of)))
+        ["gpt_oss", "llama", "qwen2_moe"].into_iter().flat_map(|name| KINDS.map(|of| (name, of)))
     {
         let of = |ordinals: Option<Vec<usize>>, schedule| {
             let (mut config, _) = golden(name);
-            let is_apart = ordinals.is_some() && name == "qwen2_moe";
+            let is_apart = ordinals.is_some() && name != "llama";
             config.schedule.bundles = is_apart.then_some(1);
             (config.device.dtype, config.device.ordinals) = (dtype, ordinals);
             (config.step.batch, config.step.micro_batch) = (4, 1);

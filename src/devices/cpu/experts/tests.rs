@@ -53,7 +53,8 @@ fn route(h: &[f32], w: &[f32], op: Sizes) -> [Vec<f32>; 2] {
     let chosen = bench.nan(rows, 2 * per_token);
     let logits = bench.nan(rows, experts);
     let [h, w] = [h, w].map(|values| bench.tensor(channels, values));
-    let op = Route { chosen, logits, h, w, per_token, normalised };
+    let bias = None;
+    let op = Route { chosen, logits, h, w, bias, per_token, normalised };
     bench.run(Level::best(), |k, _| k.route(&op));
     [chosen, logits].map(|view| bench.values(view))
 }
@@ -185,17 +186,19 @@ fn routes_and_their_gradients_are_the_plain_ones() {
         };
         for level in Level::all() {
             let mut bench = Bench::new();
-            let chosen = bench.nan(rows, 2 * per_token);
-            let out = bench.nan(rows, experts);
+            let [chosen, out] = [2 * per_token, experts].map(|columns| bench.nan(rows, columns));
             let [h_view, w_view] = [&h, &w].map(|of| bench.tensor(channels, &of.narrow));
-            let dh = bench.tensor(channels, &vec![1.0; rows * channels]);
-            let dh_frozen = bench.tensor(channels, &vec![1.0; rows * channels]);
+            let ones = vec![1.0; rows * channels];
+            let [dh, dh_frozen] = [(); 2].map(|()| bench.tensor(channels, &ones));
             let dw = bench.nan(experts, channels);
             let more = bench.tensor(channels, &vec![2.0; experts * channels]);
-            let route = Route { chosen, logits: out, h: h_view, w: w_view, per_token, normalised };
+            let bias = None;
+            let route =
+                Route { chosen, logits: out, h: h_view, w: w_view, bias, per_token, normalised };
             let backward = RouteBackward {
                 dh,
                 dw: Some(dw),
+                dbias: None,
                 logits: out,
                 chosen,
                 dchosen: bench.tensor(per_token, &dchosen.narrow),
@@ -269,7 +272,8 @@ fn rows_go_to_experts_and_come_back() {
                 kernels.combine_rows(&CombineRows { y: plain_y, weights: None, ..combine });
                 let y = weighed[expert].row_range(0..count);
                 kernels.weigh_rows(&WeighRows { y, x: mine, weights });
-                kernels.row_dots(&RowDots { out: dots, x: mine, y: others, places });
+                let bias = None;
+                kernels.row_dots(&RowDots { out: dots, x: mine, y: others, places, bias });
             }
         });
         let [y, plain_y, dots] = [y, plain_y, dots].map(|view| bench.values(view));
@@ -348,5 +352,110 @@ fn rows_of_16_bits_are_copied() {
         let halves: &[u16] = bytemuck::cast_slice(&halves);
         let expected = [1, 3].map(|row| &halves[row * columns..][..columns]).concat();
         assert_eq!(found[..2 * columns], expected);
+    }
+}
+
+/// A router of one channel, whose biases choose and weigh.
+#[test]
+fn biases_of_routers_are_added_and_have_gradients() {
+    let [rows, experts, per_token] = [3, 4, 2];
+    let h = noise(rows, 1);
+    let w = noise(experts, 2);
+    let bias = noise(experts, 3);
+    let dchosen = noise(rows * per_token, 4);
+    let logits = |bias: &[f64]| -> Vec<Vec<f64>> {
+        let of_row = |h: &f64| w.wide.iter().zip(bias).map(|(w, bias)| h * w + bias).collect();
+        h.wide.iter().map(of_row).collect()
+    };
+    let found = logits(&bias.wide);
+    let choice: Vec<Vec<usize>> = found.iter().map(|row| by_sort(row, per_token)).collect();
+    let loss = |bias: &[f64]| {
+        let rows = logits(bias).into_iter().zip(&choice);
+        let weights = rows.flat_map(|(logits, chosen)| plain_weights(&logits, chosen, true));
+        weights.zip(&dchosen.wide).map(|(w, dw)| w * dw).sum::<f64>()
+    };
+    let expected = differences(&bias.wide, loss);
+    for level in Level::all() {
+        let mut bench = Bench::new();
+        let chosen = bench.nan(rows, 2 * per_token);
+        let out = bench.nan(rows, experts);
+        let [h, w] = [&h, &w].map(|of| bench.tensor(1, &of.narrow));
+        let biases = Some(bench.tensor(experts, &bias.narrow));
+        let dbias = bench.nan(1, experts);
+        let more = bench.tensor(experts, &vec![3.0; experts]);
+        let normalised = true;
+        let route = Route { chosen, logits: out, h, w, bias: biases, per_token, normalised };
+        let backward = RouteBackward {
+            dh: bench.tensor(1, &vec![0.0; rows]),
+            dw: None,
+            dbias: Some(dbias),
+            logits: out,
+            chosen,
+            dchosen: bench.tensor(per_token, &dchosen.narrow),
+            h,
+            w,
+            normalised,
+            slopes: None,
+            accumulate: false,
+        };
+        bench.run(level, |k, scratch| {
+            k.route(&route);
+            k.route_backward(&backward, scratch);
+            let again = RouteBackward { dbias: Some(more), accumulate: true, ..backward };
+            k.route_backward(&again, scratch);
+        });
+        close(&bench.values(out), &found.concat(), 1e-6);
+        close(&bench.values(dbias), &expected, 1e-5);
+        let more: Vec<f32> = bench.values(more).iter().map(|d| d - 3.0).collect();
+        close(&more, &expected, 1e-5);
+    }
+}
+
+/// The rows of one expert, each with a weight; some rows of the choice are of other experts.
+#[test]
+fn sums_with_a_bias_are_the_plain_ones() {
+    let [count, channels, outputs, k] = [37, 19, 300, 2];
+    let places: Vec<usize> = (0..count).map(|row| row * 2 * k + row % k).collect();
+    let chosen = noise(2 * count * 2 * k, 1);
+    let [x, y] = [2, 3].map(|seed| noise(count * channels, seed));
+    let dy = noise(count * outputs, 4);
+    let bias = noise(outputs, 5);
+    let weight = |place: usize| chosen.wide[(2 * (place / k) + 1) * k + place % k];
+    let product = |(x, y): (&f64, &f64)| x * y;
+    let dot = |row: usize| {
+        let [x, y] = [&x, &y].map(|of| &of.wide[row * channels..][..channels]);
+        let dy = &dy.wide[row * outputs..][..outputs];
+        let plain: f64 = x.iter().zip(y).map(product).sum();
+        plain + dy.iter().zip(&bias.wide).map(product).sum::<f64>()
+    };
+    let mut expected = vec![0.0; outputs];
+    for (row, place) in places.iter().enumerate() {
+        let dy = &dy.wide[row * outputs..][..outputs];
+        expected.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += weight(*place) * dy);
+    }
+    for level in Level::all() {
+        let mut bench = Bench::new();
+        let out = bench.nan(2 * count, k);
+        let chosen = bench.tensor(2 * k, &chosen.narrow);
+        let [x, y] = [&x, &y].map(|of| bench.tensor(channels, &of.narrow));
+        let dy = bench.tensor(outputs, &dy.narrow);
+        let bias = bench.tensor(outputs, &bias.narrow);
+        let of_places = bench.tensor(count, &bits(places.clone()));
+        let sums = bench.nan(1, outputs);
+        let more = bench.tensor(outputs, &vec![1.0; outputs]);
+        bench.run(level, |kernels, _| {
+            let bias = Some(BiasRows { dy, bias });
+            kernels.row_dots(&RowDots { out, x, y, places: of_places, bias });
+            let weights = RowWeights { places: of_places, chosen };
+            let sum = SumRows { y: sums, x: dy, weights, accumulate: false };
+            kernels.sum_rows(&sum);
+            kernels.sum_rows(&SumRows { y: more, accumulate: true, ..sum });
+        });
+        let out = bench.values(out);
+        let dots: Vec<f32> = places.iter().map(|place| out[*place]).collect();
+        close(&dots, &(0..count).map(dot).collect::<Vec<_>>(), 1e-6);
+        close(&bench.values(sums), &expected, 1e-5);
+        let more: Vec<f32> = bench.values(more).iter().map(|sum| sum - 1.0).collect();
+        close(&more, &expected, 1e-5);
     }
 }

@@ -27,7 +27,7 @@ fn routed(rows: usize, k: usize, normalised: bool) -> Routed {
     let chosen = bench.nan(rows, 2 * k);
     let logits = bench.nan(rows, EXPERTS);
     let [of_h, of_w] = [&h, &w].map(|of| bench.tensor(1, &of.narrow));
-    let route = Route { chosen, logits, h: of_h, w: of_w, per_token: k, normalised };
+    let route = Route { chosen, logits, h: of_h, w: of_w, bias: None, per_token: k, normalised };
     bench.run(Level::best(), |kernels, _| kernels.route(&route));
     Routed { bench, route, h, w }
 }
@@ -223,6 +223,7 @@ fn gradients_of_routers_losses_are_the_plain_ones() {
         let op = RouteBackward {
             dh,
             dw: Some(dw),
+            dbias: None,
             logits,
             chosen,
             dchosen,

@@ -24,8 +24,8 @@ mod quantised;
 use super::FLOATS;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
-    AddTokenTypesBackward, ApplyDropout, AttentionShape, BatchView, Cast, ClassLoss,
-    ClassLossBackward, Clear, CrossEntropy, Gate, GateBackward, Kernels, Logits, Norm,
+    AddTokenTypesBackward, ApplyDropout, AttentionShape, BatchView, Cast, ClampedGate, ClassLoss,
+    ClassLossBackward, Clear, CrossEntropy, Gate, GateBackward, GateForm, Kernels, Logits, Norm,
     NormBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Residual, STATISTICS,
     Samples, Score, ScoreBackward, Smoothing,
 };
@@ -225,14 +225,21 @@ impl<'c> Cases<'c> {
                 x: p.input([r, c]),
                 activation,
             });
-            case!(self.gate, |p| Gate { y: p.output([r, c]), x: p.input([r, 2 * c]), activation });
-            case!(self.gate_backward, |p| GateBackward {
-                dx: p.output([r, 2 * c]),
-                dy: p.input([r, c]),
-                x: p.input([r, 2 * c]),
-                activation,
-            });
+            self.of_gates(GateForm::Plain(activation));
         }
+        self.of_gates(GateForm::Clamped(ClampedGate { alpha: 1.702, limit: 0.7 }));
+    }
+
+    fn of_gates(&mut self, form: GateForm) {
+        let r = self.batch.rows();
+        let c = 13;
+        case!(self.gate, |p| Gate { y: p.output([r, c]), x: p.input([r, 2 * c]), form });
+        case!(self.gate_backward, |p| GateBackward {
+            dx: p.output([r, 2 * c]),
+            dy: p.input([r, c]),
+            x: p.input([r, 2 * c]),
+            form,
+        });
     }
 
     fn of_dropouts(&mut self) {

@@ -278,6 +278,56 @@ extern "C" __global__ void gate_backward(T* dx, const T* dy, const T* x, int row
     write(dx + of_up, dup, count);
 }
 
+// Gate and up, limited: NaN stays NaN.
+struct Clamped {
+    float gate, up, share; // share: sigmoid(alpha gate)
+};
+
+__device__ inline Clamped clamped_at(float gate, float up, float alpha, float limit) {
+    Clamped at = {gate > limit ? limit : gate, up > limit ? limit : up < -limit ? -limit : up, 0.0f};
+    at.share = 1.0f / (1.0f + expf(-alpha * at.gate));
+    return at;
+}
+
+// y = (up + 1) gate sigmoid(alpha gate). x: (n, 2), gate and up in turn. A thread has two pairs.
+// launch: grid (ceil(n / 512)), block (256)
+extern "C" __global__ void clamped_gate(T* y, const T* x, long long n, float alpha, float limit) {
+    const long long at = 2 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    const int count = static_cast<int>(min(n - at, 2LL));
+    if (count <= 0) {
+        return;
+    }
+    const Four pairs = read(x + 2 * at, 2 * count);
+    Some<2> value = {};
+    for (int i = 0; i < 2; ++i) {
+        const Clamped one = clamped_at(pairs.of[2 * i], pairs.of[2 * i + 1], alpha, limit);
+        value.of[i] = (one.up + 1.0f) * (one.gate * one.share);
+    }
+    write(y + at, value, count);
+}
+
+// dx from dy. Behind its limit, a gate or an up projection has the gradient 0. dx, x: (n, 2); dy: (n).
+// launch: grid (ceil(n / 512)), block (256)
+extern "C" __global__ void clamped_gate_backward(T* dx, const T* dy, const T* x, long long n, float alpha,
+                                                 float limit) {
+    const long long at = 2 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    const int count = static_cast<int>(min(n - at, 2LL));
+    if (count <= 0) {
+        return;
+    }
+    const Four pairs = read(x + 2 * at, 2 * count);
+    const Some<2> of_y = read<2>(dy + at, count);
+    Four d = {};
+    for (int i = 0; i < 2; ++i) {
+        const float gate = pairs.of[2 * i], up = pairs.of[2 * i + 1];
+        const Clamped one = clamped_at(gate, up, alpha, limit);
+        const float slope = one.share * (1.0f + alpha * one.gate * (1.0f - one.share));
+        d.of[2 * i] = gate > limit ? 0.0f : of_y.of[i] * (one.up + 1.0f) * slope;
+        d.of[2 * i + 1] = fabsf(up) > limit ? 0.0f : of_y.of[i] * (one.gate * one.share);
+    }
+    write(dx + 2 * at, d, 2 * count);
+}
+
 // out (+)= the sum of partial sums, in order: `count` of `length`, `stride` apart.
 // launch: grid (ceil(length / 256)), block (256)
 extern "C" __global__ void fold(float* out, const float* parts, int count, long long stride, int length,

@@ -9,8 +9,8 @@ constexpr int TILE = 4;
 // Each lane sums WIDE neighbouring channels at a time, and the lanes are added in a tree: the sum of a row and an
 // expert is the same in every tile. A tile's rows and experts behind the last are the last again, and are not written.
 template <bool PACKED>
-__device__ inline void logits_of_tile(float* logits, const T* h, const T* w, int rows, int experts, int channels,
-                                      int row, int expert) {
+__device__ inline void logits_of_tile(float* logits, const T* h, const T* w, const T* bias, int rows, int experts,
+                                      int channels, int row, int expert) {
     const int lane = threadIdx.x % WARP;
     float sums[TILE][TILE] = {};
     for (int column = WIDE * lane; column < channels; column += WIDE * WARP) {
@@ -34,24 +34,26 @@ __device__ inline void logits_of_tile(float* logits, const T* h, const T* w, int
         for (int j = 0; j < TILE; ++j) {
             const float sum = warp_sum(sums[i][j]);
             if (lane == 0 && row + i < rows && expert + j < experts) {
-                logits[static_cast<long long>(row + i) * experts + expert + j] = sum;
+                float* const to = logits + static_cast<long long>(row + i) * experts + expert + j;
+                *to = bias == nullptr ? sum : sum + get(bias[expert + j]);
             }
         }
     }
 }
 
-// logits = h w^T. h: (rows, C); w: (experts, C).
+// logits = h w^T + bias. h: (rows, C); w: (experts, C); bias: (experts), or null.
 // launch: grid (ceil(rows / 4), ceil(experts / 32)), block (256)
-extern "C" __global__ void route_logits(float* logits, const T* h, const T* w, int rows, int experts, int channels) {
+extern "C" __global__ void route_logits(float* logits, const T* h, const T* w, const T* bias, int rows, int experts,
+                                        int channels) {
     const int row = TILE * blockIdx.x;
     const int expert = TILE * (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP);
     if (expert >= experts) {
         return;
     }
     if (are_packed<WIDE>(h, channels, channels) && are_packed<WIDE>(w, channels, channels)) {
-        logits_of_tile<true>(logits, h, w, rows, experts, channels, row, expert);
+        logits_of_tile<true>(logits, h, w, bias, rows, experts, channels, row, expert);
     } else {
-        logits_of_tile<false>(logits, h, w, rows, experts, channels, row, expert);
+        logits_of_tile<false>(logits, h, w, bias, rows, experts, channels, row, expert);
     }
 }
 
@@ -300,27 +302,58 @@ extern "C" __global__ void weigh_rows(T* y, const T* x, const int* places, const
     write(y + at * channels + column, values, some);
 }
 
-// out[places[i]] = the sum of x[i] y[i], a warp a row.
-// launch: grid (ceil(count / 8)), block (256)
-extern "C" __global__ void row_dots(float* out, const T* x, const T* y, const int* places, int count, int channels) {
-    const int lane = threadIdx.x % WARP;
-    const long long at = static_cast<long long>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-    if (at >= count) {
-        return;
-    }
-    x += at * channels;
-    y += at * channels;
-    float sum = 0.0f;
-    for (int column = 4 * lane; column < channels; column += 4 * WARP) {
+// The sum of x y over the channels, on all lanes.
+__device__ inline float warp_dot(const T* x, const T* y, int channels, float sum) {
+    for (int column = 4 * (threadIdx.x % WARP); column < channels; column += 4 * WARP) {
         const Four a = read(x + column, channels - column), b = read(y + column, channels - column);
         for (int i = 0; i < 4; ++i) {
             sum = fmaf(a.of[i], b.of[i], sum);
         }
     }
+    return sum;
+}
+
+// out[places[i]] = the sum of x[i] y[i] over the channels, and of dy[i] bias over the outputs if there is a bias. A
+// warp has a row.
+// launch: grid (ceil(count / 8)), block (256)
+extern "C" __global__ void row_dots(float* out, const T* x, const T* y, const int* places, int count, int channels,
+                                    const T* dy, const T* bias, int outputs) {
+    const int lane = threadIdx.x % WARP;
+    const long long at = static_cast<long long>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+    if (at >= count) {
+        return;
+    }
+    float sum = warp_dot(x + at * channels, y + at * channels, channels, 0.0f);
+    if (bias != nullptr) {
+        sum = warp_dot(dy + at * outputs, bias, outputs, sum);
+    }
     sum = warp_sum(sum);
     if (lane == 0) {
         out[places[at]] = sum;
     }
+}
+
+// y (+)= the sum of weight x[i] over the rows, in their order.
+// launch: grid (1, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void sum_rows(float* y, const T* x, const int* places, const float* chosen, int per_token,
+                                    int count, int channels, int accumulate) {
+    const int column = my_column(), some = channels - column;
+    if (some <= 0) {
+        return;
+    }
+    Four sum = {};
+    if (accumulate) {
+        sum = read(y + column, some);
+    }
+#pragma unroll 4
+    for (long long at = 0; at < count; ++at) {
+        const float weight = weight_at(chosen, per_token, places[at]);
+        const Four more = read(x + at * channels + column, some);
+        for (int i = 0; i < 4; ++i) {
+            sum.of[i] = fmaf(weight, more.of[i], sum.of[i]);
+        }
+    }
+    write(y + column, sum, some);
 }
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }

@@ -82,13 +82,13 @@ __device__ inline void add_values(Four (&sum)[FOURS], float share, const Remembe
 }
 
 // Causal attention of each query to the cached positions of its sequence and to the new ones, to the last `window` of
-// them if that is not 0. y: (rows, H D); qkv: (rows, (H + 2K) D); past: (B, capacity, 2 K D); each sequence has its own
+// them if that is not 0. lse: the log-sum-exps, (rows, H), sequence by sequence, head by head. y: (rows, H D); qkv: (rows, (H + 2K) D); past: (B, capacity, 2 K D); each sequence has its own
 // number of cached positions. Heads have up to 256 channels.
 //
 // A block has one head of one row. Its warps take tiles of 32 keys in turn: each lane computes the score of one key,
 // and then sums four channels of the values. The warps' results are merged in the order of the warps.
 // launch: grid (rows, heads), block (256)
-extern "C" __global__ void attention_to_past(T* y, const T* qkv, const T* past, const int* starts,
+extern "C" __global__ void attention_to_past(T* y, float* lse, const T* qkv, const T* past, const int* starts,
                                              const int* pasts, int capacity, Attention size) {
     alignas(16) __shared__ float query[HEAD_LIMIT], sums[WARPS][HEAD_LIMIT];
     __shared__ float mosts[WARPS], totals[WARPS];
@@ -157,5 +157,9 @@ extern "C" __global__ void attention_to_past(T* y, const T* qkv, const T* past, 
             all += factor * totals[other];
         }
         y[(row * size.heads + head) * channels + column] = put(weighted / all);
+        if (column == 0) {
+            const long long of_head = first_row * size.heads + static_cast<long long>(head) * sequence.count;
+            lse[of_head + row - first_row] = most + logf(all);
+        }
     }
 }

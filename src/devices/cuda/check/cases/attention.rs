@@ -3,7 +3,8 @@
 use super::Cases;
 use crate::kernels::{
     Attention, AttentionBackward, AttentionShape, CachedAttention, ChunkKv, HeadNorm,
-    HeadNormBackward, LongRope, PAIRS, QueryKey, ReadKv, Rotary, RotaryScaling, Rotate, WriteKv,
+    HeadNormBackward, LongRope, PAIRS, QueryKey, ReadKv, Rotary, RotaryScaling, Rotate, Sink,
+    SinkBackward, WriteKv,
 };
 
 impl<'c> Cases<'c> {
@@ -14,6 +15,7 @@ impl<'c> Cases<'c> {
             self.of_rotations(shape);
             self.of_head_norms(shape);
             self.of_kv_copies(shape);
+            self.of_sinks(shape);
             if self.has_cached() {
                 self.of_cached_attention(shape);
                 continue;
@@ -93,6 +95,27 @@ impl<'c> Cases<'c> {
         });
     }
 
+    fn of_sinks(&mut self, shape: AttentionShape<'c>) {
+        let r = shape.rows();
+        case!(self.sink, |p| Sink {
+            y: p.input([r, shape.width()]),
+            lse: p.floats([r, shape.heads], 0.0),
+            sinks: p.input([1, shape.heads]),
+            shape,
+        });
+        for accumulate in [false, true] {
+            case!(self.sink_backward, |p| SinkBackward {
+                dsinks: p.gradient([1, shape.heads], accumulate),
+                dy: p.input([r, shape.width()]),
+                y: p.input([r, shape.width()]),
+                lse: p.floats([r, shape.heads], 1.0),
+                sinks: p.input([1, shape.heads]),
+                shape,
+                accumulate,
+            });
+        }
+    }
+
     fn of_cached_attention(&mut self, shape: AttentionShape<'c>) {
         let rows = shape.rows();
         let sequences = self.batch.sequences();
@@ -100,6 +123,7 @@ impl<'c> Cases<'c> {
         let room = cached.iter().max().copied().unwrap_or(0) + 1;
         case!(self.cached_attention, |p| CachedAttention {
             y: p.output([rows, shape.width()]),
+            lse: p.floats_output([rows, shape.heads]),
             qkv: p.input([rows, shape.qkv_width()]),
             cache: p.input([sequences * room, shape.kv_width()]),
             shape,

@@ -2,8 +2,9 @@
 
 use super::{Cases, Layout};
 use crate::kernels::{
-    CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Kernels, LimitExperts,
-    MeasureRoutes, OF_SEQUENCE, Route, RouteBackward, RouteSlopes, RowDots, RowWeights, WeighRows,
+    BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Kernels, LimitExperts,
+    MeasureRoutes, OF_SEQUENCE, Route, RouteBackward, RouteSlopes, RowDots, RowWeights, SumRows,
+    WeighRows,
 };
 use crate::tensor::View;
 
@@ -42,6 +43,7 @@ impl Routed {
             logits: p.floats_output([rows, experts]),
             h: p.input([rows, 1]),
             w: p.input([experts, 1]),
+            bias: None,
             per_token,
             normalised: true,
         };
@@ -67,6 +69,7 @@ impl Cases<'_> {
         self.of_routers();
         self.of_limits();
         self.of_assignments();
+        self.of_sums();
         let r = self.batch.rows();
         case!(self.gate_rows, |p| GateRows {
             y: p.floats_output([r, CHANNELS]),
@@ -93,6 +96,7 @@ impl Cases<'_> {
                     logits: p.floats_output([r, experts]),
                     h: p.input([r, c]),
                     w: p.input([experts, c]),
+                    bias: (c != 1).then(|| p.input([1, experts])),
                     per_token,
                     normalised,
                 };
@@ -105,6 +109,7 @@ impl Cases<'_> {
                     let backward = RouteBackward {
                         dh: p.floats([r, c], 0.0),
                         dw: (c != CHANNELS).then_some(p.gradient([experts, c], normalised)),
+                        dbias: (c != 1).then(|| p.gradient([1, experts], normalised)),
                         logits,
                         chosen,
                         dchosen: p.floats([r, per_token], 0.0),
@@ -198,14 +203,42 @@ impl Cases<'_> {
                     });
                 }
             });
-            self.case("row_dots", |p| {
+        }
+    }
+
+    /// Sums over the rows of each expert, and over their channels.
+    fn of_sums(&mut self) {
+        let r = self.batch.rows();
+        let c = CHANNELS;
+        for (experts, per_token) in [(7, 1), (40, 3)] {
+            let all = r * per_token;
+            for has_bias in [false, true] {
+                self.case("row_dots", |p| {
+                    let routed = Routed::new(p, r, experts, per_token);
+                    let out = p.floats_output([r, per_token]);
+                    let [x, y] = [(); 2].map(|()| p.input([all, c]));
+                    let outputs = c + 2;
+                    let dy = p.input([all, outputs]);
+                    let bias = has_bias.then(|| p.input([1, outputs]));
+                    move |k, _| {
+                        routed.each(k, |mine| {
+                            let [x, y, dy] = [x, y, dy].map(|view| mine.of(view));
+                            let bias = bias.map(|bias| BiasRows { dy, bias });
+                            k.row_dots(&RowDots { out, x, y, places: mine.weights.places, bias });
+                        });
+                    }
+                });
+            }
+            self.case("sum_rows", |p| {
                 let routed = Routed::new(p, r, experts, per_token);
-                let out = p.floats_output([r, per_token]);
-                let [x, y] = [(); 2].map(|()| p.input([all, c]));
+                let [y, other] = [false, true].map(|accumulate| p.gradient([1, c], accumulate));
+                let x = p.input([all, c]);
                 move |k, _| {
                     routed.each(k, |mine| {
-                        let [x, y] = [x, y].map(|view| mine.of(view));
-                        k.row_dots(&RowDots { out, x, y, places: mine.weights.places });
+                        let x = mine.of(x);
+                        let weights = mine.weights;
+                        k.sum_rows(&SumRows { y, x, weights, accumulate: false });
+                        k.sum_rows(&SumRows { y: other, x, weights, accumulate: true });
                     });
                 }
             });
