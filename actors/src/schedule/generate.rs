@@ -94,7 +94,7 @@ pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule
 struct Chained<'m> {
     layer: LayerId,
     /// The index of the step among those of the layer.
-    index: u8,
+    index: u16,
     step: &'m RingStep,
 }
 

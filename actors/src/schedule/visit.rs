@@ -74,7 +74,7 @@ pub struct Visit {
     /// The layer visited.
     pub layer: LayerId,
     /// The index of its step among those that the layer declares.
-    pub step: u8,
+    pub step: u16,
     /// Forward or backward.
     pub phase: Phase,
     /// The place where it runs.
