@@ -108,12 +108,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.deal = ways.deal;
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
-    let family = match (case.experts, case.gpt_oss) {
-        (None, _) => Family::Gpt2,
-        (Some(_), false) => Family::Qwen3Moe,
-        (Some(_), true) => Family::GptOss,
-    };
-    config.train = case.trained.config(family);
+    config.train = case.trained.config(Family::of(case.experts.is_some(), case.gpt_oss));
     config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
     config.train.label_smoothing = case.dropout;
     if !matches!(case.trained, Trained::All) {

@@ -27,6 +27,16 @@ pub(crate) enum Family {
     GptOss,
 }
 
+impl Family {
+    pub(crate) fn of(has_experts: bool, is_gpt_oss: bool) -> Family {
+        match (has_experts, is_gpt_oss) {
+            (false, _) => Family::Gpt2,
+            (true, false) => Family::Qwen3Moe,
+            (true, true) => Family::GptOss,
+        }
+    }
+}
+
 impl Trained {
     pub(crate) const ALL: [Trained; 7] = [
         Trained::All,

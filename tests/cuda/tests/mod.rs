@@ -304,7 +304,6 @@ fn models_are_pytorchs() {
         "qwen2",
         "qwen3",
         "gpt_oss",
-        "mixtral",
         "qwen2_moe",
         "qwen3_moe-idle",
         "bert",
