@@ -8,7 +8,7 @@ use super::TransformerBlock;
 use super::backward::{Buffers, ChunkGradients};
 use super::chunk::ChunkPass;
 use super::products::{MlpPart, MlpPass, Products, Weighted};
-use super::tensors::{ExpertWeights, Mlp, SharedExpert};
+use super::tensors::{ExpertWeights, Mlp, Product, SharedExpert};
 use crate::kernels::{
     BatchView, Cast, Clear, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Kernels,
     Linear, LinearBackward, Residual, Route, RouteBackward, RowWeights,
@@ -210,15 +210,17 @@ impl<'a> ExpertPass<'a> {
             }
             let scratch = &scratch.nested();
             let w: Vec<_> = run.filled().map(|(at, _)| experts[at].ready(k, scratch)).collect();
-            let [ups, downs]: [Vec<_>; 2] = [|w: &Mlp<View>| &w.up, |w: &Mlp<View>| &w.down]
-                .map(|of| run.filled().zip(&w).map(|((_, rows), w)| (rows.clone(), of(w))).collect());
+            let of_each = |product: fn(&Mlp<View>) -> &Product<View>| -> Vec<_> {
+                let parts = run.filled().zip(&w);
+                parts.map(|((_, rows), w)| (rows.clone(), product(w))).collect()
+            };
             let x = scratch.take(at.count, sum.columns);
             k.gather_rows(&GatherRows { y: x, x: self.x, rows: at.rows });
             let up = self.expert_up(at, scratch);
-            self.products.linears(up, x, &ups);
+            self.products.linears(up, x, &of_each(|w| &w.up));
             let activated = scratch.take(at.count, channels);
             self.products.activate(activated, up);
-            self.products.linears(x, activated, &downs);
+            self.products.linears(x, activated, &of_each(|w| &w.down));
             self.combine(&run, &at, [sum, x], true);
         }
     }
