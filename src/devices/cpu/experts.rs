@@ -245,9 +245,8 @@ impl<'c> CombinedRows<'c> {
             rows.map_or(row, |rows| rows.partition_point(|other| integer(*other) < row))
         };
         for at in place(first)..place(first + y.len() / channels) {
-            let w = weights.map_or(1.0, |[places, chosen]| {
-                weight(chosen, per_token, integer(places[at]))
-            });
+            let w = weights
+                .map_or(1.0, |[places, chosen]| weight(chosen, per_token, integer(places[at])));
             let y = &mut y[(row(at) - first) * channels..][..channels];
             let x = &x[at * channels..][..channels];
             y.iter_mut().zip(x).for_each(|(y, x)| *y += w * x);

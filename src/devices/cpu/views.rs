@@ -290,9 +290,7 @@ impl Drop for Call<'_> {
 }
 
 /// The views that operations write, and those that they read.
-fn views_of<'o>(
-    ops: impl IntoIterator<Item = &'o dyn KernelOperation>,
-) -> (Vec<View>, Vec<View>) {
+fn views_of<'o>(ops: impl IntoIterator<Item = &'o dyn KernelOperation>) -> (Vec<View>, Vec<View>) {
     let mut writes = Vec::new();
     let mut reads = Vec::new();
     for op in ops {
