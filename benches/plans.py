@@ -63,8 +63,8 @@ def plan_of(settings, more):
 
 
 def experts():
-    print("| preset | trained | device | host | file |")
-    print("|---|---|---|---|---|")
+    print("| preset | trained | device | apart | host | file |")
+    print("|---|---|---|---|---|---|")
     for preset in EXPERTS:
         for way, more in WAYS:
             settings = {
@@ -80,7 +80,9 @@ def experts():
                 **more,
             }
             _, on = plan_of(settings, [])
-            sizes = [f"{on['device'] / GB:.1f} GB", f"{on['host'] / GB:.0f} GB"]
+            _, apart = plan_of({**settings, "schedule.bundles": 1}, [])
+            sizes = [f"{on['device'] / GB:.1f} GB", f"{apart['device'] / GB:.1f} GB"]
+            sizes.append(f"{on['host'] / GB:.0f} GB")
             sizes.append(f"{on['file'] / GB:.0f} GB" if on["file"] else "")
             print(f"| {preset} | {way} | {' | '.join(sizes)} |", flush=True)
 

@@ -68,8 +68,9 @@ impl Plan {
             };
         }
         let text = format!(
-            "{what}; or give it {needed} bytes, or make step.micro_batch{} or channels smaller",
-            if cuts { ", step.chunk_positions" } else { "" }
+            "{what}; or give it {needed} bytes, or make step.micro_batch{} or channels smaller{}",
+            if cuts { ", step.chunk_positions" } else { "" },
+            if has_all_experts(model) { ", or set schedule.bundles = 1" } else { "" }
         );
         let largest_term = Some(largest(&self.device).name);
         let resource = Resource::DeviceMemory;
@@ -122,6 +123,9 @@ impl Plan {
             }
             _ if is_shared && self.has_smaller_chunks(model) => {
                 "a smaller model, step.micro_batch or step.chunk_positions would do"
+            }
+            _ if is_shared && has_all_experts(model) => {
+                "schedule.bundles = 1, a smaller step.batch or step.micro_batch would do"
             }
             _ => "a smaller model, step.batch or step.micro_batch would do",
         };
@@ -261,6 +265,11 @@ fn files_misfit() -> Option<Misfit> {
              more (`ulimit -n {needed}` lets it)"
         ),
     })
+}
+
+/// Whether a visit has all experts of a layer at once.
+fn has_all_experts(model: &Model) -> bool {
+    model.shape.experts.is_some_and(|experts| experts.bundles.is_none())
 }
 
 fn largest(terms: &[Term]) -> &Term {

@@ -47,7 +47,7 @@ impl<'a> Filled<'a> {
     /// The floats of what its device keeps.
     pub(super) fn kept_range(self) -> Range<usize> {
         let floats = self.slot_floats();
-        let (at, room) = self.state.input.stash.place(self.boundary, self.micro_batch);
+        let (at, room) = self.state.input.stash.kept_place(self.boundary, self.micro_batch);
         assert!(floats <= room, "{floats} floats in a place of {room}");
         at..at + floats
     }

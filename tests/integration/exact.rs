@@ -54,6 +54,8 @@ pub(crate) struct Ways {
     pub(crate) deal: Deal,
     pub(crate) sharded: bool,
     pub(crate) chunks: Option<u32>,
+    /// Bundles of experts that a visit has, if a block has experts. `None`: all.
+    pub(crate) bundles: Option<usize>,
     pub(crate) threads: usize,
     pub(crate) link: bool,
 }
@@ -115,6 +117,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let has_momentum = case.rule == OptimizerKind::Sgd && case.batch.is_multiple_of(2);
     config.optimizer.momentum = has_momentum.then_some(0.9);
     config.schedule.chunks = ways.chunks;
+    config.schedule.bundles = ways.bundles.filter(|_| case.experts.is_some());
     // Several devices pass boundaries on through the host.
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
     config.device.threads = Some(ways.threads);
@@ -157,6 +160,7 @@ pub(crate) fn baseline() -> Ways {
         deal: Deal::Layers,
         sharded: false,
         chunks: None,
+        bundles: None,
         threads: 1,
         link: false,
     }
@@ -220,7 +224,8 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
     let others = vec![true.into(), false.into(), Recompute::ATTENTION];
     let others = prop::sample::select(others).prop_map(|recompute| (recompute, 0.0));
     let recompute = prop_oneof![3 => others, 2 => auto.prop_map(|room| (Recompute::AUTO, room))];
-    let threads = (1..=4_u32, 1..=2_usize);
+    let bundles = prop::option::weighted(0.7, 1..=3_usize);
+    let threads = (1..=4_u32, 1..=2_usize, bundles);
     let flags = (recompute, threads, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
     (kinds, channels, stash, places, flags).prop_map(
         |(
@@ -228,7 +233,7 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
             (weights, gradients, reduced),
             stash,
             place,
-            ((recompute, room), (devices, threads), link, on_file),
+            ((recompute, room), (devices, threads, bundles), link, on_file),
         )| Ways {
             kind,
             channels: ChannelsConfig { weights, gradients, reduced, stash },
@@ -240,6 +245,7 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
             deal,
             sharded,
             chunks: None,
+            bundles,
             threads,
             link,
         },
@@ -331,12 +337,13 @@ fn experts_have_the_same_bits_in_every_kind_of_schedule() {
         let case = Case { batch: 6, ..case };
         let expected = run(config(&case, &baseline()), 3);
         let kinds = [ScheduleKind::Relay, ScheduleKind::Gpipe, ScheduleKind::Interleaved];
-        for kind in kinds {
-            let way = Ways { kind, devices: 2, recompute: true.into(), ..baseline() };
+        for (kind, bundles) in kinds.into_iter().flat_map(|kind| [(kind, None), (kind, Some(1))]) {
+            let way = Ways { kind, devices: 2, recompute: true.into(), bundles, ..baseline() };
             let way = Ways { on_file: true, ..way }.for_case(&case);
             let (bits, summary) = run(config(&case, &way), 3);
-            assert_eq!(bits, expected.0, "{kind:?} {experts:?}");
-            assert_eq!(summary.weights_digest, expected.1.weights_digest, "{kind:?} {experts:?}");
+            let name = format!("{kind:?} {experts:?} {bundles:?}");
+            assert_eq!(bits, expected.0, "{name}");
+            assert_eq!(summary.weights_digest, expected.1.weights_digest, "{name}");
         }
     }
 }

@@ -273,3 +273,32 @@ async fn a_rule_without_states_is_the_same_on_file() {
     }
     assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
 }
+
+/// Apart from their layer, experts take no device memory by their number, nor do layers; the router
+/// alone grows by a row an expert. Together, all experts of a layer are there.
+#[test]
+fn experts_apart_take_the_memory_of_a_bundle() {
+    let bytes = |experts: usize, layers: usize, bundles: Option<usize>| {
+        let mut config = Config::default();
+        config.model.preset = Some("moe-small".into());
+        config.model.experts = Some(experts);
+        config.model.layers = Some(layers);
+        config.data.train = "random".into();
+        config.data.sequence_length = Some(128);
+        (config.step.batch, config.step.micro_batch) = (8, 2);
+        config.schedule.bundles = bundles;
+        let model = model_of(&config, shape_of(&config).expect("a shape of ours"));
+        let model = model.expect("a model of ours");
+        Plan::new(&config, &model, &config.update_rule()).expect("a plan").device_bytes()
+    };
+    let least = bytes(8, 2, Some(1));
+    for experts in [8, 64, 256] {
+        let apart = bytes(experts, 2, Some(1));
+        assert_eq!(bytes(experts, 48, Some(1)), apart, "{experts} experts");
+        // Logits of the two sequences, and the router's weights with their gradients, in each slot.
+        let logits = 2 * 128 * (experts - 8) * 4;
+        let router = 4 * (experts - 8) * 1024 * 4;
+        assert!(apart <= least + (logits + router) as u64, "{experts} experts: {apart} of {least}");
+    }
+    assert!(bytes(256, 2, None) > 10 * bytes(256, 2, Some(1)));
+}

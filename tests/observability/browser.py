@@ -1,7 +1,7 @@
 """Headless Chromium opens the live page during a real run, and the report after it: nothing on the
 console, no request but to the page's own origin, and bars that are what the JSON behind them says.
 
-    python3 tests/observability/browser.py target/release/l2l [FOLDER for screenshots]
+    python3 tests/observability/browser.py target/debug/l2l [FOLDER for screenshots]
 """
 
 import json

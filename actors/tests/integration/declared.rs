@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Boundary, Pipeline, RingModel, RingStep, Role, Schedule, StepPlan, VisitKind, deal,
-    pipeline, relay, resident,
+    BlockId, Boundary, BoundaryId, Input, LayerId, Pipeline, RingModel, RingStep, Role, Schedule,
+    StepPlan, Visit, VisitKind, deal, pipeline, relay, resident,
 };
 use l2l_actors::work::WorkKind;
 
@@ -81,11 +81,13 @@ fn steps_and_boundaries_of_layers_run_in_every_schedule() {
 fn the_backward_pass_reverses_steps() {
     let model = handed_up();
     let schedule = relay(&model, &everything(&model, 1)).expect("a model of ours");
-    let roles =
-        |of: &[_]| -> Vec<Role> { of.iter().map(|&id| schedule.boundary(id).role).collect() };
+    let role = |id| schedule.boundary(id).role;
     let visits: Vec<_> = schedule
         .device_visits()
-        .map(|visit| (visit.layer.0, visit.step, roles(&visit.reads), roles(&visit.writes)))
+        .map(|visit| {
+            let written = visit.writes.iter().chain(&visit.keeps).copied().map(role).collect();
+            (visit.layer.0, visit.step, visit.all_reads().map(role).collect(), written)
+        })
         .collect();
     let hidden = Role::Hidden;
     let own = Role::Own(0);
@@ -101,6 +103,41 @@ fn the_backward_pass_reverses_steps() {
     assert_eq!(visits[9], (2, 0, vec![hidden, own_gradient], vec![Role::HiddenGradient]));
     let first = [&[hidden, saved][..], &gradients].concat();
     assert_eq!(visits[10], (1, 0, first, vec![Role::HiddenGradient]));
+}
+
+/// What two steps of a layer use is brought or written by the first of them, and the other finds
+/// it on the device. The stash has it only if a later visit of another layer or phase reads it.
+#[test]
+fn what_steps_of_a_layer_use_stays_on_the_device() {
+    let mut model = two_steps();
+    let hidden = input(Role::Hidden, Role::HiddenGradient);
+    model.layers[2].steps[1].reads.push(hidden);
+    let once = Input { once: true, ..input(Role::Own(1), Role::OwnGradient(1)) };
+    model.layers[2].steps[0].writes.push(boundary(Role::Own(1)));
+    model.layers[2].steps[1].reads.push(once);
+    let schedule = relay(&model, &everything(&model, 1)).expect("a model of ours");
+    let roles = |ids: &mut dyn Iterator<Item = BoundaryId>| -> Vec<Role> {
+        ids.map(|id| schedule.boundary(id).role).collect()
+    };
+    let of_layer: Vec<_> =
+        schedule.device_visits().filter(|visit| visit.layer == LayerId(2)).collect();
+    let [first, second, second_back, first_back] = of_layer[..] else { panic!("four visits") };
+    let kept = |visit: &Visit| roles(&mut visit.kept.iter().copied());
+    let copied = |visit: &Visit| roles(&mut visit.copies.iter().map(|copied| copied.from));
+    assert_eq!(roles(&mut first.reads.iter().copied()), [Role::Hidden]);
+    assert_eq!(roles(&mut first.writes.iter().copied()), [Role::Own(0)]);
+    assert_eq!(roles(&mut first.keeps.iter().copied()), [Role::Own(1)]);
+    assert_eq!(copied(first), [Role::Hidden, Role::Own(0)]);
+    assert_eq!(second.reads, []);
+    assert_eq!(kept(second).len(), 3);
+    // The backward pass does not need what is read once.
+    let reads = [Role::Own(0), Role::Hidden, Role::HiddenGradient];
+    assert_eq!(roles(&mut second_back.all_reads()), reads);
+    assert_eq!(copied(second_back), [Role::Hidden]);
+    let gradients = [Role::OwnGradient(0), Role::HiddenGradient, Role::OwnGradient(1)];
+    assert_eq!(roles(&mut second_back.keeps.iter().copied()), gradients);
+    assert_eq!(first_back.reads, []);
+    assert_eq!(run(&schedule, false), 2 * schedule.device_visits().count());
 }
 
 /// What a device keeps takes no slots and moves no bytes: as if it was recomputed.

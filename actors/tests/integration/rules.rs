@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, BoundaryId, Capacities, LayerId, Phase, Place, Pools, Refusal, Role,
-    Schedule, StepPlan, Visit, VisitKind, relay, resident,
+    Block, BlockId, Boundary, BoundaryId, Capacities, Copied, LayerId, Phase, Place, Pools,
+    Refusal, Role, Schedule, StepPlan, Visit, VisitKind, relay, resident,
 };
 
 /// Embedding, two layers, two tied tiles. Visits: 0 gather, 1 and 2 stack, 3 tile, 4 last tile and
@@ -183,6 +183,23 @@ fn what_a_device_keeps_is_read_there() {
     refused(6, "runs on the host", &|s| {
         let kept = s.visits[5].kept[0];
         s.visits[6].kept.push(kept);
+    });
+    let copy = |s: &mut Schedule, from: BoundaryId, boundary: Boundary| {
+        let to = BoundaryId(s.boundaries.len() as u32);
+        s.boundaries.push(boundary);
+        s.visits[1].copies.push(Copied { from, to });
+    };
+    refused(1, "which it neither reads nor writes", &|s| {
+        let from = s.visits[6].reads[0];
+        copy(s, from, *s.boundary(from));
+    });
+    refused(1, "copies hidden state of", &|s| {
+        let from = s.visits[1].reads[0];
+        copy(s, from, Boundary { sequence_bytes: 3, ..*s.boundary(from) });
+    });
+    refused(1, "which nobody reads", &|s| {
+        let from = s.visits[1].reads[0];
+        copy(s, from, *s.boundary(from));
     });
 }
 

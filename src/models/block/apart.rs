@@ -139,7 +139,7 @@ impl TransformerBlock {
             let [x, chosen, before] =
                 [INPUT, CHOSEN, SUM].map(|number| chunk.rows_of(read(number)));
             let y = chunk.rows_of(y);
-            let sum = if is_last { scratch.take_like(before) } else { y };
+            let sum = if is_last { scratch.take_floats(x.rows, x.columns) } else { y };
             k.cast(&Cast { y: sum, x: before });
             let products = self.products_on(k, chunk, scratch);
             let pass = ExpertPass::new(&products, [x, chosen], None, scratch);
