@@ -28,7 +28,7 @@ pub(super) struct MlpPart<'a> {
     pub(super) d: &'a Mlp<Option<View>>,
 }
 
-/// A feed-forward on some rows, for its backward; or those of several experts, one behind the other.
+/// A feed-forward on some rows, for its backward, or several experts, one behind the other.
 #[derive(Clone, Copy)]
 pub(super) struct MlpPass<'a> {
     pub(super) parts: &'a [MlpPart<'a>],

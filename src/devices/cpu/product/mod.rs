@@ -118,7 +118,7 @@ impl Product<'_> {
         });
     }
 
-    /// Computes products on all threads of the pool at once. Each has its c: (rows, columns), dense.
+    /// Computes products on all threads of the pool at once. Each has a c of its own, dense.
     pub(super) fn run_all(level: Level, products: Vec<(Product<'_>, &mut [f32])>) {
         let work = |product: &Product<'_>| product.rows * product.columns * product.depth;
         let total: usize = products.iter().map(|(product, _)| work(product)).sum();
