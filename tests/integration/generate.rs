@@ -65,6 +65,7 @@ async fn greedy_text_is_transformers() {
         let mut other = config(family);
         other.schedule.kind = ScheduleKind::Resident;
         other.schedule.recompute = false.into();
+        other.schedule.bundles = (family == "qwen2_moe").then_some(1);
         other.stash.place = StashPlace::Device;
         other.channels.weights = 1;
         other.channels.stash = 1;
