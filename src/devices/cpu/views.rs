@@ -107,7 +107,7 @@ impl<'a> CpuKernels<'a> {
     /// memory.
     pub(super) fn call_all<O: KernelOperation>(&self, ops: &[O]) -> Option<Call<'a>> {
         let (mut writes, reads) = views_of(ops.iter().map(|op| op as &dyn KernelOperation));
-        // They may add to one view. If they write it apart, the second one finds it taken.
+        // Several may add to one view, which is then taken once. `write` refuses to take it twice.
         writes.sort_unstable_by_key(|view| (view.at, view.rows));
         writes.dedup();
         self.call_on(writes, reads)
