@@ -2,6 +2,7 @@
 //! their weighted outputs are added in the order of the experts, in floats. So the result does not
 //! depend on the blocks in which experts lie, nor on the visits that run them.
 
+use std::iter;
 use std::ops::Range;
 
 use super::TransformerBlock;
@@ -163,7 +164,7 @@ impl<'a> ExpertPass<'a> {
             };
             match runs.last_mut().filter(joins) {
                 Some(run) => run.rows.push(run.end()..run.end() + count),
-                None => runs.push(Run { first: at, rows: vec![0..count] }),
+                None => runs.push(Run { first: at, rows: iter::once(0..count).collect() }),
             }
         }
         runs
