@@ -12,8 +12,8 @@ use crate::schedule::{BlockId, BoundaryId, MicroBatch, StepPlan, Version};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fact {
     /// A boundary of a micro-batch of the running step lies in the stash. Raised by a gather
-    /// (queued by the Fetcher) or a download (by the Stasher); awaited by the Prefetcher and,
-    /// for what host visits read, by the Reducer.
+    /// (queued by the Fetcher), a download (by the Stasher) or an answer (by the Reducer); awaited
+    /// by the Prefetcher and, for what host visits read, by the Reducer.
     Stashed(BoundaryId, MicroBatch),
     /// A block is published as of this version. Raised by an update (queued by the Optimizer);
     /// awaited by the Fetcher, the Prefetcher and `settle`.

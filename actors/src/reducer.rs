@@ -1,10 +1,10 @@
 //! The downloading side of the weight loop: lands gradients, joins what belongs together.
 //!
 //! It alone takes landing blocks. It walks the plan's list of reductions: device gradients as the
-//! Executors close them, and the host visits that read the stash (loss, scatter) once all of it
-//! has landed. An untied gradient of an eager step goes on in its landing block; one that must
-//! wait (for the norm, or for the embedding's share) is joined into its block's region first, so
-//! that no landing block is ever held by something that waits. The region of a staged block is
+//! Executors close them, and the host visits that read the stash (balance, loss, scatter) once all
+//! of it has landed. An untied gradient of an eager step goes on in its landing block; one that
+//! must wait (for the norm, or for the embedding's share) is joined into its block's region first,
+//! so that no landing block is ever held by something that waits. The region of a staged block is
 //! written from a landing block and read back into one.
 //!
 //! Each group of micro-batches has a gradient of its own. When it has landed, the Reducer adds the
@@ -18,12 +18,13 @@ use async_trait::async_trait;
 
 use crate::cause::BoxedError;
 use crate::context::Context;
+use crate::facts::Fact;
 use crate::fence::Fence;
 use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, DeviceId, GroupId, Join, LayerId, Reduction};
+use crate::schedule::{BlockId, DeviceId, GroupId, Join, LayerId, Reduction, VisitKind};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
@@ -74,6 +75,7 @@ impl Reducer {
                         self.complete(step, block, scattered, landing, whole).await?;
                     }
                 }
+                Reduction::Balance { visit } => self.balance(step, visit).await?,
                 Reduction::Loss { visit } => self.loss(step, visit).await?,
                 Reduction::Scatter { visit } => self.scatter(step, visit).await?,
             }
@@ -241,6 +243,38 @@ impl Reducer {
         let mut order = Order::gradient(step, layer, work);
         order.holds = vec![landing];
         self.context.queue(order);
+        Ok(())
+    }
+
+    /// Queues the measure of each micro-batch as soon as all that it reads has landed; then, if the
+    /// answers are of the whole step, the exchange with other processes; then the answers. The lane
+    /// of the host runs in order, so an answer comes behind every measure.
+    async fn balance(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
+        let schedule = &step.plan.schedule;
+        let visit = &schedule.visits[index];
+        let mut measured = Vec::new();
+        for micro_batch in visit.micro_batches.clone() {
+            self.context.stashed(&visit.reads, micro_batch, Some(visit.layer)).await?;
+            let work = Work::Measure { visit: index, micro_batch };
+            measured.push(self.context.queue(Order::at(step, visit, work)));
+        }
+        let is_exchanged =
+            schedule.ranks.dealt && visit.kind == VisitKind::Balance { of_step: true };
+        let exchanged = is_exchanged.then(|| {
+            let work = Work::ExchangeMeasures { visit: index };
+            self.context.queue(Order { waits: measured, ..Order::at(step, visit, work) })
+        });
+        if visit.writes.is_empty() {
+            return Ok(());
+        }
+        for micro_batch in visit.micro_batches.clone() {
+            let work = Work::Answer { visit: index, micro_batch };
+            let mut order = Order::at(step, visit, work);
+            order.waits.extend(exchanged.clone());
+            let stashed = |&id| Fact::Stashed(id, micro_batch);
+            order.raises = visit.writes.iter().map(stashed).collect();
+            self.context.queue(order);
+        }
         Ok(())
     }
 

@@ -48,6 +48,15 @@ pub fn step(
                 let (at, resolved) = device_visits.next().expect("each has its choices");
                 walk.device_visit(at, resolved);
             }
+            VisitKind::Balance { .. } => {
+                for micro_batch in visit.micro_batches.clone() {
+                    walk.on_host(Work::Measure { visit: index, micro_batch });
+                }
+                let answers = visit.micro_batches.clone().filter(|_| !visit.writes.is_empty());
+                for micro_batch in answers {
+                    walk.on_host(Work::Answer { visit: index, micro_batch });
+                }
+            }
             VisitKind::Loss => {
                 for micro_batch in visit.micro_batches.clone() {
                     loss += walk.on_host(Work::Loss { visit: index, micro_batch });

@@ -37,6 +37,7 @@ const FILES: &[(&str, &str)] = contained![
     "runbooks/L2lCheckpointFailed.md",
     "runbooks/L2lCheckpointOld.md",
     "runbooks/L2lDiskBound.md",
+    "runbooks/L2lExpertsCollapsed.md",
     "runbooks/L2lExposedWaitHigh.md",
     "runbooks/L2lLinkBound.md",
     "runbooks/L2lLossNotFinite.md",

@@ -59,6 +59,23 @@ const NAMES: &[(&[&str], &str, &str)] = &[
     ),
     (&["sample_packing", "pack", "packed"], "data.packing", ""),
     (&["neftune_noise_alpha", "noise_alpha"], "train.neftune_alpha", ""),
+    (
+        &[
+            "router_aux_loss_coef",
+            "aux_loss_coef",
+            "moe_aux_loss_coeff",
+            "load_balancing_loss_coef",
+        ],
+        "experts.balance_loss",
+        "",
+    ),
+    (
+        &["z_loss_coeff", "moe_z_loss_coeff", "router_z_loss_coef", "z_loss_weight"],
+        "experts.z_loss",
+        "",
+    ),
+    (&["moe_expert_capacity_factor", "expert_capacity"], "experts.capacity_factor", ""),
+    (&["moe_router_load_balancing_type", "load_balancing_type"], "experts.balance_of", ""),
     (&["label_smoothing_factor"], "train.label_smoothing", ""),
     (&["dataset", "datasets", "dataset_name", "train_file", "train_data"], "data.train", ""),
     (&["validation_file", "eval_dataset", "eval_data", "val_file"], "data.validation", ""),

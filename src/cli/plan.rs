@@ -7,7 +7,7 @@ use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format, Recompute};
 use l2l::models::Model;
 use l2l::plan::{FabricBytes, Keeping, LinkBytes, RankShare, Term};
-use l2l::telemetry::{self, Forecast, Hiding, Rates};
+use l2l::telemetry::{self, Forecast, Hiding, Rates, Wait};
 use l2l::{
     Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, model_of, optimizers,
 };
@@ -82,7 +82,7 @@ impl Outlook {
         Ok(Outlook { forecast, eager, deferred })
     }
 
-    fn print(&self, ranks: u32) {
+    fn print(&self, ranks: u32, model: &Model) {
         let Outlook { forecast, eager, deferred } = self;
         let step = if ranks > 1 { "a step of each process" } else { "a step" };
         print(format_args!(
@@ -90,6 +90,11 @@ impl Outlook {
             forecast.seconds,
             forecast.exposed_seconds()
         ));
+        for wait in forecast.waits.iter().take(SHOWN_WAITS) {
+            let layer = layer_name(model, wait.layer);
+            let cause = wait.cause.name();
+            print(format_args!("  {:.4} s at {layer}, for {cause}", wait.seconds));
+        }
         for (how, hiding) in [("eager", eager), ("deferred", deferred)] {
             let Hiding { lane, phase, tokens } = hiding;
             match tokens {
@@ -105,6 +110,9 @@ impl Outlook {
         }
     }
 }
+
+/// The waits that are printed: most steps have one or two causes that are worth a change.
+const SHOWN_WAITS: usize = 4;
 
 /// Draws a step of a config in virtual time.
 fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Result<(), Error> {
@@ -337,6 +345,11 @@ impl Shown<'_> {
         if let Some(Outlook { forecast, eager, deferred }) = self.outlook {
             event["step_seconds"] = json!(forecast.seconds);
             event["exposed_wait_seconds"] = json!(forecast.exposed_seconds());
+            let wait = |wait: &Wait| {
+                let layer = layer_name(self.model, wait.layer);
+                json!({ "layer": layer, "cause": wait.cause.name(), "seconds": wait.seconds })
+            };
+            event["waits"] = forecast.waits.iter().map(wait).collect();
             event["hides"] = json!({ "eager": eager, "deferred": deferred });
         }
         event
@@ -353,7 +366,7 @@ impl Shown<'_> {
         self.print_bytes();
         self.print_limits();
         let ranks = self.plan.share().ranks;
-        self.outlook.into_iter().for_each(|outlook| outlook.print(ranks));
+        self.outlook.into_iter().for_each(|outlook| outlook.print(ranks, self.model));
         match &self.misfits[..] {
             [] => print("fits"),
             misfits => {
@@ -468,5 +481,9 @@ fn largest_layer(model: &Model) -> (String, usize) {
     let all = model.layer_blocks.iter().enumerate().map(parameters);
     let largest = all.max_by_key(|&(_, parameters)| parameters);
     let (index, parameters): (_, usize) = largest.expect("a model has layers");
-    (format!("layer {index} ({})", model.layers[index].name()), parameters)
+    (layer_name(model, index), parameters)
+}
+
+fn layer_name(model: &Model, index: usize) -> String {
+    format!("layer {index} ({})", model.layers[index].name())
 }

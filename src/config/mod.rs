@@ -11,6 +11,7 @@ mod data;
 mod depth;
 mod device;
 mod eps;
+mod experts;
 mod model;
 mod optimizer;
 mod parallel;
@@ -35,6 +36,7 @@ pub use data::{BadRecords, DataConfig, DataFile, FieldsConfig, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use device::{DeviceConfig, DeviceKind, GradientDtype};
 pub use eps::{EpsConfig, EpsTier};
+pub use experts::ExpertsConfig;
 pub use model::{Labels, ModelConfig, Task};
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
@@ -65,6 +67,8 @@ pub struct Config {
     pub step: StepConfig,
     /// The tensors of the model that are trained, or adapters.
     pub train: TrainConfig,
+    /// Losses that balance the experts of a model, and limits of their choice.
+    pub experts: ExpertsConfig,
     /// The optimizer and its learning rate.
     pub optimizer: OptimizerConfig,
     /// The factor of the loss on a device of f16.
@@ -130,6 +134,7 @@ impl Config {
         self.data.check()?;
         self.optimizer.check()?;
         self.train.check()?;
+        self.experts.check()?;
         self.channels.check()?;
         self.model.check()?;
         self.validation.check()?;
@@ -181,6 +186,10 @@ mod tests {
             ("[optimizer]\nrelative_step = true", "optimizer.kind = \"adafactor\""),
             ("[optimizer]\nema = 1.0", "optimizer.ema must be in [0, 1)"),
             ("[[optimizer.groups]]\nmatch = []", "optimizer.groups"),
+            ("[experts]\nbalance_loss = -0.1", "experts.balance_loss must be a finite number"),
+            ("[experts]\nz_loss = nan", "experts.z_loss must be a finite number"),
+            ("[experts]\ncapacity_factor = 0.0", "experts.capacity_factor must be from 0.001"),
+            ("[experts]\nbalance_over = \"batch\"", "unknown variant `batch`"),
             ("[channels]\nstash = 0", "channels.stash must be at least 1"),
             ("[device]\nlink = \"fast\"", "\"12GB/s\""),
             ("[device]\nmemory = \"12 apples\"", "12 apples"),

@@ -1,8 +1,8 @@
 //! Which keys may have another value when a run resumes. Each section lists its own.
 
 use super::{
-    CompressionConfig, DataConfig, DepthConfig, DeviceConfig, LossScaleConfig, ModelConfig,
-    OptimizerConfig, ParallelConfig, StashConfig, StepConfig, TrainConfig,
+    CompressionConfig, DataConfig, DepthConfig, DeviceConfig, ExpertsConfig, LossScaleConfig,
+    ModelConfig, OptimizerConfig, ParallelConfig, StashConfig, StepConfig, TrainConfig,
 };
 
 /// The keys of a section that may have another value, with spaces between their names. `*` is all
@@ -33,6 +33,7 @@ impl OnResume {
             "data" => DataConfig::ON_RESUME,
             "step" => StepConfig::ON_RESUME,
             "train" => TrainConfig::ON_RESUME,
+            "experts" => ExpertsConfig::ON_RESUME,
             "optimizer" => OptimizerConfig::ON_RESUME,
             "loss_scale" => LossScaleConfig::ON_RESUME,
             "device" => DeviceConfig::ON_RESUME,

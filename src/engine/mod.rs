@@ -31,7 +31,7 @@ use crate::models::{LayerSelection, Model};
 use crate::optimizers::{LossScale, ScaleState};
 use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::stash;
-use crate::worker::{CacheSlot, Dealt, Emulated, StepInput, Worker};
+use crate::worker::{CacheSlot, Dealt, Emulated, RouterReport, StepInput, Worker};
 
 /// A ring, its lanes, and the counts of its steps.
 pub(crate) struct Engine {
@@ -78,6 +78,8 @@ pub(crate) struct Outcome {
     pub(crate) loss_scale: Option<f64>,
     /// True for a training step that changed nothing, as its gradient is not finite.
     pub(crate) skipped: bool,
+    /// What the routers of layers with experts did in a training step.
+    pub(crate) routers: Option<RouterReport>,
     /// The logits of each labelled position, or of each sequence, if the step scores.
     pub(crate) logits: Vec<f32>,
     /// The hidden states that the head reads, if the step encodes.
@@ -224,7 +226,9 @@ impl Engine {
         let skipped = self.note(&resolved);
         let (logits, hidden) = self.worker().take_results();
         let norm = resolved.norm / scaled;
-        Ok(Outcome { loss: resolved.loss, norm, loss_scale, skipped, logits, hidden })
+        let routers = self.worker().router_report();
+        let loss = resolved.loss;
+        Ok(Outcome { loss, norm, loss_scale, skipped, routers, logits, hidden })
     }
 
     /// Waits for a step whose future was dropped, if there is one, and counts it.

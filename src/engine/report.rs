@@ -9,6 +9,12 @@ pub struct StepReport {
     pub step: u64,
     /// The mean loss over the labelled positions of the batch.
     pub loss: f64,
+    /// The loss that balances the experts, with its weight, if there is one. It is no part of
+    /// `loss`.
+    pub balance_loss: Option<f64>,
+    /// The loss of the size of the routers' logits, with its weight, if there is one. It is no part
+    /// of `loss`.
+    pub z_loss: Option<f64>,
     /// The global gradient norm, before clipping.
     pub grad_norm: f64,
     /// The factor of the loss, if there is one (`loss_scale`).

@@ -7,6 +7,7 @@
 //! Experts, rows and places are integers. They are stored as the bits of floats, as labels are.
 
 use super::operation::{KernelOperation, Named, Views};
+use super::routing::RouteSlopes;
 use crate::tensor::{Dtype, View};
 
 /// logits = h wᵀ, and the choice of each row. All of it is in f32, never rounded to 16 bits.
@@ -32,7 +33,7 @@ pub struct Route {
 
 /// The backward of [`Route`]: dh += dl w, dw (+)= dlᵀ h. dl is the gradient of the logits.
 #[derive(Clone, Copy, Debug)]
-pub struct RouteBackward {
+pub struct RouteBackward<'a> {
     /// Floats, added to. (R, C).
     pub dh: View,
     /// Floats; `None`: the router is frozen. (E, C).
@@ -41,7 +42,7 @@ pub struct RouteBackward {
     pub logits: View,
     /// The forward's choice: floats. (R, 2 k).
     pub chosen: View,
-    /// The gradient of each weight: floats. (R, k).
+    /// The gradient of each weight, 0 for a dropped assignment: floats. (R, k).
     pub dchosen: View,
     /// The forward's input. (R, C).
     pub h: View,
@@ -49,11 +50,13 @@ pub struct RouteBackward {
     pub w: View,
     /// As in [`Route`].
     pub normalised: bool,
+    /// The gradients of the router's losses; `None`: it has none.
+    pub slopes: Option<RouteSlopes<'a>>,
     /// True when `dw` is added to; false when it is replaced.
     pub accumulate: bool,
 }
 
-/// Sorts the assignments by expert, and those of an expert by row.
+/// Sorts the assignments by expert, and those of an expert by row. Dropped ones are left out.
 ///
 /// [`Kernels::dispatch`](super::Kernels::dispatch) returns the number of rows of each expert. An
 /// expert's assignments come behind those of the experts before it.
@@ -175,9 +178,9 @@ impl KernelOperation for Route {
     }
 }
 
-impl KernelOperation for RouteBackward {
+impl KernelOperation for RouteBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let RouteBackward { dh, dw, logits, chosen, dchosen, h, w, .. } = *self;
+        let RouteBackward { dh, dw, logits, chosen, dchosen, h, w, slopes, .. } = *self;
         views.writes("dh", dh, h.shape(), Dtype::F32);
         views.writes("dw", dw, w.shape(), Dtype::F32);
         views.reads("logits", logits, [h.rows, w.rows], Dtype::F32);
@@ -185,6 +188,11 @@ impl KernelOperation for RouteBackward {
         views.reads("dchosen", dchosen, [h.rows, chosen.columns / 2], Dtype::F32);
         views.reads("h", h, h.shape(), h.dtype);
         views.reads("w", w, [w.rows, h.columns], h.dtype);
+        if let Some(RouteSlopes { of_sequences, batch }) = slopes {
+            let shape = [batch.sequences(), w.rows + 1];
+            views.reads("slopes.of_sequences", of_sequences, shape, Dtype::F32);
+            views.rule(batch.rows() == h.rows, "each row is of a sequence");
+        }
     }
 }
 

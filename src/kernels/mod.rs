@@ -33,6 +33,7 @@ mod operation;
 mod positive;
 mod quantised;
 mod rotary;
+mod routing;
 #[macro_use]
 mod table;
 #[cfg(test)]
@@ -66,6 +67,7 @@ pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
 pub(crate) use rotary::PAIRS;
 pub use rotary::{LongRope, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
+pub use routing::{DROPPED, LimitExperts, MeasureRoutes, OF_SEQUENCE, RouteSlopes};
 
 use crate::tensor::Scratch;
 
@@ -112,6 +114,7 @@ operations! {
         add_positions(AddPositions<'a>);
         add_positions_backward(AddPositionsBackward<'a>);
         route(Route);
+        limit_experts(LimitExperts<'a>);
         gather_rows(GatherRows);
         combine_rows(CombineRows);
         weigh_rows(WeighRows);
@@ -128,6 +131,7 @@ operations! {
         score(Score);
         logits(Logits);
         score_backward(ScoreBackward<'a>);
-        route_backward(RouteBackward);
+        route_backward(RouteBackward<'a>);
+        measure_routes(MeasureRoutes<'a>);
     }
 }

@@ -260,6 +260,7 @@ fn wrong_views_of_experts_are_found() {
         h,
         w,
         normalised,
+        slopes: None,
         accumulate: false,
     };
     found!(op, [dh, dw, logits, chosen, dchosen, h, w]);
@@ -290,6 +291,44 @@ fn wrong_views_of_experts_are_found() {
     found!(GateRows { y, x: h, gate }, [y, x, gate]);
     let op = GateRowsBackward { dx: h, dgate: gate, dy: h, x: h, gate };
     found!(op, [dx, dgate, dy, x, gate]);
+}
+
+#[test]
+fn wrong_views_of_routers_are_found() {
+    const E: usize = 9;
+    const K: usize = 2;
+    let h = element(R, C);
+    let logits = float(R, E);
+    let chosen = float(R, 2 * K);
+    let op = RouteBackward {
+        dh: float(R, C),
+        dw: None,
+        logits,
+        chosen,
+        dchosen: float(R, K),
+        h,
+        w: element(E, C),
+        normalised: true,
+        slopes: None,
+        accumulate: false,
+    };
+    let batch = batch();
+    for of_sequences in [float(3, E), float(4, E + 1), element(3, E + 1)] {
+        let slopes = Some(RouteSlopes { of_sequences, batch });
+        assert!(panics(|| RouteBackward { slopes, ..op }.check()), "{of_sequences}");
+    }
+    let slopes = Some(RouteSlopes { of_sequences: float(3, E + 1), batch });
+    RouteBackward { slopes, ..op }.check();
+    let first_choice = false;
+    let statistics = float(3, 2 * E + OF_SEQUENCE);
+    let accumulate = false;
+    let op = MeasureRoutes { statistics, logits, chosen, first_choice, batch, accumulate };
+    found!(op, [statistics, logits]);
+    let factor_millionths = None;
+    let second = None;
+    let limited = chosen;
+    let op = LimitExperts { limited, chosen, logits, factor_millionths, second, batch };
+    found!(op, [limited, chosen]);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! is decided elsewhere.
 
 pub(crate) mod adapters;
+mod balance;
 mod block;
 mod block_tensors;
 mod classes;
@@ -23,6 +24,7 @@ mod training;
 mod visit;
 
 pub use adapters::{AdaptedModule, Adapters};
+pub use balance::{Balance, BalanceOf, BalanceOver};
 pub use block::TransformerBlock;
 pub use block_tensors::{BlockTensors, SlotWeight};
 pub use classes::{Classes, ClassesBackward, ClassesForward};

@@ -264,9 +264,9 @@ impl Model {
                 ModelLayer::Stack(_) => VisitKind::Layer,
                 ModelLayer::Head(_) | ModelLayer::Classes(_) => VisitKind::Tile,
             };
-            let step = |LayerStep { blocks: needs, reads, writes, saves }| {
+            let step = |LayerStep { blocks: needs, reads, writes, saves, asks }| {
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
-                RingStep { kind, needs, reads, writes, saves, keeps }
+                RingStep { kind, needs, reads, writes, saves, keeps, asks }
             };
             RingLayer { steps: self.steps(layer, blocks, context).into_iter().map(step).collect() }
         });
@@ -274,6 +274,7 @@ impl Model {
             blocks: self.blocks.iter().map(block).collect(),
             layers: layers.collect(),
             positions: context.positions as u32,
+            answers_step: self.shape.experts.is_some_and(|one| one.balance.is_of_step()),
         }
     }
 
@@ -300,7 +301,8 @@ impl Model {
             ModelLayer::Stack(layer) => return layer.steps(context),
             ModelLayer::Embedding => {
                 let writes = vec![context.hidden(), statistics];
-                return vec![LayerStep { blocks, reads: Vec::new(), writes, saves: None }];
+                let reads = Vec::new();
+                return vec![LayerStep { blocks, reads, writes, saves: None, asks: None }];
             }
             ModelLayer::Head(tile) => Boundary::of_sequences(Role::Logits, tile.rows, FLOAT),
             ModelLayer::Classes(classes) => classes.logits(),
@@ -309,7 +311,7 @@ impl Model {
         let reads = vec![context.head_input(self.head_gradient(context.dtype)), known];
         let logits = context.scores.then_some(logits);
         let writes = [statistics].into_iter().chain(logits).collect();
-        vec![LayerStep { blocks, reads, writes, saves: None }]
+        vec![LayerStep { blocks, reads, writes, saves: None, asks: None }]
     }
 
     /// The dtype of the head's gradient. Tiles of the vocabulary add to it in floats.

@@ -2,7 +2,7 @@
 //! writes and saves. Schedule, plan, memory and lanes follow from the declaration, so a layer of
 //! another shape changes none of them.
 
-use l2l_actors::schedule::{Boundary, Input, Role};
+use l2l_actors::schedule::{Boundary, Input, Question, Role};
 
 use super::layer::Save;
 use super::shape::Head;
@@ -21,6 +21,9 @@ pub struct LayerStep {
     pub writes: Vec<Boundary>,
     /// Activations that the forward saves for the backward; `None`: they are recomputed.
     pub saves: Option<Boundary>,
+    /// What the forward measures for the host in a training step, and the host's answer for the
+    /// backward.
+    pub asks: Option<Question>,
 }
 
 /// The roles of the first input and of the first output that a step declares.
@@ -43,7 +46,7 @@ impl LayerStep {
     pub fn on_hidden(context: &StepContext, blocks: Vec<usize>) -> LayerStep {
         let reads = vec![context.hidden_input()];
         let writes = vec![context.hidden()];
-        LayerStep { blocks, reads, writes, saves: None }
+        LayerStep { blocks, reads, writes, saves: None, asks: None }
     }
 }
 

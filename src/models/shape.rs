@@ -1,6 +1,7 @@
 //! The shape of a model as plain data: its sizes, and its choice among the parts that families
 //! share.
 
+use super::balance::Balance;
 use super::families::Names;
 use crate::kernels::{Activation, LongRope, ProblemType, Rotary, RotaryScaling, Yarn};
 
@@ -84,7 +85,7 @@ impl Window {
 }
 
 /// Experts in place of the feed-forward of some blocks (Shazeer et al. 2017).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
     /// E.
     pub count: usize,
@@ -100,6 +101,8 @@ pub struct Experts {
     pub every: usize,
     /// The first block that may have experts.
     pub from: usize,
+    /// Losses of the routers, and limits of their choice.
+    pub balance: Balance,
     /// The most bundles that one visit has beside no other block. `None`: one visit has the whole
     /// layer. Results are the same, bit for bit.
     pub bundles: Option<usize>,

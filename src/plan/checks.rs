@@ -5,7 +5,7 @@ use l2l_actors::schedule::{BlockId, Encoding};
 use super::StepShape;
 use super::spec::PlanSpec;
 use crate::compression::{self, Compression};
-use crate::config::{Config, Deal, DeviceKind, StashDtype};
+use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::models::Model;
 use crate::tensor::{Dtype, Packing};
@@ -32,6 +32,37 @@ impl PlanSpec<'_> {
             ),
         };
         Err(Error::config("compression.rank", problem))
+    }
+
+    /// Refuses losses and limits of routers that this schedule, or these sequences, cannot have.
+    pub(super) fn check_routers(&self) -> Result<(), Error> {
+        let Some(experts) = self.model.shape.experts.filter(|_| self.settings.trains) else {
+            return Ok(());
+        };
+        let kind = self.settings.config.schedule.kind;
+        let is_whole = matches!(kind, ScheduleKind::Relay | ScheduleKind::Gpipe);
+        if experts.balance.is_of_step() && !is_whole {
+            return Err(Error::config(
+                "experts.balance_over",
+                "is \"step\", and with this schedule.kind backward passes begin before all \
+                 forward passes of the step have ended: set \"micro-batch\", or schedule.kind = \
+                 \"relay\"",
+            ));
+        }
+        let longest = self.steps[0].positions;
+        let most = self.model.shape.chunk_positions;
+        if experts.balance.drops() && longest > most {
+            let key = match experts.balance.capacity_millionths {
+                Some(_) => "experts.capacity_factor",
+                None => "experts.second_at_random",
+            };
+            let problem = format_args!(
+                "needs whole sequences, and those of {longest} positions are cut into chunks of \
+                 {most}: set step.chunk_positions to at least {longest}, or leave it out"
+            );
+            return Err(Error::config(key, problem));
+        }
+        Ok(())
     }
 
     /// Refuses a dtype or an encoding of the stash that does not fit the model's width.

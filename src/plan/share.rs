@@ -138,7 +138,8 @@ impl Exchanged {
         let gradients = walked.reductions.iter().filter_map(|reduction| match reduction {
             Reduction::Gradient { block, join, .. } => (!join.keeps).then_some(Some(*block)),
             Reduction::Scatter { .. } => Some(None),
-            Reduction::Loss { .. } => None,
+            // The measures of a step have a channel of their own.
+            Reduction::Balance { .. } | Reduction::Loss { .. } => None,
         });
         Exchanged { blocks: blocks.collect(), gradients: gradients.collect() }
     }

@@ -110,6 +110,7 @@ impl<'a> PlanSpec<'a> {
         let config = &self.settings.config;
         check_sizes(config, self.model, self.steps[0])?;
         self.share.check(config, self.model, self.rule)?;
+        self.check_routers()?;
         if self.settings.trains {
             config.check_training()?;
         }

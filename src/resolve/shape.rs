@@ -1,10 +1,10 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
-use crate::config::{Config, DepthConfig, Labels, ModelConfig, NewLayers, Task};
+use crate::config::{Config, DepthConfig, ExpertsConfig, Labels, ModelConfig, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
 use crate::kernels::{HEAD_LIMIT, ProblemType};
-use crate::models::{Dropouts, Experts, Head, Shape, families};
+use crate::models::{Balance, Dropouts, Experts, Head, Shape, families};
 
 /// The shape of the model that a config names.
 ///
@@ -149,6 +149,7 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
             Dropouts { embedding: p, attention: p, projection: p, feed_forward: p, classifier: p };
     }
     shape.head = head(config, &shape)?;
+    set_balance(&config.experts, &mut shape)?;
     match &mut shape.experts {
         Some(experts) => experts.bundles = config.schedule.bundles,
         None if config.schedule.bundles.is_some() => {
@@ -197,6 +198,38 @@ fn set_experts(model: &ModelConfig, shape: &mut Shape) -> Result<(), Error> {
                        model.expert_intermediate";
         return Err(Error::config("model.intermediate", problem));
     }
+    Ok(())
+}
+
+/// Gives the routers the config's losses and limits.
+///
+/// # Errors
+/// The model has no experts, or a token has other than two choices of which one is drawn.
+fn set_balance(config: &ExpertsConfig, shape: &mut Shape) -> Result<(), Error> {
+    let scores_vocabulary = shape.scores_vocabulary();
+    let Some(experts) = &mut shape.experts else {
+        return config.first_set().map_or(Ok(()), |key| {
+            let problem = "is set, and the model has no experts: leave it out";
+            Err(Error::config(key, problem))
+        });
+    };
+    if config.second_at_random && experts.per_token != 2 {
+        let problem = format_args!(
+            "is for two choices a token, and this model has {}: leave it out",
+            experts.per_token
+        );
+        return Err(Error::config("experts.second_at_random", problem));
+    }
+    // In transformers, models that classify have no such loss.
+    let own = if scores_vocabulary { experts.balance.loss } else { 0.0 };
+    experts.balance = Balance {
+        loss: config.balance_loss.unwrap_or(own),
+        of: config.balance_of,
+        over: config.balance_over,
+        z_loss: config.z_loss,
+        capacity_millionths: config.capacity_millionths(),
+        second_at_random: config.second_at_random,
+    };
     Ok(())
 }
 

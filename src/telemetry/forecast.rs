@@ -8,7 +8,7 @@ use l2l_actors::schedule::{LayerId, Phase, Share};
 use l2l_actors::work::{Lane, Work, WorkKind};
 use l2l_actors::{Operation, Record, Relay, virtual_time};
 
-use super::{Ledger, Slice, SliceKind, Tally};
+use super::{LayerTally, Ledger, Slice, SliceKind, Tally, WaitCause};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
@@ -226,6 +226,8 @@ impl Rates {
                 self.host * f64::from(all) / visit.blocks.len() as f64
             }
             (_, &Work::Gather { share: Share::MicroBatch(micro_batch), .. })
+            | (_, &Work::Measure { micro_batch, .. })
+            | (_, &Work::Answer { micro_batch, .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
             (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,
@@ -287,8 +289,21 @@ pub struct Forecast {
     pub slices: Vec<Slice>,
     /// The sums over all steps that the forecast ran.
     pub tally: Tally,
+    /// The waits of that step, the longest first.
+    pub waits: Vec<Wait>,
     /// The number of devices.
     pub devices: u32,
+}
+
+/// The time in a step in which compute lanes were idle at one layer for one cause.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wait {
+    /// The index of the layer in the model.
+    pub layer: usize,
+    /// What they waited for.
+    pub cause: WaitCause,
+    /// Seconds, the mean over the devices.
+    pub seconds: f64,
 }
 
 /// Steps that a forecast runs. In the first the ring is cold.
@@ -360,10 +375,12 @@ impl Forecast {
         let ledger = Ledger::new(layers, devices, Vec::new());
         ledger.begins(Duration::ZERO, 0, true);
         let mut slices = Vec::new();
+        let mut before = Tally::default();
         let mut resolved = ends.iter().copied().peekable();
         for record in records {
             while let Some(end) = resolved.next_if(|&end| end < record.end) {
                 ledger.resolves(end);
+                before = ledger.tally(end);
                 ledger.begins(end, 0, true);
             }
             let slice = Slice::of(record);
@@ -374,6 +391,25 @@ impl Forecast {
         }
         resolved.for_each(|end| ledger.resolves(end));
         let seconds = (ends[STEPS - 1] - ends[STEPS - 2]).as_secs_f64();
-        Forecast { seconds, slices, tally: ledger.tally(ends[STEPS - 1]), devices }
+        let tally = ledger.tally(ends[STEPS - 1]);
+        let waits = waits(&before, &tally, devices);
+        Forecast { seconds, slices, tally, waits, devices }
     }
+}
+
+/// The waits between two tallies, the longest first.
+fn waits(before: &Tally, tally: &Tally, devices: u32) -> Vec<Wait> {
+    let none = LayerTally::default();
+    let mut waits = Vec::new();
+    for (layer, of) in tally.layers.iter().enumerate() {
+        let before = before.layers.get(layer).unwrap_or(&none);
+        for cause in WaitCause::ALL {
+            let time = of.waited[cause as usize].saturating_sub(before.waited[cause as usize]);
+            let seconds = time.as_secs_f64() / f64::from(devices);
+            waits.push(Wait { layer, cause, seconds });
+        }
+    }
+    waits.retain(|wait| wait.seconds > 0.0);
+    waits.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    waits
 }

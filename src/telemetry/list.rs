@@ -155,6 +155,25 @@ pub const METRICS: &[Metric] = &[
         labels: &[], buckets: &STEP, help: "Time from the end of one step to the end of the next" },
     gauge("l2l_loss", Unit::None, &[],
         "Loss of the last step"),
+    gauge("l2l_balance_loss", Unit::None, &[],
+        "Loss that balances the experts in the last step, of a run that has one"),
+    gauge("l2l_z_loss", Unit::None, &[],
+        "Loss of the size of the routers' logits in the last step, of a run that \
+         has one"),
+    gauge("l2l_expert_load_max_ratio", Unit::None, &["layer"],
+        "Tokens of the most used expert of a layer in the last step ÷ the mean of \
+         its experts"),
+    gauge("l2l_expert_token_share", Unit::Ratio, &["layer"],
+        "Share of the tokens of the last step that chose a layer's most used \
+         expert"),
+    gauge("l2l_idle_experts", Unit::Count, &["layer"],
+        "Experts of a layer that no token of the last step chose"),
+    gauge("l2l_router_entropy", Unit::None, &["layer"],
+        "Entropy of a router's mean probabilities in the last step, in nats: at \
+         most the logarithm of the number of experts"),
+    counter("l2l_dropped_assignments_total", Unit::Count, &[],
+        "Choices of experts that were dropped, of a run with \
+         experts.capacity_factor"),
     gauge("l2l_validation_loss", Unit::None, &[],
         "Loss of the last validation"),
     gauge("l2l_validation_metric", Unit::None, &["set", "metric"],
@@ -309,6 +328,19 @@ fn samples_of_memory(view: &RunView, report: &mut Report<'_>) {
     }
 }
 
+fn samples_of_routers(view: &RunView, report: &mut Report<'_>) {
+    for router in &view.routers {
+        let name = &router.layer[..];
+        report("l2l_expert_load_max_ratio", &[name], router.load_max_ratio);
+        report("l2l_expert_token_share", &[name], router.token_share);
+        report("l2l_idle_experts", &[name], router.idle as f64);
+        report("l2l_router_entropy", &[name], router.entropy);
+    }
+    if !view.routers.is_empty() {
+        report("l2l_dropped_assignments_total", &[], view.dropped as f64);
+    }
+}
+
 fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
     report("l2l_step", &[], view.step as f64);
     report("l2l_steps_target", &[], view.steps as f64);
@@ -321,6 +353,8 @@ fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
         ("l2l_tokens_per_second", view.tokens_per_second),
         ("l2l_loss", view.loss),
         ("l2l_validation_loss", view.validation_loss),
+        ("l2l_balance_loss", view.balance_loss),
+        ("l2l_z_loss", view.z_loss),
         ("l2l_grad_norm", view.grad_norm),
         ("l2l_loss_scale", view.loss_scale),
         ("l2l_learning_rate", view.learning_rate),
@@ -335,6 +369,7 @@ fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
     report("l2l_checkpoint_last_success_timestamp_seconds", &[], saved.unwrap_or(0.0));
     report("l2l_tokens_total", &[], view.tokens as f64);
     report("l2l_skipped_steps_total", &[], view.skipped as f64);
+    samples_of_routers(view, report);
     report("l2l_model_flops_total", &[], view.model_flops);
     report("l2l_checkpoint_failures_total", &[], view.checkpoint_failures as f64);
     if let Some((bytes, free)) = view.checkpoint_disk {

@@ -31,6 +31,7 @@ mod perfetto;
 #[cfg(feature = "metrics")]
 mod publish;
 mod ranks;
+mod routers;
 #[cfg(feature = "prometheus")]
 mod server;
 mod slice;
@@ -42,7 +43,7 @@ mod trace;
 mod watch;
 
 pub(crate) use exporter::Exporter;
-pub use forecast::{Forecast, Rates};
+pub use forecast::{Forecast, Rates, Wait};
 pub use gantt::draw;
 pub use hiding::Hiding;
 pub use l2l_actors::work::{Lane, WorkKind};
@@ -54,6 +55,7 @@ pub use page::{Report, live};
 #[cfg(feature = "metrics")]
 pub use publish::{Histograms, describe, publish};
 pub use ranks::RankView;
+pub use routers::RouterView;
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
 pub use slice::{Observe, Slice, SliceKind};

@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::engine::StepReport;
 use crate::error::NotFinite;
+use crate::worker::RouterReport;
 
 /// The present state of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -90,6 +91,10 @@ pub(crate) struct RunStatus {
     pub(crate) state: State,
     pub(crate) steps: u64,
     pub(crate) last: Option<StepReport>,
+    /// What the routers of layers with experts did in the last step.
+    pub(crate) routers: Option<RouterReport>,
+    /// Choices of experts that were dropped.
+    pub(crate) dropped: u64,
     pub(crate) last_step: Option<f64>,
     pub(crate) validation: Curve,
     pub(crate) validation_loss: Option<f64>,
@@ -149,6 +154,12 @@ impl RunStatus {
         self.tokens += report.tokens as u64;
         self.skipped += u64::from(report.skipped);
         self.model_flops += report.model_flops;
+    }
+
+    /// Notes what the routers of a step did.
+    pub(crate) fn routed(&mut self, routers: &RouterReport) {
+        self.dropped += routers.layers.iter().map(|(_, sums)| sums.dropped).sum::<u64>();
+        self.routers = Some(routers.clone());
     }
 
     /// Replaces the values of a validation set.

@@ -60,12 +60,16 @@ impl StepReports {
         let devices = tally.devices.len();
         let slowest = (0..devices).rev().max_by_key(|&device| computed(device));
         let slowest = slowest.filter(|_| devices > 1);
+        let routers = end.outcome.routers.as_ref();
+        let losses = routers.and_then(|routers| routers.losses);
         let share = |device| (device as u8, computed(device).as_secs_f64() / seconds);
         let disk = tally.checkpoints + end.waited_for_saving;
         let of_disk = disk - std::mem::replace(&mut self.last_disk, disk);
         let report = StepReport {
             step: end.step,
             loss: end.outcome.loss,
+            balance_loss: losses.map(|losses| losses.balance),
+            z_loss: losses.map(|losses| losses.z),
             grad_norm: end.outcome.norm,
             loss_scale: end.outcome.loss_scale,
             skipped: end.outcome.skipped,
@@ -80,6 +84,7 @@ impl StepReports {
         };
         let mut status = self.watch.status();
         status.stepped(&report);
+        routers.into_iter().for_each(|routers| status.routed(routers));
         status.bound(end.ring_step, begin.time, self.watch.0.observer.now());
         drop(status);
         self.watch.0.ledger.stepped(&report);

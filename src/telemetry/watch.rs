@@ -8,6 +8,7 @@ use l2l_actors::{Observer, pool};
 use serde::Serialize;
 
 use super::ledger::Ledger;
+use super::routers::{self, RouterView};
 use super::status::{FAULTS, RunStatus, unix_seconds};
 use super::tally::{DeviceTally, LayerTally};
 use super::{Point, RankView, Slice, State, Tally, WaitCause};
@@ -65,6 +66,14 @@ pub struct RunView {
     pub validation_loss: Option<f64>,
     /// The values of each set's last validation: set, metric, value.
     pub measured: Vec<(String, &'static str, f64)>,
+    /// The loss that balances the experts, in the last step, if there is one.
+    pub balance_loss: Option<f64>,
+    /// The loss of the size of the routers' logits, in the last step, if there is one.
+    pub z_loss: Option<f64>,
+    /// The layers with experts.
+    pub routers: Vec<RouterView>,
+    /// Choices of experts that were dropped.
+    pub dropped: u64,
     /// The gradient norm of the last step, before clipping.
     pub grad_norm: Option<f64>,
     /// The factor of the loss in the last step, if the run scales it.
@@ -309,11 +318,16 @@ impl Watch {
         self.0.plan.host.iter().map(view).collect()
     }
 
+    /// The name of a layer: its index, with as many digits as the largest has.
+    fn layer_name(&self, index: usize) -> String {
+        let digits = self.0.layers.len().saturating_sub(1).to_string().len();
+        format!("{index:0digits$}")
+    }
+
     fn layers(&self, tally: &Tally) -> Vec<LayerView> {
-        let digits = tally.layers.len().saturating_sub(1).to_string().len();
         let all = tally.layers.iter().zip(&self.0.layers).enumerate();
         let view = |(index, (of, &(on_device, owns))): (usize, (&LayerTally, &(bool, bool)))| {
-            layer(format!("{index:0digits$}"), on_device, owns, of)
+            layer(self.layer_name(index), on_device, owns, of)
         };
         all.map(view).collect()
     }
@@ -339,6 +353,10 @@ impl Watch {
             loss: last.map(|step| step.loss),
             validation_loss: status.validation_loss,
             measured: status.measured.clone(),
+            balance_loss: last.and_then(|step| step.balance_loss),
+            z_loss: last.and_then(|step| step.z_loss),
+            routers: routers::views(&status, |index| self.layer_name(index)),
+            dropped: status.dropped,
             grad_norm: last.map(|step| step.grad_norm),
             loss_scale: last.and_then(|step| step.loss_scale),
             skipped: status.skipped,

@@ -23,6 +23,12 @@ impl StepReport {
             "device_peak_bytes": self.device_peak_bytes,
             "host_rss_bytes": machine::resident_memory(),
         });
+        let of_routers = [("balance_loss", self.balance_loss), ("z_loss", self.z_loss)];
+        for (name, loss) in of_routers {
+            if let Some(loss) = loss {
+                event[name] = json!(loss);
+            }
+        }
         if let Some(scale) = self.loss_scale {
             event["loss_scale"] = json!(scale);
         }

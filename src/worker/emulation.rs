@@ -76,6 +76,7 @@ impl Emulated {
             Work::UploadBlock { .. } | Work::CopyShards { .. } | Work::DownloadGradient { .. } => {
                 true
             }
+            Work::Measure { .. } | Work::Answer { .. } => true,
             Work::Loss { .. } | Work::Scatter { .. } | Work::Join { .. } => true,
             _ => false,
         }

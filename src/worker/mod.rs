@@ -5,6 +5,7 @@
 //! [`RankLanes`]. Each has fields of its own, which no other lane reaches; the model, the
 //! parameters and the host's memory are [`Shared`]. [`Emulated`] makes a worker slower.
 
+mod balance;
 mod boundaries;
 mod clipping;
 mod compressed;
@@ -31,6 +32,7 @@ use l2l_actors::threads::{LaneWork, Pending};
 use l2l_actors::work::{Lane, Queue};
 use l2l_actors::{BoxedError, Operation, Step};
 
+pub(crate) use balance::RouterReport;
 pub(crate) use counts::Used;
 pub(crate) use emulation::{Emulated, throttle};
 pub(crate) use records::Records;
@@ -193,6 +195,11 @@ impl Worker {
         warnings.sort();
         warnings.dedup();
         warnings
+    }
+
+    /// What the routers of layers with experts did in the last step, if it trained.
+    pub(crate) fn router_report(&self) -> Option<RouterReport> {
+        self.shared.steps.router_report()
     }
 
     /// Takes the logits and the hidden states of the last step, if it left any.

@@ -9,6 +9,7 @@ use l2l_actors::work::{Summed, Work};
 use l2l_actors::{BoxedError, Operation};
 use rayon::prelude::*;
 
+use super::balance::{RouterLosses, RouterReport, RouterSums};
 use super::boundaries::Filled;
 use super::compressed::{Compressor, packed_ranges, split};
 use super::shared::Shared;
@@ -57,6 +58,7 @@ impl RankLanes {
             Work::AllGatherRows { visit } => {
                 self.all_gather_rows(&state, visit, beat).map(|()| 0.0)
             }
+            Work::ExchangeMeasures { .. } => self.exchange_counts(&state, beat).map(|()| 0.0),
             Work::AllReduce { of: Summed::Losses } => self.sum_losses(&state, beat),
             Work::AllReduce { of: Summed::Squares } => self.sum_squares(&state, beat),
             ref other => unreachable!("{other} is not work of the lanes of exchanges"),
@@ -214,8 +216,52 @@ impl RankLanes {
         Ok(exchanges.all_gather(Channel::Gradients, ROWS, &cut, rows, beat)?)
     }
 
+    /// Adds the counts of all ranks' routers. They are integers, so their order does not matter.
+    fn exchange_counts(&self, state: &StepState, beat: &dyn Fn()) -> Result<(), BoxedError> {
+        let mut desk = state.routers.lock().expect("nothing panics inside");
+        let own = desk.sums.iter().flat_map(|sums| &sums.counts).map(|count| *count as f64);
+        let all = self.numbers_of_ranks(own.collect(), beat)?;
+        let mut counts =
+            desk.sums.iter().map(|sums| vec![0; sums.counts.len()]).collect::<Vec<_>>();
+        for of_rank in all {
+            let sums = counts.iter_mut().flatten();
+            sums.zip(of_rank).for_each(|(sum, count)| *sum += count as u64);
+        }
+        desk.of_step = Some(counts);
+        Ok(())
+    }
+
+    /// Adds what all ranks' routers did, if the step was dealt and they measured anything.
+    fn sum_routers(&self, state: &StepState, beat: &dyn Fn()) -> Result<(), BoxedError> {
+        let mut desk = state.routers.lock().expect("nothing panics inside");
+        if desk.layers.is_empty() || !state.schedule().ranks.dealt {
+            return Ok(());
+        }
+        let own = desk.losses.values().flat_map(|losses| [losses.balance, losses.z]);
+        let losses = self.numbers_of_ranks(own.collect(), beat)?.concat();
+        let losses =
+            losses.chunks_exact(2).map(|pair| RouterLosses { balance: pair[0], z: pair[1] });
+        let losses = RouterLosses::sum(losses.collect::<Vec<_>>().iter());
+        let numbers = desk.sums.iter().flat_map(RouterSums::numbers).collect();
+        let all = self.numbers_of_ranks(numbers, beat)?;
+        let rank = self.parts().exchanges.rank() as usize;
+        let mut sums = desk.sums.clone();
+        let others = all.iter().enumerate().filter(|(other, _)| *other != rank);
+        for (_, of_rank) in others {
+            let mut left = &of_rank[..];
+            for sums in &mut sums {
+                let count = sums.numbers().count();
+                sums.add_numbers(left.split_off(..count).ok_or("ranks have other experts")?);
+            }
+        }
+        let layers = desk.layers.iter().copied().zip(sums).collect();
+        desk.total = Some(RouterReport { losses, layers });
+        Ok(())
+    }
+
     /// The sum of the losses of all micro-batches, in their order.
     fn sum_losses(&self, state: &StepState, beat: &dyn Fn()) -> Result<f64, BoxedError> {
+        self.sum_routers(state, beat)?;
         let own = state.losses.lock().expect("nothing panics inside").values().copied().collect();
         let all = match state.schedule().ranks.dealt {
             false => own,

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use l2l_actors::Step;
 use l2l_actors::schedule::{BlockId, MicroBatch, Schedule, Version};
 
+use super::balance::{RouterDesk, RouterReport};
 use crate::data::Batch;
 use crate::fabric::parts::Parts;
 use crate::kernels::{BatchMetadata, DropoutKey};
@@ -66,6 +67,8 @@ pub(super) struct StepState {
     pub(super) learning_rate: f64,
     /// The losses of this rank's micro-batches, in a run of several ranks.
     pub(super) losses: Mutex<BTreeMap<MicroBatch, f64>>,
+    /// What the routers of layers with experts did.
+    pub(super) routers: Mutex<RouterDesk>,
     /// The sums of squares of each block's chunks, with several ranks or clipping by group. With
     /// several ranks, a block has the chunks of this rank's part.
     pub(super) squares: Mutex<BTreeMap<BlockId, Vec<f64>>>,
@@ -88,6 +91,7 @@ impl StepState {
             learning_rate: rate.at(input.updated),
             input,
             losses: Mutex::default(),
+            routers: Mutex::default(),
             squares: Mutex::default(),
             group_sums: OnceLock::new(),
         }
@@ -105,6 +109,12 @@ impl StepState {
         let count = micro_batches[m as usize] as usize;
         let rows = self.input.batch.starts[first]..self.input.batch.starts[first + count];
         MicroBatchRange { sequences: first..first + count, rows }
+    }
+
+    /// The rows of the step, on all ranks.
+    pub(super) fn rows_of_step(&self) -> usize {
+        let own = || self.input.batch.tokens.len();
+        self.input.dealt.as_ref().map_or_else(own, |dealt| dealt.tokens.len())
     }
 
     /// The number of tokens of each sequence of a micro-batch.
@@ -148,6 +158,13 @@ impl Steps {
         let mut steps = self.0.lock().expect("nothing panics inside");
         steps.swap(0, 1);
         steps[0] = Some(Arc::new(state));
+    }
+
+    /// What the routers of the last step that began did.
+    pub(super) fn router_report(&self) -> Option<RouterReport> {
+        let steps = self.0.lock().expect("nothing panics inside");
+        let state = steps[0].as_ref()?;
+        state.routers.lock().expect("nothing panics inside").report()
     }
 
     /// The state of a step by its number.

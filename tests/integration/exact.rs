@@ -14,6 +14,7 @@ use l2l::plan::LinkBytes;
 use l2l::{Config, Plan, Trainer, shape_of};
 use proptest::prelude::*;
 
+use crate::balanced::{Routers, all_losses, whole_steps};
 use crate::compression::{Encodings, encodings, possible};
 use crate::plan::limit;
 use crate::trained::Trained;
@@ -30,6 +31,8 @@ pub(crate) struct Case {
     pub(crate) tied_tiles: bool,
     /// Experts of a block, and those that a token chooses. `None`: blocks have no experts.
     pub(crate) experts: Option<[usize; 2]>,
+    /// Losses and limits of routers, if there are experts.
+    pub(crate) routers: Routers,
     pub(crate) groups: u32,
     pub(crate) trained: Trained,
     /// How what is not trained is stored, if anything is not.
@@ -63,7 +66,12 @@ pub(crate) struct Ways {
 pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let mut config = Config::default();
     config.model.layers = Some(case.layers);
+    let mut kind = ways.kind;
     if let Some([count, per_token]) = case.experts {
+        config.experts = case.routers.config(per_token);
+        if case.routers.is_of_step() {
+            kind = whole_steps(kind);
+        }
         config.model.preset = Some("moe-small".into());
         config.model.experts = Some(count);
         config.model.experts_per_token = Some(per_token);
@@ -81,7 +89,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.step.seed = 5;
     config.optimizer.clip_norm = case.clip.then_some(0.5);
     config.optimizer.learning_rate = 1e-2;
-    config.schedule.kind = ways.kind;
+    config.schedule.kind = kind;
     config.schedule.recompute = ways.recompute;
     (config.device.dtype, config.optimizer.masters) = case.precision;
     (config.stash.dtype, config.device.gradient_dtype, config.compression.kind) = case.encodings;
@@ -116,7 +124,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     // One of the two rules of this kind, by chance.
     let has_momentum = case.rule == OptimizerKind::Sgd && case.batch.is_multiple_of(2);
     config.optimizer.momentum = has_momentum.then_some(0.9);
-    config.schedule.chunks = ways.chunks;
+    config.schedule.chunks = ways.chunks.filter(|_| kind.is_pipeline());
     config.schedule.bundles = ways.bundles.filter(|_| case.experts.is_some());
     // Several devices pass boundaries on through the host.
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
@@ -141,7 +149,7 @@ pub(crate) fn run(mut config: Config, steps: usize) -> (Vec<(u64, u64)>, crate::
             let batch = batches.next().await.expect("random data");
             let report = trainer.step(batch).await.expect("nothing fails here");
             assert!(report.loss.is_finite() && report.grad_norm > 0.0);
-            bits.push((report.loss.to_bits(), report.grad_norm.to_bits()));
+            bits.push((all_losses(&report).to_bits(), report.grad_norm.to_bits()));
         }
         (bits, crate::stop(trainer).await.expect("nothing fails here"))
     })
@@ -182,10 +190,11 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     // From experts that are often idle to those that every token chooses.
     let experts = prop::sample::select(vec![[1, 1], [5, 1], [4, 2], [9, 3], [3, 3]]);
     let experts = prop::option::weighted(0.3, experts);
-    let numbers = (precisions, encodings(), experts);
+    let routers = prop::sample::select(Routers::ALL.to_vec());
+    let numbers = (precisions, encodings(), experts, routers);
     let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, numbers);
     (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
-        let (flags, trained, base, rule, (precision, encodings, experts)) = flags;
+        let (flags, trained, base, rule, (precision, encodings, experts, routers)) = flags;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -197,6 +206,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             clip,
             tied_tiles,
             experts,
+            routers,
             groups: divisors.max().unwrap_or(1) as u32,
             trained,
             base,
@@ -270,7 +280,7 @@ impl Ways {
     }
 
     /// The nearest way in which this case can be run.
-    fn for_case(mut self, case: &Case) -> Ways {
+    pub(crate) fn for_case(mut self, case: &Case) -> Ways {
         let turns = case.batch.div_ceil(case.micro_batch) as u32;
         // Behind a block of experts come its norm and its head alone.
         let layers = if case.experts.is_some() { case.layers as u32 + 2 } else { u32::MAX };
@@ -329,25 +339,6 @@ proptest! {
     }
 }
 
-/// Every way of training trains experts.
-#[test]
-fn experts_have_the_same_bits_in_every_kind_of_schedule() {
-    for experts in [[4, 2], [9, 1]] {
-        let case = Case { experts: Some(experts), groups: 3, ..SMALL.clone() };
-        let case = Case { batch: 6, ..case };
-        let expected = run(config(&case, &baseline()), 3);
-        let kinds = [ScheduleKind::Relay, ScheduleKind::Gpipe, ScheduleKind::Interleaved];
-        for (kind, bundles) in kinds.into_iter().flat_map(|kind| [(kind, None), (kind, Some(1))]) {
-            let way = Ways { kind, devices: 2, recompute: true.into(), bundles, ..baseline() };
-            let way = Ways { on_file: true, ..way }.for_case(&case);
-            let (bits, summary) = run(config(&case, &way), 3);
-            let name = format!("{kind:?} {experts:?} {bundles:?}");
-            assert_eq!(bits, expected.0, "{name}");
-            assert_eq!(summary.weights_digest, expected.1.weights_digest, "{name}");
-        }
-    }
-}
-
 /// Noise of embeddings is that of its step, in the range that its rule gives.
 #[test]
 fn noise_is_of_training_alone() {
@@ -394,6 +385,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     clip: false,
     tied_tiles: false,
     experts: None,
+    routers: Routers::Plain,
     groups: 1,
     trained: Trained::All,
     base: Base::AsIs,

@@ -9,6 +9,7 @@ mod adapter_heads;
 mod bad_input;
 #[cfg(all(feature = "cli", feature = "tokenizers"))]
 mod bad_records;
+mod balanced;
 mod base;
 #[cfg(feature = "tokenizers")]
 mod chats;

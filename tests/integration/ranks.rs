@@ -18,6 +18,7 @@ use l2l::plan::{FabricBytes, RankShare, Term};
 use l2l::{Config, Error, Plan, Trainer, shape_of};
 use proptest::prelude::*;
 
+use crate::balanced::{Routers, all_losses};
 use crate::exact::{Case, SMALL, Ways, baseline, cases, config, ways};
 use crate::trained::Trained;
 use crate::whole;
@@ -115,7 +116,7 @@ impl Task {
                     true => trainer.evaluate(all.iter().chain(&all).cloned().map(Ok)).await?.loss,
                     false => 0.0,
                 };
-                bits.push([report.loss, report.grad_norm, seen].map(f64::to_bits));
+                bits.push([all_losses(&report), report.grad_norm, seen].map(f64::to_bits));
             }
             if let Some(checkpoint) = self.leaves {
                 trainer.checkpoint(&checkpoint).await?;
@@ -189,6 +190,25 @@ proptest! {
             let (bits, summary) = seen.expect("a case of ours");
             prop_assert_eq!(&bits, &expected);
             prop_assert_eq!(summary.weights_digest, reference.weights_digest.clone());
+        }
+    }
+}
+
+/// Losses of routers over the step, capacities, and counts of all ranks.
+#[test]
+fn routers_of_ranks_give_the_same_bits() {
+    for routers in [Routers::OfStep, Routers::Limited, Routers::OfSequences] {
+        let experts = Some([5, 2]);
+        let case = Case { batch: 7, groups: 4, experts, routers, ..SMALL.clone() };
+        let task = |ways: &Ways| Task::new(config(&case, ways), 3);
+        let (expected, reference) = task(&baseline()).run(None).expect("a case of ours");
+        let ways = Ways { kind: ScheduleKind::Relay, recompute: true.into(), ..baseline() };
+        for ranks in [2, 3] {
+            for (seen, _) in on_ranks(ranks, |_| task(&ways)) {
+                let (bits, summary) = seen.expect("a case of ours");
+                assert_eq!(bits, expected, "{routers:?} on {ranks} ranks");
+                assert_eq!(summary.weights_digest, reference.weights_digest);
+            }
         }
     }
 }

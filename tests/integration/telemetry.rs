@@ -385,8 +385,8 @@ fn clients_may_do_what_they_like() {
     let text = get(address, "/metrics");
     assert!(text.contains("# TYPE l2l_exposed_wait_seconds_total counter"), "{text}");
     assert!(text.contains("l2l_state{run=\"tested\",state=\"ended\"} 1"));
-    // The run had one process, no validation, no loss scale and no checkpoint, and nothing measured
-    // the machine's speed limit.
+    // The run had one process, no experts, no validation, no loss scale and no checkpoint, and
+    // nothing measured the machine's speed limit.
     let untold = [
         "l2l_checkpoint_bytes",
         "l2l_checkpoint_disk_free_bytes",
@@ -394,6 +394,13 @@ fn clients_may_do_what_they_like() {
         "l2l_validation_metric",
         "l2l_speed_of_light_ratio",
         "l2l_loss_scale",
+        "l2l_balance_loss",
+        "l2l_z_loss",
+        "l2l_expert_load_max_ratio",
+        "l2l_expert_token_share",
+        "l2l_idle_experts",
+        "l2l_router_entropy",
+        "l2l_dropped_assignments_total",
     ];
     for metric in METRICS {
         let told = text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind.name()));

@@ -24,6 +24,11 @@ pub enum Role {
     HeadGradient,
     /// Logits, or scores of classes, for the host.
     Logits,
+    /// What a layer measures of each sequence in its forward pass, for a balance: the host takes it
+    /// from all layers, and answers.
+    Routing,
+    /// The host's answer to a layer's [`Routing`](Role::Routing), for its backward pass.
+    Balance,
     /// Keys and values of earlier positions, from the KV cache.
     CachedKv,
     /// Keys and values of this step's positions, for the KV cache.
@@ -74,6 +79,8 @@ impl fmt::Display for Role {
             Role::Statistics => "statistics",
             Role::HeadGradient => "head gradient",
             Role::Logits => "logits",
+            Role::Routing => "routing",
+            Role::Balance => "balance",
             Role::CachedKv => "cached keys and values",
             Role::NewKv => "new keys and values",
         })

@@ -13,11 +13,14 @@
 //! The last tile of the head has one visit in a step that trains: its forward completes the
 //! statistics that its backward needs, so one visit does both and computes logits once. The loss
 //! follows it.
+//!
+//! What layers measure in a step that trains is read by one visit of the host behind the last of
+//! them. It writes the answers that backward visits read.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::model::{Input, RingModel, RingStep, Selection};
+use super::model::{Input, Question, RingModel, RingStep, Selection};
 use super::stay::stay;
 use super::{
     Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
@@ -33,7 +36,9 @@ pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refus
     let groups = &schedule.groups;
     let by_group = |leg: Visit| -> Vec<Visit> {
         let of_group = |group: &Range<MicroBatch>| leg.of_micro_batches(group.clone());
-        if leg.on_device() { groups.iter().map(of_group).collect() } else { vec![leg] }
+        // A group goes on as soon as it has its own answers.
+        let is_cut = leg.on_device() || leg.kind == VisitKind::Balance { of_step: false };
+        if is_cut { groups.iter().map(of_group).collect() } else { vec![leg] }
     };
     schedule.visits = legs.forward.into_iter().chain(legs.backward).flat_map(by_group).collect();
     Ok(schedule)
@@ -45,6 +50,10 @@ pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refus
 /// As [`relay`].
 pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Refusal> {
     let (mut schedule, legs) = legs(model, selection)?;
+    let of_step = VisitKind::Balance { of_step: true };
+    if schedule.micro_batches.len() > 1 && legs.forward.iter().any(|leg| leg.kind == of_step) {
+        return Err(Refusal::of(format!("the resident order cannot run: {WHOLE_STEP}")));
+    }
     let is = |kind| move |visit: &Visit| visit.kind == kind;
     let (gather, forward): (Vec<_>, Vec<_>) =
         legs.forward.into_iter().partition(is(VisitKind::Gather));
@@ -58,6 +67,12 @@ pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Re
     schedule.visits.extend(scatter);
     Ok(schedule)
 }
+
+/// Why a schedule cannot have answers of the whole step.
+pub(super) const WHOLE_STEP: &str = "\
+     the host answers what layers measured when it has that of the whole step, and here a \
+     micro-batch begins its backward pass before another has ended its forward pass: let it answer \
+     for each micro-batch";
 
 /// One visit for each declared step and phase, each over all micro-batches, and the loss's.
 pub(super) struct Legs {
@@ -89,6 +104,9 @@ struct Met {
     reads: Vec<BoundaryId>,
     writes: Vec<BoundaryId>,
     saved: Option<BoundaryId>,
+    measured: Option<BoundaryId>,
+    /// The host's answer to what was measured, which the backward visit reads.
+    answer: Option<BoundaryId>,
 }
 
 /// Connects steps by boundaries while the legs are laid.
@@ -96,6 +114,8 @@ struct Wiring<'m> {
     schedule: Schedule,
     /// The steps of all selected layers, in forward order.
     chain: Vec<Chained<'m>>,
+    /// As in the model.
+    answers_step: bool,
     /// The place in the chain where the backward pass ends; `None`: nothing trains.
     lowest: Option<usize>,
     /// The boundaries of each step of the chain.
@@ -128,7 +148,9 @@ impl<'m> Wiring<'m> {
         };
         let met = chain.iter().map(|_| Met::default()).collect();
         let latest = BTreeMap::new();
-        Ok(Wiring { schedule, chain, lowest, met, latest, writers: Vec::new() })
+        let answers_step = model.answers_step;
+        let writers = Vec::new();
+        Ok(Wiring { schedule, chain, answers_step, lowest, met, latest, writers })
     }
 
     /// A new boundary, which the step `at` writes.
@@ -230,6 +252,27 @@ impl<'m> Wiring<'m> {
         Ok(Visit { kind: VisitKind::Loss, place: Place::Host, blocks: Vec::new(), ..last })
     }
 
+    /// The visit that reads what the layers measured, and the place behind which it stands in the
+    /// chain: the last step of the last of these layers. `None`: nothing is measured.
+    fn balance(&mut self) -> Option<(usize, Visit)> {
+        let measures = |at: &usize| self.met[*at].measured.is_some();
+        let measuring: Vec<usize> = (0..self.chain.len()).filter(measures).collect();
+        let layer = self.chain[*measuring.last()?].layer;
+        let last = self.chain.iter().rposition(|chained| chained.layer == layer)?;
+        let reads = measuring.iter().filter_map(|&at| self.met[at].measured).collect();
+        let mut writes = Vec::new();
+        let lowest = self.lowest;
+        for at in measuring.into_iter().filter(|at| Some(*at) >= lowest) {
+            let answer = self.chain[at].step.asks.and_then(|question| question.answer);
+            self.met[at].answer = answer.map(|boundary| self.open(last, boundary));
+            writes.extend(self.met[at].answer);
+        }
+        let of_step = self.answers_step && !writes.is_empty();
+        let kind = VisitKind::Balance { of_step };
+        let visit = self.visit(last, Phase::Forward, reads, writes);
+        Some((last, Visit { kind, place: Place::Host, blocks: Vec::new(), ..visit }))
+    }
+
     /// True for the last tile of a step that trains: its backward visit is its forward as well.
     fn is_visited_once(&self, at: usize) -> bool {
         let is_last = at == self.chain.len() - 1;
@@ -250,8 +293,12 @@ impl<'m> Wiring<'m> {
                     let saves = self.chain[at].step.saves;
                     self.met[at].saved = saves.map(|boundary| self.open(at, boundary));
                 }
+                let asks = self.chain[at].step.asks.filter(|_| self.lowest.is_some());
+                let open = |Question { measured, .. }| self.open(at, measured);
+                self.met[at].measured = asks.map(open);
             }
         }
+        let mut balance = self.balance();
         let mut visits = Vec::new();
         for (at, met) in self.met.iter().enumerate() {
             if self.is_visited_once(at) {
@@ -260,7 +307,9 @@ impl<'m> Wiring<'m> {
             let mut visit = self.visit(at, Phase::Forward, met.reads.clone(), met.writes.clone());
             let keeps = self.chain[at].step.keeps;
             if keeps { &mut visit.keeps } else { &mut visit.writes }.extend(met.saved);
+            visit.writes.extend(met.measured);
             visits.push(visit);
+            visits.extend(balance.take_if(|(last, _)| *last == at).map(|(_, visit)| visit));
         }
         visits.push(self.loss()?);
         Ok(visits)
@@ -295,9 +344,9 @@ impl<'m> Wiring<'m> {
     }
 
     /// The boundaries that the backward visit of a step reads from the stash: those that its
-    /// forward visit read, unless it reads them once, and what it saved there; the roles without a gradient as the forward
-    /// pass left them; the gradients of those that it wrote, and the gradients of those that it
-    /// read as far as steps above have added to them.
+    /// forward visit read, unless it reads them once, and what it saved there; the host's answer;
+    /// the roles without a gradient as the forward pass left them; the gradients of those that it
+    /// wrote, and the gradients of those that it read as far as steps above have added to them.
     fn reads_of_backward(
         &self,
         at: usize,
@@ -312,6 +361,7 @@ impl<'m> Wiring<'m> {
         if step.kind != VisitKind::Gather {
             reads.extend(with.iter().filter(|(input, _)| !input.once).map(|&(_, &id)| id));
             reads.extend(met.saved.filter(|_| !step.keeps));
+            reads.extend(met.answer);
             let without = without.iter().filter(|(input, _)| !input.once);
             reads.extend(without.map(|&(input, &id)| match self.is_visited_once(at) {
                 true => id,

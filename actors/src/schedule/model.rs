@@ -14,6 +14,9 @@ pub struct RingModel {
     pub layers: Vec<RingLayer>,
     /// Tokens of the longest sequence: slots have room for as many.
     pub positions: u32,
+    /// True if the host answers what layers measure when it has that of the whole step; false if it
+    /// answers for each micro-batch by itself.
+    pub answers_step: bool,
 }
 
 impl RingModel {
@@ -35,11 +38,12 @@ impl RingModel {
                 _ => (VisitKind::Layer, vec![x], vec![hidden]),
             };
             let needs = vec![BlockId(number as u32)];
-            let step = RingStep { kind, needs, reads, writes, saves: None, keeps: false };
+            let saves = None;
+            let step = RingStep { kind, needs, reads, writes, saves, keeps: false, asks: None };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
-        RingModel { blocks, layers, positions: 1 }
+        RingModel { blocks, layers, positions: 1, answers_step: false }
     }
 }
 
@@ -85,6 +89,17 @@ pub struct RingStep {
     pub saves: Option<Boundary>,
     /// True if these stay on the device: see [`Visit::keeps`](super::Visit).
     pub keeps: bool,
+    /// What the forward visit measures for the host in a step that trains, and the answer.
+    pub asks: Option<Question>,
+}
+
+/// What a step measures for the host, and the host's answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Question {
+    /// The boundary that the forward visit writes.
+    pub measured: Boundary,
+    /// The boundary that the host writes for the backward visit; `None`: the host only reads.
+    pub answer: Option<Boundary>,
 }
 
 /// An input of a step.

@@ -9,6 +9,11 @@ use super::{BlockId, DeviceId, GroupId, Schedule, VisitKind};
 /// One entry of the Reducer's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduction {
+    /// Take what layers measured of a host visit's micro-batches, and answer.
+    Balance {
+        /// Index of the host visit.
+        visit: usize,
+    },
     /// Compute the loss of a host visit's micro-batches.
     Loss {
         /// Index of the host visit.
@@ -60,6 +65,7 @@ pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> 
                 }));
             }
             VisitKind::Scatter => list.push(Reduction::Scatter { visit: index }),
+            VisitKind::Balance { .. } => list.push(Reduction::Balance { visit: index }),
             VisitKind::Loss => list.push(Reduction::Loss { visit: index }),
             VisitKind::Gather => {}
         }
@@ -81,7 +87,7 @@ pub(super) fn updates(
                     updated[id.0 as usize] |= !schedule.block(id).frozen;
                 }
             }
-            Reduction::Loss { .. } => {}
+            Reduction::Balance { .. } | Reduction::Loss { .. } => {}
         }
     }
     let all = || (0..schedule.blocks.len() as u32).map(BlockId);

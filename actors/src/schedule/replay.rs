@@ -287,12 +287,15 @@ impl<'p> Replay<'p> {
                 of.closed.remove(at);
                 of.gradient_slots -= 1;
             }
-            Reduction::Loss { visit } | Reduction::Scatter { visit } => {
+            Reduction::Balance { visit }
+            | Reduction::Loss { visit }
+            | Reduction::Scatter { visit } => {
                 let host = &self.walks.schedule.visits[visit];
                 if host.micro_batches.clone().any(|m| !self.all_landed(host, m)) {
                     let boundary = "what an earlier visit writes";
                     return Err(self.waits(visit, "a host operation", boundary));
                 }
+                host.micro_batches.clone().for_each(|m| self.land(&host.writes, m));
             }
         }
         self.reduction += 1;

@@ -28,6 +28,13 @@ pub enum VisitKind {
     Layer,
     /// Device: a tile of the head, which passes statistics on.
     Tile,
+    /// Host, forward: takes what layers measured of their micro-batches, and writes answers that
+    /// their backward visits read. Of no block.
+    Balance {
+        /// True if each answer needs what was measured of the whole step, on all ranks. Then the
+        /// step has one such visit.
+        of_step: bool,
+    },
     /// Host, forward: computes the loss from the last statistics. Of no block, and writes nothing.
     Loss,
     /// Host, backward: adds the last gradient to the embedding's blocks. Their gradients end here.

@@ -103,8 +103,13 @@ impl Touch {
                 touch.read(Cell::Gradient(device, gradients), label);
                 touch.write(Cell::Landing(reduced), label);
             }
-            &Work::Loss { visit, micro_batch } => {
+            &Work::Measure { visit, micro_batch } | &Work::Loss { visit, micro_batch } => {
                 touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
+            }
+            &Work::Answer { visit, micro_batch } => {
+                let visit = &plan.schedule.visits[visit];
+                touch.read_stash(&visit.reads, micro_batch, now);
+                touch.write_stash(&visit.writes, micro_batch, now);
             }
             Work::Join { block, reduced, parts, keep, .. } => {
                 touch.join(*block, now, *reduced, parts, *keep, &count);
@@ -147,7 +152,7 @@ impl Touch {
                 let visit = &plan.schedule.visits[visit];
                 visit.micro_batches.clone().for_each(|m| touch.read_stash(&visit.reads, m, now));
             }
-            Work::AllReduce { .. } | Work::Seal => {}
+            Work::ExchangeMeasures { .. } | Work::AllReduce { .. } | Work::Seal => {}
             &Work::Carry { version } => {
                 let carried = plan.carried.iter();
                 carried.for_each(|&block| touch.publish(Cell::Master(block), block, version));

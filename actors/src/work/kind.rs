@@ -21,6 +21,8 @@ pub enum WorkKind {
     Gradient,
     /// Embeddings are looked up.
     Gather,
+    /// What layers measured is taken, or answered.
+    Balance,
     /// A loss is computed.
     Loss,
     /// Gradients are added; or one is measured, and copied where it must wait.
@@ -42,7 +44,7 @@ pub enum WorkKind {
     /// A gradient goes to the processes that update its parts, and theirs comes; rows of the
     /// embedding's gradient, likewise.
     Exchange,
-    /// Losses or sums of squares of all processes are added.
+    /// Losses, sums of squares or measures of all processes are added.
     Sum,
 }
 
@@ -58,6 +60,7 @@ impl WorkKind {
             WorkKind::Output => "output",
             WorkKind::Gradient => "gradient",
             WorkKind::Gather => "gather",
+            WorkKind::Balance => "balance",
             WorkKind::Loss => "loss",
             WorkKind::Reduce => "reduce",
             WorkKind::Scatter => "scatter",

@@ -111,6 +111,12 @@ pub enum Work {
     DownloadBoundary { micro_batch: MicroBatch, outputs: Placed },
     /// Download: copies a group's gradient into a landing block.
     DownloadGradient { block: BlockId, group: GroupId, gradients: u32, reduced: u32 },
+    /// Host: takes what layers measured of one micro-batch.
+    Measure { visit: usize, micro_batch: MicroBatch },
+    /// Exchange: adds what all processes measured in the step.
+    ExchangeMeasures { visit: usize },
+    /// Host: writes the answers that a micro-batch's backward visits read.
+    Answer { visit: usize, micro_batch: MicroBatch },
     /// Host: the summed loss of one micro-batch. Value: that sum.
     Loss { visit: usize, micro_batch: MicroBatch },
     /// Host: decodes a group's gradient in a landing block, adds kept gradients to it, in this
@@ -249,6 +255,15 @@ impl Work {
             Work::DownloadGradient { block: b, .. } => {
                 let title = "download of gradient of ";
                 row(L::Download, K::Gradient, title, S::Block(b), M::Gradient(b))
+            }
+            Work::Measure { micro_batch: m, .. } => {
+                row(L::Host, K::Balance, "measure of ", S::MicroBatch(m), M::Nothing)
+            }
+            Work::ExchangeMeasures { .. } => {
+                row(L::Exchange, K::Sum, "sum of measures", S::Nothing, M::Nothing)
+            }
+            Work::Answer { micro_batch: m, .. } => {
+                row(L::Host, K::Balance, "answer to ", S::MicroBatch(m), M::Nothing)
             }
             Work::Loss { micro_batch: m, .. } => {
                 row(L::Host, K::Loss, "loss of ", S::MicroBatch(m), M::Nothing)

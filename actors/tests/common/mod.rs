@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use l2l_actors::ports::Ports;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, RingLayer, RingModel, RingStep,
-    Role, Schedule, Selection, VisitKind, deal_groups, relay,
+    Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, Question, RingLayer, RingModel,
+    RingStep, Role, Schedule, Selection, VisitKind, deal_groups, relay,
 };
 use l2l_actors::{Relay, Resolved, RingConfig, RingError};
 
@@ -21,7 +21,9 @@ pub fn boundary(role: Role) -> Boundary {
 /// A layer of one step.
 pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Role]) -> RingLayer {
     let writes = writes.iter().copied().map(boundary).collect();
-    let step = RingStep { kind, needs, reads: reads.to_vec(), writes, saves: None, keeps: false };
+    let reads = reads.to_vec();
+    let saves = None;
+    let step = RingStep { kind, needs, reads, writes, saves, keeps: false, asks: None };
     RingLayer { steps: vec![step] }
 }
 
@@ -72,7 +74,8 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
         layer(VisitKind::Tile, vec![BlockId(head + tile)], &of_head, &[Role::Statistics])
     }));
     let blocks = vocabulary + layers + if tied { 0 } else { tiles };
-    RingModel { blocks: (0..blocks).map(block).collect(), layers: all, positions: 1 }
+    let blocks = (0..blocks).map(block).collect();
+    RingModel { blocks, layers: all, positions: 1, answers_step: false }
 }
 
 /// The same model, whose stack layers save activations where `saves` of their number.
@@ -83,6 +86,37 @@ pub fn saving(mut model: RingModel, saves: impl Fn(usize) -> bool) -> RingModel 
         }
     }
     model
+}
+
+/// What the host does with what layers measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answers {
+    /// Layers measure nothing.
+    Nothing,
+    /// The host reads it.
+    Read,
+    /// It answers each micro-batch.
+    MicroBatch,
+    /// It answers when it has that of the whole step.
+    Step,
+}
+
+/// The same model, whose layers measure something where `measures` of their number.
+pub fn measuring(
+    mut model: RingModel,
+    answers: Answers,
+    measures: impl Fn(usize) -> bool,
+) -> RingModel {
+    let answer = matches!(answers, Answers::MicroBatch | Answers::Step);
+    let answer = answer.then(|| boundary(Role::Balance));
+    let question = Question { measured: boundary(Role::Routing), answer };
+    for (number, layer) in model.layers.iter_mut().enumerate() {
+        for step in layer.steps.iter_mut().filter(|step| step.kind == VisitKind::Layer) {
+            let is_measured = answers != Answers::Nothing && measures(number);
+            step.asks = is_measured.then_some(question);
+        }
+    }
+    RingModel { answers_step: answers == Answers::Step, ..model }
 }
 
 /// The same model, whose layers keep on the device what they save where `keeps` of their number.

@@ -34,6 +34,7 @@ struct Case {
     several: bool,
     /// 0: none.
     pipeline: u32,
+    answers: Answers,
     seed: u64,
 }
 
@@ -43,9 +44,15 @@ fn cases() -> impl Strategy<Value = Case> {
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let flags = (flags, any::<bool>());
     let frozen = prop::collection::vec(0..6_u32, 0..3);
-    let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>(), 0..=8_u32), any::<u64>());
+    let answers = prop::sample::select(vec![
+        Answers::Nothing,
+        Answers::Read,
+        Answers::MicroBatch,
+        Answers::Step,
+    ]);
+    let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>(), 0..=8_u32), answers, any::<u64>());
     (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
-        let (frozen, devices, (groups, by_groups, pipeline), seed) = rest;
+        let (frozen, devices, (groups, by_groups, pipeline), answers, seed) = rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
         let ((deferred, recompute, resident, on_file, sharded), several) = flags;
@@ -67,6 +74,7 @@ fn cases() -> impl Strategy<Value = Case> {
             sharded,
             several,
             pipeline,
+            answers,
             seed,
         }
     })
@@ -88,6 +96,7 @@ impl Case {
         let model = if self.recompute { model } else { saving(model, |_| true) };
         // Some layers keep on the device what they save, by bits of the seed.
         let model = keeping(model, |number| self.seed >> (number % 64) & 1 == 1);
+        let model = measuring(model, self.answers(), |number| self.seed >> (number % 61) & 2 == 0);
         let mut selection = everything(&model, self.micro_batches);
         selection.groups = self.groups;
         let blocks = model.blocks.len() as u32;
@@ -115,6 +124,15 @@ impl Case {
 }
 
 impl Case {
+    /// Only orders whose backward passes begin behind all forward passes have answers of the step.
+    fn answers(&self) -> Answers {
+        let mixes = self.resident || self.pipeline > 1;
+        match self.answers {
+            Answers::Step if mixes && self.micro_batches > 1 => Answers::MicroBatch,
+            answers => answers,
+        }
+    }
+
     /// The pipeline of some cases; others have none.
     fn order(&self) -> Option<Pipeline> {
         let devices = self.devices;

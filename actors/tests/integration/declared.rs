@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Boundary, BoundaryId, Input, LayerId, Pipeline, RingModel, RingStep, Role, Schedule,
-    StepPlan, Visit, VisitKind, deal, pipeline, relay, resident,
+    BlockId, Boundary, BoundaryId, Input, LayerId, Phase, Pipeline, RingModel, RingStep, Role,
+    Schedule, StepPlan, Visit, VisitKind, deal, pipeline, relay, resident,
 };
 use l2l_actors::work::WorkKind;
 
@@ -160,6 +160,73 @@ fn what_is_kept_passes_no_slot() {
     let forward: Vec<_> = visits().flat_map(|visit| visit.keeps.clone()).collect();
     let backward: Vec<_> = visits().flat_map(|visit| visit.kept.clone()).collect();
     assert_eq!(forward, backward.into_iter().rev().collect::<Vec<_>>());
+}
+
+/// What layers measure is read behind the last of them, and answered to those that train.
+#[test]
+fn the_host_answers_between_forward_and_backward() {
+    let base = model(4, 2, false);
+    let of = |answers| measuring(base.clone(), answers, |number| number < 4);
+    let mut selection = everything(&base, 4);
+    selection.groups = 2;
+    selection.frozen = vec![BlockId(0), BlockId(1), BlockId(2)]; // layer 1, and all below
+    let generated = |answers| relay(&of(answers), &selection).expect("a model of ours");
+    let is_balance = |visit: &&Visit| matches!(visit.kind, VisitKind::Balance { .. });
+    let ranges = |answers| -> Vec<_> {
+        let visits = generated(answers).visits;
+        visits.iter().filter(is_balance).map(|visit| visit.micro_batches.clone()).collect()
+    };
+    assert_eq!(ranges(Answers::Nothing), []);
+    assert_eq!(ranges(Answers::Read), [0..2, 2..4]);
+    assert_eq!(ranges(Answers::MicroBatch), [0..2, 2..4]);
+    assert_eq!(ranges(Answers::Step), [0..4]);
+    let schedule = generated(Answers::Step);
+    let balance = schedule.visits.iter().find(is_balance).expect("there is one");
+    assert_eq!((balance.layer.0, balance.reads.len(), balance.writes.len()), (3, 3, 2));
+    let read = schedule.device_visits().filter(|visit| visit.phase == Phase::Backward);
+    let read = read.flat_map(|visit| schedule.with_role(&visit.reads, Role::Balance));
+    assert_eq!(read.count(), 2 * 2, "two layers, two groups");
+    let mut frozen = selection.clone();
+    frozen.frozen = (0..base.blocks.len() as u32).map(BlockId).collect();
+    let evaluation = relay(&of(Answers::Step), &frozen).expect("a model of ours");
+    assert!(!evaluation.visits.iter().any(|visit| is_balance(&visit)));
+    for answers in [Answers::Read, Answers::MicroBatch, Answers::Step] {
+        for deferred in [false, true] {
+            let schedule = generated(answers);
+            let dealt = deal(schedule.clone(), 3);
+            assert_eq!(run(&schedule, deferred), run(&dealt, deferred));
+        }
+    }
+}
+
+/// Where a backward pass begins before another forward pass ends, no answer is of the step.
+#[test]
+fn answers_of_the_step_need_all_forward_passes_first() {
+    let base = model(4, 2, false);
+    let of_step = measuring(base.clone(), Answers::Step, |_| true);
+    let each = measuring(base, Answers::MicroBatch, |_| true);
+    let selection = everything(&of_step, 4);
+    let mixed = Pipeline::one_forward_one_backward(2, 4);
+    let gpipe = Pipeline::gpipe(2, 1, 4);
+    let refused = [
+        resident(&of_step, &selection).expect_err("one micro-batch after another"),
+        pipeline(&of_step, &selection, &mixed).expect_err("by turns"),
+    ];
+    for refusal in refused {
+        assert!(refusal.reason.contains("let it answer for each micro-batch"), "{refusal}");
+    }
+    let schedules = [
+        pipeline(&of_step, &selection, &gpipe),
+        pipeline(&each, &selection, &gpipe),
+        pipeline(&each, &selection, &mixed),
+        resident(&each, &selection),
+        resident(&of_step, &everything(&of_step, 1)),
+    ];
+    for schedule in schedules {
+        let schedule = schedule.expect("a model of ours");
+        let visits: usize = schedule.device_visits().map(|visit| visit.micro_batches.len()).sum();
+        assert_eq!(run(&schedule, true), 2 * visits);
+    }
 }
 
 #[track_caller]

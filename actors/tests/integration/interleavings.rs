@@ -87,36 +87,43 @@ fn explore(schedule: Schedule, deferred: bool, steps: u64) -> (usize, usize) {
 const EAGER: (bool, bool) = (false, false);
 const DEFERRED: (bool, bool) = (true, false);
 
-/// Layers, tiles, micro-batches, when updates come and where blocks are, relay or resident, steps.
-type Ring = (u32, u32, u32, (bool, bool), bool, u64);
+/// Layers, tiles, micro-batches, when updates come and where blocks are, relay or resident, steps,
+/// and what the host answers.
+type Ring = (u32, u32, u32, (bool, bool), bool, u64, Answers);
+
+const NOTHING: Answers = Answers::Nothing;
 
 /// A layer, a micro-batch: up to 8,000 states each.
-const SMALLEST: [Ring; 6] = [
-    (1, 0, 1, EAGER, true, 1),
-    (1, 0, 1, DEFERRED, true, 1),
-    (1, 0, 1, EAGER, true, 2),
-    (1, 0, 1, DEFERRED, true, 2),
-    (1, 0, 1, (false, true), true, 1),
-    (1, 0, 1, (true, true), true, 1),
+const SMALLEST: [Ring; 7] = [
+    (1, 0, 1, EAGER, true, 1, NOTHING),
+    (1, 0, 1, DEFERRED, true, 1, NOTHING),
+    (1, 0, 1, EAGER, true, 2, NOTHING),
+    (1, 0, 1, DEFERRED, true, 2, NOTHING),
+    (1, 0, 1, (false, true), true, 1, NOTHING),
+    (1, 0, 1, (true, true), true, 1, NOTHING),
+    (1, 0, 1, EAGER, true, 1, Answers::Step),
 ];
 
 /// Another layer, a tile, another micro-batch: up to 40,000 states each.
-const SMALL: [Ring; 5] = [
-    (2, 0, 1, EAGER, true, 1),
-    (1, 1, 1, EAGER, true, 1),
-    (1, 1, 1, DEFERRED, true, 1),
-    (1, 0, 2, EAGER, true, 1),
-    (1, 0, 2, DEFERRED, false, 1),
+const SMALL: [Ring; 6] = [
+    (2, 0, 1, EAGER, true, 1, NOTHING),
+    (1, 1, 1, EAGER, true, 1, NOTHING),
+    (1, 1, 1, DEFERRED, true, 1, NOTHING),
+    (1, 0, 2, EAGER, true, 1, NOTHING),
+    (1, 0, 2, DEFERRED, false, 1, NOTHING),
+    (1, 0, 2, EAGER, true, 1, Answers::Step),
 ];
 
 #[test]
 fn all_interleavings_of_small_rings_are_sound() {
     let larger: &[Ring] = if whole() { &SMALL } else { &[] };
     let mut total = (0, 0);
-    for &(layers, tiles, micro_batches, mode, by_layer, steps) in SMALLEST.iter().chain(larger) {
+    for &ring in SMALLEST.iter().chain(larger) {
+        let (layers, tiles, micro_batches, mode, by_layer, steps, answers) = ring;
         let (deferred, files) = mode;
         let model = model(layers, tiles, tiles > 0);
         let model = if files { on_file(model) } else { model };
+        let model = measuring(model, answers, |_| true);
         let selection = everything(&model, micro_batches);
         let generate = if by_layer { relay } else { resident };
         let schedule = generate(&model, &selection).expect("a model of ours");

@@ -269,6 +269,7 @@ impl Reference<'_> {
     /// The next item of the Reducer, and of the Optimizer behind it, if what it needs is known.
     fn reduce(&mut self) -> Option<()> {
         match *self.plan.reductions.get(self.at.reduction)? {
+            Reduction::Balance { .. } => unreachable!("no layer measures anything"),
             Reduction::Loss { visit } => {
                 let operations = self.plan.schedule.visits[visit].micro_batches.len();
                 self.on_host(visit, operations, false)?;

@@ -90,6 +90,12 @@ impl Row {
         )
     }
 
+    /// The random word of the row's first column.
+    pub(super) fn first_draw(&self) -> u32 {
+        let [row, sequence, site] = self.counter.map(|word| [word; LANES]);
+        philox([[0; LANES], row, sequence, site], self.key)[0][0]
+    }
+
     /// Multiplies columns of a row by the mask, from `column` on, a multiple of 4.
     #[inline(always)]
     pub(super) fn apply(&self, values: &mut [f32], column: usize) {

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use super::activation::sigmoid;
 use super::math::{dot, exp, largest, sum_of};
 use super::product::{Matrix, Product, Start};
+use super::routing::{add_slopes, expert_of, is_dropped};
 use super::views::{Call, Compute, ComputeIn, CpuKernels};
 use crate::kernels::{
     CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward, RowDots,
@@ -21,7 +22,7 @@ use crate::tensor::{Dtype, View};
 const ROWS: usize = 16;
 
 /// The integer in the bits of a float.
-fn integer(float: f32) -> usize {
+pub(super) fn integer(float: f32) -> usize {
     float.to_bits() as usize
 }
 
@@ -48,9 +49,13 @@ impl Compute for Route {
     }
 }
 
+/// The order of logits. NaN is the smallest, and equals itself.
+pub(super) fn is_larger(a: f32, b: f32) -> bool {
+    a > b || b.is_nan() && !a.is_nan()
+}
+
 /// Writes the experts of the largest logits, in ascending order.
 fn choose(experts: &mut [u32], logits: &[f32]) {
-    let is_larger = |a: f32, b: f32| a > b || b.is_nan() && !a.is_nan();
     for (expert, &logit) in logits.iter().enumerate() {
         // They stand from the best to the worst. An equal one that came earlier stays before it.
         let known = experts.len().min(expert);
@@ -77,7 +82,7 @@ fn softmax(chosen: &mut [f32], logits: &[f32], normalised: bool) {
     chosen.iter_mut().for_each(|chosen| *chosen = exp(*chosen - most) / total);
 }
 
-impl ComputeIn for RouteBackward {
+impl ComputeIn for RouteBackward<'_> {
     fn workspace(&self) -> usize {
         self.logits.len()
     }
@@ -88,7 +93,8 @@ impl ComputeIn for RouteBackward {
         let k = self.dchosen.columns;
         let chosen = call.read(self.chosen).par_chunks(2 * k);
         let chosen = chosen.zip(call.read(self.dchosen).par_chunks(k));
-        let logits = call.read(self.logits).par_chunks(experts);
+        let all = call.read(self.logits);
+        let logits = all.par_chunks(experts);
         dl.par_chunks_mut(experts).zip(logits).zip(chosen).for_each(|((dl, logits), chosen)| {
             let (chosen, dweights) = chosen;
             let (chosen, weights) = chosen.split_at(k);
@@ -104,11 +110,14 @@ impl ComputeIn for RouteBackward {
                         dl.iter_mut().zip(probabilities).for_each(|(dl, p)| *dl = p * -mean);
                     }
                     for ((expert, w), dw) in chosen.iter().zip(weights).zip(dweights) {
-                        dl[integer(*expert)] = w * (dw - mean);
+                        dl[expert_of(*expert)] = w * (dw - mean);
                     }
                 },
             );
         });
+        if let Some(slopes) = self.slopes {
+            add_slopes(level, call, slopes, all, dl);
+        }
         let rows = h.rows;
         let d = Matrix::rows(dl, experts);
         let b = Matrix::rows(call.read(w), channels);
@@ -134,9 +143,11 @@ impl CpuKernels<'_> {
         let Some(call) = self.call(op) else { return vec![chosen.rows; experts] };
         let k = chosen.columns / 2;
         let chosen = call.read(chosen).chunks_exact(2 * k);
-        let assigned = chosen.flat_map(|chosen| &chosen[..k]).map(|expert| integer(*expert));
+        let assigned = chosen.flat_map(|chosen| &chosen[..k]).enumerate();
+        let assigned = assigned.filter(|(_, expert)| !is_dropped(**expert));
+        let assigned = assigned.map(|(place, expert)| (place, integer(*expert)));
         let mut counts = vec![0; experts];
-        assigned.clone().for_each(|expert| counts[expert] += 1);
+        assigned.clone().for_each(|(_, expert)| counts[expert] += 1);
         let mut end = 0;
         let begins = counts.iter().map(|count| {
             end += count;
@@ -145,7 +156,7 @@ impl CpuKernels<'_> {
         let mut next: Vec<usize> = begins.collect();
         let rows = call.write(rows);
         let places = call.write(places);
-        for (place, expert) in assigned.enumerate() {
+        for (place, expert) in assigned {
             let at = next[expert];
             next[expert] += 1;
             rows[at] = f32::from_bits((place / k) as u32);

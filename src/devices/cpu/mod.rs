@@ -26,6 +26,7 @@ mod product;
 mod quantised;
 mod rates;
 mod rotary;
+mod routing;
 mod scattered;
 mod views;
 

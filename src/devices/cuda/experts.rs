@@ -10,7 +10,7 @@ use crate::kernels::{
 use crate::tensor::{Scratch, View};
 
 /// Rows of a block that has a warp for each, and experts of a block that has a warp for four.
-const WARPS: usize = 8;
+pub(super) const WARPS: usize = 8;
 
 /// Rows and experts of a warp's tile of logits; also the experts of a block of their gradient.
 const TILE: usize = 4;
@@ -19,7 +19,7 @@ const TILE: usize = 4;
 const ROWS: usize = 8;
 
 /// The gradient of the logits.
-pub(super) fn backward_scratch(op: &RouteBackward, scratch: &Scratch<'_>) -> View {
+pub(super) fn backward_scratch(op: &RouteBackward<'_>, scratch: &Scratch<'_>) -> View {
     scratch.take_floats(op.logits.rows, op.logits.columns)
 }
 
@@ -34,7 +34,7 @@ impl On<'_> {
         self.queue.launch("choose_experts", [rows.div_ceil(WARPS), 1, 1], [256, 1, 1], 0, choice);
     }
 
-    pub(super) fn route_backward(&self, op: &RouteBackward, dl: View) {
+    pub(super) fn route_backward(&self, op: &RouteBackward<'_>, dl: View) {
         let RouteBackward { dh, dw, logits, chosen, dchosen, h, w, .. } = *op;
         let [rows, experts] = logits.shape();
         let channels = w.columns;
@@ -42,6 +42,9 @@ impl On<'_> {
         let normalised = op.normalised;
         let slopes = arguments!(self; dl, logits, chosen, dchosen, rows, experts, k, normalised);
         self.queue.launch("route_gradient", [rows.div_ceil(WARPS), 1, 1], [256, 1, 1], 0, slopes);
+        if let Some(slopes) = op.slopes {
+            self.add_slopes(dl, logits, slopes);
+        }
         let to_rows = arguments!(self; dh, dl, w, rows, experts, channels);
         self.queue.columns("route_rows", [rows.div_ceil(ROWS), 1], channels, to_rows);
         if let Some(dw) = dw {

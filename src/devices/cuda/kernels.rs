@@ -3,15 +3,15 @@
 use super::batch_metadata::DeviceMetadata;
 use super::driver::{Address, Argument, Place};
 use super::launches::{Queue, Words, int};
-use super::{attention, cross_entropy, embedding, experts, head_norm, linear, norm};
+use super::{attention, cross_entropy, embedding, experts, head_norm, linear, norm, routing};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
     ClassLoss, ClassLossBackward, Clear, CombineRows, Custom, Dequantise, DeviceKernels, Dispatch,
-    Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward, Linear,
-    LinearBackward, Logits, Norm, NormBackward, PackPositive, PooledRows, PooledRowsBackward,
-    ReadKv, Residual, Rotate, Route, RouteBackward, RowDots, Runs, RunsIn, Score, ScoreBackward,
-    TakeColumns, UnpackPositive, WeighRows, WriteKv,
+    Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward,
+    LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward, PackPositive,
+    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Route, RouteBackward, RowDots, Runs,
+    RunsIn, Score, ScoreBackward, TakeColumns, UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -164,6 +164,7 @@ launched! {
     add_positions(AddPositions<'_>);
     add_positions_backward(AddPositionsBackward<'_>);
     route(Route);
+    limit_experts(LimitExperts<'_>);
     gather_rows(GatherRows);
     combine_rows(CombineRows);
     weigh_rows(WeighRows);
@@ -201,7 +202,8 @@ launched_in! {
     score(Score) cross_entropy::score_scratch;
     logits(Logits) cross_entropy::logits_scratch;
     score_backward(ScoreBackward<'_>) cross_entropy::backward_scratch;
-    route_backward(RouteBackward) experts::backward_scratch;
+    route_backward(RouteBackward<'_>) experts::backward_scratch;
+    measure_routes(MeasureRoutes<'_>) routing::measure_scratch;
 }
 
 impl DeviceKernels for CudaKernels<'_> {

@@ -39,6 +39,7 @@ mod quantised;
 mod rates;
 mod real;
 mod rotary;
+mod routing;
 #[cfg(test)]
 #[path = "../../../tests/cuda/tests/mod.rs"]
 mod tests;

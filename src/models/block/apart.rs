@@ -9,6 +9,7 @@ use std::ops::Range;
 use l2l_actors::schedule::{Boundary, Input, Role};
 
 use super::experts::{Closed, ExpertGradients, ExpertPass, Opened, PassedDown};
+use super::routing::RoutingViews;
 use super::tensors::FeedForward;
 use super::{ChunkInputs, TransformerBlock};
 use crate::kernels::{BatchView, Cast, Clear, Kernels};
@@ -95,7 +96,13 @@ impl TransformerBlock {
                 reads.push(once(attention_sum, ATTENTION_SUM));
                 writes = vec![context.hidden()];
             }
-            steps.push(LayerStep { blocks: blocks.collect(), reads, writes, saves: None });
+            steps.push(LayerStep {
+                blocks: blocks.collect(),
+                reads,
+                writes,
+                saves: None,
+                asks: None,
+            });
         }
         steps
     }
@@ -110,7 +117,8 @@ impl TransformerBlock {
         for chunk in self.chunks(batch) {
             let scratch = &scratch.nested();
             let kv = self.kv_views(&chunk, kv_cache, chunk_state, scratch.dtype());
-            let inputs = ChunkInputs { weights: &w, chunk, x, saved, kv };
+            let routing = RoutingViews::of_forward(&ports);
+            let inputs = ChunkInputs { weights: &w, chunk, x, saved, kv, routing };
             let pass = self.chunk_pass(k, &inputs, scratch);
             pass.recompute_feed_forward_input();
             let Opened { sum, chosen } = pass.open_experts(experts, scratch);

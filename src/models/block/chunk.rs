@@ -2,6 +2,7 @@
 
 use super::TransformerBlock;
 use super::products::Products;
+use super::routing::RoutingViews;
 use super::saved::{Activations, Branch, Positive};
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
@@ -44,6 +45,8 @@ pub(super) struct ChunkPass<'a> {
     pub(super) rotated: View,
     pub(super) products: Products<'a>,
     pub(super) kv: KvViews,
+    /// With experts: boundaries of the router.
+    pub(super) routing: RoutingViews,
 }
 
 impl ChunkPass<'_> {

@@ -286,15 +286,20 @@ impl TransformerBlock {
 }
 
 impl ChunkPass<'_> {
+    pub(super) fn experts(&self) -> Experts {
+        self.block.experts().expect("the block has experts")
+    }
+
     /// Chooses the experts of each row.
     fn route(&self, router: View, scratch: &Scratch<'_>) -> Choice {
-        let experts = self.block.experts().expect("the block has experts");
-        let Experts { count, per_token, normalised, .. } = experts;
+        let Experts { count, per_token, normalised, .. } = self.experts();
         let r = self.batch.rows();
         let logits = scratch.take_floats(r, count);
         let chosen = scratch.take_floats(r, 2 * per_token);
         let route = Route { chosen, logits, h: self.hidden, w: router, per_token, normalised };
         self.k.route(&route);
+        let chosen = self.limited(chosen, logits, scratch);
+        self.measure(chosen, logits, scratch);
         Choice { logits, chosen }
     }
 
@@ -376,6 +381,9 @@ impl ChunkPass<'_> {
             let dh = scratch.take_floats(hidden.rows, hidden.columns);
             let dchosen = scratch.take_floats(hidden.rows, chosen.columns / 2);
             k.clear(&Clear { y: dh });
+            if self.drops() {
+                k.clear(&Clear { y: dchosen });
+            }
             let up = saved.experts_up;
             let pass = ExpertPass::new(&self.products, [hidden, chosen], up, scratch);
             let passed = PassedDown { dy, dh, dchosen };
@@ -398,6 +406,7 @@ impl ChunkPass<'_> {
             h: hidden,
             w: w.router,
             normalised,
+            slopes: self.slopes(),
             accumulate,
         };
         k.route_backward(&op, scratch);

@@ -6,12 +6,14 @@ mod backward;
 mod chunk;
 mod experts;
 mod products;
+mod routing;
 mod saved;
 mod tensors;
 
 use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;
+use self::routing::RoutingViews;
 use self::tensors::{Gradients, Weights};
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
@@ -48,6 +50,7 @@ struct ChunkInputs<'a> {
     x: View,
     saved: Option<(Save, View)>,
     kv: KvViews,
+    routing: RoutingViews,
 }
 
 impl TransformerBlock {
@@ -169,7 +172,7 @@ impl TransformerBlock {
         inputs: &ChunkInputs<'a>,
         scratch: &Scratch<'_>,
     ) -> ChunkPass<'a> {
-        let ChunkInputs { weights, chunk, x, saved, kv } = *inputs;
+        let ChunkInputs { weights, chunk, x, saved, kv, routing } = *inputs;
         let rows = chunk.rows();
         let rotated_rows = if self.shape.qk_norm { rows } else { 0 };
         ChunkPass {
@@ -183,6 +186,7 @@ impl TransformerBlock {
             rotated: scratch.take(rotated_rows, self.shape.qkv()),
             products: self.products_on(k, chunk, scratch),
             kv,
+            routing,
         }
     }
 
@@ -203,9 +207,10 @@ impl TransformerBlock {
         let Backward { x, saved, dy, dx, chunk_state, scratch, .. } = *backward;
         let is_apart = self.is_apart();
         let save = saved.map(|(save, _)| save);
+        let routing = RoutingViews::of_backward(&backward.ports);
         let inputs = |chunk: BatchView<'a>, dtype| {
             let kv = self.kv_views(&chunk, None, chunk_state, dtype);
-            ChunkInputs { weights: w, chunk, x, saved, kv }
+            ChunkInputs { weights: w, chunk, x, saved, kv, routing }
         };
         let (last, others) = chunks.split_last().expect("a sequence has a chunk");
         for &chunk in others {
@@ -281,6 +286,7 @@ impl Layer for TransformerBlock {
     fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
         let mut step = LayerStep::on_hidden(context, (0..self.count_blocks()).collect());
         step.saves = context.save.map(|save| self.saved_activations(save, context.dtype));
+        step.asks = self.experts().map(|experts| experts.question());
         context.add_kv(&mut step, self.kv_width());
         if self.is_apart() { self.steps_apart(context, step) } else { vec![step] }
     }
@@ -330,7 +336,8 @@ impl Layer for TransformerBlock {
         for chunk in self.chunks(batch) {
             let scratch = &scratch.nested();
             let kv = self.kv_views(&chunk, kv_cache, chunk_state, scratch.dtype());
-            let inputs = ChunkInputs { weights: &w, chunk, x, saved, kv };
+            let routing = RoutingViews::of_forward(&pass.ports);
+            let inputs = ChunkInputs { weights: &w, chunk, x, saved, kv, routing };
             self.chunk_pass(k, &inputs, scratch).forward(chunk.rows_of(y), scratch);
         }
     }

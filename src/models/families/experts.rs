@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::read::{Keys, flag, given, number, only, size, size_or_none};
-use crate::models::Experts;
+use crate::models::{Balance, BalanceOf, Experts};
 
 /// Keys of routers and experts that are not built, with the value that stands for "none". DeepSeek,
 /// dots1, GLM and their likes have them.
@@ -27,6 +27,7 @@ pub(super) fn read_experts(keys: &Keys, intermediate: &str) -> Result<Experts, S
         shared: 0,
         every: 1,
         from: 0,
+        balance: Balance { loss: balance_loss(keys)?, ..Balance::default() },
         bundles: None,
     })
 }
@@ -61,30 +62,41 @@ fn check_router(keys: &Keys) -> Result<(), String> {
                     DeepSeek and dots1, are not built"
             .into());
     }
-    check_balance(keys)
-}
-
-/// Refuses a loss that balances the experts.
-fn check_balance(keys: &Keys) -> Result<(), String> {
-    let weight = number(keys, "router_aux_loss_coef", 0.001)?; // transformers' default
-    if flag(keys, "output_router_logits", false)? && weight != 0.0 {
-        return Err(format!(
-            "output_router_logits is true, so training adds router_aux_loss_coef = {weight} times \
-             a loss that balances the experts, which is not built: set output_router_logits = false"
-        ));
-    }
     Ok(())
 }
 
-/// Writes the keys that [`read_experts`] reads, the number of experts under both names.
+/// The weight of the loss that balances the experts. transformers adds that loss only where
+/// `output_router_logits` is true.
+fn balance_loss(keys: &Keys) -> Result<f64, String> {
+    const WEIGHT: &str = "router_aux_loss_coef";
+    // transformers' defaults.
+    let is_olmoe = given(keys, "model_type").is_some_and(|family| family == "olmoe");
+    let default = if is_olmoe { 0.01 } else { 0.001 };
+    let weight = number(keys, WEIGHT, default as f32)?;
+    if !flag(keys, "output_router_logits", false)? {
+        return Ok(0.0);
+    }
+    if !(0.0..f32::INFINITY).contains(&weight) {
+        return Err(format!("{WEIGHT} is {weight}: it must be a finite number, 0 or more"));
+    }
+    Ok(given(keys, WEIGHT).and_then(Value::as_f64).unwrap_or(default))
+}
+
+/// Writes the keys that [`read_experts`] reads, the number of experts under both names. Of the
+/// losses that balance experts, transformers computes the one over all layers.
 pub(super) fn write_experts(experts: &Experts, intermediate: &str, config: &mut Value) {
-    let Experts { count, per_token, intermediate: channels, .. } = *experts;
-    let own = json!({
+    let Experts { count, per_token, intermediate: channels, balance, .. } = *experts;
+    let is_known = balance.loss > 0.0 && balance.of == BalanceOf::AllLayers;
+    let mut own = json!({
         "num_experts": count,
         "num_local_experts": count,
         "num_experts_per_tok": per_token,
         intermediate: channels,
+        "output_router_logits": is_known,
     });
+    if balance.loss > 0.0 {
+        own["router_aux_loss_coef"] = balance.loss.into();
+    }
     let own = own.as_object().cloned().unwrap_or_default();
     config.as_object_mut().expect("a config is an object").extend(own);
 }
@@ -163,8 +175,8 @@ mod tests {
             ("mixtral", json!({ "hidden_act": "mish" }), "hidden_act is \"mish\": known are"),
             (
                 "mixtral",
-                json!({ "output_router_logits": true }),
-                "set output_router_logits = false",
+                json!({ "output_router_logits": true, "router_aux_loss_coef": -1.0 }),
+                "router_aux_loss_coef is -1",
             ),
             ("qwen3_moe", json!({ "use_sliding_window": true }), "use_sliding_window is true"),
             (
@@ -194,7 +206,26 @@ mod tests {
             let error = read(&config(family, changes)).expect_err(says);
             assert!(error.contains(says), "{says:?} expected in: {error}");
         }
-        let silent = json!({ "output_router_logits": true, "router_aux_loss_coef": 0 });
-        assert!(read(&config("mixtral", silent)).is_ok(), "a loss that is 0 changes nothing");
+    }
+
+    #[test]
+    fn a_loss_that_balances_experts_is_that_of_the_config() {
+        let loss =
+            |family, changes| experts_of(&config(family, changes)).expect("read").balance.loss;
+        let on =
+            |weight: Value| json!({ "output_router_logits": true, "router_aux_loss_coef": weight });
+        assert_eq!(loss("mixtral", on(json!(0.02))), 0.02);
+        assert_eq!(loss("mixtral", on(json!(0))), 0.0);
+        assert_eq!(loss("mixtral", on(Value::Null)), 0.001, "the default of transformers");
+        assert_eq!(loss("olmoe", on(Value::Null)), 0.01, "the default of transformers");
+        assert_eq!(loss("mixtral", json!({ "router_aux_loss_coef": 0.5 })), 0.0, "it is not added");
+        let mut shape = read(&config("qwen3_moe", on(json!(0.1)))).expect("read");
+        let written = write(&shape, &Value::Null);
+        assert_eq!(written["router_aux_loss_coef"], 0.1);
+        assert_eq!(written["output_router_logits"], true);
+        let experts = shape.experts.as_mut().expect("it has them");
+        experts.balance.of = BalanceOf::EachLayer;
+        let written = write(&shape, &Value::Null);
+        assert_eq!(written["output_router_logits"], false, "transformers has another loss");
     }
 }

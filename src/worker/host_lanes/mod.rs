@@ -1,6 +1,7 @@
 //! The host lane and the update lane: embedding rows, losses and logits, sums of gradients,
 //! updates.
 
+mod balance;
 mod embedding;
 mod loss;
 mod rows;
@@ -73,6 +74,14 @@ impl HostLanes {
         match *operation.work() {
             Work::Gather { visit, share, master } => {
                 self.gather(&self.visit(operation, visit), share, master);
+                Ok(0.0)
+            }
+            Work::Measure { visit, micro_batch } => {
+                self.take_measures(&self.visit(operation, visit), micro_batch);
+                Ok(0.0)
+            }
+            Work::Answer { visit, micro_batch } => {
+                self.answer(&self.visit(operation, visit), micro_batch);
                 Ok(0.0)
             }
             Work::Loss { visit, micro_batch } => {

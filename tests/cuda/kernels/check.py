@@ -1477,6 +1477,83 @@ def check_experts(device, random, rows, channels, experts, per_token):
         device.same(y, expected)
 
 
+def ranks_of(logits, experts_of):
+    """The place of each choice among those of its row, the best first."""
+    own = np.take_along_axis(logits, experts_of, 1)
+    order = np.lexsort((experts_of, -own))
+    return np.argsort(order, 1)
+
+
+def check_limits(device, random, sequences, positions, experts, per_token, factor):
+    """Capacities of experts, with and without random second choices; sums of each sequence; slopes of losses."""
+    rows = sequences * positions
+    starts = make_starts(device, random, sequences, positions)
+    logits = device.floats(2 * noise(random, rows, experts))
+    experts_of = choice_of(logits.wide, per_token)
+    ranks = ranks_of(logits.wide, experts_of)
+    weights = softmax_of(logits.wide, experts_of, True)
+    chosen = device.floats(packed_choice(experts_of, weights))
+    for draws in (Dropout.of(0), Dropout.of(0.5)):
+        limited = device.floats_out(rows, 2 * per_token)
+        millionths = int(factor * 1e6)
+        device.launch("limit_experts", limited, chosen, logits, starts, sequences, rows, experts, per_token, millionths, draws)
+        most = max(-(-millionths * per_token * positions // (1000000 * experts)), 1) if millionths else rows
+        is_dropped = np.zeros((rows, per_token), bool)
+        for sequence in range(sequences):
+            taken = np.zeros(experts, int)
+            for rank, position in np.ndindex(per_token, positions):
+                row = sequence * positions + position
+                (choice,) = np.flatnonzero(ranks[row] == rank)
+                weight, is_kept = chosen.bits[row, per_token + choice], True
+                if rank == 1 and draws.threshold:
+                    # Below 2 w, where the threshold of a mask would be.
+                    drawn = Dropout.of(0.5)
+                    drawn.threshold, drawn.scale = min(int(float(weight) * 2**33), 2**32 - 1), 1
+                    is_kept = 2 * weight >= 1 or drawn.factors(sequence, position, 0) == 0
+                is_kept &= taken[experts_of[row, choice]] < most
+                taken[experts_of[row, choice]] += is_kept
+                is_dropped[row, choice] = not is_kept
+        expected = experts_of | np.where(is_dropped, -(2**31), 0)
+        device.same(limited, packed_choice(expected, chosen.bits[:, per_token:]))
+
+    limited = device.floats(limited.bits)
+    row_of, places = (device.integers(np.full(rows * per_token, -1), changes=True) for _ in range(2))
+    counts = device.integers(np.full(experts, -1), changes=True)
+    device.launch("dispatch", row_of, places, counts, limited, rows, experts, per_token)
+    order = np.argsort(experts_of.ravel(), kind="stable")
+    order = order[~is_dropped.ravel()[order]]
+    left = np.full(rows * per_token - len(order), -1)
+    device.same(places, np.concatenate([order, left]))
+    device.same(row_of, np.concatenate([order // per_token, left]))
+    device.same(counts, np.bincount(experts_of.ravel()[order], minlength=experts))
+
+    lse, most = device.floats_out(rows), logits.wide.max(1)
+    every = most + np.log(np.exp(logits.wide - most[:, None]).sum(1))
+    device.launch("route_lse", lse, logits, rows, experts)
+    device.expect(lse, every, 1e-6)
+    p = np.exp(logits.wide - every[:, None])
+    lse = device.floats(every)
+    for first_choice, accumulate in itertools.product((0, 1), repeat=2):
+        of_one = lambda x: x.reshape(sequences, positions, -1).sum(1)
+        is_counted = (ranks == 0) | (not first_choice)
+        own = ((experts_of[:, :, None] == np.arange(experts)) & is_counted[:, :, None]).sum(1)
+        dropped = is_dropped.sum(1, keepdims=True)
+        sums = np.concatenate([of_one(part) for part in (own, p, every[:, None] ** 2, dropped)], 1)
+        out = device.floats(noise(random, *sums.shape), changes=True) if accumulate else device.floats_out(*sums.shape)
+        sums = sums + (out.wide if accumulate else 0)
+        sizes = [sequences, rows, experts, per_token, first_choice, accumulate]
+        device.launch("measure_routes", out, logits, lse, limited, starts, *sizes)
+        device.expect(out, sums, 1e-6)
+
+    slopes = device.floats(noise(random, sequences, experts + 1))
+    dl = device.floats(noise(random, rows, experts), changes=True)
+    of_rows = np.repeat(slopes.wide, positions, 0)
+    mean = (p * of_rows[:, :-1]).sum(1, keepdims=True)
+    expected = dl.wide + p * (of_rows[:, :-1] - mean + of_rows[:, -1:] * every[:, None])
+    device.launch("route_slopes", dl, logits, slopes, starts, sequences, rows, experts)
+    device.expect(dl, expected, 2e-6)
+
+
 def check_gated_rows(device, random, rows, channels):
     x, gate = device.elements(noise(random, rows, channels)), device.elements(4 * noise(random, rows, 1))
     sigmoid, y = 1 / (1 + np.exp(-gate.wide)), device.floats_out(rows, channels)
@@ -1603,6 +1680,8 @@ def checks():
         ("experts", check_choice, each(routers, rows=[1, 9, 70], normalised=[0, 1])),
         ("experts", check_route, each(rows[2:], routers[:-1], normalised=[0, 1])),
         ("experts", check_experts, each([*rows, dict(rows=1300, channels=3)], routers[:-1])),
+        ("experts", check_limits, each(routers, sequences=[1, 3], positions=[1, 7], factor=[0, 0.3, 1.25])),
+        ("experts", check_limits, [dict(sequences=2, positions=600, experts=5, per_token=2, factor=0.5)]),
         ("experts", check_gated_rows, rows),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),

@@ -202,6 +202,7 @@ fn routes_and_their_gradients_are_the_plain_ones() {
                 h: h_view,
                 w: w_view,
                 normalised,
+                slopes: None,
                 accumulate: false,
             };
             let frozen = RouteBackward { dh: dh_frozen, dw: None, ..backward };

@@ -143,7 +143,7 @@ extern "C" __global__ void route_gradient(float* dl, const float* logits, const 
     }
     __syncwarp(); // the chosen ones are written again, by other lanes
     for (int j = lane; j < per_token; j += WARP) {
-        dl[__float_as_int(chosen[j])] = chosen[per_token + j] * (dchosen[j] - mean);
+        dl[__float_as_int(chosen[j]) & 0x7fffffff] = chosen[per_token + j] * (dchosen[j] - mean);
     }
 }
 
@@ -231,7 +231,8 @@ extern "C" __global__ void dispatch(int* row_of, int* places, int* counts, const
     int smaller = 0;
     for (long long row = threadIdx.x; row < rows; row += blockDim.x) {
         for (int j = 0; j < per_token; ++j) {
-            smaller += __float_as_int(chosen[2 * row * per_token + j]) < expert;
+            const int one = __float_as_int(chosen[2 * row * per_token + j]); // below 0: dropped
+            smaller += one >= 0 && one < expert;
         }
     }
     const int begin = block_sum(smaller);
@@ -364,5 +365,155 @@ extern "C" __global__ void gate_rows_backward(T* dx, T* dgate, const T* dy, cons
     sum = block_sum(sum);
     if (threadIdx.x == 0) {
         dgate[row] = put(sum * scale * (1.0f - scale));
+    }
+}
+
+// ---- Losses and limits of routers. A chosen expert whose highest bit is set is dropped: it has no row. ----
+
+__device__ inline int expert_of(float chosen) { return __float_as_int(chosen) & 0x7fffffff; }
+
+__device__ inline bool is_dropped(float chosen) { return __float_as_int(chosen) < 0; }
+
+// The number of a row's choices that are better than this one.
+__device__ inline int rank_of(const float* chosen, const float* logits, int per_token, int choice) {
+    const int own = expert_of(chosen[choice]);
+    const unsigned long long order = order_of(logits[own], own);
+    int better = 0;
+    for (int j = 0; j < per_token; ++j) {
+        const int other = expert_of(chosen[j]);
+        better += order_of(logits[other], other) > order;
+    }
+    return better;
+}
+
+// The log-sum-exp of a row's logits, in all lanes of a warp.
+__device__ inline float log_sum_exp(const float* logits, int experts) {
+    const int lane = threadIdx.x % WARP;
+    float most = -infinity(), total = 0.0f;
+    for (int expert = lane; expert < experts; expert += WARP) {
+        most = fmaxf(most, logits[expert]);
+    }
+    most = warp_max(most);
+    for (int expert = lane; expert < experts; expert += WARP) {
+        total += expf(logits[expert] - most);
+    }
+    return most + logf(warp_sum(total));
+}
+
+// The log-sum-exp of each row, a warp a row.
+// launch: grid (ceil(rows / 8)), block (256)
+extern "C" __global__ void route_lse(float* lse, const float* logits, int rows, int experts) {
+    const long long row = static_cast<long long>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+    if (row >= rows) {
+        return;
+    }
+    const float sum = log_sum_exp(logits + row * experts, experts);
+    if (threadIdx.x % WARP == 0) {
+        lse[row] = sum;
+    }
+}
+
+// The sums of a sequence: (sequences, 2 experts + 2). A block has the two sums of an expert; the last two blocks have
+// the squares of lse, and the dropped assignments.
+// launch: grid (experts + 2, sequences), block (256)
+extern "C" __global__ void measure_routes(float* out, const float* logits, const float* lse, const float* chosen,
+                                          const int* starts, int sequences, int rows, int experts, int per_token,
+                                          int first_choice, int accumulate) {
+    const int expert = blockIdx.x;
+    const Sequence sequence = sequence_at(starts, sequences, rows, blockIdx.y);
+    float count = 0.0f, sum = 0.0f;
+    for (int at = threadIdx.x; at < sequence.count; at += blockDim.x) {
+        const long long row = sequence.first + at;
+        const float* const own_logits = logits + row * experts;
+        const float* const own = chosen + 2 * row * per_token;
+        if (expert < experts) {
+            sum += expf(own_logits[expert] - lse[row]);
+        } else if (expert == experts) {
+            sum += lse[row] * lse[row];
+        }
+        for (int j = 0; j < per_token; ++j) {
+            if (expert > experts) {
+                sum += is_dropped(own[j]) ? 1.0f : 0.0f;
+            } else if (expert_of(own[j]) == expert) {
+                count += !first_choice || rank_of(own, own_logits, per_token, j) == 0 ? 1.0f : 0.0f;
+            }
+        }
+    }
+    count = block_sum(count);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) {
+        out += (2LL * experts + 2) * blockIdx.y + experts + expert;
+        *out = accumulate ? *out + sum : sum;
+        if (expert < experts) {
+            out -= experts;
+            *out = accumulate ? *out + count : count;
+        }
+    }
+}
+
+// Copies a choice, and drops the assignments of an expert beyond its capacity in a sequence: ceil(millionths k T / (1e6 experts)), or none if
+// `millionths` is 0. If `draws` has a threshold, the second choice of a row is kept with a probability of twice its
+// weight. A block writes the assignments of one expert.
+// launch: grid (experts, sequences), block (512)
+extern "C" __global__ void limit_experts(float* limited, const float* chosen, const float* logits, const int* starts,
+                                         int sequences, int rows, int experts, int per_token, int millionths,
+                                         Dropout draws) {
+    const int expert = blockIdx.x;
+    const Sequence sequence = sequence_at(starts, sequences, rows, blockIdx.y);
+    const long long over = 1000000LL * experts;
+    const long long places = (static_cast<long long>(millionths) * per_token * sequence.count + over - 1) / over;
+    const long long most = millionths == 0 ? sequence.count : places > 1 ? places : 1;
+    long long taken = 0;
+    for (int rank = 0; rank < per_token; ++rank) {
+        for (int from = 0; from < sequence.count; from += blockDim.x) {
+            const int position = from + threadIdx.x;
+            const long long row = sequence.first + position;
+            const float* const own = chosen + 2 * row * per_token;
+            int choice = -1;
+            for (int j = 0; position < sequence.count && j < per_token; ++j) {
+                if (expert_of(own[j]) == expert && rank_of(own, logits + row * experts, per_token, j) == rank) {
+                    choice = j;
+                }
+            }
+            bool is_kept = choice >= 0;
+            if (is_kept && rank == 1 && draws.threshold != 0) {
+                const Draws drawn = philox({0, draws.first_position + static_cast<unsigned>(position),
+                                            draws.first_sequence + static_cast<unsigned>(sequence.index), draws.site},
+                                           draws.key[0], draws.key[1]);
+                const float weight = own[per_token + choice];
+                is_kept = 2.0f * weight >= 1.0f || drawn.of[0] < static_cast<unsigned>(weight * 8589934592.0f); // 2^33
+            }
+            const Rank place = block_rank(is_kept);
+            if (choice >= 0) {
+                const bool has_place = is_kept && taken + place.before < most;
+                float* const to = limited + 2 * row * per_token;
+                to[choice] = __int_as_float(has_place ? expert : expert | 0x80000000);
+                to[per_token + choice] = own[per_token + choice];
+            }
+            taken += place.all;
+        }
+    }
+}
+
+// dl += p (b - sum p b) + z lse p, a warp a row. slopes: (sequences, experts + 1), b and z.
+// launch: grid (ceil(rows / 8)), block (256)
+extern "C" __global__ void route_slopes(float* dl, const float* logits, const float* slopes, const int* starts,
+                                        int sequences, int rows, int experts) {
+    const int lane = threadIdx.x % WARP;
+    const long long row = static_cast<long long>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+    if (row >= rows) {
+        return;
+    }
+    dl += row * experts;
+    logits += row * experts;
+    slopes += sequence_of(starts, sequences, rows, row).index * (experts + 1LL);
+    const float lse = log_sum_exp(logits, experts);
+    float mean = 0.0f;
+    for (int expert = lane; expert < experts; expert += WARP) {
+        mean += expf(logits[expert] - lse) * slopes[expert];
+    }
+    const float rest = slopes[experts] * lse - warp_sum(mean);
+    for (int expert = lane; expert < experts; expert += WARP) {
+        dl[expert] += expf(logits[expert] - lse) * (slopes[expert] + rest);
     }
 }

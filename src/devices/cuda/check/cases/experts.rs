@@ -2,8 +2,8 @@
 
 use super::{Cases, Layout};
 use crate::kernels::{
-    CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Kernels, Route, RouteBackward,
-    RowDots, RowWeights, WeighRows,
+    CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Kernels, LimitExperts,
+    MeasureRoutes, OF_SEQUENCE, Route, RouteBackward, RouteSlopes, RowDots, RowWeights, WeighRows,
 };
 use crate::tensor::View;
 
@@ -65,6 +65,7 @@ impl Routed {
 impl Cases<'_> {
     pub(super) fn of_experts(&mut self) {
         self.of_routers();
+        self.of_limits();
         self.of_assignments();
         let r = self.batch.rows();
         case!(self.gate_rows, |p| GateRows {
@@ -83,7 +84,8 @@ impl Cases<'_> {
 
     /// A router of one channel, as above, and routers of which rows choose every expert.
     fn of_routers(&mut self) {
-        let r = self.batch.rows();
+        let batch = self.batch;
+        let r = batch.rows();
         for (c, experts, per_token) in [(1, 40, 3), (CHANNELS, 5, 5), (1030, 6, 6)] {
             for normalised in [false, true] {
                 let route = move |p: &mut Layout| Route {
@@ -98,6 +100,8 @@ impl Cases<'_> {
                 self.case("route_backward", |p| {
                     let forward = route(p);
                     let Route { chosen, logits, h, w, .. } = forward;
+                    let of_sequences = p.floats([batch.sequences(), experts + 1], 0.0);
+                    let slopes = RouteSlopes { of_sequences, batch };
                     let backward = RouteBackward {
                         dh: p.floats([r, c], 0.0),
                         dw: (c != CHANNELS).then_some(p.gradient([experts, c], normalised)),
@@ -107,6 +111,7 @@ impl Cases<'_> {
                         h,
                         w,
                         normalised,
+                        slopes: (c != 1).then_some(slopes),
                         accumulate: normalised,
                     };
                     move |k, scratch| {
@@ -115,6 +120,39 @@ impl Cases<'_> {
                     }
                 });
             }
+        }
+    }
+
+    /// Sums of each sequence behind a router that drops assignments. Without a factor, the second
+    /// choice is drawn.
+    fn of_limits(&mut self) {
+        let batch = self.batch;
+        let limits = [(40, 3, Some(300_000), false), (5, 2, None, true), (3, 1, Some(1), false)];
+        for (experts, per_token, factor_millionths, first_choice) in limits {
+            if batch.chunk().is_some() {
+                continue;
+            }
+            self.case("limit_experts", |p| {
+                let routed = Routed::new(p, batch.rows(), experts, per_token);
+                let Routed { route: Route { chosen, logits, .. }, rows, places } = routed;
+                let limited = p.floats_output(chosen.shape());
+                let shape = [batch.sequences(), 2 * experts + OF_SEQUENCE];
+                let statistics = p.gradient(shape, first_choice);
+                let second = batch.dropout(0.5, 3, 3).filter(|_| factor_millionths.is_none());
+                let limit =
+                    LimitExperts { limited, chosen, logits, factor_millionths, second, batch };
+                let chosen = limited;
+                let accumulate = first_choice;
+                let measure =
+                    MeasureRoutes { statistics, logits, chosen, first_choice, batch, accumulate };
+                move |k, scratch| {
+                    k.route(&routed.route);
+                    k.limit_experts(&limit);
+                    k.measure_routes(&measure, scratch);
+                    // What stands behind the assignments that are left stays as it was.
+                    k.dispatch(&Dispatch { rows, places, chosen, experts });
+                }
+            });
         }
     }
 

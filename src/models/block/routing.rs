@@ -1,0 +1,92 @@
+//! What a block's router measures, drops and learns from in training, beside its choice.
+
+use l2l_actors::schedule::Role;
+
+use super::chunk::ChunkPass;
+use crate::kernels::{LimitExperts, MeasureRoutes, RouteSlopes};
+use crate::models::ports::PortViews;
+use crate::models::{Balance, BalanceOf};
+use crate::tensor::{Scratch, View};
+
+/// The place of the draws of second choices among the random numbers of a block.
+const SECOND_CHOICE: u32 = 3;
+
+/// The boundaries of a router in a training step.
+#[derive(Clone, Copy)]
+pub(super) struct RoutingViews {
+    /// In the forward: the place for the sums of each sequence. (B, 2 E + 2).
+    measured: Option<View>,
+    /// In the backward: the gradients of the router's losses. (B, E + 1).
+    slopes: Option<View>,
+}
+
+impl RoutingViews {
+    pub(super) fn of_forward(ports: &PortViews<'_>) -> RoutingViews {
+        RoutingViews { measured: ports.written(Role::Routing), slopes: None }
+    }
+
+    pub(super) fn of_backward(ports: &PortViews<'_>) -> RoutingViews {
+        RoutingViews { measured: None, slopes: ports.read(Role::Balance) }
+    }
+}
+
+impl ChunkPass<'_> {
+    fn balance(&self) -> Balance {
+        self.experts().balance
+    }
+
+    /// True if this pass drops choices.
+    pub(super) fn drops(&self) -> bool {
+        self.batch.trains() && self.balance().drops()
+    }
+
+    /// The choice that is left after the limits of training.
+    pub(super) fn limited(&self, chosen: View, logits: View, scratch: &Scratch<'_>) -> View {
+        if !self.drops() {
+            return chosen;
+        }
+        let Balance { capacity_millionths: factor_millionths, second_at_random, .. } =
+            self.balance();
+        let batch = self.batch;
+        // The probability is not read: each draw is compared with a weight.
+        let draws = batch.dropout(0.5, self.block.index, SECOND_CHOICE);
+        let second = draws.filter(|_| second_at_random);
+        let limited = scratch.take_floats(chosen.rows, chosen.columns);
+        self.k.limit_experts(&LimitExperts {
+            limited,
+            chosen,
+            logits,
+            factor_millionths,
+            second,
+            batch,
+        });
+        limited
+    }
+
+    /// The rows of this chunk's sequences.
+    fn of_sequences(&self, view: View) -> View {
+        let first = self.batch.first_sequence();
+        view.row_range(first..first + self.batch.sequences())
+    }
+
+    /// Writes the sums of each sequence, where a forward pass measures them. The chunks of a
+    /// sequence add to each other.
+    pub(super) fn measure(&self, chosen: View, logits: View, scratch: &Scratch<'_>) {
+        let Some(measured) = self.routing.measured else { return };
+        let op = MeasureRoutes {
+            statistics: self.of_sequences(measured),
+            logits,
+            chosen,
+            first_choice: self.balance().of == BalanceOf::FirstChoice,
+            batch: self.batch,
+            accumulate: self.batch.first_position() > 0,
+        };
+        self.k.measure_routes(&op, scratch);
+    }
+
+    /// The gradients of the router's losses.
+    pub(super) fn slopes(&self) -> Option<RouteSlopes<'_>> {
+        let of_sequences = self.of_sequences(self.routing.slopes?);
+        Some(RouteSlopes { of_sequences, batch: self.batch })
+    }
+}
