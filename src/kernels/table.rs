@@ -46,6 +46,21 @@ macro_rules! operations {
                 self.linear_backward(linear, scratch);
             }
 
+            /// Computes products that do not depend on each other. A device may do so at once.
+            fn linears(&self, ops: &[Linear]) {
+                ops.iter().for_each(|op| self.linear(op));
+            }
+
+            /// Computes backwards that do not depend on each other. A device may do so at once.
+            fn linears_backward(&self, ops: &[LinearBackward], scratch: &Scratch<'_>) {
+                ops.iter().for_each(|op| self.linear_backward(op, scratch));
+            }
+
+            /// Adds the rows of several experts in this order. A device may do so in one pass.
+            fn combine_experts(&self, ops: &[CombineRows]) {
+                ops.iter().for_each(|op| self.combine_rows(op));
+            }
+
             /// Computes a sum and its norm: `norm.x` is `sum.y`, and `norm.y` may be `sum.x`. A
             /// device may do both in one pass.
             fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {
@@ -87,6 +102,21 @@ macro_rules! operations {
             ) {
                 self.run(activate);
                 self.run_in(linear, scratch);
+            }
+
+            /// Computes [`Kernels::linears`].
+            fn linears(&self, ops: &[Linear]) {
+                ops.iter().for_each(|op| self.run(op));
+            }
+
+            /// Computes [`Kernels::linears_backward`].
+            fn linears_backward(&self, ops: &[LinearBackward], scratch: &Scratch<'_>) {
+                ops.iter().for_each(|op| self.run_in(op, scratch));
+            }
+
+            /// Computes [`Kernels::combine_experts`].
+            fn combine_experts(&self, ops: &[CombineRows]) {
+                ops.iter().for_each(|op| self.run(op));
             }
 
             /// Computes [`Kernels::residual_norm`].
@@ -164,6 +194,21 @@ macro_rules! operations {
                 linear.check();
                 assert_eq!(linear.dy, activate.dx, "the product is the one before the function");
                 DeviceKernels::activate_linear_backward(self, activate, linear, scratch);
+            }
+
+            fn linears(&self, ops: &[Linear]) {
+                ops.iter().for_each(KernelOperation::check);
+                DeviceKernels::linears(self, ops);
+            }
+
+            fn linears_backward(&self, ops: &[LinearBackward], scratch: &Scratch<'_>) {
+                ops.iter().for_each(KernelOperation::check);
+                DeviceKernels::linears_backward(self, ops, scratch);
+            }
+
+            fn combine_experts(&self, ops: &[CombineRows]) {
+                ops.iter().for_each(KernelOperation::check);
+                DeviceKernels::combine_experts(self, ops);
             }
 
             fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {

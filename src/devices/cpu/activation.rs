@@ -198,7 +198,7 @@ impl Compute for Gate {
         };
         let i = y.columns;
         let rows = call.write(y).par_chunks_mut(i).zip(call.read(x).par_chunks(2 * i));
-        rows.for_each(|(y, x)| {
+        rows.with_min_len(PIECE.div_ceil(i)).for_each(|(y, x)| {
             let (gate, up) = x.split_at(i);
             level.run(
                 #[inline(always)]
@@ -228,7 +228,7 @@ impl Compute for GateBackward {
         let i = dy.columns;
         let dx = call.write(dx).par_chunks_mut(2 * i);
         let rows = dx.zip(call.read(dy).par_chunks(i)).zip(call.read(x).par_chunks(2 * i));
-        rows.for_each(|((dx, dy), x)| {
+        rows.with_min_len(PIECE.div_ceil(i)).for_each(|((dx, dy), x)| {
             let (dgate, dup) = dx.split_at_mut(i);
             let (gate, up) = x.split_at(i);
             level.run(

@@ -2,6 +2,8 @@
 //!
 //! Logits are products, so the bits of a row do not depend on the other rows or on threads.
 
+use std::slice;
+
 use rayon::prelude::*;
 
 use super::activation::sigmoid;
@@ -175,6 +177,19 @@ impl CpuKernels<'_> {
     }
 }
 
+impl CpuKernels<'_> {
+    /// Adds the rows of several experts to one sum. Those of 16 bits are added expert by expert,
+    /// because the memory to widen elements is that of one operation.
+    pub(super) fn combine_in_order(&self, ops: &[CombineRows]) {
+        let Some(&CombineRows { y, .. }) = ops.first() else { return };
+        if ops.iter().any(|op| op.y != y || op.x.dtype != Dtype::F32) {
+            return ops.iter().for_each(|op| self.run(op));
+        }
+        let Some(call) = self.call_all(ops) else { return };
+        combine(self.level, ops, &call);
+    }
+}
+
 impl Runs<GatherRows> for CpuKernels<'_> {
     /// Copies rows of 16-bit elements as floats where that is possible, so that the rows that this
     /// expert does not read are not widened.
@@ -204,39 +219,60 @@ fn in_floats(views: [View; 2]) -> Option<[View; 2]> {
 
 impl Compute for CombineRows {
     fn compute(&self, level: Level, call: &Call<'_>) {
-        let CombineRows { y, x, rows, weights } = *self;
-        let channels = y.columns;
-        let x = call.read(x);
-        let rows: Option<&[f32]> = rows.map(|rows| call.read(rows));
+        combine(level, slice::from_ref(self), call);
+    }
+}
+
+/// Adds the rows of experts to one sum, in the order of the experts, in a pass over the sum.
+fn combine(level: Level, experts: &[CombineRows], call: &Call<'_>) {
+    let y = experts[0].y;
+    let channels = y.columns;
+    let experts: Vec<_> = experts.iter().map(|op| CombinedRows::new(op, call)).collect();
+    let tasks = call.write(y).par_chunks_mut(ROWS * channels).enumerate();
+    tasks.for_each(|(task, y)| {
+        let first = task * ROWS;
+        level.run(
+            #[inline(always)]
+            || experts.iter().for_each(|expert| expert.add(y, channels, first)),
+        );
+    });
+}
+
+/// The rows of one expert.
+struct CombinedRows<'c> {
+    x: &'c [f32],
+    rows: Option<&'c [f32]>,
+    /// Places and choices.
+    weights: Option<[&'c [f32]; 2]>,
+    per_token: usize,
+}
+
+impl<'c> CombinedRows<'c> {
+    fn new(op: &CombineRows, call: &'c Call<'_>) -> CombinedRows<'c> {
+        let rows: Option<&[f32]> = op.rows.map(|rows| call.read(rows));
         let is_sorted = |rows: &[f32]| rows.is_sorted_by(|a, b| integer(*a) < integer(*b));
         assert!(rows.is_none_or(is_sorted), "the rows of one expert");
+        let weights = op.weights.map(|of| [call.read(of.places), call.read(of.chosen)]);
+        let per_token = op.weights.map_or(0, |of| of.chosen.columns / 2);
+        CombinedRows { x: call.read(op.x), rows, weights, per_token }
+    }
+
+    /// Adds to the rows of `y`, which begin with the row `first`.
+    #[inline(always)]
+    fn add(&self, y: &mut [f32], channels: usize, first: usize) {
+        let CombinedRows { x, rows, weights, per_token } = *self;
         let row = |at: usize| rows.map_or(at, |rows| integer(rows[at]));
         // The first place among the rows that is not before this row.
         let place = |row: usize| {
             rows.map_or(row, |rows| rows.partition_point(|other| integer(*other) < row))
         };
-        let weights = weights.map(|of| [call.read(of.places), call.read(of.chosen)]);
-        let k = self.weights.map_or(0, |of| of.chosen.columns / 2);
-        let weight = |at: usize| {
-            weights.map_or(1.0, |[places, chosen]| weight(chosen, k, integer(places[at])))
-        };
-        let tasks = call.write(y).par_chunks_mut(ROWS * channels).enumerate();
-        tasks.for_each(|(task, y)| {
-            let first = task * ROWS;
-            let to = place(first + y.len() / channels);
-            let from = place(first);
-            level.run(
-                #[inline(always)]
-                || {
-                    for at in from..to {
-                        let w = weight(at);
-                        let y = &mut y[(row(at) - first) * channels..][..channels];
-                        let x = &x[at * channels..][..channels];
-                        y.iter_mut().zip(x).for_each(|(y, x)| *y += w * x);
-                    }
-                },
-            );
-        });
+        for at in place(first)..place(first + y.len() / channels) {
+            let w = weights
+                .map_or(1.0, |[places, chosen]| weight(chosen, per_token, integer(places[at])));
+            let y = &mut y[(row(at) - first) * channels..][..channels];
+            let x = &x[at * channels..][..channels];
+            y.iter_mut().zip(x).for_each(|(y, x)| *y += w * x);
+        }
     }
 }
 

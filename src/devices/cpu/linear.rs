@@ -3,22 +3,27 @@
 use rayon::prelude::*;
 
 use super::product::{Matrix, Product, Start};
-use super::views::{Call, Compute, ComputeIn};
-use crate::kernels::{Linear, LinearBackward, LinearSize};
+use super::views::{Call, Compute, ComputeIn, CpuKernels};
+use crate::kernels::{Linear, LinearBackward, LinearSize, Runs, RunsIn};
 use crate::simd::Level;
+use crate::tensor::{Dtype, Scratch};
 
 /// Rows that one partial sum over rows takes: by shape, never by threads.
 pub(super) const SUM_ROWS: usize = 64;
 
 impl Compute for Linear {
     fn compute(&self, level: Level, call: &Call<'_>) {
-        let LinearSize { rows, inputs, outputs, .. } = self.size();
-        let a = Matrix::rows(call.read(self.x), inputs);
-        let b = upright(call.read(self.w), &self.size());
-        let start = call.read_if(self.bias).map_or(Start::Zero, Start::Bias);
-        let product = Product { a, b, rows, depth: inputs, columns: outputs, start };
-        product.run(level, call.write(self.y));
+        product(self, call).run(level, call.write(self.y));
     }
+}
+
+/// x w + bias.
+fn product<'c>(op: &Linear, call: &'c Call<'_>) -> Product<'c> {
+    let LinearSize { rows, inputs, outputs, .. } = op.size();
+    let a = Matrix::rows(call.read(op.x), inputs);
+    let b = upright(call.read(op.w), &op.size());
+    let start = call.read_if(op.bias).map_or(Start::Zero, Start::Bias);
+    Product { a, b, rows, depth: inputs, columns: outputs, start }
 }
 
 impl ComputeIn for LinearBackward {
@@ -28,24 +33,65 @@ impl ComputeIn for LinearBackward {
 
     /// dx = dy wᵀ, dw (+)= xᵀ dy (transposed: dyᵀ x), db (+)= Σ dy.
     fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]) {
-        let LinearSize { rows, inputs, outputs, transposed } = self.size();
+        let LinearSize { rows, .. } = self.size();
         let dy = call.read(self.dy);
         if let Some(db) = call.write_if(self.dbias) {
             sum_rows(level, db, dy, rows, self.accumulate, workspace);
         }
-        let x = Matrix::rows(call.read(self.x), inputs);
-        let dy = Matrix::rows(dy, outputs);
-        let (a, b, [of, by]) =
-            if transposed { (dy, x, [outputs, inputs]) } else { (x, dy, [inputs, outputs]) };
         if let Some(dw) = call.write_if(self.dw) {
-            let a = a.transposed();
-            let start = Start::accumulate(self.accumulate);
-            Product { a, b, rows: of, depth: rows, columns: by, start }.run(level, dw);
+            weights_gradient(self, call).run(level, dw);
         }
-        let b = upright(call.read(self.w), &self.size()).transposed();
-        let start = Start::Zero;
-        let product = Product { a: dy, b, rows, depth: outputs, columns: inputs, start };
-        product.run(level, call.write(self.dx));
+        input_gradient(self, call).run(level, call.write(self.dx));
+    }
+}
+
+/// xᵀ dy (transposed: dyᵀ x).
+fn weights_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> {
+    let LinearSize { rows, inputs, outputs, transposed } = op.size();
+    let x = Matrix::rows(call.read(op.x), inputs);
+    let dy = Matrix::rows(call.read(op.dy), outputs);
+    let start = Start::accumulate(op.accumulate);
+    if transposed {
+        let a = dy.transposed();
+        return Product { a, b: x, rows: outputs, depth: rows, columns: inputs, start };
+    }
+    Product { a: x.transposed(), b: dy, rows: inputs, depth: rows, columns: outputs, start }
+}
+
+/// dy wᵀ.
+fn input_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> {
+    let LinearSize { rows, inputs, outputs, .. } = op.size();
+    let a = Matrix::rows(call.read(op.dy), outputs);
+    let b = upright(call.read(op.w), &op.size()).transposed();
+    Product { a, b, rows, depth: outputs, columns: inputs, start: Start::Zero }
+}
+
+impl CpuKernels<'_> {
+    /// Computes products at once. Those of 16 bits run one by one, because the memory to widen
+    /// elements is that of one operation.
+    pub(super) fn run_linears(&self, ops: &[Linear]) {
+        if ops.len() == 1 || ops.iter().any(|op| op.x.dtype != Dtype::F32) {
+            return ops.iter().for_each(|op| self.run(op));
+        }
+        let Some(call) = self.call_all(ops) else { return };
+        let products = ops.iter().map(|op| (product(op, &call), call.write(op.y)));
+        Product::run_all(self.level, products.collect());
+    }
+
+    /// Computes backwards at once. Those of 16 bits run one by one, as above, and those of biases,
+    /// because their workspace is that of one.
+    pub(super) fn run_linears_backward(&self, ops: &[LinearBackward], scratch: &Scratch<'_>) {
+        let is_alone = |op: &LinearBackward| op.x.dtype != Dtype::F32 || op.dbias.is_some();
+        if ops.len() == 1 || ops.iter().any(is_alone) {
+            return ops.iter().for_each(|op| self.run_in(op, scratch));
+        }
+        let Some(call) = self.call_all(ops) else { return };
+        let products = ops.iter().flat_map(|op| {
+            let of_weights = call.write_if(op.dw).map(|dw| (weights_gradient(op, &call), dw));
+            let of_input = (input_gradient(op, &call), call.write(op.dx));
+            of_weights.into_iter().chain([of_input])
+        });
+        Product::run_all(self.level, products.collect());
     }
 }
 

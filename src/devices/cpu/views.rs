@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use rayon::prelude::*;
 
 use crate::kernels::{
-    Access, DeviceKernels, Dispatch, KernelOperation, Runs, RunsIn, Score, ScoreBackward,
-    UnpackPositive, each_view,
+    Access, CombineRows, DeviceKernels, Dispatch, KernelOperation, Linear, LinearBackward, Runs,
+    RunsIn, Score, ScoreBackward, UnpackPositive, each_view,
 };
 use crate::simd::Level;
 use crate::tensor::{Arena, ArenaPlan, Dtype, Scratch, Slots, View, narrow, widen};
@@ -98,13 +98,18 @@ impl<'a> CpuKernels<'a> {
         op: &dyn KernelOperation,
         workspace: impl IntoIterator<Item = View>,
     ) -> Option<Call<'a>> {
-        let mut writes = Vec::new();
-        let mut reads = Vec::new();
-        each_view(op, &mut |access, view| match access {
-            Access::Read => reads.push(view),
-            Access::Write | Access::WriteOpaque => writes.push(view),
-        });
+        let (mut writes, reads) = views_of([op]);
         writes.extend(workspace);
+        self.call_on(writes, reads)
+    }
+
+    /// Begins several operations, none of which reads what another one writes; `None` without
+    /// memory.
+    pub(super) fn call_all<O: KernelOperation>(&self, ops: &[O]) -> Option<Call<'a>> {
+        let (mut writes, reads) = views_of(ops.iter().map(|op| op as &dyn KernelOperation));
+        // Several may add to one view, which is then taken once. `write` refuses to take it twice.
+        writes.sort_unstable_by_key(|view| (view.at, view.rows));
+        writes.dedup();
         self.call_on(writes, reads)
     }
 
@@ -157,6 +162,18 @@ impl DeviceKernels for CpuKernels<'_> {
 
     fn dispatch(&self, op: &Dispatch) -> Vec<usize> {
         self.sort_assignments(op)
+    }
+
+    fn linears(&self, ops: &[Linear]) {
+        self.run_linears(ops);
+    }
+
+    fn linears_backward(&self, ops: &[LinearBackward], scratch: &Scratch<'_>) {
+        self.run_linears_backward(ops, scratch);
+    }
+
+    fn combine_experts(&self, ops: &[CombineRows]) {
+        self.combine_in_order(ops);
     }
 
     fn score_and_backward(&self, score: &Score, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
@@ -270,6 +287,19 @@ impl Drop for Call<'_> {
             pieces.for_each(|(to, from)| narrow(view.dtype, to, from));
         }
     }
+}
+
+/// The views that operations write, and those that they read.
+fn views_of<'o>(ops: impl IntoIterator<Item = &'o dyn KernelOperation>) -> (Vec<View>, Vec<View>) {
+    let mut writes = Vec::new();
+    let mut reads = Vec::new();
+    for op in ops {
+        each_view(op, &mut |access, view| match access {
+            Access::Read => reads.push(view),
+            Access::Write | Access::WriteOpaque => writes.push(view),
+        });
+    }
+    (writes, reads)
 }
 
 /// The place that belongs to a view of this call.

@@ -2,7 +2,7 @@
 
 use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
 use super::experts::PassedDown;
-use super::products::{MlpPass, ProductBackward};
+use super::products::{MlpPart, MlpPass, ProductBackward};
 use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients};
 use crate::kernels::{
@@ -57,9 +57,9 @@ impl ChunkPass<'_> {
             (FeedForward::Dense(w), FeedForward::Dense(d)) => {
                 let activated = scratch.take(r, self.block.shape.intermediate);
                 let up = self.saved.up;
+                let parts = &[MlpPart { rows: 0..r, w, d }];
                 let mlp = MlpPass {
-                    w,
-                    d,
+                    parts,
                     x: self.hidden,
                     up,
                     activated,
@@ -88,10 +88,11 @@ impl ChunkPass<'_> {
         scratch: &Scratch<'_>,
     ) -> View {
         let dbranch = buffers.dbranch;
+        let w = mlp.parts[0].w;
         if g.save.is_none() {
-            self.products.linear(mlp.up, mlp.x, &mlp.w.up);
+            self.products.linear(mlp.up, mlp.x, &w.up);
         }
-        self.unpack_up(mlp.w);
+        self.unpack_up(w);
         self.products.activate(mlp.activated, mlp.up);
         let dsum = self.last_norm_backward(g, mlp, buffers, scratch);
         let dropout = self.block.feed_forward_dropout(&self.batch);
@@ -126,11 +127,12 @@ impl ChunkPass<'_> {
     fn last_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
-        MlpPass { w: mlp, activated, .. }: MlpPass<'_>,
+        MlpPass { parts, activated, .. }: MlpPass<'_>,
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
         let ChunkPass { block, w, ref saved, hidden, ref batch, .. } = *self;
+        let mlp = parts[0].w;
         let Some(sum) = saved.feed_forward_sum else {
             if block.shape.branch_norm && g.save.is_none() {
                 self.branch(buffers.dbranch, activated, &mlp.down, FEED_FORWARD);

@@ -2,11 +2,14 @@
 //! their weighted outputs are added in the order of the experts, in floats. So the result does not
 //! depend on the blocks in which experts lie, nor on the visits that run them.
 
+use std::iter;
+use std::ops::Range;
+
 use super::TransformerBlock;
 use super::backward::{Buffers, ChunkGradients};
 use super::chunk::ChunkPass;
-use super::products::{MlpPass, Products, Weighted};
-use super::tensors::{ExpertWeights, Mlp, SharedExpert};
+use super::products::{MlpPart, MlpPass, Products, Weighted};
+use super::tensors::{ExpertWeights, Mlp, Product, SharedExpert};
 use crate::kernels::{
     BatchView, Cast, Clear, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Kernels,
     Linear, LinearBackward, Residual, Route, RouteBackward, RowWeights,
@@ -64,7 +67,7 @@ pub(super) struct ExpertPass<'a> {
     up: Option<View>,
 }
 
-/// The assignments of one expert.
+/// The assignments of experts that follow each other.
 #[derive(Clone, Copy)]
 struct Assigned {
     /// Where they begin among all assignments.
@@ -74,6 +77,34 @@ struct Assigned {
     /// (1, N).
     rows: View,
     weights: RowWeights,
+}
+
+/// Experts that follow each other and run at once, so that a device computes their products side by
+/// side. Together they have at most R rows: more than one of them need no more workspace than one
+/// that all rows chose.
+struct Run {
+    /// The index of the first among the experts that were asked for.
+    first: usize,
+    /// The rows of each among those of the run.
+    rows: Vec<Range<usize>>,
+}
+
+impl Run {
+    /// The experts' numbers. `first` is that of the first one that was asked for.
+    fn numbers(&self, first: usize) -> Range<usize> {
+        let begin = first + self.first;
+        begin..begin + self.rows.len()
+    }
+
+    /// The number of its rows.
+    fn end(&self) -> usize {
+        self.rows.last().map_or(0, |rows| rows.end)
+    }
+
+    /// The indices and rows of the experts that have rows.
+    fn filled(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
+        (self.first..).zip(&self.rows).filter(|(_, rows)| !rows.is_empty())
+    }
 }
 
 /// The backward of some experts that follow each other.
@@ -113,9 +144,9 @@ impl<'a> ExpertPass<'a> {
         ExpertPass { products, x, chosen, rows, places, counts, up }
     }
 
-    fn of(&self, expert: usize) -> Assigned {
-        let count = self.counts[expert];
-        let before: usize = self.counts[..expert].iter().sum();
+    fn of(&self, experts: Range<usize>) -> Assigned {
+        let before: usize = self.counts[..experts.start].iter().sum();
+        let count = self.counts[experts].iter().sum();
         // Where there is no memory, each expert counts all rows, so that workspace is measured.
         let first = before.min(self.rows.columns - count);
         let [rows, places] = [self.rows, self.places].map(|all| all.part(first..first + count));
@@ -123,7 +154,40 @@ impl<'a> ExpertPass<'a> {
         Assigned { first, count, rows, weights }
     }
 
-    /// The place of one expert's rows before its activation function.
+    /// The runs of some experts, of which `first` is the number of the first.
+    fn runs(&self, first: usize, experts: &[Mlp<SlotWeight<'_>>]) -> Vec<Run> {
+        let mut runs = Vec::<Run>::new();
+        for (at, expert) in experts.iter().enumerate() {
+            let count = self.counts[first + at];
+            let joins = |run: &&mut Run| {
+                let are_fit = [expert, &experts[run.first]].map(Mlp::runs_beside_others);
+                are_fit == [true; 2] && run.end() + count <= self.x.rows
+            };
+            match runs.last_mut().filter(joins) {
+                Some(run) => run.rows.push(run.end()..run.end() + count),
+                None => runs.push(Run { first: at, rows: iter::once(0..count).collect() }),
+            }
+        }
+        runs
+    }
+
+    /// Adds the outputs of a run of experts to `y`, or their inputs' gradients, which have no
+    /// weights. The backward adds in descending order.
+    fn combine(&self, run: &Run, at: &Assigned, [y, x]: [View; 2], is_forward: bool) {
+        let expert = |rows: &Range<usize>| {
+            let part = |all: View| all.part(rows.clone());
+            let weights = RowWeights { places: part(at.weights.places), ..at.weights };
+            let weights = is_forward.then_some(weights);
+            CombineRows { y, x: x.row_range(rows.clone()), rows: Some(part(at.rows)), weights }
+        };
+        let mut experts: Vec<CombineRows> = run.filled().map(|(_, rows)| expert(rows)).collect();
+        if !is_forward {
+            experts.reverse();
+        }
+        self.products.k.combine_experts(&experts);
+    }
+
+    /// The place of the rows of some experts before their activation function.
     fn expert_up(&self, at: Assigned, scratch: &Scratch<'_>) -> View {
         let block = self.products.block;
         let channels = block.experts().map_or(0, |experts| experts.intermediate);
@@ -141,67 +205,74 @@ impl<'a> ExpertPass<'a> {
     ) {
         let Products { block, k, .. } = *self.products;
         let channels = block.experts().map_or(0, |experts| experts.intermediate);
-        for (number, expert) in (first..).zip(experts) {
-            let at = self.of(number);
+        for run in self.runs(first, experts) {
+            let at = self.of(run.numbers(first));
             if at.count == 0 {
                 continue;
             }
             let scratch = &scratch.nested();
-            let expert = &expert.ready(k, scratch);
+            let w: Vec<_> = run.filled().map(|(at, _)| experts[at].ready(k, scratch)).collect();
+            let of_each = |product: fn(&Mlp<View>) -> &Product<View>| -> Vec<_> {
+                let parts = run.filled().zip(&w);
+                parts.map(|((_, rows), w)| (rows.clone(), product(w))).collect()
+            };
             let x = scratch.take(at.count, sum.columns);
             k.gather_rows(&GatherRows { y: x, x: self.x, rows: at.rows });
             let up = self.expert_up(at, scratch);
-            self.products.linear(up, x, &expert.up);
+            self.products.linears(up, x, &of_each(|w| &w.up));
             let activated = scratch.take(at.count, channels);
             self.products.activate(activated, up);
-            self.products.linear(x, activated, &expert.down);
-            let rows = Some(at.rows);
-            k.combine_rows(&CombineRows { y: sum, x, rows, weights: Some(at.weights) });
+            self.products.linears(x, activated, &of_each(|w| &w.down));
+            self.combine(&run, &at, [sum, x], true);
         }
     }
 
     /// The gradients of these experts' tensors, and what the experts add to those of their input
     /// and weights, from the last expert to the first.
     pub(super) fn backward(&self, g: &ExpertGradients<'_>, scratch: &Scratch<'_>) {
-        let experts = (g.first..).zip(g.w.iter().zip(g.d));
-        let experts: Vec<_> = experts.collect();
-        for (number, (w, d)) in experts.into_iter().rev() {
-            self.expert_backward(g, w, d, self.of(number), &scratch.nested());
+        let idle = g.d.iter().zip(&self.counts[g.first..]).filter(|(_, count)| **count == 0);
+        for gradient in idle.filter(|_| !g.accumulate).flat_map(|(d, _)| d.all()) {
+            self.products.k.clear(&Clear { y: gradient });
+        }
+        for run in self.runs(g.first, g.w).into_iter().rev() {
+            let at = self.of(run.numbers(g.first));
+            if at.count > 0 {
+                self.run_backward(g, &run, at, &scratch.nested());
+            }
         }
     }
 
-    fn expert_backward(
+    /// The backward of experts that run at once and have rows.
+    fn run_backward(
         &self,
         g: &ExpertGradients<'_>,
-        w: &Mlp<SlotWeight<'_>>,
-        d: &Mlp<Option<View>>,
+        run: &Run,
         at: Assigned,
         scratch: &Scratch<'_>,
     ) {
         let Products { block, k, .. } = *self.products;
         let ExpertGradients { accumulate, passed: PassedDown { dy, dh, dchosen }, .. } = *g;
         let Assigned { count, rows, weights, .. } = at;
-        if count == 0 {
-            let gradients = d.all().filter(|_| !accumulate);
-            gradients.for_each(|gradient| k.clear(&Clear { y: gradient }));
-            return;
-        }
-        let w = &w.ready(k, scratch);
+        let w: Vec<_> = run.filled().map(|(at, _)| g.w[at].ready(k, scratch)).collect();
+        let parts = run.filled().zip(&w);
+        let parts = parts.map(|((at, rows), w)| MlpPart { rows: rows.clone(), w, d: &g.d[at] });
+        let parts: &Vec<MlpPart<'_>> = &parts.collect();
         let [x, dy_rows] = [(); 2].map(|()| scratch.take(count, dh.columns));
         k.gather_rows(&GatherRows { y: x, x: self.x, rows });
         k.gather_rows(&GatherRows { y: dy_rows, x: dy, rows });
         let up = self.expert_up(at, scratch);
         if self.up.is_none() {
-            self.products.linear(up, x, &w.up);
+            let ups = parts.iter().map(|MlpPart { rows, w, .. }| (rows.clone(), &w.up));
+            self.products.linears(up, x, &ups.collect::<Vec<_>>());
         }
         let channels = block.experts().map_or(0, |experts| experts.intermediate);
         let activated = scratch.take(count, channels);
         self.products.activate(activated, up);
         let weighted = Some(Weighted { weights, dchosen });
         let dx = dy_rows;
-        let mlp = MlpPass { w, d, x, up, activated, weighted, accumulate };
+        let mlp = MlpPass { parts, x, up, activated, weighted, accumulate };
         self.products.mlp_backward(mlp, [dx, dy_rows], scratch);
-        k.combine_rows(&CombineRows { y: dh, x: dx, rows: Some(rows), weights: None });
+        self.combine(run, &at, [dh, dx], false);
     }
 }
 
@@ -369,7 +440,8 @@ impl ChunkPass<'_> {
         k.gate_rows_backward(&GateRowsBackward { dx, dgate, dy, x, gate });
         let up = saved.up;
         let weighted = None;
-        let mlp = MlpPass { w: &w.mlp, d: &d.mlp, x: hidden, up, activated, weighted, accumulate };
+        let parts = &[MlpPart { rows: 0..hidden.rows, w: &w.mlp, d: &d.mlp }];
+        let mlp = MlpPass { parts, x: hidden, up, activated, weighted, accumulate };
         self.products.mlp_backward(mlp, [dx, dx], scratch);
         // The expert's output has no more use.
         let of_gate = x;

@@ -1,5 +1,7 @@
 //! The products of a block with their activation functions and adapters, forward and backward.
 
+use std::ops::Range;
+
 use super::TransformerBlock;
 use super::tensors::{Mlp, Product};
 use crate::kernels::{
@@ -19,11 +21,17 @@ pub(super) struct Products<'a> {
     pub(super) low_rank: Option<LowRank<'a>>,
 }
 
-/// A feed-forward on some rows, for its backward.
-#[derive(Clone, Copy)]
-pub(super) struct MlpPass<'a> {
+/// Rows that have a feed-forward of their own, with its weights and gradients.
+pub(super) struct MlpPart<'a> {
+    pub(super) rows: Range<usize>,
     pub(super) w: &'a Mlp<View>,
     pub(super) d: &'a Mlp<Option<View>>,
+}
+
+/// A feed-forward on some rows, for its backward, or several experts, one behind the other.
+#[derive(Clone, Copy)]
+pub(super) struct MlpPass<'a> {
+    pub(super) parts: &'a [MlpPart<'a>],
     /// Its input. (N, C).
     pub(super) x: View,
     /// What stands before the activation function. (N, I or 2 I).
@@ -61,12 +69,44 @@ pub(super) struct ProductBackward<'a> {
     pub(super) accumulate: bool,
 }
 
+impl ProductBackward<'_> {
+    fn linear(&self) -> LinearBackward {
+        let ProductBackward { dx, d, dy, x, w, dbias, accumulate, .. } = *self;
+        LinearBackward {
+            dx,
+            dw: d.affine.weight,
+            dbias,
+            dy,
+            x,
+            w: w.affine.weight,
+            transposed: w.transposed,
+            accumulate,
+        }
+    }
+}
+
 impl Products<'_> {
     pub(super) fn linear(&self, y: View, x: View, product: &Product<View>) {
         let Affine { weight: w, bias } = product.affine;
         let transposed = product.transposed;
         self.k.linear(&Linear { y, x, w, bias, transposed });
         if let Some(low_rank) = &self.low_rank {
+            low_rank.add(y, x, &product.adapters);
+        }
+    }
+
+    /// Products with some rows each, at once.
+    pub(super) fn linears(&self, y: View, x: View, parts: &[(Range<usize>, &Product<View>)]) {
+        let of = |rows: &Range<usize>| [y, x].map(|view| view.row_range(rows.clone()));
+        let ops = parts.iter().map(|(rows, product)| {
+            let Affine { weight: w, bias } = product.affine;
+            let [y, x] = of(rows);
+            Linear { y, x, w, bias, transposed: product.transposed }
+        });
+        self.k.linears(&ops.collect::<Vec<_>>());
+        let Some(low_rank) = &self.low_rank else { return };
+        for (rows, product) in parts {
+            let [y, x] = of(rows);
             low_rank.add(y, x, &product.adapters);
         }
     }
@@ -93,7 +133,7 @@ impl Products<'_> {
     ) {
         let k = self.k;
         let Shape { gated, activation, .. } = self.block.shape;
-        let MlpPass { w, d, x, up, activated, weighted, accumulate } = mlp;
+        let MlpPass { parts, x, up, activated, weighted, accumulate } = mlp;
         let dup = scratch.take_like(up);
         let mut dactivated = if gated { scratch.take_like(activated) } else { dup };
         let mut input = activated;
@@ -101,24 +141,16 @@ impl Products<'_> {
             input = scratch.take_like(activated);
             k.weigh_rows(&WeighRows { y: input, x: activated, weights });
         }
-        let down = ProductBackward {
-            dx: dactivated,
-            d: &d.down,
-            dy,
-            x: input,
-            w: &w.down,
-            dbias: d.down.bias().filter(|_| weighted.is_none()),
-            activate: None,
-            accumulate,
-        };
-        self.backward(&down, scratch);
-        if let Some(Weighted { weights, dchosen }) = weighted {
-            let places = weights.places;
-            let bias = w.down.affine.bias.map(|bias| BiasRows { dy, bias });
-            k.row_dots(&RowDots { out: dchosen, x: dactivated, y: activated, places, bias });
-            if let Some(y) = d.down.bias() {
-                k.sum_rows(&SumRows { y, x: dy, weights, accumulate });
-            }
+        let down = parts.iter().map(|MlpPart { rows, w, d }| {
+            let [dx, dy, x] = [dactivated, dy, input].map(|view| view.row_range(rows.clone()));
+            let dbias = d.down.bias().filter(|_| weighted.is_none());
+            let w = &w.down;
+            ProductBackward { dx, d: &d.down, dy, x, w, dbias, activate: None, accumulate }
+        });
+        self.backwards(&down.collect::<Vec<_>>(), scratch);
+        if let Some(weighted) = weighted {
+            self.weights_backward(&mlp, weighted, [dactivated, dy]);
+            let weights = weighted.weights;
             k.weigh_rows(&WeighRows { y: input, x: dactivated, weights });
             dactivated = input;
         }
@@ -126,11 +158,49 @@ impl Products<'_> {
             let form = self.block.shape.gate_form();
             k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, form });
         }
-        let activate = (!gated).then_some(ActivateBackward { dx: dup, x: up, activation });
-        let dbias = d.up.bias();
-        let op =
-            ProductBackward { dx, d: &d.up, dy: dup, x, w: &w.up, dbias, activate, accumulate };
-        self.backward(&op, scratch);
+        let up = parts.iter().map(|MlpPart { rows, w, d }| {
+            let [dx, dy, x, up] = [dx, dup, x, up].map(|view| view.row_range(rows.clone()));
+            let activate = (!gated).then_some(ActivateBackward { dx: dy, x: up, activation });
+            let dbias = d.up.bias();
+            ProductBackward { dx, d: &d.up, dy, x, w: &w.up, dbias, activate, accumulate }
+        });
+        self.backwards(&up.collect::<Vec<_>>(), scratch);
+    }
+
+    /// The gradients of the rows' weights, and of the biases behind the second products, from the
+    /// gradients of what the activation function and the outputs are.
+    fn weights_backward(
+        &self,
+        mlp: &MlpPass<'_>,
+        Weighted { weights, dchosen: out }: Weighted,
+        [dactivated, dy]: [View; 2],
+    ) {
+        let MlpPass { parts, activated, accumulate, .. } = *mlp;
+        let [x, y] = [dactivated, activated];
+        if parts.iter().all(|MlpPart { w, .. }| w.down.affine.bias.is_none()) {
+            let places = weights.places;
+            return self.k.row_dots(&RowDots { out, x, y, places, bias: None });
+        }
+        for MlpPart { rows, w, d } in parts {
+            let [x, y, dy] = [x, y, dy].map(|view| view.row_range(rows.clone()));
+            let places = weights.places.part(rows.clone());
+            let bias = w.down.affine.bias.map(|bias| BiasRows { dy, bias });
+            self.k.row_dots(&RowDots { out, x, y, places, bias });
+            if let Some(y) = d.down.bias() {
+                let weights = RowWeights { places, ..weights };
+                self.k.sum_rows(&SumRows { y, x: dy, weights, accumulate });
+            }
+        }
+    }
+
+    /// The backwards of products with some rows each, at once.
+    fn backwards(&self, ops: &[ProductBackward<'_>], scratch: &Scratch<'_>) {
+        if ops.len() == 1 || ops.iter().any(|op| op.activate.is_some()) {
+            return ops.iter().for_each(|op| self.backward(op, scratch));
+        }
+        let linears: Vec<LinearBackward> = ops.iter().map(|op| op.linear()).collect();
+        self.k.linears_backward(&linears, scratch);
+        ops.iter().for_each(|op| self.adapters_backward(op, scratch));
     }
 
     /// The backward of the dropout of a branch's output, to `dx`. Without dropout it returns `dy`.
@@ -149,21 +219,16 @@ impl Products<'_> {
 
     /// The gradients of a product's input, weights and adapters.
     pub(super) fn backward(&self, op: &ProductBackward<'_>, scratch: &Scratch<'_>) {
-        let ProductBackward { dx, d, dy, x, w, dbias, activate, accumulate } = *op;
-        let op = LinearBackward {
-            dx,
-            dw: d.affine.weight,
-            dbias,
-            dy,
-            x,
-            w: w.affine.weight,
-            transposed: w.transposed,
-            accumulate,
-        };
-        match activate {
-            Some(activate) => self.k.activate_linear_backward(&activate, &op, scratch),
-            None => self.k.linear_backward(&op, scratch),
+        let linear = op.linear();
+        match op.activate {
+            Some(activate) => self.k.activate_linear_backward(&activate, &linear, scratch),
+            None => self.k.linear_backward(&linear, scratch),
         }
+        self.adapters_backward(op, scratch);
+    }
+
+    fn adapters_backward(&self, op: &ProductBackward<'_>, scratch: &Scratch<'_>) {
+        let ProductBackward { dx, d, dy, x, w, accumulate, .. } = *op;
         if let Some(low_rank) = &self.low_rank {
             low_rank.backward([dx, dy, x], &w.adapters, &d.adapters, accumulate, scratch);
         }

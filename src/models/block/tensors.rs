@@ -46,6 +46,14 @@ impl<V: Copy> Mlp<Option<V>> {
 }
 
 impl Mlp<SlotWeight<'_>> {
+    /// True for an expert that may run beside others: its weights take no workspace, and it has no
+    /// biases.
+    pub(super) fn runs_beside_others(&self) -> bool {
+        [&self.up, &self.down].into_iter().all(|Product { affine, .. }| {
+            matches!(affine.weight, SlotWeight::Ready(_)) && affine.bias.is_none()
+        })
+    }
+
     /// The weights in the device's dtype.
     pub(super) fn ready(&self, k: &dyn Kernels, scratch: &Scratch<'_>) -> Mlp<View> {
         let ready = |weight: SlotWeight<'_>| weight.ready(k, scratch);

@@ -28,6 +28,12 @@ const CUTS: usize = 2;
 /// The most columns of c in one task.
 const WIDE: usize = 512;
 
+/// The fewest columns of c for which products that run at once are split.
+const NARROW: usize = 128;
+
+/// Tasks of a thread when products run at once: more would be short, fewer of unlike lengths.
+const SHARES: usize = 4;
+
 /// The most rows of a that are multiplied with a sliver in turn.
 const GROUP: usize = 72;
 
@@ -109,6 +115,40 @@ impl Product<'_> {
             let part = self.part(row, column, high.min(rows - row), wide.min(columns - column));
             // SAFETY: inside c, whose length was checked; no other task has these elements.
             unsafe { task::run(level, part, c.base().add(row * columns + column), columns) };
+        });
+    }
+
+    /// Computes products on all threads of the pool at once. Each has a c of its own, dense.
+    pub(super) fn run_all(level: Level, products: Vec<(Product<'_>, &mut [f32])>) {
+        let work = |product: &Product<'_>| product.rows * product.columns * product.depth;
+        let total: usize = products.iter().map(|(product, _)| work(product)).sum();
+        let share = total.div_ceil(SHARES * rayon::current_num_threads());
+        let mut tasks = Vec::new();
+        for (product, c) in products {
+            let Product { rows, columns, .. } = product;
+            assert_eq!(c.len(), rows * columns, "{rows} by {columns}");
+            if c.is_empty() {
+                continue;
+            }
+            // Columns are split first: each column of b is packed once.
+            let parts = work(&product).div_ceil(share);
+            let across = columns.div_ceil(WIDE).max(parts.min(columns.div_ceil(NARROW)));
+            let wide = columns.div_ceil(across).next_multiple_of(micro_kernel::LARGEST[1]);
+            let across = columns.div_ceil(wide);
+            let high = rows.div_ceil(parts.div_ceil(across).min(rows.div_ceil(GROUP)));
+            let c = Scattered::new(c);
+            let pieces = (0..rows).step_by(high).flat_map(|row| {
+                (0..columns).step_by(wide).map(move |column| {
+                    let part =
+                        product.part(row, column, high.min(rows - row), wide.min(columns - column));
+                    (part, c, row * columns + column, columns)
+                })
+            });
+            tasks.extend(pieces);
+        }
+        tasks.into_par_iter().with_max_len(1).for_each(|(part, c, at, columns)| {
+            // SAFETY: inside c, whose length was checked; no other task has these elements.
+            unsafe { task::run(level, part, c.base().add(at), columns) };
         });
     }
 

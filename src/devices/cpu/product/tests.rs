@@ -124,3 +124,31 @@ fn threads_and_other_rows_change_no_bits() {
     Product { rows: 1, ..product }.run(Level::best(), &mut first);
     assert!(first == one[..columns]);
 }
+
+/// Each product has its own depth and start, and a c with numbers.
+#[test]
+fn products_that_run_at_once_have_the_bits_of_each() {
+    let numbers = SIZES.iter().map(|[rows, depth, columns]| {
+        [rows * depth, depth * columns, rows * columns].map(|len| noise(len, len as u64).narrow)
+    });
+    let numbers = numbers.collect::<Vec<_>>();
+    let products = SIZES.iter().zip(&numbers).enumerate().map(|(at, (size, [a, b, _]))| {
+        let &[rows, depth, columns] = size;
+        let turns = [at % 2 == 0, at % 3 == 0];
+        let a = matrix(a, [rows, depth], turns[0]);
+        let b = matrix(b, [depth, columns], turns[1]);
+        Product { a, b, rows, depth, columns, start: Start::accumulate(at % 2 == 0) }
+    });
+    let products = products.collect::<Vec<_>>();
+    let before: Vec<_> = numbers.iter().map(|[_, _, c]| c.clone()).collect();
+    let mut alone = before.clone();
+    products.iter().zip(&mut alone).for_each(|(product, c)| product.run(Level::best(), c));
+    for threads in [1, 2, 5, 80] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let mut at_once = before.clone();
+        let all = products.iter().copied().zip(at_once.iter_mut().map(|c| &mut c[..]));
+        let all = all.collect();
+        pool.install(|| Product::run_all(Level::best(), all));
+        assert!(at_once == alone, "{threads} threads");
+    }
+}
