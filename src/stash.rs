@@ -2,13 +2,14 @@
 //! of what visits keep on their device beside it.
 //!
 //! A boundary has a place for each group of micro-batches. If devices meet one micro-batch at a
-//! time (resident, pipelines), and in what a device keeps, it has a place for each micro-batch. A place is used again by a
-//! boundary of the same size, once an earlier visit of the same device has read it for the last
-//! time. No lock is needed: one lane of a device computes its visits in their order, and a visit's
-//! outputs are written while it computes (on the CPU) or downloaded after it. By then all earlier
-//! visits of the device have read their inputs. A visit never writes where it reads: its outputs
-//! get their places before the places of its inputs are free. A boundary that the host reads (loss,
-//! scatter), or that several devices read, keeps its place for the whole step.
+//! time (resident, pipelines), and in what a device keeps, it has a place for each micro-batch. A
+//! place is used again by a boundary of the same size, once an earlier visit of the same device has
+//! read it for the last time. No lock is needed: one lane of a device computes its visits in their
+//! order, and a visit's outputs are written while it computes (on the CPU) or downloaded after it.
+//! By then all earlier visits of the device have read their inputs. A visit never writes where it
+//! reads: its outputs get their places before the places of its inputs are free. A boundary that
+//! the host reads (loss, scatter), or that several devices read, keeps its place for the whole
+//! step.
 //!
 //! A boundary may be *packed*: the stash holds its numbers in bf16 or int8 (`tensor::packed`).
 

@@ -65,20 +65,25 @@ pub(crate) struct Ways {
     pub(crate) link: bool,
 }
 
+/// A block has `count` experts, of which a token chooses `per_token`.
+fn set_experts(config: &mut Config, case: &Case, [count, per_token]: [usize; 2]) {
+    config.experts = case.routers.config(per_token);
+    config.model.preset = Some(if case.gpt_oss { "gpt-oss-20b" } else { "moe-small" }.into());
+    config.model.kv_heads = case.gpt_oss.then_some(1);
+    config.model.experts = Some(count);
+    config.model.experts_per_token = Some(per_token);
+    config.model.expert_intermediate = Some(14);
+}
+
 pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let mut config = Config::default();
     config.model.layers = Some(case.layers);
     let mut kind = ways.kind;
-    if let Some([count, per_token]) = case.experts {
-        config.experts = case.routers.config(per_token);
+    if let Some(experts) = case.experts {
+        set_experts(&mut config, case, experts);
         if case.routers.is_of_step() {
             kind = whole_steps(kind);
         }
-        config.model.preset = Some(if case.gpt_oss { "gpt-oss-20b" } else { "moe-small" }.into());
-        config.model.kv_heads = case.gpt_oss.then_some(1);
-        config.model.experts = Some(count);
-        config.model.experts_per_token = Some(per_token);
-        config.model.expert_intermediate = Some(14);
     }
     config.model.hidden = Some(24);
     config.model.heads = Some(3);

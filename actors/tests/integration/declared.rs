@@ -179,7 +179,7 @@ fn the_host_answers_between_forward_and_backward() {
     assert_eq!(ranges(Answers::Nothing), []);
     assert_eq!(ranges(Answers::Read), [0..2, 2..4]);
     assert_eq!(ranges(Answers::MicroBatch), [0..2, 2..4]);
-    assert_eq!(ranges(Answers::Step), [0..4]);
+    assert_eq!(ranges(Answers::Step), vec![0..4; 1]);
     let schedule = generated(Answers::Step);
     let balance = schedule.visits.iter().find(is_balance).expect("there is one");
     assert_eq!((balance.layer.0, balance.reads.len(), balance.writes.len()), (3, 3, 2));

@@ -397,4 +397,6 @@ impl Compute for GateRowsBackward {
 }
 
 #[cfg(test)]
+mod at_once;
+#[cfg(test)]
 mod tests;

@@ -128,8 +128,8 @@ impl TransformerBlock {
         self.experts().map_or(shape.up(), |experts| shape.up_of(experts.shared))
     }
 
-    /// Channels before the activation function of a row's experts, if they are saved: apart from the
-    /// base block they are recomputed, because a part's rows are not known before.
+    /// Channels before the activation function of a row's experts, if they are saved. Apart from
+    /// the base block they are recomputed: how many rows a part has is not known before.
     fn experts_up(&self) -> usize {
         let of_row = |experts: Experts| experts.per_token * self.shape.up_of(experts.intermediate);
         self.experts().filter(|_| !self.is_apart()).map_or(0, of_row)

@@ -7,11 +7,11 @@ use rayon::ThreadPoolBuilder;
 
 use super::*;
 use crate::devices::cpu::oracle::{Bench, close, differences, noise};
-use crate::kernels::{Kernels, Linear, LinearBackward, RowWeights};
-use crate::tensor::{Arena, Scratch, narrow};
+use crate::kernels::{Kernels, RowWeights};
+use crate::tensor::{Arena, narrow};
 
 /// Integers as the bits of floats.
-fn bits(integers: impl IntoIterator<Item = usize>) -> Vec<f32> {
+pub(super) fn bits(integers: impl IntoIterator<Item = usize>) -> Vec<f32> {
     integers.into_iter().map(|integer| f32::from_bits(integer as u32)).collect()
 }
 
@@ -20,7 +20,7 @@ fn integers(floats: &[f32]) -> Vec<usize> {
 }
 
 /// Whether two slices hold the same bits.
-fn same(a: &[f32], b: &[f32]) -> bool {
+pub(super) fn same(a: &[f32], b: &[f32]) -> bool {
     a.iter().map(|a| a.to_bits()).eq(b.iter().map(|b| b.to_bits()))
 }
 
@@ -163,6 +163,15 @@ fn a_rows_bits_depend_on_neither_other_rows_nor_threads() {
     }
 }
 
+/// The backward of a route, without gradients of its weights.
+fn backward_of(route: Route, [dh, dchosen]: [View; 2]) -> RouteBackward<'static> {
+    let Route { chosen, logits, h, w, normalised, .. } = route;
+    let [dw, dbias] = [None, None];
+    let slopes = None;
+    let accumulate = false;
+    RouteBackward { dh, dw, dbias, logits, chosen, dchosen, h, w, normalised, slopes, accumulate }
+}
+
 #[test]
 fn routes_and_their_gradients_are_the_plain_ones() {
     for (per_token, normalised) in [(1, false), (3, false), (3, true), (6, true), (6, false)] {
@@ -195,19 +204,8 @@ fn routes_and_their_gradients_are_the_plain_ones() {
             let bias = None;
             let route =
                 Route { chosen, logits: out, h: h_view, w: w_view, bias, per_token, normalised };
-            let backward = RouteBackward {
-                dh,
-                dw: Some(dw),
-                dbias: None,
-                logits: out,
-                chosen,
-                dchosen: bench.tensor(per_token, &dchosen.narrow),
-                h: h_view,
-                w: w_view,
-                normalised,
-                slopes: None,
-                accumulate: false,
-            };
+            let dchosen = bench.tensor(per_token, &dchosen.narrow);
+            let backward = RouteBackward { dw: Some(dw), ..backward_of(route, [dh, dchosen]) };
             let frozen = RouteBackward { dh: dh_frozen, dw: None, ..backward };
             bench.run(level, |k, scratch| {
                 k.route(&route);
@@ -385,19 +383,9 @@ fn biases_of_routers_are_added_and_have_gradients() {
         let more = bench.tensor(experts, &vec![3.0; experts]);
         let normalised = true;
         let route = Route { chosen, logits: out, h, w, bias: biases, per_token, normalised };
-        let backward = RouteBackward {
-            dh: bench.tensor(1, &vec![0.0; rows]),
-            dw: None,
-            dbias: Some(dbias),
-            logits: out,
-            chosen,
-            dchosen: bench.tensor(per_token, &dchosen.narrow),
-            h,
-            w,
-            normalised,
-            slopes: None,
-            accumulate: false,
-        };
+        let dh = bench.tensor(1, &vec![0.0; rows]);
+        let dchosen = bench.tensor(per_token, &dchosen.narrow);
+        let backward = RouteBackward { dbias: Some(dbias), ..backward_of(route, [dh, dchosen]) };
         bench.run(level, |k, scratch| {
             k.route(&route);
             k.route_backward(&backward, scratch);
@@ -457,73 +445,5 @@ fn sums_with_a_bias_are_the_plain_ones() {
         close(&bench.values(sums), &expected, 1e-5);
         let more: Vec<f32> = bench.values(more).iter().map(|sum| sum - 1.0).collect();
         close(&more, &expected, 1e-5);
-    }
-}
-
-/// Products, their backwards and sums of experts' rows, at once or one by one. Returns the memory
-/// behind them.
-fn experts_of(dtype: Dtype, has_bias: bool, transposed: bool, at_once: bool) -> Vec<f32> {
-    const MEMORY: usize = 1 << 16;
-    let [inputs, outputs, k] = [40, 24, 2];
-    let all = View::floats(0, MEMORY);
-    let mut memory = Arena::new(2 * MEMORY).expect("little");
-    match dtype {
-        Dtype::F32 => memory.fill(all, &noise(MEMORY, 1).narrow),
-        dtype => {
-            let mut halves = vec![0.0; MEMORY];
-            let x = noise(2 * MEMORY, 1).narrow;
-            narrow(dtype, bytemuck::cast_slice_mut(&mut halves), &x);
-            memory.fill(all, &halves);
-        }
-    }
-    let scratch = Scratch::new(all, dtype);
-    let sum = scratch.take_floats(90, inputs);
-    let chosen = scratch.take_floats(90, 2 * k);
-    // The rows of three experts, of which the last has most.
-    let rows = [vec![2, 3, 89], vec![0], (0..75).collect::<Vec<usize>>()];
-    let experts = rows.map(|rows| {
-        let n = rows.len();
-        let [w_rows, w_columns] = if transposed { [outputs, inputs] } else { [inputs, outputs] };
-        let [x, dx] = [(); 2].map(|()| scratch.take(n, inputs));
-        let [y, dy] = [(); 2].map(|()| scratch.take(n, outputs));
-        let w = scratch.take(w_rows, w_columns);
-        let dw = Some(scratch.take_floats(w_rows, w_columns));
-        let bias = has_bias.then(|| scratch.take(1, outputs));
-        let dbias = has_bias.then(|| scratch.take_floats(1, outputs));
-        let [row_bits, places] = [(); 2].map(|()| scratch.take_floats(1, n));
-        memory.fill(row_bits, &bits(rows.iter().copied()));
-        memory.fill(places, &bits(rows.iter().map(|row| row * k + 1)));
-        let weights = Some(RowWeights { places, chosen });
-        let linear = Linear { y, x, w, bias, transposed };
-        let backward =
-            LinearBackward { dx, dw, dbias, dy, x, w, transposed, accumulate: n % 3 == 0 };
-        let combine = CombineRows { y: sum, x: dx, rows: Some(row_bits), weights };
-        (linear, backward, combine)
-    });
-    let linears = experts.map(|(linear, _, _)| linear);
-    let backwards = experts.map(|(_, backward, _)| backward);
-    let combines = experts.map(|(_, _, combine)| combine);
-    // Room for the largest operation alone.
-    let widened = View::floats(MEMORY, if dtype == Dtype::F32 { 0 } else { 12_000 });
-    let kernels = CpuKernels::with_room(Some(&memory), Level::best(), widened);
-    if at_once {
-        kernels.linears(&linears);
-        kernels.linears_backward(&backwards, &scratch);
-        kernels.combine_experts(&combines);
-    } else {
-        linears.iter().for_each(|op| kernels.linear(op));
-        backwards.iter().for_each(|op| kernels.linear_backward(op, &scratch));
-        combines.iter().for_each(|op| kernels.combine_rows(op));
-    }
-    memory.values(all).to_vec()
-}
-
-#[test]
-fn experts_that_run_at_once_have_the_bits_of_each() {
-    for (dtype, has_bias) in [(Dtype::F32, false), (Dtype::F32, true), (Dtype::Bf16, false)] {
-        for transposed in [false, true] {
-            let of = |at_once| experts_of(dtype, has_bias, transposed, at_once);
-            assert!(same(&of(true), &of(false)), "{dtype} {has_bias} {transposed}");
-        }
     }
 }
