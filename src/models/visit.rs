@@ -426,7 +426,7 @@ impl Measured<'_> {
             kinds: &kinds,
             documents: &[],
             cached: &[],
-            dropout_key: Some(DropoutKey { seed: 0, step: 0, first_sequence: 0 }),
+            dropout_key: self.trains.then_some(DropoutKey { seed: 0, step: 0, first_sequence: 0 }),
         };
         let backward = visit.phase == Phase::Backward;
         let mut at = 0;

@@ -135,12 +135,15 @@ pub(super) fn check_sizes(
         return Err(Error::config("schedule.chunks", problem));
     }
     let turns = sequences.div_ceil(config.step.micro_batch) as u128;
-    let visits = turns.saturating_mul(model.layers.len() as u128);
+    let parts: usize = model.first_ports.iter().map(|steps| steps.len().max(1)).sum();
+    let visits = turns.saturating_mul(parts as u128);
     if visits > VISITS {
+        let is_apart = shape.experts.is_some_and(|experts| experts.bundles.is_some());
         return Err(Error::argument(format_args!(
             "a step of {turns} micro-batches over {} layers is {visits} turns of at most {VISITS}: \
-             make step.micro_batch larger or step.batch smaller",
-            model.layers.len()
+             make step.micro_batch{} larger or step.batch smaller",
+            model.layers.len(),
+            if is_apart { " or schedule.bundles" } else { "" }
         )));
     }
     let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;

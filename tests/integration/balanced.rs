@@ -7,6 +7,7 @@ use std::path::Path;
 
 use l2l::config::{ExpertsConfig, ScheduleKind};
 use l2l::data::Batches;
+use l2l::inference::{Generator, Room, Sampling, Then};
 use l2l::models::{BalanceOf, BalanceOver};
 use l2l::telemetry::samples;
 use l2l::{Config, Plan, StepReport, Trainer, model_of, shape_of};
@@ -221,6 +222,32 @@ fn refusal(change: impl Fn(&mut Config)) -> String {
     let planned = shape_of(&config).and_then(|shape| model_of(&config, shape));
     let planned = planned.and_then(|model| Plan::new(&config, &model, &config.update_rule()));
     planned.map(drop).expect_err("it is refused").to_string()
+}
+
+/// Limits are of training alone: a run generates from a prompt that training could not have.
+#[tokio::test]
+async fn limits_leave_long_prompts_alone() {
+    let of = |capacity_factor| async move {
+        let mut config = Config::default();
+        config.model.preset = Some("moe-small".into());
+        config.model.layers = Some(1);
+        config.model.positions = Some(300);
+        config.step.chunk_positions = 128;
+        config.experts.capacity_factor = capacity_factor;
+        let prompt: Vec<u32> = (0..200).collect();
+        let room = Room { prompts: 1, prompt: 200, tokens: 204 };
+        let mut generator = Generator::start(config, room).await.expect("a model of ours");
+        let mut tokens = Vec::new();
+        let each = |_, token, _| {
+            tokens.push(token);
+            Then::GoOn
+        };
+        let how = Sampling::default();
+        generator.generate(&[prompt], 4, how, &[], each).await.expect("a good prompt");
+        generator.stop().await.expect("a clean end");
+        tokens
+    };
+    assert_eq!(of(Some(0.5)).await, of(None).await);
 }
 
 #[test]

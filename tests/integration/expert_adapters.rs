@@ -121,3 +121,21 @@ fn adapters_of_experts_have_the_same_bits_in_every_schedule() {
         assert_eq!(summary.weights_digest, reference.weights_digest, "{kind:?}");
     }
 }
+
+/// Quantised adapters that are not trained, beside experts that are, have workspace one by one.
+#[test]
+fn experts_train_beside_frozen_adapters() {
+    let mut config = exact::config(&Case { experts: Some([16, 2]), ..SMALL.clone() }, &baseline());
+    config.model.expert_intermediate = Some(128);
+    config.train.lora = Some(LoraConfig { rank: Some(24), ..LoraConfig::default() });
+    config.train.only = vec!["mlp.experts".into()];
+    config.train.frozen = vec!["lora_A".into()];
+    config.train.base = Base::Bf16;
+    config.schedule.recompute = true.into();
+    let of = |bundles| {
+        let mut config = config.clone();
+        config.schedule.bundles = bundles;
+        run(config, 2).0
+    };
+    assert_eq!(of(Some(1)), of(None));
+}

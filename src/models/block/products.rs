@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::TransformerBlock;
 use super::tensors::{Mlp, Product};
 use crate::kernels::{
-    Activate, ActivateBackward, ApplyDropout, BiasRows, Dropout, Gate, GateBackward, Kernels,
+    Activate, ActivateBackward, ApplyDropout, BiasRows, Cast, Dropout, Gate, GateBackward, Kernels,
     Linear, LinearBackward, RowDots, RowWeights, SumRows, WeighRows,
 };
 use crate::models::low_rank::LowRank;
@@ -157,6 +157,8 @@ impl Products<'_> {
         if gated {
             let form = self.block.shape.gate_form();
             k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: up, form });
+        } else if weighted.is_some() {
+            k.cast(&Cast { y: dup, x: dactivated });
         }
         let up = parts.iter().map(|MlpPart { rows, w, d }| {
             let [dx, dy, x, up] = [dx, dup, x, up].map(|view| view.row_range(rows.clone()));

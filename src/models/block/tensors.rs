@@ -46,11 +46,13 @@ impl<V: Copy> Mlp<Option<V>> {
 }
 
 impl Mlp<SlotWeight<'_>> {
-    /// True for an expert that may run beside others: its weights take no workspace, and it has no
-    /// biases.
+    /// True for an expert that may run beside others: its weights and adapters take no workspace,
+    /// and it has no biases.
     pub(super) fn runs_beside_others(&self) -> bool {
-        [&self.up, &self.down].into_iter().all(|Product { affine, .. }| {
-            matches!(affine.weight, SlotWeight::Ready(_)) && affine.bias.is_none()
+        let is_ready = |weight: &SlotWeight<'_>| matches!(weight, SlotWeight::Ready(_));
+        [&self.up, &self.down].into_iter().all(|Product { affine, adapters, .. }| {
+            let mut of_adapters = adapters.iter().flat_map(|one| [&one.a, &one.b]);
+            is_ready(&affine.weight) && affine.bias.is_none() && of_adapters.all(is_ready)
         })
     }
 

@@ -84,6 +84,11 @@ fn model_of_run(config: &Config, own: Option<Model>) -> Result<Model, Error> {
                            its layers, and choose among them (Trainer::step_with)";
             return Err(Error::config("model.max_layers", problem));
         }
+        Some(_) if config.schedule.bundles.is_some() => {
+            let problem = "is for a model that the config names: a model of your own says it in \
+                           Experts::bundles of its shape";
+            return Err(Error::config("schedule.bundles", problem));
+        }
         Some(_) if config.experts.first_set().is_some() => {
             let problem = "is for a model that the config names: a model of your own says it in \
                            Experts::balance of its shape";
