@@ -1075,6 +1075,44 @@ def check_gate(device, random, rows, channels, form):
     device.expect(dx, np.concatenate(both, 1), 2e-6)
 
 
+def check_clamped_gate(device, random, rows, channels, alpha, limit):
+    x, dy = device.elements(3 * noise(random, rows, channels, 2)), device.elements(noise(random, rows, channels))
+    y, dx, n = device.out(rows, channels), device.out(rows, channels, 2), rows * channels
+    given, up = x.wide[..., 0], x.wide[..., 1]
+    curve = lambda gate: gate / (1 + np.exp(-alpha * gate))
+    gate, limited = np.minimum(given, limit), np.clip(up, -limit, limit)
+    device.launch("clamped_gate", y, x, n, alpha, limit)
+    device.expect(y, (limited + 1) * curve(gate), 2e-6)
+    device.launch("clamped_gate_backward", dx, dy, x, n, alpha, limit)
+    both = [np.where(given > limit, 0, slopes(curve, gate) * (limited + 1)), np.where(np.abs(up) > limit, 0, curve(gate))]
+    device.expect(dx, np.stack(both, -1) * dy.wide[..., None], 2e-6)
+
+
+def check_sinks(device, random, sequences, positions, heads, head_size):
+    """Statistics lie head by head in a sequence, outputs row by row."""
+    rows, width = sequences * positions, heads * head_size
+    size = Attention.of(sequences, rows, heads, heads, head_size)
+    starts, sinks = make_starts(device, random, sequences, positions), device.elements(noise(random, heads))
+    of_rows = lambda statistics: statistics.transpose(0, 2, 1).reshape(rows, heads, 1)
+    lse = device.floats(noise(random, sequences, heads, positions))
+    y = device.elements(noise(random, rows, heads, head_size), changes=True)
+    expected = y.wide / (1 + np.exp(sinks.wide[:, None] - of_rows(lse.wide)))
+    device.launch("sink_outputs", y, lse, sinks, starts, width, size)
+    device.expect(y, expected, 1e-6)
+    lse = device.floats(lse.wide, changes=True)
+    expected = np.logaddexp(lse.wide, sinks.wide[:, None])
+    device.launch("sink_statistics", lse, sinks, starts, rows * heads, size)
+    device.expect(lse, expected, 1e-6)
+
+    lse, y, dy = device.floats(expected), device.elements(y.wide), device.elements(noise(random, rows, heads, head_size))
+    slope = -(np.exp(sinks.wide[:, None] - of_rows(lse.wide)) * dy.wide * y.wide).sum((0, 2))
+    for accumulate in (0, 1):
+        dsinks = device.floats(noise(random, heads), changes=True) if accumulate else device.floats_out(heads)
+        expected = slope + (dsinks.wide if accumulate else 0)
+        device.launch("sink_backward", dsinks, dy, y, lse, sinks, starts, accumulate, size)
+        device.expect(dsinks, expected, 4e-6)
+
+
 def check_fold(device, random, count, length, gap, accumulate):
     parts = device.floats(noise(random, count, length + gap))
     out = device.floats(noise(random, length), changes=True) if accumulate else device.floats_out(length)
@@ -1415,12 +1453,13 @@ def check_choice(device, random, rows, experts, per_token, normalised):
 
 def check_route(device, random, rows, channels, experts, per_token, normalised):
     h, w = device.elements(noise(random, rows, channels)), device.elements(noise(random, experts, channels))
-    logits, every = device.floats_out(rows, experts), h.wide @ w.wide.T
-    device.launch("route_logits", logits, h, w, rows, experts, channels)
-    device.expect(logits, every, 2e-6)
-    one = device.floats_out(1, experts)
-    device.launch("route_logits", one, device.elements(h.wide[-1:]), w, 1, experts, channels)
-    device.same(one, logits.bits[-1:])
+    bias, every = device.elements(noise(random, experts)), h.wide @ w.wide.T
+    for bias, expected in ((bias, every + bias.wide), (None, every)):
+        logits, one = device.floats_out(rows, experts), device.floats_out(1, experts)
+        device.launch("route_logits", logits, h, w, bias, rows, experts, channels)
+        device.expect(logits, expected, 2e-6)
+        device.launch("route_logits", one, device.elements(h.wide[-1:]), w, bias, 1, experts, channels)
+        device.same(one, logits.bits[-1:])
 
     experts_of = np.sort(random.permuted(np.tile(np.arange(experts), (rows, 1)), axis=1)[:, :per_token], 1)
     weights_of = lambda logits: softmax_of(logits, experts_of, normalised)
@@ -1465,8 +1504,20 @@ def check_experts(device, random, rows, channels, experts, per_token):
     device.expect(y, of_own * x.wide, 1e-7)
     expected = dots.wide
     expected.ravel()[own] = (x.wide * z.wide).sum(1)
-    device.launch("row_dots", dots, x, z, places, count, channels)
+    device.launch("row_dots", dots, x, z, places, count, channels, None, None, 0)
     device.expect(dots, expected, 1e-6)
+    outputs = channels + 1
+    dz, bias = device.elements(noise(random, count, outputs)), device.elements(noise(random, outputs))
+    dots = device.floats(noise(random, rows, per_token), changes=True)
+    expected = dots.wide
+    expected.ravel()[own] = (x.wide * z.wide).sum(1) + dz.wide @ bias.wide
+    device.launch("row_dots", dots, x, z, places, count, channels, dz, bias, outputs)
+    device.expect(dots, expected, 1e-6)
+    for accumulate in (0, 1):
+        y = device.floats(noise(random, outputs), changes=True) if accumulate else device.floats_out(outputs)
+        expected = (of_own * dz.wide).sum(0) + (y.wide if accumulate else 0)
+        device.launch("sum_rows", y, dz, places, chosen, per_token, count, outputs, accumulate)
+        device.expect(y, expected, 4e-6)
     for is_weighed in (True, False):
         y = device.floats(noise(random, rows, channels), changes=True)
         product = (weights[own][:, None] if is_weighed else np.float32(1)) * x.wide.astype(np.float32)
@@ -1590,6 +1641,7 @@ def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, h
     qkv = device.elements(2 * noise(random, sequences, positions, heads + 2 * kv_heads, head_size))
     past = device.elements(2 * noise(random, sequences, max(capacity, 1), 2, kv_heads, head_size))
     expected = np.zeros((sequences, positions, heads, head_size))
+    statistics = np.zeros((sequences, heads, positions))
     for sequence, before in enumerate(pasts):
         new = qkv.wide[sequence, :, heads:].reshape(positions, 2, kv_heads, head_size)
         kv = np.concatenate([past.wide[sequence, :before], new])
@@ -1599,10 +1651,12 @@ def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, h
             scores = k @ qkv.wide[sequence, at, head] / math.sqrt(head_size)
             p = np.exp(scores - scores.max())
             expected[sequence, at, head] = p @ v / p.sum()
-    y = device.out(*expected.shape)
-    arguments = [y, qkv, past, starts, device.integers(pasts), max(capacity, 1), size]
+            statistics[sequence, head, at] = scores.max() + np.log(p.sum())
+    y, lse = device.out(*expected.shape), device.floats_out(*statistics.shape)
+    arguments = [y, lse, qkv, past, starts, device.integers(pasts), max(capacity, 1), size]
     device.launch("attention_to_past", *arguments)
     device.expect(y, expected, 2e-6)
+    device.expect(lse, statistics, 2e-6)
 
 
 def checks():
@@ -1652,6 +1706,7 @@ def checks():
         ("elementwise", check_activate, each(n[-3:], form=range(5))),
         ("elementwise", check_activate_parts, each(rows, form=range(5), chunk=[1, 64])),
         ("elementwise", check_gate, each(rows, form=range(5))),
+        ("elementwise", check_clamped_gate, each(rows, alpha=[1.702], limit=[7.0, 0.5])),
         ("elementwise", check_fold, each(folds, gap=[0, 3], accumulate=[0, 1])),
         ("elementwise", check_column_parts, each(rows, chunk=[1, 3, 64])),
         ("product", check_product, each(
@@ -1683,6 +1738,7 @@ def checks():
         ("experts", check_limits, each(routers, sequences=[1, 3], positions=[1, 7], factor=[0, 0.3, 1.25])),
         ("experts", check_limits, [dict(sequences=2, positions=600, experts=5, per_token=2, factor=0.5)]),
         ("experts", check_gated_rows, rows),
+        ("sinks", check_sinks, each(sequences=[1, 3], positions=[1, 7, 130], heads=[1, 5], head_size=[3, 64])),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),
         ("past", check_remember, remembered),
