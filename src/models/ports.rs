@@ -94,7 +94,8 @@ impl StepContext {
         Input::new(self.hidden, Some(gradient))
     }
 
-    /// A tensor of the layers' own, (R, `width`), of the device's dtype.
+    /// A tensor of the layers' own, (R, `width`), of the device's dtype. The layers of this library
+    /// use the numbers from 252 on.
     pub fn own(&self, number: u8, width: usize) -> Boundary {
         Boundary::of_tokens(Role::Own(number), width, self.dtype.size())
     }
