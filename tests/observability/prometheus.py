@@ -13,6 +13,36 @@ import time
 from common import DEVICE_LAYERS, MODEL, OWNERS, ROOT, Prometheus, Run, filled, get, panels, until
 
 WATCHED = 25  # seconds that panels look back on
+OF_EXPERTS = ["Load of experts", "Idle experts and dropped choices", "Routers"]
+
+
+def of_experts(title):
+    return any(title.endswith(name) for name in OF_EXPERTS)
+
+
+def series_of(prometheus, title, query):
+    """What a panel shows, and how many numbers each of its series has."""
+    series = prometheus.past(filled(query), WATCHED - 10)
+    finite = [sum(math.isfinite(value) for _, value in values) for _, values in series]
+    assert finite and (max(finite) >= 2), f"{title}: {query}: {series}"
+    return series, finite
+
+
+def panels_of_experts_have_data(program):
+    small = {"model.preset": "moe-small", "model.expert_intermediate": 32}
+    run = Run(program, {**small, "experts.balance_loss": 0.01, "experts.z_loss": 0.001})
+    prometheus = Prometheus(run.port)
+    try:
+        until("experts", lambda: prometheus.now("l2l_router_entropy > 0") or None)
+        time.sleep(WATCHED)
+        shown = [(title, query) for title, query, _ in panels() if of_experts(title)]
+        assert len({title for title, _ in shown}) == len(OF_EXPERTS), shown
+        for title, query in shown:
+            series_of(prometheus, title, query)
+        print(f"panels of experts: {len(shown)} queries")
+    finally:
+        run.stop()
+        prometheus.stop()
 
 
 def panels_have_data(program):
@@ -27,11 +57,9 @@ def panels_have_data(program):
         time.sleep(WATCHED)
         count = 0
         for title, query, legend in panels():
-            if title.startswith("l2l: ranks"):
-                continue  # this run has one process
-            series = prometheus.past(filled(query), WATCHED - 10)
-            finite = [sum(math.isfinite(value) for _, value in values) for _, values in series]
-            assert finite and (max(finite) >= 2), f"{title}: {query}: {series}"
+            if title.startswith("l2l: ranks") or of_experts(title):
+                continue  # this run has one process and no experts
+            series, finite = series_of(prometheus, title, query)
             if legend == "{{layer}}":
                 layers = OWNERS if "updates" in query else DEVICE_LAYERS
                 assert len(series) == layers, f"{title}: {len(series)} series, not {layers}"
@@ -133,6 +161,7 @@ def main():
     program = sys.argv[1]
     subprocess.run(["rm", "-rf", str(ROOT / "target/observed")], check=True)
     panels_have_data(program)
+    panels_of_experts_have_data(program)
     for name, settings in REGIMES.items():
         regime(program, name, settings)
     # Two slots let a block arrive under the layer before it; with one, the overlap falls.
