@@ -34,11 +34,11 @@ pub struct ScheduleConfig {
     /// starts, less 1 GiB; on a CPU, or with several ranks, it is `true`. Results are the same, bit
     /// for bit.
     pub recompute: Recompute,
-    /// Of a model with experts: how many bundles of experts a visit has at most. A layer is then
-    /// visited once for all but its experts, and once for each so many bundles, so that the device
-    /// holds these alone, however many experts there are. What these visits pass to each other
-    /// stays on the device: for each channel of each token of a step about 11 bytes in 16 bits, and
-    /// 17 in f32. When absent, one visit has the whole layer. Results are the same, bit for bit.
+    /// Of a model with experts: the most bundles of experts in one visit. Each layer is then
+    /// visited once for all but its experts, and again for its bundles in turn. So the memory of the
+    /// device does not grow with the number of experts. What these visits pass to each other stays
+    /// on the device: for each channel of each token of a step about 11 bytes in 16 bits, and 17 in
+    /// f32. When absent, one visit has the whole layer. Results are the same, bit for bit.
     pub bundles: Option<usize>,
 }
 

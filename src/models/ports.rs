@@ -15,7 +15,8 @@ pub struct LayerStep {
     /// The blocks that the step needs, as indices among the [blocks](super::Layer::blocks) of the
     /// layer. Only one step may need a block that is trained.
     pub blocks: Vec<usize>,
-    /// The boundaries that the step reads. The first is `x` of [`Forward`](super::Forward).
+    /// The boundaries that the step reads. The first is `x` of [`Forward`](super::Forward). The
+    /// backward reads it again, so it cannot be [`once`](Input::once).
     pub reads: Vec<Input>,
     /// The boundaries that the step writes. The first is `y` of [`Forward`](super::Forward).
     pub writes: Vec<Boundary>,

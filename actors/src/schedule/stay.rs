@@ -1,7 +1,7 @@
 //! What several steps of a layer use stays on the device between their visits.
 //!
 //! The visits of a layer's steps follow each other on one device. So the first of them brings a
-//! boundary, or writes it, and the others find it on the device: it takes no slot again, and no
+//! boundary, or writes it, and the others find it on the device: it takes no other slot, and no
 //! lane copies it again.
 
 use std::collections::BTreeMap;
@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use super::generate::Legs;
 use super::{Boundary, BoundaryId, Copied, Encoding, Schedule, Visit};
 
-/// Lets stay what the steps of each layer use, in the forward pass and in the backward pass.
+/// Keeps on the device what several steps of a layer use in the forward pass, or in the backward
+/// pass.
 pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
     let mut readers: BTreeMap<BoundaryId, usize> = BTreeMap::new();
     let all = legs.forward.iter().chain(&legs.backward);
@@ -24,7 +25,8 @@ pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
     }
 }
 
-/// Lets a boundary, which has so many readers, stay between the visits of one layer.
+/// Keeps a boundary on the device between the visits of one layer. `readers` is the number of all
+/// visits that read it.
 fn stay_between(
     boundaries: &mut Vec<Boundary>,
     visits: &mut [Visit],

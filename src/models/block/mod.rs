@@ -53,6 +53,12 @@ struct ChunkInputs<'a> {
     routing: RoutingViews,
 }
 
+/// The chunks of each sequence; or the one that has all rows.
+fn by_sequence<'c, 'a>(chunks: &'c [BatchView<'a>]) -> impl Iterator<Item = &'c [BatchView<'a>]> {
+    let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
+    chunks.chunk_by(move |a, b| sequence(a) == sequence(b))
+}
+
 impl TransformerBlock {
     /// A block without adapters.
     pub fn new(index: u32, number: usize, shape: Shape) -> TransformerBlock {
@@ -104,10 +110,8 @@ impl TransformerBlock {
 
     /// The chunks in the order of the backward: those of each sequence from its end.
     fn backward_order<'a>(&self, batch: &BatchView<'a>) -> Vec<BatchView<'a>> {
-        let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
         let chunks = self.chunks(batch);
-        let sequences = chunks.chunk_by(|a, b| sequence(a) == sequence(b));
-        sequences.flat_map(|chunks| chunks.iter().rev().copied()).collect()
+        by_sequence(&chunks).flat_map(|chunks| chunks.iter().rev().copied()).collect()
     }
 
     fn has_window(&self) -> bool {
@@ -350,9 +354,7 @@ impl Layer for TransformerBlock {
         let w = self.sorted(weights, stored);
         let (base, experts) = gradients.split_at(weights.len());
         let d = self.sorted(base, experts);
-        let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
-        let chunks = self.chunks(batch);
-        for chunks in chunks.chunk_by(|a, b| sequence(a) == sequence(b)) {
+        for chunks in by_sequence(&self.chunks(batch)) {
             self.sequence_backward(k, pass, &w, &d, chunks, accumulate);
             accumulate = true;
         }
