@@ -35,10 +35,10 @@ pub struct ScheduleConfig {
     /// for bit.
     pub recompute: Recompute,
     /// Of a model with experts: the most bundles of experts in one visit. Each layer is then
-    /// visited once for all but its experts, and again for its bundles in turn. So the memory of the
-    /// device does not grow with the number of experts. What these visits pass to each other stays
-    /// on the device: for each channel of each token of a step about 11 bytes in 16 bits, and 17 in
-    /// f32. When absent, one visit has the whole layer. Results are the same, bit for bit.
+    /// visited once for all but its experts, and again for its bundles in turn. So the memory of
+    /// the device does not grow with the number of experts. What these visits pass to each other
+    /// stays on the device: for each channel of each token of a step about 11 bytes in 16 bits, and
+    /// 17 in f32. When absent, one visit has the whole layer. Results are the same, bit for bit.
     pub bundles: Option<usize>,
 }
 
