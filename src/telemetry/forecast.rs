@@ -380,7 +380,10 @@ impl Forecast {
         for record in records {
             while let Some(end) = resolved.next_if(|&end| end < record.end) {
                 ledger.resolves(end);
-                before = ledger.tally(end);
+                // Records of the last step may end after it, so the loop may see all ends.
+                if end <= ends[STEPS - 2] {
+                    before = ledger.tally(end);
+                }
                 ledger.begins(end, 0, true);
             }
             let slice = Slice::of(record);

@@ -135,6 +135,11 @@ fn transfers_hide_where_the_plan_says() {
             assert!(ranks < 4 || hiding.lane == "fetch", "{hiding:?}");
             let forecast = Forecast::of_plan(&config, &model, &plan, &rates);
             let forecast = forecast.expect("a step of ours");
+            // Waits at layers are all but those behind the last visit of a step.
+            let waits: Vec<f64> = forecast.waits.iter().map(|wait| wait.seconds).collect();
+            assert!(waits.is_sorted_by(|a, b| a >= b), "the longest first");
+            let [at_layers, exposed] = [waits.iter().sum(), forecast.exposed_seconds()];
+            assert!(at_layers > 0.0 && at_layers < 1.001 * exposed, "{at_layers} of {exposed}");
             (hiding.tokens.expect("it hides"), forecast.exposed_seconds() / forecast.seconds)
         };
         let (tokens, _) = exposed(4);
