@@ -80,11 +80,10 @@ impl Executor {
         weights: Weights,
     ) -> Result<Fence, BoxedError> {
         self.open_gradients(step, resolved, visit).await?;
-        let first = visit.micro_batches.start;
-        let last = visit.micro_batches.end - 1;
+        let last = visit.micro_batches.len() - 1;
         let mut blocks = self.block_uses(step, resolved, &weights);
         let mut end = None;
-        for m in visit.micro_batches.clone() {
+        for (nth, m) in step.plan.schedule.units(visit).enumerate() {
             let inputs = self.inputs(weights.device_visit, visit, m).await?;
             let outputs = self.outputs(visit, m).await?;
             let work = Work::Compute {
@@ -98,7 +97,7 @@ impl Executor {
             let mut order = Order::at(step, visit, work);
             order.waits = inputs.arrived;
             order.holds = inputs.boundaries;
-            if m == first {
+            if nth == 0 {
                 order.waits.extend(weights.arrived.iter().cloned());
                 // The first operation of the step replaced what the accumulators held.
                 blocks
@@ -106,7 +105,7 @@ impl Executor {
                     .filter_map(|of| of.gradient.as_mut())
                     .for_each(|g| g.first = false);
             }
-            if m == last {
+            if nth == last {
                 order.holds.push(weights.credit.clone());
                 order.holds.extend(weights.blocks.iter().cloned());
             }

@@ -116,14 +116,13 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
             let slot = lowest_free(taken.map(|(_, &slot)| slot));
             self.open.insert((device, block), slot);
         }
-        for m in visit.micro_batches.clone() {
-            let first = m == visit.micro_batches.start;
+        for (nth, m) in self.plan.schedule.units(visit).enumerate() {
             let inputs = placed(&visit.reads);
             let outputs = placed(&visit.writes);
             for &inputs in &inputs {
                 (self.perform)(Some(device), Work::UploadBoundary { micro_batch: m, inputs });
             }
-            let blocks = self.block_uses(device, resolved, first);
+            let blocks = self.block_uses(device, resolved, nth == 0);
             let compute = Work::Compute {
                 device_visit: at,
                 phase: visit.phase,

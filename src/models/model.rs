@@ -266,7 +266,7 @@ impl Model {
             };
             let step = |LayerStep { blocks: needs, reads, writes, saves, asks }| {
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
-                RingStep { kind, needs, reads, writes, saves, keeps, asks }
+                RingStep { kind, needs, reads, writes, saves, keeps, keys: false, asks }
             };
             RingLayer { steps: self.steps(layer, blocks, context).into_iter().map(step).collect() }
         });
@@ -405,7 +405,8 @@ impl Model {
             (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
         };
         let of_layer = match phase {
-            Phase::Forward => forward,
+            // Keys and values are a part of the forward pass.
+            Phase::Forward | Phase::Keys => forward,
             Phase::Backward => (1.0 + again) * forward + of_gradients,
         };
         of_layer / steps

@@ -121,6 +121,7 @@ impl<'r> VisitRun<'r> {
         self.weights = weights.into_iter().map(ready).collect();
         match (layer, self.visit.phase) {
             (ModelLayer::Embedding, _) => unreachable!("the embedding is visited on the host"),
+            (_, Phase::Keys) => unreachable!("the compute lane refuses schedules with runs"),
             (ModelLayer::Stack(layer), Phase::Forward) => self.layer_forward(&**layer),
             (ModelLayer::Stack(layer), Phase::Backward) => self.layer_backward(&**layer),
             (ModelLayer::Classes(classes), Phase::Forward) => self.classes_forward(classes),

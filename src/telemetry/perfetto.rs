@@ -155,7 +155,7 @@ impl Events {
                 self.uploads.insert(block, self.next_arrow);
                 Some(("s", self.next_arrow, UPLOAD))
             }
-            WorkKind::Forward | WorkKind::Backward => {
+            WorkKind::Forward | WorkKind::Keys | WorkKind::Backward => {
                 Some(("f", self.uploads.remove(&block)?, UPLOAD))
             }
             WorkKind::Gradient | WorkKind::Scatter => {

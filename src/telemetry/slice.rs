@@ -84,10 +84,7 @@ fn seconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Er
 }
 
 fn name(phase: Phase) -> &'static str {
-    match phase {
-        Phase::Forward => "forward",
-        Phase::Backward => "backward",
-    }
+    if phase.is_backward() { "backward" } else { "forward" }
 }
 
 impl Slice {

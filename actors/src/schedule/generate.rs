@@ -24,7 +24,7 @@ use super::model::{Input, Question, RingModel, RingStep, Selection};
 use super::stay::stay;
 use super::{
     Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
-    Visit, VisitKind,
+    Visit, VisitKind, runs,
 };
 
 /// Layer-major: all micro-batches through a layer, group by group, then the next layer.
@@ -40,7 +40,8 @@ pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refus
         let is_cut = leg.on_device() || leg.kind == VisitKind::Balance { of_step: false };
         if is_cut { groups.iter().map(of_group).collect() } else { vec![leg] }
     };
-    schedule.visits = legs.forward.into_iter().chain(legs.backward).flat_map(by_group).collect();
+    let visits = legs.forward.into_iter().chain(legs.backward).flat_map(by_group);
+    schedule.visits = visits.flat_map(|leg| runs::with_keys(&schedule, leg)).collect();
     Ok(schedule)
 }
 
@@ -49,6 +50,7 @@ pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refus
 /// # Errors
 /// As [`relay`].
 pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Refusal> {
+    runs::refuse(selection, "the resident order")?;
     let (mut schedule, legs) = legs(model, selection)?;
     let of_step = VisitKind::Balance { of_step: true };
     if schedule.micro_batches.len() > 1 && legs.forward.iter().any(|leg| leg.kind == of_step) {
@@ -134,13 +136,16 @@ impl<'m> Wiring<'m> {
             chained.step.needs.iter().any(|id| !blocks[id.0 as usize].frozen)
         };
         let lowest = chain.iter().position(trains);
-        let micro_batches = selection.micro_batches.clone();
-        let groups = groups(micro_batches.len() as MicroBatch, selection.groups);
+        let Selection { ref micro_batches, ref runs, groups, .. } = *selection;
+        let count = micro_batches.len() as MicroBatch;
+        runs::check_order(runs, count)?;
+        let groups = runs::groups(count, runs, groups);
         let schedule = Schedule {
             blocks,
             boundaries: Vec::new(),
             positions: model.positions,
-            micro_batches,
+            micro_batches: micro_batches.clone(),
+            runs: runs.clone(),
             groups,
             shards: 1,
             ranks: Ranks::ONE,
@@ -230,6 +235,7 @@ impl<'m> Wiring<'m> {
             phase,
             place: if kind.on_device() { Place::Device(0) } else { Place::Host },
             micro_batches: 0..self.schedule.micro_batches.len() as MicroBatch,
+            keys: step.keys && kind.on_device(),
             blocks: step.needs.clone(),
             reads,
             writes,
@@ -417,11 +423,4 @@ fn blocks_of(model: &RingModel, selection: &Selection) -> Result<Vec<Block>, Ref
         blocks.get_mut(id.0 as usize).ok_or_else(unknown)?.frozen = true;
     }
     Ok(blocks)
-}
-
-/// `count` groups of micro-batches, as equal as can be. None is empty.
-fn groups(micro_batches: MicroBatch, count: u32) -> Vec<Range<MicroBatch>> {
-    let count = u64::from(count.clamp(1, micro_batches.max(1)));
-    let begin = |group: u64| (u64::from(micro_batches) * group / count) as MicroBatch;
-    (0..count).map(|group| begin(group)..begin(group + 1)).collect()
 }

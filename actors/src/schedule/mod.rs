@@ -29,6 +29,7 @@ mod reductions;
 mod replay;
 mod residency;
 mod rules;
+mod runs;
 mod shards;
 mod spans;
 mod stages;
@@ -95,10 +96,14 @@ pub struct Schedule {
     pub blocks: Vec<Block>,
     /// Every boundary of this step.
     pub boundaries: Vec<Boundary>,
-    /// Tokens of the longest sequence: slots and stash have room for as many.
+    /// Tokens of the longest sequence, or of a chunk if there are runs: slots and stash have room
+    /// for as many.
     pub positions: u32,
-    /// Sequences in each micro-batch; the last may be smaller.
+    /// Sequences, or chunks of one, in each micro-batch; the last may be smaller.
     pub micro_batches: Vec<u32>,
+    /// Micro-batches that are the chunks of one sequence, in order: sorted, disjoint, of two or
+    /// more, each inside one group.
+    pub runs: Vec<Range<MicroBatch>>,
     /// The groups of micro-batches, in order, none empty. Each group has gradients of its own,
     /// which the Reducer adds in pairs, by a tree that depends on the number of groups alone.
     pub groups: Vec<Range<MicroBatch>>,
@@ -143,7 +148,8 @@ impl Schedule {
         boundaries.iter().copied().find(|&id| self.boundary(id).role == role)
     }
 
-    /// Bytes in the stash of one micro-batch of a boundary, whose sequences are all the longest.
+    /// Bytes in the stash of one micro-batch of a boundary, whose sequences (or chunks) are all the
+    /// longest.
     pub fn stashed_bytes(&self, id: BoundaryId, micro_batch: MicroBatch) -> u64 {
         let sequences = u64::from(self.micro_batches[micro_batch as usize]);
         let tokens = sequences.saturating_mul(u64::from(self.positions));

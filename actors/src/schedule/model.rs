@@ -3,7 +3,9 @@
 //! A layer declares its steps: what each needs, reads and writes. Generators, rules, plan and lanes
 //! follow from that alone.
 
-use super::{Block, BlockId, Boundary, LayerId, Role, VisitKind};
+use std::ops::Range;
+
+use super::{Block, BlockId, Boundary, LayerId, MicroBatch, Role, VisitKind};
 
 /// A model without tensors: its layers and blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +41,16 @@ impl RingModel {
             };
             let needs = vec![BlockId(number as u32)];
             let saves = None;
-            let step = RingStep { kind, needs, reads, writes, saves, keeps: false, asks: None };
+            let step = RingStep {
+                kind,
+                needs,
+                reads,
+                writes,
+                saves,
+                keeps: false,
+                keys: false,
+                asks: None,
+            };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
@@ -89,6 +100,9 @@ pub struct RingStep {
     pub saves: Option<Boundary>,
     /// True if these stay on the device: see [`Visit::keeps`](super::Visit).
     pub keeps: bool,
+    /// True if the chunks of a long sequence leave keys and values on the device, to which later
+    /// chunks attend. Then the backward pass has a visit that computes them again.
+    pub keys: bool,
     /// What the forward visit measures for the host in a step that trains, and the answer.
     pub asks: Option<Question>,
 }
@@ -127,11 +141,14 @@ impl Input {
 pub struct Selection {
     /// Layers in forward order: any subset, any order of the stack.
     pub layers: Vec<LayerId>,
-    /// Sequences in each micro-batch.
+    /// Sequences, or chunks of one, in each micro-batch.
     pub micro_batches: Vec<u32>,
+    /// Micro-batches that are the chunks of one sequence: see [`Schedule::runs`](super::Schedule).
+    pub runs: Vec<Range<MicroBatch>>,
     /// Blocks that compute no gradient this step.
     pub frozen: Vec<BlockId>,
-    /// Groups of micro-batches, at most one for each: see [`Schedule::groups`](super::Schedule).
+    /// Groups of micro-batches, at most one for each, or for each run: see
+    /// [`Schedule::groups`](super::Schedule).
     pub groups: u32,
 }
 
@@ -139,6 +156,6 @@ impl Selection {
     /// All layers, nothing frozen, in one group.
     pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
-        Selection { layers, micro_batches, frozen: Vec::new(), groups: 1 }
+        Selection { layers, micro_batches, runs: Vec::new(), frozen: Vec::new(), groups: 1 }
     }
 }

@@ -42,7 +42,7 @@ pub(super) fn pieces(
     let mut list = Vec::new();
     for (own, &device_visit) in visits.iter().enumerate() {
         let visit = &schedule.visits[device_visits[device_visit].visit];
-        for (before, micro_batch) in (0..).zip(visit.micro_batches.clone()) {
+        for (before, micro_batch) in (0..).zip(schedule.units(visit)) {
             while let Some((&device_visit, _)) = coming.next_if(|(_, at)| *at <= (own, before)) {
                 list.push(Piece::Weights { device_visit });
             }

@@ -46,8 +46,8 @@ impl Action {
         let Action { stage, phase, micro_batch } = self;
         match phase {
             Phase::Forward => stage.checked_sub(1).map(|stage| Action { stage, ..self }),
-            Phase::Backward if stage + 1 == stages => Some(Action::forward(stage, micro_batch)),
-            Phase::Backward => Some(Action::backward(stage + 1, micro_batch)),
+            _ if stage + 1 == stages => Some(Action::forward(stage, micro_batch)),
+            _ => Some(Action::backward(stage + 1, micro_batch)),
         }
     }
 }
@@ -99,15 +99,16 @@ impl Pipeline {
         Pipeline { devices: self.devices.iter().map(of_device).collect() }
     }
 
-    /// The order of a schedule that runs already; each layer of a device is a stage.
+    /// The order of a schedule that runs already; each layer of a device is a stage. Keys that are
+    /// computed again are left out: they are a part of the backward pass.
     pub fn of(schedule: &Schedule) -> Pipeline {
         let layers: BTreeSet<LayerId> = schedule.device_visits().map(|visit| visit.layer).collect();
         let stage_of: BTreeMap<LayerId, u32> = layers.into_iter().zip(0..).collect();
         let mut devices = vec![Vec::new(); schedule.devices() as usize];
         let mut begun = BTreeSet::new();
-        for visit in schedule.device_visits() {
+        for visit in schedule.device_visits().filter(|visit| visit.phase != Phase::Keys) {
             let list: &mut Vec<Action> = &mut devices[usize::from(visit.device().unwrap_or(0))];
-            for micro_batch in visit.micro_batches.clone() {
+            for micro_batch in schedule.units(visit) {
                 let action =
                     Action { stage: stage_of[&visit.layer], phase: visit.phase, micro_batch };
                 let forward = Action { phase: Phase::Forward, ..action };
@@ -183,6 +184,10 @@ impl Pipeline {
         }
         let mut next = BTreeMap::new(); // (stage, phase) -> micro-batch
         for action in self.devices.iter().flatten() {
+            if action.phase == Phase::Keys {
+                let reason = format!("{action} is no pass of a pipeline, which has F and B alone");
+                return Err(Refusal::of(reason));
+            }
             let expected = next.entry((action.stage, action.phase)).or_insert(0);
             if action.micro_batch != *expected || *expected == micro_batches {
                 let rule =
@@ -335,6 +340,7 @@ impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let phase = match self.phase {
             Phase::Forward => 'F',
+            Phase::Keys => 'K',
             Phase::Backward => 'B',
         };
         write!(f, "{}{phase}{}", self.stage, self.micro_batch)

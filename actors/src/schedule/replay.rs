@@ -92,7 +92,7 @@ struct OfDevice {
     input_slots: u32,
     /// The Executor's visit, among the device's.
     visit: usize,
-    /// The next micro-batch of that visit.
+    /// The operations of that visit that were done.
     operation: usize,
     gradient_slots: u32,
     /// Gradients that were sent to the Reducer.
@@ -259,8 +259,8 @@ impl<'p> Replay<'p> {
         if of.gradient_slots + opens > pools.gradients {
             return Err(self.waits(resolved.visit, "a gradient", "a slot of pool gradients"));
         }
-        let m = visit.micro_batches.start + of.operation as MicroBatch;
-        self.land(&visit.writes, m);
+        let m = self.walks.schedule.units(visit).nth(of.operation);
+        self.land(&visit.writes, m.expect("the visit has not ended"));
         let of = &mut self.devices[device];
         of.gradient_slots += opens;
         if !visit.reads.is_empty() {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{
     BlockId, BoundaryId, Copied, GroupId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
-    VisitKind,
+    VisitKind, runs,
 };
 
 /// Checks everything that does not depend on pools.
@@ -14,6 +14,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
         return Err(Refusal::of("a step needs micro-batches, each of at least one sequence"));
     }
     groups(schedule)?;
+    runs::check_order(&schedule.runs, schedule.micro_batches.len() as MicroBatch)?;
     if !schedule.visits.iter().any(Visit::on_device) {
         return Err(Refusal::of("no visit of a device"));
     }
@@ -22,6 +23,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     }
     boundaries(schedule)?;
     micro_batch_order(schedule)?;
+    runs::check(schedule)?;
     gradients(schedule)?;
     gathers(schedule)
 }
@@ -107,6 +109,15 @@ fn shape(visit: &Visit) -> Result<(), String> {
     if stays && !visit.on_device() {
         return Err("keeps a boundary on a device, and runs on the host".into());
     }
+    let is_keys = visit.phase == Phase::Keys;
+    if (visit.keys || is_keys) && visit.kind != VisitKind::Layer {
+        return Err("leaves keys on a device, and visits no layer of the stack".into());
+    }
+    if is_keys && visit.all_reads().next().is_none() {
+        return Err("computes keys from no boundary: a layer that leaves keys reads its input again \
+                    in the backward pass"
+            .into());
+    }
     let reads = !visit.reads.is_empty();
     let writes = !visit.writes.is_empty();
     let is_right = match visit.kind {
@@ -188,10 +199,11 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
 }
 
 /// Checks that a layer meets its micro-batches in order, once a phase. Gradients are summed in this
-/// order.
+/// order. Keys are met where runs are.
 fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = BTreeMap::new();
-    for (index, visit) in schedule.visits.iter().enumerate() {
+    let visits = schedule.visits.iter().enumerate();
+    for (index, visit) in visits.filter(|(_, visit)| visit.phase != Phase::Keys) {
         let expected = next.entry((visit.layer, visit.step, visit.phase, visit.kind)).or_insert(0);
         if visit.micro_batches.start != *expected {
             let start = visit.micro_batches.start;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::generate::{Legs, WHOLE_STEP, legs};
 use super::model::{RingModel, Selection};
 use super::pipeline::{Action, Pipeline};
-use super::{LayerId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind};
+use super::{LayerId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind, runs};
 
 /// The schedule of a pipeline. The model's layers are cut into stages of about as many parameters
 /// each, a tile of the head being a layer. Answers of the whole step come behind the last
@@ -20,6 +20,7 @@ pub fn pipeline(
     selection: &Selection,
     pipeline: &Pipeline,
 ) -> Result<Schedule, Refusal> {
+    runs::refuse(selection, "a pipeline")?;
     let (mut schedule, legs) = legs(model, selection)?;
     pipeline.check(schedule.micro_batches.len() as MicroBatch, !legs.backward.is_empty())?;
     let places = pipeline.places()?;
@@ -61,10 +62,7 @@ struct Stage {
 
 impl Stage {
     fn of(&self, phase: Phase) -> &[Visit] {
-        match phase {
-            Phase::Forward => &self.forward,
-            Phase::Backward => &self.backward,
-        }
+        if phase.is_backward() { &self.backward } else { &self.forward }
     }
 }
 

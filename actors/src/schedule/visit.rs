@@ -48,19 +48,30 @@ impl VisitKind {
     }
 }
 
-/// Direction of a visit.
+/// The pass that a visit is a part of, and what it computes there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
     /// Activations.
     Forward,
+    /// In the backward pass: what the later chunks of a run attend to, computed again. It adds to
+    /// no gradient. See [`Schedule::runs`](super::Schedule).
+    Keys,
     /// Gradients.
     Backward,
+}
+
+impl Phase {
+    /// True for a visit of the backward pass.
+    pub fn is_backward(self) -> bool {
+        self != Phase::Forward
+    }
 }
 
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Phase::Forward => "forward",
+            Phase::Keys => "keys",
             Phase::Backward => "backward",
         })
     }
@@ -79,8 +90,11 @@ pub struct Visit {
     pub phase: Phase,
     /// The place where it runs.
     pub place: Place,
-    /// The micro-batches, in this order.
+    /// The micro-batches. [`Schedule::units`](super::Schedule::units) gives their order.
     pub micro_batches: Range<MicroBatch>,
+    /// True if each micro-batch leaves keys and values on the device, to which the later chunks of
+    /// its run attend.
+    pub keys: bool,
     /// The blocks that the layer declares for this step.
     pub blocks: Vec<BlockId>,
     /// Boundaries that each micro-batch brings.

@@ -2,8 +2,8 @@
 
 use crate::operation::Operation;
 use crate::schedule::{
-    BlockId, BoundaryId, DeviceId, DeviceVisit, GroupId, MicroBatch, Shard, Share, StepPlan,
-    Version, Visit,
+    BlockId, BoundaryId, DeviceId, DeviceVisit, GroupId, LayerId, MicroBatch, Phase, Shard, Share,
+    StepPlan, Version, Visit,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
@@ -26,6 +26,10 @@ pub(super) enum Cell {
     Region(BlockId),
     Master(BlockId),
     Stash(BoundaryId, MicroBatch),
+    /// The keys of a chunk, by its place in its run. A device has one region for them, so the run
+    /// of another layer takes the same cells.
+    Keys(DeviceId, u32),
+    KeysGradient(DeviceId, u32),
 }
 
 /// The content of a cell.
@@ -35,6 +39,26 @@ pub(super) enum Label {
     Boundary(BoundaryId, MicroBatch, Version),
     /// A gradient, with the number of contributions in it.
     Gradient(BlockId, Version, usize),
+    /// The keys that a chunk left at a step of a layer, in the forward pass or behind it.
+    Keys(Chunk, Pass),
+    /// The gradient of a chunk's keys, with the number of later chunks that have added to it.
+    KeysGradient(Chunk, usize),
+}
+
+/// A chunk at one step of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Chunk {
+    layer: LayerId,
+    step: u16,
+    micro_batch: MicroBatch,
+    version: Version,
+}
+
+/// The pass in which keys were computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pass {
+    Forward,
+    Backward,
 }
 
 /// The cells that one operation reads and writes, and what each must hold.
@@ -93,6 +117,9 @@ impl Touch {
                 touch.place(inputs, *m, now, input, false);
                 touch.place(outputs, *m, now, output, true);
                 blocks.iter().for_each(|of| touch.compute(plan, device, of, now, &count));
+                if visit.keys {
+                    touch.attend(plan, device, visit, *m, now);
+                }
             }
             Work::DownloadBoundary { micro_batch: m, outputs } => {
                 touch.place(std::slice::from_ref(outputs), *m, now, output, false);
@@ -246,6 +273,46 @@ impl Touch {
         if let Some(Accumulator { slot, first }) = gradient {
             self.add(Cell::Gradient(device, slot), block, now, first, count);
         }
+    }
+
+    /// The region of a device for the keys of a run, and for their gradients. A chunk attends to
+    /// those before it; in the backward pass it adds to the gradients of their keys, and its own
+    /// keys' gradient is complete by then. A sequence that is no run is a run of one chunk.
+    fn attend(
+        &mut self,
+        plan: &StepPlan,
+        device: DeviceId,
+        &Visit { layer, step, phase, .. }: &Visit,
+        m: MicroBatch,
+        now: Version,
+    ) {
+        let run = plan.schedule.run_of(m).unwrap_or(m..m + 1);
+        let is_last = m + 1 == run.end;
+        let pass = if phase.is_backward() { Pass::Backward } else { Pass::Forward };
+        let chunk = |micro_batch| Chunk { layer, step, micro_batch, version: now };
+        let keys = |c| (Cell::Keys(device, c - run.start), Label::Keys(chunk(c), pass));
+        let gradient = |c, count| {
+            (Cell::KeysGradient(device, c - run.start), Label::KeysGradient(chunk(c), count))
+        };
+        if phase != Phase::Keys {
+            self.reads.extend((run.start..m).map(keys));
+        }
+        let (cell, label) = keys(m);
+        if phase != Phase::Backward || is_last {
+            self.write(cell, label);
+        } else {
+            self.read(cell, label);
+        }
+        if phase != Phase::Backward {
+            return;
+        }
+        let behind = (run.end - 1 - m) as usize;
+        self.reads.extend((!is_last).then(|| gradient(m, behind)));
+        self.writes.extend((run.start..m).map(|c| {
+            let (cell, after) = gradient(c, behind + 1);
+            let before = (!is_last).then(|| gradient(c, behind).1);
+            (cell, before, after)
+        }));
     }
 
     fn join(

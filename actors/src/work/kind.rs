@@ -13,6 +13,8 @@ pub enum WorkKind {
     Input,
     /// A micro-batch's forward pass through a layer.
     Forward,
+    /// What later chunks of a sequence attend to is computed again, before a backward pass.
+    Keys,
     /// A micro-batch's backward pass through a layer.
     Backward,
     /// A boundary leaves the device.
@@ -56,6 +58,7 @@ impl WorkKind {
             WorkKind::Shards => "shards",
             WorkKind::Input => "input",
             WorkKind::Forward => "forward",
+            WorkKind::Keys => "keys",
             WorkKind::Backward => "backward",
             WorkKind::Output => "output",
             WorkKind::Gradient => "gradient",
@@ -80,6 +83,7 @@ impl From<Phase> for WorkKind {
     fn from(phase: Phase) -> WorkKind {
         match phase {
             Phase::Forward => WorkKind::Forward,
+            Phase::Keys => WorkKind::Keys,
             Phase::Backward => WorkKind::Backward,
         }
     }

@@ -38,6 +38,11 @@ pub(super) struct DeviceLanes {
     hidden: Mutex<BTreeMap<MicroBatch, Vec<f32>>>,
 }
 
+/// Why a schedule with runs is not computed: a layer would take each chunk for a whole sequence.
+const NO_RUNS: &str = "\
+     the schedule has chunks of a sequence as micro-batches, and layers compute whole sequences \
+     alone: give each sequence whole, in one micro-batch";
+
 impl DeviceLanes {
     pub(super) fn new(
         config: &Config,
@@ -193,6 +198,9 @@ impl DeviceLanes {
         let side = self.side(operation);
         let state = shared.state(operation);
         let visit = step.plan.visit(*device_visit);
+        if !step.plan.schedule.runs.is_empty() {
+            return Err(NO_RUNS.into());
+        }
         let block = |&BlockUse { block, weights, gradient }: &BlockUse| BlockViews {
             weights: side.weights.slot(weights, shared.published_len(block)),
             gradient: gradient.map(|accumulator| {
