@@ -93,6 +93,18 @@ impl StepPlan {
         })
     }
 
+    /// Checks that the walk of these lists ends in these pools, as [`new`](StepPlan::new) does: for a
+    /// plan that was changed since.
+    ///
+    /// # Errors
+    /// The piece that would wait for ever, and the pool that it would wait for.
+    pub fn replay(&self) -> Result<(), Refusal> {
+        let StepPlan { schedule, pools, device_visits, walks, fetches, reductions, .. } = self;
+        pools.check(schedule)?;
+        let devices = walks;
+        Walks { schedule, pools, fetches, device_visits, devices, reductions }.replay().map(drop)
+    }
+
     /// Bytes that a step reads from the file of the EPS, and bytes that it writes there. Where
     /// updates are deferred, the gradients of all updated blocks are counted: they wait there.
     pub fn file_bytes(&self, deferred: bool) -> (u64, u64) {

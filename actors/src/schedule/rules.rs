@@ -114,9 +114,11 @@ fn shape(visit: &Visit) -> Result<(), String> {
         return Err("leaves keys on a device, and visits no layer of the stack".into());
     }
     if is_keys && visit.all_reads().next().is_none() {
-        return Err("computes keys from no boundary: a layer that leaves keys reads its input again \
+        return Err(
+            "computes keys from no boundary: a layer that leaves keys reads its input again \
                     in the backward pass"
-            .into());
+                .into(),
+        );
     }
     let reads = !visit.reads.is_empty();
     let writes = !visit.writes.is_empty();

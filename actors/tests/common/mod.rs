@@ -23,7 +23,9 @@ pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Ro
     let writes = writes.iter().copied().map(boundary).collect();
     let reads = reads.to_vec();
     let saves = None;
-    let step = RingStep { kind, needs, reads, writes, saves, keeps: false, asks: None };
+    let keeps = false;
+    let keys = false;
+    let step = RingStep { kind, needs, reads, writes, saves, keeps, keys, asks: None };
     RingLayer { steps: vec![step] }
 }
 
@@ -125,6 +127,26 @@ pub fn keeping(mut model: RingModel, keeps: impl Fn(usize) -> bool) -> RingModel
         layer.steps.iter_mut().for_each(|step| step.keeps = keeps(number));
     }
     model
+}
+
+/// The same model, whose stack layers leave keys for later chunks where `attends` of their number.
+pub fn attending(mut model: RingModel, attends: impl Fn(usize) -> bool) -> RingModel {
+    for (number, layer) in model.layers.iter_mut().enumerate() {
+        let first = &mut layer.steps[0];
+        first.keys = first.kind == VisitKind::Layer && attends(number);
+    }
+    model
+}
+
+/// All of a model, of sequences that have so many chunks each, one chunk a micro-batch.
+pub fn in_chunks(model: &RingModel, sequences: &[u32]) -> Selection {
+    let mut units = 0;
+    let mut runs = Vec::new();
+    for &chunks in sequences {
+        runs.extend((chunks > 1).then(|| units..units + chunks));
+        units += chunks;
+    }
+    Selection { runs, ..Selection::all(model, vec![1; units as usize]) }
 }
 
 /// All of a model, in micro-batches of 2 sequences, the last of 1.

@@ -53,6 +53,30 @@ impl Subject for TwoDevices {
     fn batch(&self, _step: Version) {}
 }
 
+/// A sequence of two chunks and a short one, whose layers leave keys for later chunks.
+struct InChunks;
+
+impl Subject for InChunks {
+    type Ports = ThreadLanes<Rehearsal>;
+
+    fn schedule(&self) -> Schedule {
+        in_two_chunks()
+    }
+
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
+        let work = Rehearsal::new(self.schedule().blocks.len(), None);
+        Arc::new(ThreadLanes::start(work, pools, None).expect("threads"))
+    }
+
+    fn batch(&self, _step: Version) {}
+}
+
+fn in_two_chunks() -> Schedule {
+    let model = attending(model(2, 1, true), |_| true);
+    let schedule = relay(&model, &in_chunks(&model, &[2, 1])).expect("a model of ours");
+    deal(schedule, 2)
+}
+
 /// One of two ranks, whose exchanges are operations like others.
 struct OfTwoRanks;
 
@@ -101,13 +125,14 @@ impl Subject for OnFile {
     fn batch(&self, _step: Version) {}
 }
 
-struct Virtual;
+/// Lanes of virtual time, and a schedule.
+struct Virtual(fn() -> Schedule);
 
 impl Subject for Virtual {
     type Ports = VirtualLanes;
 
     fn schedule(&self) -> Schedule {
-        small(model(2, 2, true))
+        self.0()
     }
 
     fn ports(&self, _pools: &Pools) -> Arc<VirtualLanes> {
@@ -139,9 +164,11 @@ fn lanes_of_threads_conform() {
     full(check(&TwoDevices));
     full(check(&Sharded));
     full(check(&OfTwoRanks));
+    full(check(&InChunks));
 }
 
 #[test]
 fn lanes_of_virtual_time_conform() {
-    full(check(&Virtual));
+    full(check(&Virtual(|| small(model(2, 2, true)))));
+    full(check(&Virtual(in_two_chunks)));
 }

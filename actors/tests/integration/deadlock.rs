@@ -1,5 +1,6 @@
 //! No deadlock, for any depth of any pool: random models, depths, times and orders of moves.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use crate::common::*;
@@ -35,6 +36,8 @@ struct Case {
     /// 0: none.
     pipeline: u32,
     answers: Answers,
+    /// Chunks of each sequence, in turns: micro-batches are the chunks of long sequences.
+    chunks: u32,
     seed: u64,
 }
 
@@ -50,9 +53,10 @@ fn cases() -> impl Strategy<Value = Case> {
         Answers::MicroBatch,
         Answers::Step,
     ]);
+    let answers = (answers, 1..=4_u32);
     let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>(), 0..=8_u32), answers, any::<u64>());
     (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
-        let (frozen, devices, (groups, by_groups, pipeline), answers, seed) = rest;
+        let (frozen, devices, (groups, by_groups, pipeline), (answers, chunks), seed) = rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
         let ((deferred, recompute, resident, on_file, sharded), several) = flags;
@@ -75,6 +79,7 @@ fn cases() -> impl Strategy<Value = Case> {
             several,
             pipeline,
             answers,
+            chunks,
             seed,
         }
     })
@@ -97,6 +102,7 @@ impl Case {
         // Some layers keep on the device what they save, by bits of the seed.
         let model = keeping(model, |number| self.seed >> (number % 64) & 1 == 1);
         let model = measuring(model, self.answers(), |number| self.seed >> (number % 61) & 2 == 0);
+        let model = attending(model, |number| self.seed >> (number % 59) & 3 != 0);
         let mut selection = everything(&model, self.micro_batches);
         selection.groups = self.groups;
         let blocks = model.blocks.len() as u32;
@@ -107,6 +113,7 @@ impl Case {
             return schedule;
         }
         let generate = if self.resident { resident } else { relay };
+        selection.runs = if self.resident { Vec::new() } else { self.runs() };
         let schedule = generate(&model, &selection).expect("a model of ours has a schedule");
         if self.by_groups {
             let mut dealt = deal_groups(schedule, &vec![1; self.devices as usize]);
@@ -131,6 +138,13 @@ impl Case {
             Answers::Step if mixes && self.micro_batches > 1 => Answers::MicroBatch,
             answers => answers,
         }
+    }
+
+    /// The first micro-batch by itself in some cases, then runs, the last of what is left.
+    fn runs(&self) -> Vec<Range<u32>> {
+        let begins = (self.seed as u32 % 2..self.micro_batches).step_by(self.chunks as usize);
+        let run = |at: u32| at..(at + self.chunks).min(self.micro_batches);
+        begins.map(run).filter(|run| run.len() > 1).collect()
     }
 
     /// The pipeline of some cases; others have none.
@@ -163,6 +177,16 @@ impl Chance {
 /// Runs `steps` steps in a random or adversarial order of moves. The order an adversary takes:
 /// one task or lane is left for last as long as anything else can move.
 fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u64>, Vec<String>> {
+    let plan = StepPlan::new(case.schedule(), config.pools).expect("a schedule that fits");
+    run_plan(config, Arc::new(plan), case, steps)
+}
+
+fn run_plan(
+    config: RingConfig,
+    plan: Arc<StepPlan>,
+    case: &Case,
+    steps: u64,
+) -> Result<Vec<u64>, Vec<String>> {
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
     let queues = Queue::all(&config.pools);
     let tasks = ActorName::all(&config.pools).len() + 1;
@@ -171,12 +195,11 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
     for task in actors {
         world.spawn(task.name.to_string(), task.future);
     }
-    let schedule = case.schedule();
     let versions = Arc::new(Mutex::new(Vec::new()));
     let out = versions.clone();
     world.spawn("main".into(), async move {
         for _ in 0..steps {
-            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
+            relay.step(plan.clone(), ()).await.expect("nothing fails here");
         }
         relay.settle().await.expect("nothing fails here");
         *out.lock().expect("one writer") = relay.snapshot().versions;
@@ -248,6 +271,29 @@ proptest! {
         prop_assume!(passed);
         let config = RingConfig { pools, ..case.config(&schedule) };
         prop_assert!(run_in_any_order(config, &case, 1).is_ok());
+    }
+
+    /// The same lists in pools that they were not made for: the ring ends where the replay does,
+    /// and nowhere else.
+    #[test]
+    fn the_ring_ends_where_the_replay_does(
+        case in cases(),
+        less in (0..=3_u32, 0..=5_u32, 0..=4_u32, 0..=1_u32),
+    ) {
+        let schedule = case.schedule();
+        let full = case.config(&schedule).pools;
+        let mut plan = StepPlan::new(schedule.clone(), full).expect("pools were made for it");
+        plan.pools = Pools {
+            visits: full.visits.saturating_sub(less.0).max(1),
+            inputs: full.inputs.saturating_sub(less.1),
+            outputs: full.outputs.saturating_sub(less.2),
+            gradients: full.gradients.saturating_sub(less.3),
+            ..full
+        };
+        let replayed = plan.replay();
+        let config = RingConfig { pools: plan.pools, ..case.config(&schedule) };
+        let ran = run_plan(config, Arc::new(plan), &case, 1);
+        prop_assert_eq!(replayed.is_ok(), ran.is_ok(), "{:?} and {:?}", replayed, ran);
     }
 
     /// Loss, norm, versions and traffic do not depend on depths; bytes are the schedule's.

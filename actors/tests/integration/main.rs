@@ -17,4 +17,5 @@ mod misuse;
 mod pipelines;
 mod reports;
 mod rules;
+mod runs;
 mod serial;

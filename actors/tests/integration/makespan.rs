@@ -10,7 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use crate::common::times::*;
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, BoundaryId, Fetch, MicroBatch, Piece, Reduction, Share, StepPlan, relay,
+    BlockId, BoundaryId, Fetch, MicroBatch, Phase, Piece, Reduction, Share, StepPlan, relay,
 };
 use l2l_actors::virtual_time::Record;
 use l2l_actors::work::{Lane, Work};
@@ -219,12 +219,24 @@ impl Reference<'_> {
         Some(())
     }
 
+    /// The micro-batch of an operation: a run goes backward in the backward pass.
+    fn nth(&self, visit: usize, operation: u32) -> MicroBatch {
+        let own = self.plan.visit(visit);
+        let mut order: Vec<MicroBatch> = own.micro_batches.clone().collect();
+        let runs = self.plan.schedule.runs.iter().filter(|_| own.phase == Phase::Backward);
+        for run in runs.filter(|run| own.micro_batches.contains(&run.start)) {
+            let at = (run.start - own.micro_batches.start) as usize;
+            order[at..at + run.len()].reverse();
+        }
+        order[operation as usize]
+    }
+
     /// The Executor's next operation, if what it needs is known.
     fn execute(&mut self) -> Option<()> {
         let visit = self.at.visit;
         let resolved = self.plan.device_visits.get(visit)?;
         let own = self.plan.visit(visit);
-        let m = own.micro_batches.start + self.at.operation;
+        let m = self.nth(visit, self.at.operation);
         let is_first = self.at.operation == 0;
         let &(sent, arrived) = self.weights.get(&visit)?;
         let (input_sent, input_arrived) = match own.reads.is_empty() {
@@ -369,6 +381,31 @@ proptest! {
         let (layers, micro_batches, tiles, tied) = shape;
         let model = model(layers, tiles, tied && tiles > 0);
         let schedule = relay(&model, &everything(&model, micro_batches)).expect("a model of ours");
+        let capacities = depths(weights, depth.0, depth.1, depth.2);
+        let plan = StepPlan::new(schedule.clone(), config(&schedule, &capacities, deferred).pools)
+            .expect("pools were made for it");
+        let records = timeline(&schedule, &capacities, times, deferred, 1);
+        let reference = reference(&plan, times, deferred, list_of(&records));
+        prop_assert_eq!(end_of(&records), reference);
+    }
+
+    /// The same of sequences in chunks, whose keys are computed again in the backward pass.
+    #[test]
+    fn makespan_of_chunks_equals_the_list_schedulers(
+        times in (0..50_u64, 1..20_u64, 0..50_u64, 0..60_u64, 0..8_u64, 0..5_u64),
+        shape in (1..=20_u32, 0..=3_u32, any::<bool>()),
+        sequences in prop::collection::vec(1..=5_u32, 1..=4),
+        weights in prop::sample::select(vec![1_u32, 2, 3, 1000]),
+        depth in (1..=2_u32, 1..=2_u32, 1..=6_u32),
+        leaves in any::<u64>(),
+        deferred: bool,
+    ) {
+        let (upload, compute, download, update, stash, host) = times;
+        let times = Times { upload, compute, download, update, stash, host, ..Times::default() };
+        let (layers, tiles, tied) = shape;
+        let model = model(layers, tiles, tied && tiles > 0);
+        let model = attending(model, |number| leaves >> number & 1 == 1);
+        let schedule = relay(&model, &in_chunks(&model, &sequences)).expect("a model of ours");
         let capacities = depths(weights, depth.0, depth.1, depth.2);
         let plan = StepPlan::new(schedule.clone(), config(&schedule, &capacities, deferred).pools)
             .expect("pools were made for it");
