@@ -5,8 +5,8 @@ use std::ops::Range;
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
 use crate::models::{
-    Backward, Forward, Init, Layer, PortViews, Save, SlotWeight, Tensor, block_len, tensor_ranges,
-    tensor_views,
+    Backward, Cuts, Forward, Init, Keys, Layer, PortViews, Save, Shape, SlotWeight, Tensor, Turn,
+    Walk, block_len, tensor_ranges, tensor_views,
 };
 use crate::random;
 use crate::simd::Level;
@@ -23,6 +23,9 @@ pub struct Mismatch {
     /// The directional derivative by central differences.
     pub forward: f64,
 }
+
+/// The most positions of a chunk: the least that `step.chunk_positions` may be.
+const CHUNK: usize = Shape::CHUNK_TILE;
 
 /// Uniform in [−1, 1).
 fn noise(seed: u64, len: usize) -> Vec<f32> {
@@ -71,7 +74,11 @@ impl<'l> Bench<'l> {
         let weights = place(block);
         let gradient = place(block);
         let [x, y, dy, dx] = [hidden; 4].map(|len| place(len).with_columns(channels));
-        let saved = place(layer.saved_len(rows.positions, Save::All, Dtype::F32) * rows.sequences);
+        // All sequences may be cut into as many chunks as the longest.
+        let most = if layer.cuts(0) == Cuts::Never { rows.positions } else { CHUNK };
+        let chunks = (0..rows.positions).step_by(most).map(|at| most.min(rows.positions - at));
+        let saved = chunks.map(|rows| layer.saved_len(rows, Save::All, Dtype::F32)).sum::<usize>();
+        let saved = place(saved * rows.sequences);
         let chunk_state = place(layer.chunk_state_len(rows.positions, true, Dtype::F32));
         let at = end;
         let kinds = (0..count).map(|row| (row % 2) as u8).collect();
@@ -110,8 +117,21 @@ impl<'l> Bench<'l> {
         metadata.view()
     }
 
-    fn saved(&self, keeps: Option<Save>) -> Option<(Save, View)> {
-        keeps.map(|save| (save, self.saved)).filter(|(_, view)| !view.is_empty())
+    /// The walk over the rows, in chunks as short as they can be.
+    fn walk(&self) -> Walk<'_> {
+        Walk::new(&self.batch(), self.layer.cuts(0), CHUNK)
+    }
+
+    fn saved(
+        &self,
+        walk: &Walk<'_>,
+        chunk: &BatchView<'_>,
+        keeps: Option<Save>,
+    ) -> Option<(Save, View)> {
+        let save = keeps.filter(|_| !self.saved.is_empty())?;
+        let len = |rows| self.layer.saved_len(rows, save, Dtype::F32);
+        let place = walk.saved(chunk, len);
+        Some((save, place.map_or(self.saved, |place| self.saved.part(place))))
     }
 
     /// The layer's weights, and those that it dequantises by itself.
@@ -123,50 +143,71 @@ impl<'l> Bench<'l> {
 
     fn forward(&self, memory: Option<&Arena>, keeps: Option<Save>) -> usize {
         let kernels = CpuKernels::new(memory, Level::best());
-        let scratch = &Scratch::new(self.workspace, Dtype::F32);
-        let batch = self.batch();
-        let saved = self.saved(keeps);
+        let scratch = Scratch::new(self.workspace, Dtype::F32);
         let (weights, stored) = self.weights();
-        let pass = Forward {
-            batch,
-            step: 0,
-            weights: &weights,
-            stored: &stored,
-            x: self.x,
-            y: self.y,
-            ports: PortViews::NONE,
-            saved,
-            kv_cache: None,
-            chunk_state: self.chunk_state,
-            scratch,
-        };
-        self.layer.forward(&kernels, &pass);
+        let walk = self.walk();
+        for chunk in walk.forward() {
+            let pass = Forward {
+                batch: chunk,
+                step: 0,
+                weights: &weights,
+                stored: &stored,
+                x: chunk.rows_of(self.x),
+                y: chunk.rows_of(self.y),
+                ports: PortViews::NONE,
+                saved: self.saved(&walk, &chunk, keeps),
+                kv_cache: None,
+                chunk_state: self.chunk_state,
+                scratch: &scratch.nested(),
+            };
+            self.layer.forward(&kernels, &pass);
+        }
         scratch.peak()
     }
 
-    fn backward(&self, memory: Option<&Arena>, keeps: Option<Save>, accumulate: bool) -> usize {
+    fn backward(
+        &self,
+        memory: Option<&Arena>,
+        keeps: Option<Save>,
+        mut accumulate: bool,
+    ) -> usize {
         let kernels = CpuKernels::new(memory, Level::best());
-        let scratch = &Scratch::new(self.workspace, Dtype::F32);
+        let scratch = Scratch::new(self.workspace, Dtype::F32);
         let tensors = self.layer.tensors();
         let gradients = tensor_views(&tensors, self.gradient).into_iter().map(Some);
         let gradients: Vec<Option<View>> = gradients.collect();
         let (weights, stored) = self.weights();
-        let pass = Backward {
-            batch: self.batch(),
-            step: 0,
-            ports: PortViews::NONE,
-            weights: &weights,
-            stored: &stored,
-            gradients: &gradients,
-            accumulate,
-            x: self.x,
-            saved: self.saved(keeps),
-            dy: self.dy,
-            dx: Some(self.dx),
-            chunk_state: self.chunk_state,
-            scratch,
-        };
-        self.layer.backward(&kernels, &pass);
+        let weights = &weights;
+        let stored = &stored;
+        let walk = self.walk();
+        for (turn, batch) in walk.backward() {
+            let saved = self.saved(&walk, &batch, keeps);
+            let x = batch.rows_of(self.x);
+            let chunk_state = self.chunk_state;
+            let scratch = &scratch.nested();
+            if turn == Turn::Keys {
+                let pass = Keys { batch, weights, stored, x, saved, chunk_state, scratch };
+                self.layer.keys(&kernels, &pass);
+                continue;
+            }
+            let pass = Backward {
+                batch,
+                step: 0,
+                ports: PortViews::NONE,
+                weights,
+                stored,
+                gradients: &gradients,
+                accumulate,
+                x,
+                saved,
+                dy: batch.rows_of(self.dy),
+                dx: Some(batch.rows_of(self.dx)),
+                chunk_state,
+                scratch,
+            };
+            self.layer.backward(&kernels, &pass);
+            accumulate = true;
+        }
         scratch.peak()
     }
 
@@ -299,6 +340,8 @@ impl Reference {
 /// the micro-batch; the last of several sequences is shorter. Dropout is on, with the same masks in
 /// all passes.
 ///
+/// Longer sequences than 128 positions are computed in chunks, if the layer cuts them.
+///
 /// It also checks that the backward replaces a gradient or adds to it as `accumulate` says, and
 /// that it gives the same bits whether activations were saved or are recomputed.
 ///
@@ -344,146 +387,4 @@ pub fn check_loss(loss: &dyn Loss) -> Result<(), Mismatch> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::kernels::{CrossEntropy, Kernels};
-    use crate::models::families::{self, gpt2};
-    use crate::models::{Dropouts, Model, ModelLayer, Shape, TransformerBlock};
-
-    const ROWS: Rows = Rows { sequences: 3, positions: 7 };
-
-    fn small() -> Shape {
-        let p = 0.1;
-        let dropout =
-            Dropouts { embedding: p, attention: p, projection: p, feed_forward: p, classifier: p };
-        Shape { dropout, ..gpt2([1, 24, 3, 40, 10, 9]) }
-    }
-
-    /// Every layer of small models of every family.
-    #[test]
-    fn the_layers_there_are_pass() {
-        let decoder = |kind: &str, head: usize| {
-            serde_json::json!({
-                "model_type": kind, "num_hidden_layers": 2, "hidden_size": 20,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head,
-                "intermediate_size": 28, "vocab_size": 10, "max_position_embeddings": 9,
-                "sliding_window": 3, "use_sliding_window": true, "max_window_layers": 1,
-                "attention_bias": true, "mlp_bias": true, "attention_dropout": 0.1,
-            })
-        };
-        // All experts are chosen: at the edge of a choice there is no gradient.
-        let experts = |kind: &str| {
-            let own = serde_json::json!({
-                "num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 5,
-                "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9,
-                "sliding_window": null, "use_sliding_window": false, "attention_bias": false,
-                "num_key_value_heads": 4,
-            });
-            let mut config = decoder(kind, 6);
-            let keys = config.as_object_mut().expect("it is one");
-            keys.extend(own.as_object().expect("it is one").clone());
-            config
-        };
-        let learned = |kind: &str| {
-            serde_json::json!({
-                "model_type": kind, "num_hidden_layers": 1, "hidden_size": 24,
-                "num_attention_heads": 3, "intermediate_size": 40, "vocab_size": 10,
-                "max_position_embeddings": 9, "type_vocab_size": 2,
-                "n_layers": 1, "dim": 24, "n_heads": 3, "hidden_dim": 40,
-                "ffn_dim": 40, "activation_function": "gelu",
-            })
-        };
-        let decoders = ["llama", "mistral", "qwen2", "qwen3"].map(|kind| decoder(kind, 6));
-        let learned = ["bert", "distilbert", "opt", "roberta"].map(learned);
-        let read = |config| families::read(&config).expect("a config of ours");
-        let experts = ["gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"].map(experts);
-        let shapes = decoders.into_iter().chain(experts).chain(learned);
-        let shapes = shapes.map(read).chain([small()]);
-        for shape in shapes {
-            for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
-                let checked = check_gradients(layer, shape.hidden, ROWS);
-                checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
-            }
-        }
-        check_loss(&CrossEntropy).expect("a loss of ours");
-    }
-
-    /// Sequences that are walked in chunks, the last of them ragged.
-    #[test]
-    fn chunks_pass() {
-        let decoder = |kind: &str| {
-            let config = serde_json::json!({
-                "model_type": kind, "num_hidden_layers": 1, "hidden_size": 6,
-                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
-                "intermediate_size": 5, "vocab_size": 10, "max_position_embeddings": 400,
-                "sliding_window": 150, "attention_dropout": 0.1,
-                "num_local_experts": 3, "num_experts_per_tok": 3,
-            });
-            families::read(&config).expect("a config of ours")
-        };
-        let plain = Shape { dropout: small().dropout, ..gpt2([1, 6, 2, 10, 9, 400]) };
-        for (shape, sequences, chunks) in [
-            (plain, 1, 1),
-            (decoder("mistral"), 1, 2),
-            (decoder("llama"), 2, 1),
-            (decoder("mixtral"), 2, 1),
-            (decoder("gpt_oss"), 1, 2),
-        ] {
-            let shape = Shape { chunk_positions: 128, ..shape };
-            let rows = Rows { sequences, positions: chunks * 128 + 70 };
-            for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
-                let checked = check_gradients(layer, shape.hidden, rows);
-                checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
-            }
-        }
-    }
-
-    /// A block whose backward forgets something.
-    struct Wrong(TransformerBlock, bool);
-
-    impl Layer for Wrong {
-        fn tensors(&self) -> Vec<Tensor> {
-            self.0.tensors()
-        }
-
-        fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
-            self.0.saved_len(positions, save, dtype)
-        }
-
-        fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>) {
-            self.0.forward(kernels, pass);
-        }
-
-        fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>) {
-            let mut pass = Backward { ..*pass };
-            if self.1 {
-                pass.accumulate = false;
-            } else {
-                let metadata = *pass.batch.metadata();
-                pass.batch = BatchMetadata { dropout_key: None, ..metadata }.view();
-            }
-            self.0.backward(kernels, &pass);
-        }
-    }
-
-    #[test]
-    fn what_is_wrong_is_found() {
-        let block = || TransformerBlock::new(2, 0, small());
-        let forgets = |what| check_gradients(&Wrong(block(), what), small().hidden, ROWS);
-        assert!(forgets(false).is_err(), "masks");
-        let error = forgets(true).expect_err("accumulation").to_string();
-        assert!(error.contains("added to itself"), "{error}");
-
-        struct Half;
-        impl Loss for Half {
-            fn value(&self, lse: f32, target: f32) -> f32 {
-                lse - target
-            }
-
-            fn slopes(&self, _: f32, _: f32) -> [f32; 2] {
-                [1.0, -0.5]
-            }
-        }
-        assert!(check_loss(&Half).expect_err("a wrong slope").what.contains("the target"));
-    }
-}
+mod tests;

@@ -82,12 +82,12 @@ pub struct BatchView<'a> {
 
 impl<'a> BatchMetadata<'a> {
     /// Sequences of one document each, of which nothing is cached and nothing dropped.
-    pub fn plain(starts: &'a [usize]) -> BatchMetadata<'a> {
+    pub const fn plain(starts: &'a [usize]) -> BatchMetadata<'a> {
         BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key: None }
     }
 
     /// All of the micro-batch.
-    pub fn view(self) -> BatchView<'a> {
+    pub const fn view(self) -> BatchView<'a> {
         BatchView { metadata: self, chunk: None }
     }
 

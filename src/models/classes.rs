@@ -6,7 +6,7 @@
 use l2l_actors::schedule::{Boundary, Role};
 
 use super::adapters::Adapters;
-use super::layer::{Init, Kind, Tensor};
+use super::layer::{Cuts, Init, Kind, Tensor};
 use super::low_rank::{LowRank, ProductSize};
 use super::shape::{Head, Shape};
 use crate::kernels::{
@@ -100,6 +100,14 @@ impl Classes {
         match self.samples() {
             Samples::Tokens => Boundary::of_tokens(Role::Logits, labels, size_of::<f32>()),
             Samples::Sequences => Boundary::of_sequences(Role::Logits, labels, size_of::<f32>()),
+        }
+    }
+
+    /// The row that stands for a sequence is computed with the rows of all sequences.
+    pub(super) fn cuts(&self) -> Cuts {
+        match self.samples() {
+            Samples::Tokens => Cuts::ByPosition,
+            Samples::Sequences => Cuts::Never,
         }
     }
 

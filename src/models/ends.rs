@@ -1,7 +1,7 @@
 //! The layers before the first transformer block and behind the last one.
 
 use super::adapters::Adapters;
-use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor};
+use super::layer::{Backward, Cuts, Forward, Init, Kind, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
 use super::norms::{Affine, AffineBackward};
 use super::shape::Shape;
@@ -132,6 +132,10 @@ impl Layer for Stem {
 
     fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
+    }
+
+    fn cuts(&self, _step: usize) -> Cuts {
+        Cuts::ByPosition
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
@@ -277,51 +281,30 @@ impl Layer for Final {
         0
     }
 
+    fn cuts(&self, _step: usize) -> Cuts {
+        Cuts::ByPosition
+    }
+
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref batch, weights, x, y, scratch, .. } = *pass;
-        let norm = self.norm_of(weights);
-        for chunk in batch.chunks(Some(self.shape.chunk_positions)) {
-            let scratch = &scratch.nested();
-            let [x, y] = [x, y].map(|view| chunk.rows_of(view));
-            let low_rank = self.low_rank(k, chunk, scratch);
-            let (input, _) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
-            let statistics = scratch.take_floats(x.rows, 2);
-            k.norm(&self.shape.norm(y, statistics, input, norm));
-        }
+        let Forward { batch, weights, x, y, scratch, .. } = *pass;
+        let low_rank = self.low_rank(k, batch, scratch);
+        let (input, _) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
+        let statistics = scratch.take_floats(x.rows, 2);
+        k.norm(&self.shape.norm(y, statistics, input, self.norm_of(weights)));
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { ref batch, mut accumulate, x, dy, dx, scratch, .. } = *pass;
-        for chunk in batch.chunks(Some(self.shape.chunk_positions)) {
-            let scratch = &scratch.nested();
-            let [x, mut dy] = [x, dy].map(|view| chunk.rows_of(view));
-            let dx = dx.map(|dx| chunk.rows_of(dx)).unwrap_or_else(|| scratch.take_like(x));
-            if dy.dtype != x.dtype {
-                let floats = dy;
-                dy = scratch.take_like(floats);
-                k.cast(&Cast { y: dy, x: floats });
-            }
-            self.chunk_backward(k, pass, chunk, [x, dy, dx], accumulate, scratch);
-            accumulate = true;
+        let Backward { batch, weights, gradients: d, accumulate, x, mut dy, scratch, .. } = *pass;
+        let dx = pass.dx.unwrap_or_else(|| scratch.take_like(x));
+        if dy.dtype != x.dtype {
+            let floats = dy;
+            dy = scratch.take_like(floats);
+            k.cast(&Cast { y: dy, x: floats });
         }
-    }
-}
-
-impl Final {
-    /// The backward of one chunk: `x`, `dy` and `dx` have its rows.
-    fn chunk_backward(
-        &self,
-        k: &dyn Kernels,
-        &Backward { weights, gradients: d, .. }: &Backward<'_>,
-        chunk: BatchView<'_>,
-        [x, dy, dx]: [View; 3],
-        accumulate: bool,
-        scratch: &Scratch<'_>,
-    ) {
         let y = scratch.take_like(dy);
         let statistics = scratch.take_floats(x.rows, 2);
         let w = self.norm_of(weights);
-        let low_rank = self.low_rank(k, chunk, scratch);
+        let low_rank = self.low_rank(k, batch, scratch);
         let (input, sum) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
         k.norm(&self.shape.norm(y, statistics, input, w));
         let dinput = if sum.is_some() { scratch.take_like(dy) } else { dx };
@@ -329,26 +312,25 @@ impl Final {
         let op =
             AffineBackward { dx: dinput, d: d_norm, dy, x: input, statistics, w, residual: None };
         self.shape.norm_backward(k, &op, accumulate, scratch);
-        if let Some(sum) = sum {
-            let activation = self.activation();
-            let activate = ActivateBackward { dx: dinput, x: sum, activation };
-            let op = LinearBackward {
-                dx,
-                dw: d[0],
-                dbias: d[1],
-                dy: dinput,
-                x,
-                w: weights[0],
-                transposed: self.shape.transposed,
-                accumulate,
-            };
-            k.activate_linear_backward(&activate, &op, scratch);
-            if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
-                let c = self.shape.hidden;
-                let w = adapters.only(weights, ADAPTER_AT, c);
-                let d = adapters.only(d, ADAPTER_AT, c);
-                low_rank.backward([dx, dinput, x], &w, &d, accumulate, scratch);
-            }
+        let Some(sum) = sum else { return };
+        let activation = self.activation();
+        let activate = ActivateBackward { dx: dinput, x: sum, activation };
+        let op = LinearBackward {
+            dx,
+            dw: d[0],
+            dbias: d[1],
+            dy: dinput,
+            x,
+            w: weights[0],
+            transposed: self.shape.transposed,
+            accumulate,
+        };
+        k.activate_linear_backward(&activate, &op, scratch);
+        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
+            let c = self.shape.hidden;
+            let w = adapters.only(weights, ADAPTER_AT, c);
+            let d = adapters.only(d, ADAPTER_AT, c);
+            low_rank.backward([dx, dinput, x], &w, &d, accumulate, scratch);
         }
     }
 }

@@ -47,6 +47,17 @@ pub enum Save {
     AllButAttention,
 }
 
+/// How a sequence may be cut into chunks that a layer computes one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cuts {
+    /// It may not be cut: a position may depend on any other, or the layer does not say.
+    Never,
+    /// Each position is computed by itself. The layer may add to the gradients of its tensors.
+    ByPosition,
+    /// A position depends on earlier ones, through keys and values in the chunk state.
+    Causal,
+}
+
 /// One tensor of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
@@ -96,10 +107,11 @@ impl Tensor {
     }
 }
 
-/// The arguments of a layer's forward on one micro-batch.
+/// The arguments of a layer's forward on one micro-batch, or on a chunk of one of its sequences if
+/// the layer [cuts](Layer::cuts) them. R and B of all views are those of `batch`.
 #[derive(Debug)]
 pub struct Forward<'a> {
-    /// The micro-batch.
+    /// The micro-batch, or the chunk.
     pub batch: BatchView<'a>,
     /// The index among the layer's [steps](Layer::steps).
     pub step: usize,
@@ -134,10 +146,29 @@ pub struct KvCache {
     pub cached: Option<View>,
 }
 
-/// The arguments of a layer's backward on one micro-batch.
+/// The arguments of [`Layer::keys`] on one chunk.
+#[derive(Debug)]
+pub struct Keys<'a> {
+    /// The chunk.
+    pub batch: BatchView<'a>,
+    /// The tensors of the step's blocks, as in [`Forward`].
+    pub weights: &'a [View],
+    /// The last tensors, as in [`Forward`].
+    pub stored: &'a [SlotWeight<'a>],
+    /// The forward's first input. (R, C).
+    pub x: View,
+    /// The activations that were saved; `None`: keys and values are computed from `x`.
+    pub saved: Option<(Save, View)>,
+    /// Where keys and values go, as in [`Forward`].
+    pub chunk_state: View,
+    /// Workspace.
+    pub scratch: &'a Scratch<'a>,
+}
+
+/// The arguments of a layer's backward on one micro-batch, or on a chunk, as in [`Forward`].
 #[derive(Debug)]
 pub struct Backward<'a> {
-    /// The micro-batch.
+    /// The micro-batch, or the chunk.
     pub batch: BatchView<'a>,
     /// The index among the layer's [steps](Layer::steps).
     pub step: usize,
@@ -186,9 +217,11 @@ pub trait Layer: Send + Sync {
     /// The steps of the layer in the forward pass, in order. By default there is one step, from
     /// hidden states to hidden states, with all blocks.
     fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
-        let StepContext { positions, dtype, save, .. } = *context;
+        let StepContext { dtype, save, .. } = *context;
         let mut step = LayerStep::on_hidden(context, (0..self.blocks().len()).collect());
-        let saved_len = save.map_or(0, |save| self.saved_len(positions, save, dtype));
+        let chunks = context.chunks(self.cuts(0));
+        let saved_len =
+            save.map_or(0, |save| chunks.map(|rows| self.saved_len(rows, save, dtype)).sum());
         step.saves = context.saved(saved_len);
         context.add_kv(&mut step, self.kv_width());
         vec![step]
@@ -239,15 +272,21 @@ pub trait Layer: Send + Sync {
         Vec::new()
     }
 
-    /// Floats that the [chunks](BatchView::chunks) of one sequence of `positions` pass on, with or
-    /// without training, for elements of this dtype. 0: the layer walks the whole sequence at once,
-    /// or its chunks pass nothing on.
+    /// How a step computes sequences of more than `step.chunk_positions` positions. Its forward and
+    /// backward get one chunk at a time, if they may be cut: the forward from the first to the last,
+    /// the backward from the last to the first.
+    fn cuts(&self, _step: usize) -> Cuts {
+        Cuts::Never
+    }
+
+    /// Floats that the chunks of one sequence of `positions` pass on, with or without training, for
+    /// elements of this dtype. 0: sequences are not cut, or their chunks pass nothing on.
     fn chunk_state_len(&self, _positions: usize, _trains: bool, _dtype: Dtype) -> usize {
         0
     }
 
-    /// Floats of the saved activations of one sequence of `positions`, for elements of this dtype.
-    /// A micro-batch has the sum over its sequences.
+    /// Floats of the saved activations of one sequence, or chunk, of `positions`, for elements of
+    /// this dtype. A micro-batch has the sum over its sequences.
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize;
 
     /// Sets how the input of a ReLU is saved: its positive numbers, up to this share of a row; or
@@ -259,6 +298,12 @@ pub trait Layer: Send + Sync {
 
     /// Computes `y`.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
+
+    /// Computes the keys and values of a chunk again, to the chunk state. It is called for all chunks
+    /// of a sequence but the last, in their order, before the backward of the last one.
+    fn keys(&self, _kernels: &dyn Kernels, _pass: &Keys<'_>) {
+        unreachable!("a layer whose cuts are causal implements it")
+    }
 
     /// Computes `dx`, and the gradients of trained tensors.
     fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>);

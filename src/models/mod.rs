@@ -22,6 +22,7 @@ mod selection;
 mod shape;
 mod training;
 mod visit;
+mod walk;
 
 pub use adapters::{AdaptedModule, Adapters};
 pub use balance::{Balance, BalanceOf, BalanceOver};
@@ -33,7 +34,7 @@ pub use ends::{Final, Stem};
 pub use frozen::{Base, StoredWeight};
 pub(crate) use frozen::{WeightFormat, WeightPiece};
 pub use layer::{
-    Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
+    Backward, Cuts, Forward, Init, Keys, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
     tensor_views,
 };
 pub use lora::Lora;
@@ -46,3 +47,4 @@ pub use shape::{Dropouts, Experts, Head, Shape, Window};
 pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};
+pub(crate) use walk::{Turn, Walk};

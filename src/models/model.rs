@@ -13,7 +13,7 @@ use super::block_tensors::BlockTensors;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
 use super::families::Names;
-use super::layer::{Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
+use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::selection::LayerSelection;
 use super::shape::Shape;
@@ -48,6 +48,15 @@ impl ModelLayer {
         match self {
             ModelLayer::Stack(layer) => Some(&**layer),
             ModelLayer::Embedding | ModelLayer::Head(_) | ModelLayer::Classes(_) => None,
+        }
+    }
+
+    /// How a step computes sequences of more than a chunk.
+    pub fn cuts(&self, step: usize) -> Cuts {
+        match self {
+            ModelLayer::Stack(layer) => layer.cuts(step),
+            ModelLayer::Classes(classes) => classes.cuts(),
+            ModelLayer::Embedding | ModelLayer::Head(_) => Cuts::ByPosition,
         }
     }
 
@@ -202,7 +211,7 @@ impl Model {
                 blocks.push(table(names.head, tile, true).into());
             }
         }
-        let context = StepContext::new(shape.hidden, 1, Dtype::F32, None);
+        let context = StepContext::new(&shape, 1, Dtype::F32, None);
         let first_ports = |layer: &ModelLayer| {
             let steps = layer.stack().map_or_else(Vec::new, |layer| layer.steps(&context));
             steps.iter().map(LayerStep::first_ports).collect()
@@ -224,7 +233,7 @@ impl Model {
 
     /// The context of a training step on sequences of up to `positions` tokens.
     pub fn context(&self, positions: usize, dtype: Dtype, save: Option<Save>) -> StepContext {
-        StepContext::new(self.shape.hidden, positions, dtype, save)
+        StepContext::new(&self.shape, positions, dtype, save)
     }
 
     /// The model as the ring schedules it: its blocks, and the steps that its layers declare. The

@@ -2,11 +2,13 @@
 //! writes and saves. Schedule, plan, memory and lanes follow from the declaration, so a layer of
 //! another shape changes none of them.
 
+use std::ops::Range;
+
 use l2l_actors::schedule::{Boundary, Input, Question, Role};
 
-use super::layer::Save;
-use super::shape::Head;
-use crate::kernels::STATISTICS;
+use super::layer::{Cuts, Save};
+use super::shape::{Head, Shape};
+use crate::kernels::{BatchMetadata, BatchView, STATISTICS};
 use crate::tensor::{Dtype, View};
 
 /// One visit of a layer in the forward pass. The backward pass visits the layer's steps in reverse.
@@ -62,6 +64,8 @@ pub struct StepContext {
     pub save: Option<Save>,
     /// C, the width of hidden states.
     pub channels: usize,
+    /// The most positions of a chunk.
+    pub(crate) chunk_positions: usize,
     /// Whether heads leave their logits for the host.
     pub(crate) scores: bool,
     /// With a KV cache: how many positions a sequence has there, or more.
@@ -73,15 +77,23 @@ pub struct StepContext {
 impl StepContext {
     /// The context of a training step on sequences of up to `positions` tokens.
     pub(crate) fn new(
-        channels: usize,
+        shape: &Shape,
         positions: usize,
         dtype: Dtype,
         save: Option<Save>,
     ) -> StepContext {
+        let Shape { hidden: channels, chunk_positions, .. } = *shape;
         let hidden = Boundary::of_tokens(Role::Hidden, channels, dtype.size());
         let scores = false;
         let cached = None;
-        StepContext { positions, dtype, save, channels, scores, cached, hidden }
+        StepContext { positions, dtype, save, channels, chunk_positions, scores, cached, hidden }
+    }
+
+    /// The positions of each chunk of the longest sequence.
+    pub(crate) fn chunks(&self, cuts: Cuts) -> impl Iterator<Item = usize> + use<> {
+        let positions = self.positions;
+        let most = if cuts == Cuts::Never { positions } else { self.chunk_positions };
+        (0..positions).step_by(most.max(1)).map(move |from| most.min(positions - from))
     }
 
     /// Hidden states, (R, C), of the device's dtype.
@@ -155,17 +167,19 @@ pub(crate) struct Port {
 pub struct PortViews<'a> {
     pub(crate) reads: &'a [Port],
     pub(crate) writes: &'a [Port],
-    /// R, the micro-batch's tokens.
-    pub(crate) rows: usize,
-    /// B.
-    pub(crate) sequences: usize,
+    /// The rows that the boundaries hold.
+    pub(crate) held: BatchView<'a>,
+    /// The rows that the layer sees: these, or a chunk of them.
+    pub(crate) chunk: BatchView<'a>,
     pub(crate) dtype: Dtype,
 }
 
 impl PortViews<'_> {
     /// A visit without boundaries.
-    pub(crate) const NONE: PortViews<'static> =
-        PortViews { reads: &[], writes: &[], rows: 0, sequences: 0, dtype: Dtype::F32 };
+    pub(crate) const NONE: PortViews<'static> = {
+        let held = BatchMetadata::plain(&[0]).view();
+        PortViews { reads: &[], writes: &[], held, chunk: held, dtype: Dtype::F32 }
+    };
 
     /// The boundary of this role that the visit reads: (R, its width), or (B, its width).
     pub fn read(&self, role: Role) -> Option<View> {
@@ -186,9 +200,31 @@ impl PortViews<'_> {
         let is_float = usize::from(element_bytes) == Dtype::F32.size();
         let dtype = if is_float { Dtype::F32 } else { self.dtype };
         match (token_bytes, sequence_bytes) {
-            (_, 0) => view.hold(self.rows, boundary.width(), dtype),
-            (0, bytes) => view.hold(self.sequences, bytes as usize / dtype.size(), dtype),
+            (_, 0) => {
+                view.hold(self.held.rows(), boundary.width(), dtype).row_range(self.rows())
+            }
+            (0, bytes) => {
+                let all = view.hold(self.held.sequences(), bytes as usize / dtype.size(), dtype);
+                let first = self.chunk.first_sequence() - self.held.first_sequence();
+                all.row_range(first..first + self.chunk.sequences())
+            }
             _ => view,
         }
+    }
+
+    /// The saved activations. Unless each token has its own, those of a chunk lie at a `place` among
+    /// all; `None`: all are those of the chunk.
+    pub(crate) fn saved(&self, place: impl FnOnce() -> Option<Range<usize>>) -> Option<View> {
+        let mut ports = self.writes.iter().chain(self.reads);
+        let port = ports.find(|port| port.boundary.role == Role::SavedActivations)?;
+        let place = if port.boundary.sequence_bytes > 0 { place() } else { None };
+        Some(place.map_or_else(|| self.view(port), |place| port.view.part(place)))
+    }
+
+    /// The rows that the layer sees, among those that the boundaries hold.
+    pub(crate) fn rows(&self) -> Range<usize> {
+        let first = self.held.row_range().start;
+        let Range { start, end } = self.chunk.row_range();
+        start - first..end - first
     }
 }

@@ -137,10 +137,9 @@ impl StepState {
         }
     }
 
-    /// Positions of a micro-batch that have a label.
-    pub(super) fn labelled(&self, m: MicroBatch) -> usize {
-        let targets = &self.input.batch.targets[self.range(m).rows];
-        targets.iter().filter(|target| **target >= 0).count()
+    /// The target of each row of a micro-batch. Negative: it has no label.
+    pub(super) fn targets(&self, m: MicroBatch) -> &[i32] {
+        &self.input.batch.targets[self.range(m).rows]
     }
 
     /// The slots of the KV cache of a micro-batch's sequences.

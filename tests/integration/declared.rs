@@ -13,7 +13,7 @@ use l2l::kernels::{
     Activate, ActivateBackward, Activation, Cast, Kernels, Linear, LinearBackward, Residual,
 };
 use l2l::models::{
-    Backward, Final, Forward, Init, Kind, Layer, LayerStep, Model, Save, Shape, Stem, StepContext,
+    Backward, Cuts, Final, Forward, Init, Kind, Layer, LayerStep, Model, Save, Shape, Stem, StepContext,
     Tensor,
 };
 use l2l::tensor::{Dtype, View};
@@ -43,6 +43,9 @@ struct Bottleneck {
 const C: usize = 16;
 const N: usize = 6;
 const LAYERS: usize = 4;
+
+/// Positions of a sequence that is computed in chunks of 128.
+const LONG: usize = 300;
 
 /// The numbers of boundaries that only these layers know.
 const NARROW: u8 = 3;
@@ -96,6 +99,11 @@ impl Layer for Bottleneck {
         ]
     }
 
+    /// The first layer does not say that its positions are computed by themselves.
+    fn cuts(&self, _step: usize) -> Cuts {
+        if self.number == 0 { Cuts::Never } else { Cuts::ByPosition }
+    }
+
     fn blocks(&self) -> Vec<usize> {
         if self.declared == Declared::Blocks { vec![2, 1, 1] } else { vec![4] }
     }
@@ -121,6 +129,8 @@ impl Layer for Bottleneck {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { weights, y, ports, saved, scratch, .. } = *pass;
+        let longest = if self.number == 0 { LONG } else { 128 };
+        assert!(pass.batch.longest() <= longest && pass.x.rows == pass.batch.rows());
         let [a, b, c, d] = weights.try_into().expect("four tensors");
         let mut x = pass.x;
         if let Some(added) = ports.read(Role::Own(ADDED)) {
@@ -203,6 +213,10 @@ struct InTwoSteps(Bottleneck);
 impl Layer for InTwoSteps {
     fn tensors(&self) -> Vec<Tensor> {
         self.0.tensors()
+    }
+
+    fn cuts(&self, step: usize) -> Cuts {
+        self.0.cuts(step)
     }
 
     fn blocks(&self) -> Vec<usize> {
@@ -356,6 +370,16 @@ fn places(folder: &Path) -> Vec<Place> {
     interleaved.schedule.kind = ScheduleKind::Interleaved;
     interleaved.device.count = Some(2);
     all.push(Place { config: interleaved, ranks: 1 });
+    for (kind, devices) in
+        [(ScheduleKind::Relay, 2), (ScheduleKind::Resident, 1), (ScheduleKind::Gpipe, 2)]
+    {
+        let mut long = base();
+        long.schedule.kind = kind;
+        long.device.count = Some(devices);
+        (long.model.positions, long.data.sequence_length) = (Some(LONG), Some(LONG));
+        (long.step.batch, long.step.chunk_positions) = (2, 128);
+        all.push(Place { config: long, ranks: 1 });
+    }
     for transfer in [Transfer::Whole, Transfer::Sharded] {
         let mut config = base();
         config.device.count = Some(2);

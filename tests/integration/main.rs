@@ -13,6 +13,7 @@ mod balanced;
 mod base;
 #[cfg(feature = "tokenizers")]
 mod chats;
+mod chunked;
 #[cfg(feature = "cli")]
 mod cli;
 #[cfg(feature = "cli")]

@@ -3,7 +3,7 @@
 use l2l::data::{Batch, Predicts, Sequence};
 use l2l::{Config, StepReport, Trainer};
 
-fn config(toml: &str, batch: usize) -> Config {
+pub(crate) fn config(toml: &str, batch: usize) -> Config {
     let text = format!(
         "{toml}\ndata.train = \"random\"\nmodel.dropout = 0.0\noptimizer.learning_rate = 1e-3\n\
          step.micro_batch = 2\nstep.batch = {batch}"
@@ -12,7 +12,7 @@ fn config(toml: &str, batch: usize) -> Config {
 }
 
 /// Texts of these lengths. In masked ones every third token is predicted.
-fn texts(lengths: &[usize], step: usize, predicts: Predicts) -> Vec<Sequence> {
+pub(crate) fn texts(lengths: &[usize], step: usize, predicts: Predicts) -> Vec<Sequence> {
     let mut number = 7 * step as u32;
     let text = |&length: &usize| {
         let mut token = || {
@@ -30,7 +30,7 @@ fn texts(lengths: &[usize], step: usize, predicts: Predicts) -> Vec<Sequence> {
     lengths.iter().map(text).collect()
 }
 
-fn packed(texts: &[Sequence]) -> Sequence {
+pub(crate) fn packed(texts: &[Sequence]) -> Sequence {
     let mut all = Sequence::default();
     for one in texts {
         all.tokens.extend(&one.tokens);
@@ -40,7 +40,7 @@ fn packed(texts: &[Sequence]) -> Sequence {
     all
 }
 
-async fn steps(
+pub(crate) async fn steps(
     config: Config,
     batches: impl Fn(usize) -> Vec<Sequence>,
     predicts: Predicts,

@@ -68,7 +68,7 @@ fn lists(golden: &Value, key: &str) -> Vec<Vec<u32>> {
     serde_json::from_value(golden[key].clone()).expect("lists of tokens")
 }
 
-async fn greedy(config: Config, prompts: &[Vec<u32>], most: usize) -> Vec<Vec<u32>> {
+pub(crate) async fn greedy(config: Config, prompts: &[Vec<u32>], most: usize) -> Vec<Vec<u32>> {
     let prompt = prompts.iter().map(Vec::len).max().expect("a prompt");
     let room = Room { prompts: prompts.len(), prompt, tokens: prompt + most };
     let mut generator = Generator::start(config, room).await.expect("a case of ours");

@@ -84,15 +84,17 @@ impl ComputeIn for MeasureRoutes<'_> {
         };
         let out = call.write(self.statistics).chunks_exact_mut(width).enumerate();
         for (sequence, out) in out {
-            if !accumulate {
-                out.fill(0.0);
-            }
+            // The rows of a chunk are summed by themselves, whatever came before them.
+            let before = accumulate.then(|| out.to_vec());
+            out.fill(0.0);
             let rows = batch.sequence(sequence);
             let parts = rows.clone().step_by(PART).collect::<Vec<_>>().into_par_iter();
             let parts = parts.map(|from| sum(from, rows.end.min(from + PART)));
             for part in parts.collect::<Vec<_>>() {
                 out.iter_mut().zip(part).for_each(|(out, sum)| *out += sum);
             }
+            let before = before.into_iter().flatten();
+            out.iter_mut().zip(before).for_each(|(out, before)| *out += before);
         }
     }
 }

@@ -12,7 +12,7 @@ use super::experts::{Closed, ExpertGradients, ExpertPass, Opened, PassedDown};
 use super::routing::RoutingViews;
 use super::tensors::FeedForward;
 use super::{ChunkInputs, TransformerBlock};
-use crate::kernels::{BatchView, Cast, Clear, Kernels};
+use crate::kernels::{Cast, Clear, Kernels};
 use crate::models::layer::{Backward, Forward};
 use crate::models::ports::{LayerStep, StepContext};
 use crate::models::shape::Experts;
@@ -109,111 +109,92 @@ impl TransformerBlock {
 
     /// Attention, the router and the shared expert, for the steps behind.
     pub(super) fn base_forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref batch, x, saved, kv_cache, chunk_state, scratch, ports, .. } = *pass;
-        let w = self.sorted(pass.weights, pass.stored);
-        let FeedForward::Experts(experts) = &w.feed_forward else {
+        let Forward { batch, x, saved, kv_cache, chunk_state, scratch, ports, .. } = *pass;
+        let weights = &self.sorted(pass.weights, pass.stored);
+        let FeedForward::Experts(experts) = &weights.feed_forward else {
             unreachable!("the block has experts")
         };
-        for chunk in self.chunks(batch) {
-            let scratch = &scratch.nested();
-            let kv = self.kv_views(&chunk, kv_cache, chunk_state, scratch.dtype());
-            let routing = RoutingViews::of_forward(&ports);
-            let inputs = ChunkInputs { weights: &w, chunk, x, saved, kv, routing };
-            let pass = self.chunk_pass(k, &inputs, scratch);
-            pass.recompute_feed_forward_input();
-            let Opened { sum, chosen } = pass.open_experts(experts, scratch);
-            let attention_sum = pass.saved.attention_sum;
-            let left = [
-                (ATTENTION_SUM, attention_sum),
-                (INPUT, pass.hidden),
-                (CHOSEN, chosen),
-                (SUM, sum),
-            ];
-            for (number, x) in left {
-                let y = ports.written(Role::Own(number)).expect("the step declares it");
-                k.cast(&Cast { y: chunk.rows_of(y), x });
-            }
+        let kv = self.kv_views(&batch, kv_cache, chunk_state, scratch.dtype());
+        let routing = RoutingViews::of_forward(&ports);
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
+        let pass = self.chunk_pass(k, &inputs, scratch);
+        pass.recompute_feed_forward_input();
+        let Opened { sum, chosen } = pass.open_experts(experts, scratch);
+        let attention_sum = pass.saved.attention_sum;
+        let left =
+            [(ATTENTION_SUM, attention_sum), (INPUT, pass.hidden), (CHOSEN, chosen), (SUM, sum)];
+        for (number, x) in left {
+            let y = ports.written(Role::Own(number)).expect("the step declares it");
+            k.cast(&Cast { y, x });
         }
     }
 
     /// Adds the outputs of a part's experts to their sum; the last part ends the layer.
     pub(super) fn part_forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref batch, y, ports, step, scratch, .. } = *pass;
+        let Forward { batch, y, ports, step, scratch, .. } = *pass;
         let Part { experts, is_last, .. } = self.part(step).expect("the layer has this step");
         let w = self.sorted_experts(pass.stored, experts.clone());
         let read = |number| ports.read(Role::Own(number)).expect("the step declares it");
-        for chunk in self.chunks(batch) {
-            let scratch = &scratch.nested();
-            let [x, chosen, before] =
-                [INPUT, CHOSEN, SUM].map(|number| chunk.rows_of(read(number)));
-            let y = chunk.rows_of(y);
-            let sum = if is_last { scratch.take_floats(x.rows, x.columns) } else { y };
-            k.cast(&Cast { y: sum, x: before });
-            let products = self.products_on(k, chunk, scratch);
-            let pass = ExpertPass::new(&products, [x, chosen], None, scratch);
-            pass.forward(experts.start, &w, sum, scratch);
-            if is_last {
-                let attention_sum = chunk.rows_of(read(ATTENTION_SUM));
-                let buffer = scratch.take_like(x);
-                self.close_experts(k, &chunk, &Closed { y, attention_sum, sum, buffer });
-            }
+        let [x, chosen, before] = [INPUT, CHOSEN, SUM].map(read);
+        let sum = if is_last { scratch.take_floats(x.rows, x.columns) } else { y };
+        k.cast(&Cast { y: sum, x: before });
+        let products = self.products_on(k, batch, scratch);
+        let pass = ExpertPass::new(&products, [x, chosen], None, scratch);
+        pass.forward(experts.start, &w, sum, scratch);
+        if is_last {
+            let attention_sum = read(ATTENTION_SUM);
+            let buffer = scratch.take_like(x);
+            self.close_experts(k, &batch, &Closed { y, attention_sum, sum, buffer });
         }
     }
 
     /// The gradients of a part's experts, and what they pass down.
     pub(super) fn part_backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { ref batch, dy, ports, step, scratch, mut accumulate, .. } = *pass;
+        let Backward { batch, dy: dsum, ports, step, scratch, accumulate, .. } = *pass;
         let Part { experts, is_last, .. } = self.part(step).expect("the layer has this step");
         let w = &self.sorted_experts(pass.stored, experts.clone());
         let d = &self.sorted_experts(pass.gradients, experts.clone());
         let read = |number| ports.read(Role::Own(number)).expect("the step declares it");
-        for chunk in self.backward_order(batch) {
-            let scratch = &scratch.nested();
-            let [x, chosen] = [INPUT, CHOSEN].map(|number| chunk.rows_of(read(number)));
-            let products = self.products_on(k, chunk, scratch);
-            let dsum = chunk.rows_of(dy);
-            let mut dropped = dsum;
-            if is_last {
-                let dropout = self.feed_forward_dropout(&chunk);
-                dropped = products.dropout_backward(scratch.take_like(dsum), dsum, dropout);
-            }
-            // The gradient that the step above has added to, if there is one, and the place for it.
-            let passes = |number, scratch_place: View| {
-                let role = Role::OwnGradient(number);
-                let y = ports.written(role).map_or(scratch_place, |y| chunk.rows_of(y));
-                match ports.read(role).filter(|_| !is_last) {
-                    Some(x) => k.cast(&Cast { y, x: chunk.rows_of(x) }),
-                    None => k.clear(&Clear { y }),
-                }
-                y
-            };
-            let dh = passes(INPUT, scratch.take_floats(x.rows, x.columns));
-            let dchosen = passes(CHOSEN, scratch.take_floats(x.rows, chosen.columns / 2));
-            for (number, x) in [(SUM, dropped), (ATTENTION_SUM, dsum)] {
-                if let Some(y) = ports.written(Role::OwnGradient(number)) {
-                    k.cast(&Cast { y: chunk.rows_of(y), x });
-                }
-            }
-            let passed = PassedDown { dy: dropped, dh, dchosen };
-            let pass = ExpertPass::new(&products, [x, chosen], None, scratch);
-            let first = experts.start;
-            pass.backward(&ExpertGradients { first, w, d, accumulate, passed }, scratch);
-            accumulate = true;
+        let [x, chosen] = [INPUT, CHOSEN].map(read);
+        let products = self.products_on(k, batch, scratch);
+        let mut dropped = dsum;
+        if is_last {
+            let dropout = self.feed_forward_dropout(&batch);
+            dropped = products.dropout_backward(scratch.take_like(dsum), dsum, dropout);
         }
+        // The gradient that the step above has added to, if there is one, and the place for it.
+        let passes = |number, scratch_place: View| {
+            let role = Role::OwnGradient(number);
+            let y = ports.written(role).unwrap_or(scratch_place);
+            match ports.read(role).filter(|_| !is_last) {
+                Some(x) => k.cast(&Cast { y, x }),
+                None => k.clear(&Clear { y }),
+            }
+            y
+        };
+        let dh = passes(INPUT, scratch.take_floats(x.rows, x.columns));
+        let dchosen = passes(CHOSEN, scratch.take_floats(x.rows, chosen.columns / 2));
+        for (number, x) in [(SUM, dropped), (ATTENTION_SUM, dsum)] {
+            if let Some(y) = ports.written(Role::OwnGradient(number)) {
+                k.cast(&Cast { y, x });
+            }
+        }
+        let passed = PassedDown { dy: dropped, dh, dchosen };
+        let pass = ExpertPass::new(&products, [x, chosen], None, scratch);
+        let first = experts.start;
+        pass.backward(&ExpertGradients { first, w, d, accumulate, passed }, scratch);
     }
 
-    /// What the parts have passed down to the base block, for a chunk. `dh` is a copy, to be added
-    /// to.
+    /// What the parts have passed down to the base block. `dh` is a copy, to be added to.
     pub(super) fn passed_down(
         &self,
         k: &dyn Kernels,
         pass: &Backward<'_>,
-        chunk: &BatchView<'_>,
         dh: View,
     ) -> PassedDown {
         let read = |number| {
             let role = Role::OwnGradient(number);
-            chunk.rows_of(pass.ports.read(role).expect("the steps above pass it down"))
+            pass.ports.read(role).expect("the steps above pass it down")
         };
         k.cast(&Cast { y: dh, x: read(INPUT) });
         PassedDown { dy: read(SUM), dh, dchosen: read(CHOSEN) }

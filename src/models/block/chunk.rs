@@ -1,4 +1,5 @@
-//! The forward of a block on one chunk of a micro-batch, in pieces that its backward can recompute.
+//! The forward of a block on one chunk of a sequence, or on a whole micro-batch, in pieces that its
+//! backward can recompute.
 
 use super::TransformerBlock;
 use super::products::Products;
@@ -19,8 +20,9 @@ pub(super) const FEED_FORWARD: usize = 1;
 /// Views of keys and values, beside those in the projection.
 #[derive(Clone, Copy)]
 pub(super) struct KvViews {
-    /// The place for the keys and values of these rows. (R, 2 K D).
-    pub(super) new: Option<View>,
+    /// The places for the keys and values of these rows: for the KV cache, and for later chunks.
+    /// (R, 2 K D).
+    pub(super) new: [Option<View>; 2],
     /// Keys and values of earlier positions, in the KV cache. (B P, 2 K D).
     pub(super) cached: Option<View>,
     /// For a chunk: keys and values of its sequence up to its last position. (before + T, 2 K D).
@@ -144,7 +146,7 @@ impl ChunkPass<'_> {
     }
 
     /// Queries, keys and values as attention sees them, recomputed from the saved projections.
-    /// Writes new keys and values to the KV cache.
+    /// Writes new keys and values to the KV cache and to the chunk state.
     pub(super) fn qkv_for_attention(&self) -> View {
         let ChunkPass { block, k, w, ref saved, rotated, .. } = *self;
         let shape = block.attention(&self.batch);
@@ -162,7 +164,7 @@ impl ChunkPass<'_> {
             }
             qkv = rotated;
         }
-        if let Some(kv) = self.kv.new {
+        for kv in self.kv.new.into_iter().flatten() {
             k.write_kv(&WriteKv { kv, qkv, shape });
         }
         qkv

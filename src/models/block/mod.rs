@@ -14,9 +14,9 @@ use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;
 use self::routing::RoutingViews;
-use self::tensors::{Gradients, Weights};
+use self::tensors::Weights;
 use super::adapters::Adapters;
-use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
+use super::layer::{Backward, Cuts, Forward, Keys, KvCache, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
 use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
@@ -41,22 +41,16 @@ pub struct TransformerBlock {
     pub relu_room: Option<usize>,
 }
 
-/// The inputs of a pass over one chunk.
+/// The inputs of a pass over one chunk, or over a whole micro-batch.
 #[derive(Clone, Copy)]
 struct ChunkInputs<'a> {
     weights: &'a Weights<'a>,
     chunk: BatchView<'a>,
-    /// The layer's input for the whole micro-batch. (R, C).
+    /// The layer's input. (R, C).
     x: View,
     saved: Option<(Save, View)>,
     kv: KvViews,
     routing: RoutingViews,
-}
-
-/// The chunks of each sequence; or the one that has all rows.
-fn by_sequence<'c, 'a>(chunks: &'c [BatchView<'a>]) -> impl Iterator<Item = &'c [BatchView<'a>]> {
-    let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
-    chunks.chunk_by(move |a, b| sequence(a) == sequence(b))
 }
 
 impl TransformerBlock {
@@ -65,25 +59,24 @@ impl TransformerBlock {
         TransformerBlock { index, number, shape, adapters: None, relu_room: None }
     }
 
-    /// The views of a chunk's keys and values.
+    /// The views of keys and values: those of a chunk are passed on to later chunks.
     fn kv_views(
         &self,
-        chunk: &BatchView<'_>,
+        batch: &BatchView<'_>,
         kv_cache: Option<KvCache>,
         chunk_state: View,
         dtype: Dtype,
     ) -> KvViews {
-        let Some(SequenceChunk { sequence, from, to }) = chunk.chunk() else {
-            let (new, cached) = kv_cache.map_or((None, None), |one| (Some(one.new), one.cached));
-            return KvViews { new, cached, chunk: None };
-        };
-        let rows = chunk.metadata().sequence(sequence);
-        let of_sequence = match kv_cache {
-            Some(cache) => cache.new.row_range(rows),
-            None => Scratch::new(chunk_state, dtype).take(rows.len(), self.kv_width()),
-        };
-        let new = Some(of_sequence.row_range(from..to));
-        KvViews { new, cached: None, chunk: Some(of_sequence.row_range(0..to)) }
+        let of_chunk = batch.chunk().map(|SequenceChunk { sequence, from, to }| {
+            let positions = batch.metadata().sequence(sequence).len();
+            let all = Scratch::new(chunk_state, dtype).take(positions, self.kv_width());
+            [all.row_range(from..to), all.row_range(0..to)]
+        });
+        KvViews {
+            new: [kv_cache.map(|cache| cache.new), of_chunk.map(|[own, _]| own)],
+            cached: kv_cache.and_then(|cache| cache.cached),
+            chunk: of_chunk.map(|[_, seen]| seen),
+        }
     }
 
     /// The views of a chunk's keys and values and of their gradients, for the backward.
@@ -92,26 +85,14 @@ impl TransformerBlock {
         chunk: &BatchView<'_>,
         kv: View,
         chunk_state: View,
-        is_last: bool,
         dtype: Dtype,
-    ) -> ChunkKv {
+    ) -> Option<ChunkKv> {
+        let SequenceChunk { sequence, to, .. } = chunk.chunk()?;
         let state = Scratch::new(chunk_state, dtype);
-        state.take(chunk.metadata().sequence(chunk.first_sequence()).len(), self.kv_width());
+        let positions = chunk.metadata().sequence(sequence).len();
+        state.take(positions, self.kv_width());
         let dkv = state.take_floats(kv.rows, kv.columns);
-        ChunkKv { kv, dkv, accumulate: !is_last }
-    }
-
-    /// All rows at once; or, in a causal model, chunks of the sequences.
-    fn chunks<'a>(&self, batch: &BatchView<'a>) -> Vec<BatchView<'a>> {
-        let has_cached = batch.metadata().cached.iter().any(|cached| *cached > 0);
-        let may_be_cut = self.shape.causal && !has_cached;
-        batch.chunks(may_be_cut.then_some(self.shape.chunk_positions))
-    }
-
-    /// The chunks in the order of the backward: those of each sequence from its end.
-    fn backward_order<'a>(&self, batch: &BatchView<'a>) -> Vec<BatchView<'a>> {
-        let chunks = self.chunks(batch);
-        by_sequence(&chunks).flat_map(|chunks| chunks.iter().rev().copied()).collect()
+        Some(ChunkKv { kv, dkv, accumulate: to < positions })
     }
 
     fn has_window(&self) -> bool {
@@ -184,67 +165,13 @@ impl TransformerBlock {
             k,
             w: weights,
             batch: chunk,
-            x: chunk.rows_of(x),
+            x,
             saved: self.activations(&chunk, saved, scratch),
             hidden: scratch.take(rows, self.shape.hidden),
             rotated: scratch.take(rotated_rows, self.shape.qkv()),
             products: self.products_on(k, chunk, scratch),
             kv,
             routing,
-        }
-    }
-
-    /// The backward of all chunks of one sequence, or of the whole micro-batch.
-    ///
-    /// Chunks are walked from the end of the sequence. So the gradients of a chunk's keys and
-    /// values hold the contributions of all later queries when the walk reaches the chunk. All keys
-    /// and values are computed before the walk.
-    fn sequence_backward<'a>(
-        &'a self,
-        k: &'a dyn Kernels,
-        backward: &Backward<'_>,
-        w: &'a Weights<'a>,
-        d: &'a Gradients,
-        chunks: &[BatchView<'a>],
-        mut accumulate: bool,
-    ) {
-        let Backward { x, saved, dy, dx, chunk_state, scratch, .. } = *backward;
-        let is_apart = self.is_apart();
-        let save = saved.map(|(save, _)| save);
-        let routing = RoutingViews::of_backward(&backward.ports);
-        let inputs = |chunk: BatchView<'a>, dtype| {
-            let kv = self.kv_views(&chunk, None, chunk_state, dtype);
-            ChunkInputs { weights: w, chunk, x, saved, kv, routing }
-        };
-        let (last, others) = chunks.split_last().expect("a sequence has a chunk");
-        for &chunk in others {
-            let scratch = &scratch.nested();
-            let pass = self.chunk_pass(k, &inputs(chunk, scratch.dtype()), scratch);
-            if save == Some(Save::All) {
-                pass.qkv_for_attention();
-            } else {
-                pass.project_qkv();
-            }
-        }
-        for &chunk in chunks.iter().rev() {
-            let scratch = &scratch.nested();
-            let inputs = inputs(chunk, scratch.dtype());
-            let is_last = chunk.row_range() == last.row_range();
-            let chunk_kv = inputs
-                .kv
-                .chunk
-                .map(|kv| self.chunk_kv(&chunk, kv, chunk_state, is_last, scratch.dtype()));
-            let pass = self.chunk_pass(k, &inputs, scratch);
-            let dx = dx.map(|dx| chunk.rows_of(dx));
-            let dx = dx.unwrap_or_else(|| scratch.take(chunk.rows(), self.shape.hidden));
-            let dy = chunk.rows_of(dy);
-            let passed = is_apart.then(|| {
-                let dh = scratch.take_floats(chunk.rows(), self.shape.hidden);
-                self.passed_down(k, backward, &chunk, dh)
-            });
-            let gradients = ChunkGradients { d, dy, dx, chunk_kv, save, accumulate, passed };
-            pass.backward(&gradients, scratch);
-            accumulate = true;
         }
     }
 }
@@ -289,14 +216,23 @@ impl Layer for TransformerBlock {
 
     fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
         let mut step = LayerStep::on_hidden(context, (0..self.count_blocks()).collect());
-        step.saves = context.save.map(|save| self.saved_activations(save, context.dtype));
+        let chunks = context.chunks(self.cuts(0)).count();
+        step.saves = context.save.map(|save| self.saved_activations(save, context.dtype, chunks));
         step.asks = self.experts().map(|experts| experts.question());
         context.add_kv(&mut step, self.kv_width());
         if self.is_apart() { self.steps_apart(context, step) } else { vec![step] }
     }
 
+    fn cuts(&self, step: usize) -> Cuts {
+        match step {
+            _ if !self.shape.causal => Cuts::Never,
+            0 => Cuts::Causal,
+            _ => Cuts::ByPosition,
+        }
+    }
+
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
-        let bytes = self.saved_activations(save, dtype).bytes(1, positions as u64);
+        let bytes = self.saved_activations(save, dtype, 1).bytes(1, positions as u64);
         bytes as usize / size_of::<f32>()
     }
 
@@ -335,14 +271,25 @@ impl Layer for TransformerBlock {
             0 => {}
             _ => return self.part_forward(k, pass),
         }
-        let Forward { ref batch, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
-        let w = self.sorted(pass.weights, pass.stored);
-        for chunk in self.chunks(batch) {
-            let scratch = &scratch.nested();
-            let kv = self.kv_views(&chunk, kv_cache, chunk_state, scratch.dtype());
-            let routing = RoutingViews::of_forward(&pass.ports);
-            let inputs = ChunkInputs { weights: &w, chunk, x, saved, kv, routing };
-            self.chunk_pass(k, &inputs, scratch).forward(chunk.rows_of(y), scratch);
+        let Forward { batch, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
+        let weights = &self.sorted(pass.weights, pass.stored);
+        let kv = self.kv_views(&batch, kv_cache, chunk_state, scratch.dtype());
+        let routing = RoutingViews::of_forward(&pass.ports);
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
+        self.chunk_pass(k, &inputs, scratch).forward(y, scratch);
+    }
+
+    fn keys(&self, k: &dyn Kernels, pass: &Keys<'_>) {
+        let Keys { batch, x, saved, chunk_state, scratch, .. } = *pass;
+        let weights = &self.sorted(pass.weights, pass.stored);
+        let kv = self.kv_views(&batch, None, chunk_state, scratch.dtype());
+        let routing = RoutingViews::NONE;
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
+        let pass = self.chunk_pass(k, &inputs, scratch);
+        if matches!(saved, Some((Save::All, _))) {
+            pass.qkv_for_attention();
+        } else {
+            pass.project_qkv();
         }
     }
 
@@ -350,13 +297,23 @@ impl Layer for TransformerBlock {
         if pass.step > 0 {
             return self.part_backward(k, pass);
         }
-        let Backward { ref batch, weights, stored, gradients, mut accumulate, .. } = *pass;
-        let w = self.sorted(weights, stored);
-        let (base, experts) = gradients.split_at(weights.len());
-        let d = self.sorted(base, experts);
-        for chunks in by_sequence(&self.chunks(batch)) {
-            self.sequence_backward(k, pass, &w, &d, chunks, accumulate);
-            accumulate = true;
-        }
+        let Backward { batch, x, saved, dy, dx, chunk_state, accumulate, scratch, .. } = *pass;
+        let weights = &self.sorted(pass.weights, pass.stored);
+        let (base, experts) = pass.gradients.split_at(pass.weights.len());
+        let d = &self.sorted(base, experts);
+        let kv = self.kv_views(&batch, None, chunk_state, scratch.dtype());
+        let routing = RoutingViews::of_backward(&pass.ports);
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
+        let chunk_kv =
+            kv.chunk.and_then(|kv| self.chunk_kv(&batch, kv, chunk_state, scratch.dtype()));
+        let of_chunk = self.chunk_pass(k, &inputs, scratch);
+        let dx = dx.unwrap_or_else(|| scratch.take_like(x));
+        let passed = self.is_apart().then(|| {
+            let dh = scratch.take_floats(batch.rows(), self.shape.hidden);
+            self.passed_down(k, pass, dh)
+        });
+        let save = saved.map(|(save, _)| save);
+        let gradients = ChunkGradients { d, dy, dx, chunk_kv, save, accumulate, passed };
+        of_chunk.backward(&gradients, scratch);
     }
 }

@@ -21,6 +21,8 @@ pub(super) struct RoutingViews {
 }
 
 impl RoutingViews {
+    pub(super) const NONE: RoutingViews = RoutingViews { measured: None, slopes: None };
+
     pub(super) fn of_forward(ports: &PortViews<'_>) -> RoutingViews {
         RoutingViews { measured: ports.written(Role::Routing), slopes: None }
     }
@@ -63,18 +65,12 @@ impl ChunkPass<'_> {
         limited
     }
 
-    /// The rows of this chunk's sequences.
-    fn of_sequences(&self, view: View) -> View {
-        let first = self.batch.first_sequence();
-        view.row_range(first..first + self.batch.sequences())
-    }
-
     /// Writes the sums of each sequence, where a forward pass measures them. The chunks of a
     /// sequence add to each other.
     pub(super) fn measure(&self, chosen: View, logits: View, scratch: &Scratch<'_>) {
         let Some(measured) = self.routing.measured else { return };
         let op = MeasureRoutes {
-            statistics: self.of_sequences(measured),
+            statistics: measured,
             logits,
             chosen,
             first_choice: self.balance().of == BalanceOf::FirstChoice,
@@ -86,7 +82,7 @@ impl ChunkPass<'_> {
 
     /// The gradients of the router's losses.
     pub(super) fn slopes(&self) -> Option<RouteSlopes<'_>> {
-        let of_sequences = self.of_sequences(self.routing.slopes?);
+        let of_sequences = self.routing.slopes?;
         Some(RouteSlopes { of_sequences, batch: self.batch })
     }
 }

@@ -6,7 +6,7 @@ use super::TransformerBlock;
 use crate::kernels::{BatchView, packed_row};
 use crate::models::layer::Save;
 use crate::models::shape::Experts;
-use crate::tensor::{Dtype, Scratch, View};
+use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
 pub(super) struct Activations {
     /// Statistics of the first norm. (R, 2).
@@ -56,27 +56,22 @@ pub(super) struct Branch {
 
 /// Takes places for the activations of a chunk, in the stash or in workspace.
 struct Places<'s> {
-    chunk: &'s BatchView<'s>,
-    /// The saved activations of the whole micro-batch.
+    rows: usize,
     stashed: Option<Scratch<'static>>,
     scratch: &'s Scratch<'s>,
 }
 
 impl Places<'_> {
+    fn of(&self, is_saved: bool) -> &Scratch<'_> {
+        self.stashed.as_ref().filter(|_| is_saved).unwrap_or(self.scratch)
+    }
+
     fn take(&self, is_saved: bool, width: usize) -> View {
-        let all = self.chunk.metadata().rows();
-        match &self.stashed {
-            Some(stashed) if is_saved => self.chunk.rows_of(stashed.take(all, width)),
-            _ => self.scratch.take(self.chunk.rows(), width),
-        }
+        self.of(is_saved).take(self.rows, width)
     }
 
     fn take_floats(&self, is_saved: bool, width: usize) -> View {
-        let all = self.chunk.metadata().rows();
-        match &self.stashed {
-            Some(stashed) if is_saved => self.chunk.rows_of(stashed.take_floats(all, width)),
-            _ => self.scratch.take_floats(self.chunk.rows(), width),
-        }
+        self.of(is_saved).take_floats(self.rows, width)
     }
 }
 
@@ -90,7 +85,7 @@ impl TransformerBlock {
     ) -> Activations {
         let shape = &self.shape;
         let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
-        let places = Places { chunk, stashed, scratch };
+        let places = Places { rows: chunk.rows(), stashed, scratch };
         let attention = matches!(saved, Some((Save::All, _)));
         let [of_queries, of_keys, _] = shape.normed_heads();
         let heads = of_queries + of_keys;
@@ -135,7 +130,8 @@ impl TransformerBlock {
         self.experts().filter(|_| !self.is_apart()).map_or(0, of_row)
     }
 
-    pub(super) fn saved_activations(&self, save: Save, dtype: Dtype) -> Boundary {
+    /// The saved activations of sequences that are cut into this many chunks at most.
+    pub(super) fn saved_activations(&self, save: Save, dtype: Dtype, chunks: usize) -> Boundary {
         let shape = &self.shape;
         let [of_queries, of_keys, _] = shape.normed_heads();
         let heads = if shape.qk_norm { of_queries + of_keys } else { 0 };
@@ -155,9 +151,11 @@ impl TransformerBlock {
         let numbers = attention + up + sums;
         let floats = 4 + statistics + of_branches + packed;
         let token_bytes = (numbers * dtype.size() + floats * size_of::<f32>()) as u64;
-        // Each of at most fourteen views is aligned by itself. The padding is counted by sequence.
+        // Each of at most fourteen views of a chunk is aligned by itself. The padding is counted by
+        // sequence.
         let views = 9 + if shape.branch_norm { 4 } else { 0 } + usize::from(experts > 0);
-        let aligned = Boundary::of_sequences(Role::SavedActivations, views * 16, size_of::<f32>());
+        let padding = chunks * views * ALIGNED;
+        let aligned = Boundary::of_sequences(Role::SavedActivations, padding, size_of::<f32>());
         Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned }
     }
 }

@@ -229,7 +229,7 @@ impl DeviceLanes {
         let batch = state.metadata(m, shared.seed);
         let args = VisitArgs {
             batch: batch.view(),
-            labelled: state.labelled(m),
+            targets: state.targets(m),
             dtype: shared.plan.dtype(),
             blocks: blocks.iter().map(block).collect(),
             accumulate,

@@ -1,5 +1,7 @@
 //! Losses from the statistics that the head wrote, and logits.
 
+use std::ops::Range;
+
 use l2l_actors::schedule::{BoundaryId, MicroBatch, Role};
 
 use super::HostLanes;
@@ -39,8 +41,21 @@ impl HostLanes {
             }
         };
         let width = label_set.map_or(STATISTICS, |labels| 1 + labels);
-        let losses = statistics.chunks_exact(width).filter_map(of_position);
-        losses.map(f64::from).sum::<f64>() / at.state.input.batch.labelled as f64
+        let sum = |statistics: &[f32]| -> f64 {
+            let losses = statistics.chunks_exact(width).filter_map(of_position);
+            losses.map(f64::from).sum()
+        };
+        let total = match label_set {
+            Some(_) => sum(statistics),
+            // The positions of each chunk are summed by themselves, as devices compute them.
+            None => {
+                let all = at.state.metadata(m, shared.seed).view();
+                let chunks = all.chunks(Some(shared.model.shape.chunk_positions)).into_iter();
+                let rows = |range: Range<usize>| &statistics[range.start * width..range.end * width];
+                chunks.map(|chunk| sum(rows(chunk.row_range()))).sum()
+            }
+        };
+        total / at.state.input.batch.labelled as f64
     }
 
     /// Keeps the logits of a micro-batch, sequence by sequence, tile after tile.

@@ -1,0 +1,163 @@
+//! Sequences that are longer than a chunk: the numbers of transformers, which computes them whole
+//! (`goldens/chunked.py`), the same bits in every schedule, documents, and prompts.
+
+use l2l::Config;
+use l2l::config::{Recompute, ScheduleKind, StashPlace};
+use l2l::data::{Dataset, Predicts};
+use proptest::prelude::*;
+use serde_json::Value;
+
+use crate::balanced::Routers;
+use crate::exact::{self, Case, Ways, baseline, planned, run};
+use crate::packing::{packed, steps, texts};
+use crate::plan::limit;
+use crate::pytorch::{case, check};
+use crate::rotary::greedy;
+use crate::whole;
+
+const CHUNK: usize = 128;
+
+const CASES: [&str; 11] = [
+    "gemma3_text",
+    "gpt2",
+    "gpt_oss",
+    "llama",
+    "llama-dynamic",
+    "mistral",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+];
+
+/// A case whose sequences have 300 positions, and its golden.
+fn long(name: &str) -> (Config, Value) {
+    let (mut config, golden) = case(&format!("chunked/{name}"));
+    config.data.sequence_length = Some(300);
+    config.step.chunk_positions = CHUNK;
+    // Transformers has one length for a batch, which these frequencies follow.
+    if ["llama-dynamic", "phi3"].contains(&name) {
+        config.step.micro_batch = 3;
+    }
+    (config, golden)
+}
+
+#[tokio::test]
+async fn every_family_is_that_of_whole_sequences() {
+    for name in CASES {
+        let (config, golden) = long(name);
+        let relay = check(config.clone(), &golden).await;
+        let mut resident = config.clone();
+        resident.schedule.kind = ScheduleKind::Resident;
+        resident.schedule.recompute = false.into();
+        resident.stash.place = StashPlace::Device;
+        assert_eq!(check(resident, &golden).await, relay, "{name}");
+        let mut pipeline = config.clone();
+        pipeline.schedule.kind = ScheduleKind::OneForwardOneBackward;
+        pipeline.schedule.recompute = Recompute::ATTENTION;
+        (pipeline.device.count, pipeline.stash.place) = (Some(2), StashPlace::Host);
+        assert_eq!(check(pipeline, &golden).await, relay, "{name}");
+        if name.contains("moe") || name == "gpt_oss" {
+            let mut apart = config.clone();
+            apart.schedule.bundles = Some(1);
+            assert_eq!(check(apart, &golden).await, relay, "{name}");
+        }
+        if whole() {
+            let mut others = config;
+            others.step.chunk_positions = 2 * CHUNK;
+            check(others, &golden).await;
+        }
+    }
+}
+
+/// A run of sequences of this length.
+fn config(case: &Case, ways: &Ways, length: usize) -> Config {
+    let mut config = exact::config(case, ways);
+    (config.model.positions, config.data.sequence_length) = (Some(length), Some(length));
+    config.step.chunk_positions = CHUNK;
+    limit(&mut config, ways.room);
+    config
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(if whole() { 100 } else { 12 })
+    })]
+
+    #[test]
+    fn every_way_gives_the_same_bits(
+        case in exact::cases(),
+        ways in exact::ways(),
+        length in prop::sample::select(vec![129, 256, 300]),
+    ) {
+        const STEPS: usize = 2;
+        let mut case = case;
+        if case.routers == Routers::Limited {
+            case.routers = Routers::OfStep; // limits need whole sequences
+        }
+        let ways = ways.for_case(&case);
+        let (expected, reference) = run(config(&case, &baseline(), length), STEPS);
+        let config = config(&case, &ways, length);
+        let planned = planned(&config, STEPS as u64);
+        let (bits, summary) = run(config, STEPS);
+        prop_assert_eq!(bits, expected);
+        prop_assert_eq!(&summary.weights_digest, &reference.weights_digest);
+        prop_assert_eq!(&summary.links, &planned);
+    }
+}
+
+/// Documents that end inside a chunk, at its end, and in a later chunk.
+#[tokio::test]
+async fn packed_documents_are_texts_by_themselves() {
+    const LENGTHS: [usize; 9] = [9, 170, 3, 118, 56, 72, 128, 1, 31];
+    let sizes = "model.layers = 2\nmodel.hidden = 32\nmodel.heads = 4\nmodel.vocabulary = 64\n\
+                 model.positions = 300\n";
+    // Every second block has a window; one expert is chosen without a choice.
+    let windows = "model.kv_heads = 2\nmodel.experts = 1\nmodel.experts_per_token = 1\n\
+                   model.expert_intermediate = 14";
+    let cases = [
+        ("gpt-small", "", Predicts::Next),
+        ("llama-1b", "model.kv_heads = 2", Predicts::Next),
+        ("gpt-oss-20b", windows, Predicts::Next),
+        ("bert-base", "", Predicts::Own),
+    ];
+    for (preset, keys, predicts) in cases {
+        let config = |batch: usize, chunk: usize| {
+            let toml = format!("model.preset = \"{preset}\"\n{keys}\n{sizes}");
+            let mut config = crate::packing::config(&toml, batch);
+            config.step.chunk_positions = chunk;
+            config
+        };
+        let apart = |step| texts(&LENGTHS, step, predicts);
+        let together = |step| {
+            let texts = texts(&LENGTHS, step, predicts);
+            vec![packed(&texts[..4]), packed(&texts[4..])]
+        };
+        let one = steps(config(LENGTHS.len(), 2 * CHUNK), apart, predicts).await;
+        let other = steps(config(2, CHUNK), together, predicts).await;
+        for (one, other) in one.iter().zip(&other) {
+            let close = |a: f64, b: f64| (a - b).abs() <= 2e-5 * a.abs().max(1.0);
+            assert_eq!(one.tokens, other.tokens);
+            assert!(close(one.loss, other.loss), "{preset}: {} {}", one.loss, other.loss);
+            let norms = [one.grad_norm, other.grad_norm];
+            assert!(close(norms[0], norms[1]), "{preset}: {norms:?}");
+        }
+    }
+}
+
+/// A prompt that is read in chunks is continued as one that is read whole, beside a short one.
+#[tokio::test]
+async fn prompts_are_read_in_chunks() {
+    for name in ["gpt2", "gemma3_text", "llama", "qwen2_moe"] {
+        let (mut config, _) = long(name);
+        let shape = l2l::shape_of(&config).expect("a case of ours");
+        let (data, _) = Dataset::open(&config, &shape).expect("it is committed");
+        let tokens = |index: u64, most: usize| data.batch([index]).tokens[..most].to_vec();
+        let prompts = [tokens(0, 280), tokens(3, 20), tokens(4, 128)];
+        let cut = greedy(config.clone(), &prompts, 12).await;
+        config.step.chunk_positions = 3 * CHUNK;
+        assert_eq!(greedy(config, &prompts, 12).await, cut, "{name}");
+    }
+}
