@@ -29,7 +29,7 @@ use crate::error::{self, Error};
 use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
 use crate::optimizers::{LossScale, ScaleState};
-use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, Units, most_positions, schedule_of};
 use crate::stash;
 use crate::worker::{CacheSlot, Dealt, Emulated, RouterReport, StepInput, Worker};
 
@@ -191,8 +191,12 @@ impl Engine {
         let layers = &self.layers_of_step(layers);
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let (batch, dealt) = self.deal(batch, purpose)?;
+        let lengths: Vec<usize> = batch.lengths().collect();
+        let most = most_positions(&self.config, &self.model, purpose);
+        let units = Arc::new(Units::new(&lengths, self.config.step.micro_batch, most));
         let make = || {
-            let step = StepSpec { layers: Some(layers), ..self.plan.step(shape) };
+            let units = Some(&*units);
+            let step = StepSpec { units, layers: Some(layers), ..self.plan.step(shape) };
             let schedule = schedule_of(&self.config, &self.model, step)?;
             let stash = stash::layout(&schedule);
             let of_stash = ("the stash", stash.floats, self.plan.stash_floats());
@@ -209,15 +213,24 @@ impl Engine {
             let plan = self.relay.plan(schedule).map_err(l2l_actors::RingError::from)?;
             Ok(Planned { plan, stash: Arc::new(stash) })
         };
-        let Planned { plan, stash } = self.plans.of(shape, layers, make)?;
+        let Planned { plan, stash } = self.plans.of(shape, &units, layers, make)?;
         self.counts.visits += plan.schedule.visits.len() as u64;
         self.counts.pending = Some(purpose);
         let trained = self.counts.trained;
         let updated = self.counts.trained - self.counts.skipped;
         let loss_scale = self.loss_scale.filter(|_| purpose.trains()).map(|one| one.scale.into());
         let scaled = loss_scale.unwrap_or(1.0);
-        let input =
-            StepInput { batch, purpose, stash, trained, updated, loss_scale: scaled, cache, dealt };
+        let input = StepInput {
+            batch,
+            purpose,
+            stash,
+            units,
+            trained,
+            updated,
+            loss_scale: scaled,
+            cache,
+            dealt,
+        };
         let resolved = self.relay.step(plan, input).await;
         self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };

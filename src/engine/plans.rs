@@ -6,7 +6,7 @@ use l2l_actors::schedule::StepPlan;
 
 use crate::error::Error;
 use crate::models::LayerSelection;
-use crate::plan::StepShape;
+use crate::plan::{StepShape, Units};
 use crate::stash::StashLayout;
 
 /// The most plans that are kept. Training, validation and a sample have one shape each, and the
@@ -24,6 +24,7 @@ pub(super) struct Planned {
 #[derive(Clone, PartialEq)]
 struct Key {
     shape: StepShape,
+    units: Arc<Units>,
     layers: LayerSelection,
 }
 
@@ -34,17 +35,18 @@ pub(super) struct StepPlans {
 }
 
 impl StepPlans {
-    /// The plan of a step of this shape and with these layers. `make` makes it if it is not kept.
+    /// The plan of a step of this shape, with these units and layers. `make` makes it if it is not kept.
     ///
     /// # Errors
     /// `make` failed.
     pub(super) fn of(
         &mut self,
         shape: StepShape,
+        units: &Arc<Units>,
         layers: &LayerSelection,
         make: impl FnOnce() -> Result<Planned, Error>,
     ) -> Result<Planned, Error> {
-        let key = Key { shape, layers: layers.clone() };
+        let key = Key { shape, units: units.clone(), layers: layers.clone() };
         let planned = match self.recent.iter().position(|(of, _)| *of == key) {
             Some(at) => self.recent.remove(at).1,
             None => make()?,

@@ -73,10 +73,15 @@ impl Balance {
 }
 
 impl Experts {
+    /// The numbers that a layer measures of a sequence.
+    pub(crate) fn measured_width(&self) -> usize {
+        2 * self.count + OF_SEQUENCE
+    }
+
     /// What a layer with these experts measures in training, and the answer that it gets.
     pub(super) fn question(&self) -> Question {
         let of_sequences = |role, width| Boundary::of_sequences(role, width, size_of::<f32>());
-        let measured = of_sequences(Role::Routing, 2 * self.count + OF_SEQUENCE);
+        let measured = of_sequences(Role::Routing, self.measured_width());
         let answer = of_sequences(Role::Balance, self.count + 1);
         Question { measured, answer: self.balance.has_loss().then_some(answer) }
     }

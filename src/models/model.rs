@@ -1,6 +1,7 @@
 //! A model: its layers in forward order, its blocks, and its description for the ring.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use l2l_actors::schedule::{
     Block as BlockSize, BlockId, Boundary, Input, LayerId, Phase, RingLayer, RingModel, RingStep,
@@ -231,6 +232,16 @@ impl Model {
         if is_computed { self.blocks[id.0 as usize].trained() } else { &[] }
     }
 
+    /// True if the chunks of a long sequence can be visited one by one: a token's choice of experts
+    /// must not depend on those of later chunks.
+    pub(crate) fn can_be_cut(&self) -> bool {
+        let is_cut = |(layer, steps): (&ModelLayer, &Vec<FirstPorts>)| {
+            (0..steps.len()).all(|step| layer.cuts(step) != Cuts::Never)
+        };
+        let drops = self.shape.experts.is_some_and(|experts| experts.balance.drops());
+        !drops && self.layers.iter().zip(&self.first_ports).all(is_cut)
+    }
+
     /// The context of a training step on sequences of up to `positions` tokens.
     pub fn context(&self, positions: usize, dtype: Dtype, save: Option<Save>) -> StepContext {
         StepContext::new(&self.shape, positions, dtype, save)
@@ -273,11 +284,14 @@ impl Model {
                 ModelLayer::Stack(_) => VisitKind::Layer,
                 ModelLayer::Head(_) | ModelLayer::Classes(_) => VisitKind::Tile,
             };
-            let step = |LayerStep { blocks: needs, reads, writes, saves, asks }| {
+            let steps = self.steps(layer, blocks, context).into_iter().enumerate();
+            let steps = steps.map(|(number, step)| {
+                let LayerStep { blocks: needs, reads, writes, saves, asks } = step;
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
-                RingStep { kind, needs, reads, writes, saves, keeps, keys: false, asks }
-            };
-            RingLayer { steps: self.steps(layer, blocks, context).into_iter().map(step).collect() }
+                let keys = layer.cuts(number) == Cuts::Causal;
+                RingStep { kind, needs, reads, writes, saves, keeps, keys, asks }
+            });
+            RingLayer { steps: steps.collect() }
         });
         RingModel {
             blocks: self.blocks.iter().map(block).collect(),
@@ -387,13 +401,13 @@ impl Model {
         }
     }
 
-    /// FLOPs of the products of a visit: of sequences of these lengths at a layer that saves these
-    /// activations. In a head, all positions count. The steps of a layer have the same share of it.
+    /// FLOPs of the products of a visit: of these positions of sequences at a layer that saves these
+    /// activations. A position attends to all before it, and to those of its own visit. In a head, all positions count. The steps of a layer have the same share of it.
     pub(crate) fn visit_flops(
         &self,
         layer: usize,
         phase: Phase,
-        lengths: impl IntoIterator<Item = usize>,
+        positions: impl IntoIterator<Item = Range<usize>>,
         save: Option<Save>,
     ) -> f64 {
         let visited = &self.layers[layer];
@@ -401,10 +415,13 @@ impl Model {
         let Products { weights, trained, channels } = self.products(layer);
         let mut forward = 0.0;
         let mut of_gradients = 0.0;
-        for length in lengths {
-            let length = length as f64;
-            forward += 2.0 * (weights * length + channels * length * length);
-            of_gradients += 2.0 * (trained * length + channels * length * length);
+        let mut rows = 0.0;
+        for Range { start, end } in positions {
+            let [start, end] = [start as f64, end as f64];
+            let attention = channels * (end * end - start * start);
+            forward += 2.0 * (weights * (end - start) + attention);
+            of_gradients += 2.0 * (trained * (end - start) + attention);
+            rows += end - start;
         }
         let again = match (visited.is_head(), save) {
             // A head's backward computes its logits, too.
@@ -414,8 +431,11 @@ impl Model {
             (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
         };
         let of_layer = match phase {
-            // Keys and values are a part of the forward pass.
-            Phase::Forward | Phase::Keys => forward,
+            Phase::Forward => forward,
+            Phase::Keys => {
+                let width = visited.stack().map_or(0, |layer| layer.kv_width());
+                2.0 * (self.shape.hidden * width) as f64 * rows * steps
+            }
             Phase::Backward => (1.0 + again) * forward + of_gradients,
         };
         of_layer / steps

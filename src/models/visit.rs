@@ -147,9 +147,13 @@ impl<'r> VisitRun<'r> {
     /// Computes the chunks of the micro-batch, or all of it.
     fn walk(&self, layer: &ModelLayer, walk: &Walk<'_>) {
         let mut accumulate = self.args.accumulate;
-        if self.visit.phase == Phase::Forward {
+        if self.visit.phase != Phase::Backward {
             for chunk in walk.forward() {
-                self.forward(layer, &self.part(layer, walk, chunk, accumulate));
+                let part = self.part(layer, walk, chunk, accumulate);
+                match self.visit.phase {
+                    Phase::Keys => self.keys(layer, &part),
+                    _ => self.forward(layer, &part),
+                }
             }
             return;
         }

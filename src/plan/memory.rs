@@ -36,7 +36,8 @@ impl PlanSpec<'_> {
         // A rank that trains on a part of the batch evaluates whole batches.
         let micro_batches = schedules.all.iter().flat_map(|schedule| &schedule.micro_batches);
         let sequences = micro_batches.copied().max().unwrap_or(1) as usize;
-        let rows = Rows { sequences, positions: self.steps[0].positions };
+        let positions = schedules.all.iter().map(|schedule| schedule.positions).max().unwrap_or(1);
+        let rows = Rows { sequences, positions: positions as usize };
         let sizes = self.block_sizes();
         let mut regions = Regions::default();
         self.add_device(&mut regions, schedules, pools, &sizes, rows);
@@ -53,9 +54,16 @@ impl PlanSpec<'_> {
         regions.add_if_any(Holder::Kept, Side::Device, schedules.kept);
         self.add_eps(&mut regions);
         self.add_updates(&mut regions)?;
-        let metadata = devices::overhead_on_host(&self.settings.config, rows);
+        let metadata = devices::overhead_on_host(&self.settings.config, self.described(rows));
         regions.add_if_any(Holder::BatchMetadata, Side::HostOwn, metadata);
         Ok(regions)
+    }
+
+    /// The rows that the metadata of a micro-batch describes at most: those of these sequences, or of
+    /// the longest one, of which a chunk is computed.
+    fn described(&self, rows: Rows) -> Rows {
+        let longest = self.steps[0].positions.div_ceil(rows.sequences);
+        Rows { positions: rows.positions.max(longest), ..rows }
     }
 
     fn block_sizes(&self) -> BlockSizes {
@@ -88,8 +96,10 @@ impl PlanSpec<'_> {
         let config = &self.settings.config;
         let trains = self.settings.trains;
         let dtype = config.device.dtype;
+        let longest = Rows { sequences: 1, positions: self.steps[0].positions };
         let layers = self.model.layers.iter().filter_map(ModelLayer::stack);
-        let chunk_state = layers.map(|layer| layer.chunk_state_len(rows.positions, trains, dtype));
+        let chunk_state =
+            layers.map(|layer| layer.chunk_state_len(longest.positions, trains, dtype));
         let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(ALIGNED);
         let is_frozen = |block: &BlockTensors| !block.frozen().is_empty();
         let measured = Measured {
@@ -101,8 +111,9 @@ impl PlanSpec<'_> {
             freezes: config.depth.freezes || self.model.blocks.iter().any(is_frozen),
         };
         let KernelMemory { workspace, overhead, widened } =
-            devices::kernel_memory(config, rows, |kernels| {
-                models::workspace(kernels, measured, rows)
+            devices::kernel_memory(config, self.described(rows), |kernels| {
+                let needs = |rows| models::workspace(kernels, measured, rows);
+                needs(rows).max(needs(longest))
             });
         // The measured visits have no KV cache: a layer's cached positions, and the new ones.
         let is_cached = self.cache.is_some() && widened > 0;

@@ -15,6 +15,7 @@ mod share;
 mod spec;
 mod step;
 mod traffic;
+mod units;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -28,6 +29,7 @@ pub use room::Room;
 pub(crate) use share::DealtStep;
 pub use share::RankShare;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
+pub(crate) use units::{Unit, Units, most_positions};
 pub use traffic::{FabricBytes, LinkBytes, PlannedTraffic};
 
 use self::config::Settings;
@@ -186,7 +188,7 @@ impl Plan {
     pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
         let file = self.settings.pipeline.as_deref();
         let Plan { states, share, kept, .. } = self;
-        StepSpec { shape, layers: None, states, share: *share, file, kept }
+        StepSpec { shape, units: None, layers: None, states, share: *share, file, kept }
     }
 
     pub(crate) fn stash_floats(&self) -> usize {

@@ -12,7 +12,7 @@ use super::room::KvCache;
 use super::share::RankShare;
 use super::step::{Schedules, StepShape, StepSpec, schedule_of};
 use super::traffic::PlannedTraffic;
-use super::{BatchSizes, Plan, pipelines};
+use super::{BatchSizes, Plan, most_positions, pipelines};
 use crate::config::{Config, DeviceKind};
 use crate::eps::cut;
 use crate::error::Error;
@@ -127,6 +127,13 @@ impl<'a> PlanSpec<'a> {
         for step in self.steps {
             schedules.add(self.schedule(*step, self.share)?);
         }
+        // A step may also have whole sequences alone, each as long as a chunk.
+        for &step in self.steps {
+            let most = most_positions(&self.settings.config, self.model, step.purpose);
+            if let Some(positions) = most.filter(|&most| most < step.positions) {
+                schedules.add(self.schedule(StepShape { positions, ..step }, self.share)?);
+            }
+        }
         Ok(schedules)
     }
 
@@ -134,7 +141,7 @@ impl<'a> PlanSpec<'a> {
         let file = self.settings.pipeline.as_deref();
         let states = &self.states;
         let kept = &self.kept;
-        let spec = StepSpec { shape, layers: None, states, share, file, kept };
+        let spec = StepSpec { shape, units: None, layers: None, states, share, file, kept };
         schedule_of(&self.settings.config, self.model, spec)
     }
 }

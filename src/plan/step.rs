@@ -7,7 +7,7 @@ use l2l_actors::schedule::{
     Selection, Visit,
 };
 
-use super::{DealtStep, RankShare, pipelines};
+use super::{DealtStep, RankShare, Units, most_positions, pipelines};
 use crate::config::{Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, Transfer};
 use crate::eps::cut;
 use crate::error::Error;
@@ -92,14 +92,12 @@ impl Schedules {
     }
 }
 
-fn micro_batches(batch: usize, micro_batch: usize) -> Vec<u32> {
-    (0..batch).step_by(micro_batch).map(|at| micro_batch.min(batch - at) as u32).collect()
-}
-
 /// What the schedule of a step is made from, beside config and model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepSpec<'a> {
     pub(crate) shape: StepShape,
+    /// This rank's units; `None`: those of sequences that are all the longest.
+    pub(crate) units: Option<&'a Units>,
     pub(crate) layers: Option<&'a LayerSelection>,
     /// The optimizer's states of this rank's part of each block.
     pub(crate) states: &'a StateLayout,
@@ -115,12 +113,11 @@ pub(crate) fn schedule_of(
     model: &Model,
     step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
-    let StepSpec { shape, layers, states, share, file, kept } = step;
-    let StepShape { sequences, purpose, .. } = shape;
+    let StepSpec { shape, units, layers, states, share, file, kept } = step;
+    let StepShape { sequences, positions, purpose } = shape;
     let states = Some(states).filter(|_| purpose.trains());
     let none = BTreeSet::new();
     let kept = if purpose.trains() { kept } else { &none };
-    let ring = ring_model(config, model, shape, kept, states, share);
     let is_dealt = share.deals(purpose);
     let (sequences, groups) = if is_dealt {
         let DealtStep { sequences, groups } = share.deal(config, sequences)?;
@@ -129,8 +126,17 @@ pub(crate) fn schedule_of(
     } else {
         (sequences, config.parallel.groups)
     };
-    let sizes = micro_batches(sequences, config.step.micro_batch);
-    let mut selection = Selection::all(&ring, sizes);
+    let most = most_positions(config, model, purpose);
+    // Ranks answer as one, also those whose own sequences are short.
+    let is_cut = most.is_some_and(|most| positions > most);
+    let longest = || {
+        Units::new(&vec![positions; sequences], config.step.micro_batch, most)
+    };
+    let units = units.cloned().unwrap_or_else(longest);
+    let shape = StepShape { positions: units.positions, ..shape };
+    let ring = ring_model(config, model, shape, is_cut, kept, states, share);
+    let mut selection = Selection::all(&ring, units.sizes());
+    selection.runs = units.runs;
     selection.groups = groups;
     if let Some(layers) = layers {
         layers.check(model)?;
@@ -166,11 +172,15 @@ fn ring_model(
     config: &Config,
     model: &Model,
     shape: StepShape,
+    is_cut: bool,
     kept: &BTreeSet<LayerId>,
     states: Option<&StateLayout>,
     share: RankShare,
 ) -> RingModel {
     let mut ring = model.for_ring_keeping(&context(config, model, shape), kept);
+    // What is asked of a sequence or of a micro-batch is known when all of its units have come.
+    let has_loss = model.shape.experts.is_some_and(|experts| experts.balance.has_loss());
+    ring.answers_step |= has_loss && is_cut;
     let staged = config.eps.tier == EpsTier::File;
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;

@@ -2,6 +2,7 @@
 //! and rates give each operation its duration.
 
 use std::collections::{BTreeSet, HashMap};
+use std::iter;
 use std::time::Duration;
 
 use l2l_actors::schedule::{LayerId, Phase, Share};
@@ -13,7 +14,7 @@ use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, Save};
-use crate::plan::{Holder, Plan, Purpose, Side, StepShape, StepSpec, schedule_of};
+use crate::plan::{Holder, Plan, Purpose, most_positions, Side, StepShape, StepSpec, schedule_of};
 use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
@@ -45,7 +46,7 @@ pub struct Rates {
     pub(super) fabric: f64,
 }
 
-const PHASES: [Phase; 2] = [Phase::Forward, Phase::Backward];
+const PHASES: [Phase; 3] = [Phase::Forward, Phase::Keys, Phase::Backward];
 
 /// Bytes a second of a disk that was not measured.
 const DISK: f64 = 1e9;
@@ -55,8 +56,7 @@ const FABRIC: f64 = 1.25e9;
 
 impl Rates {
     /// Seconds of one sequence in a layer, forward or backward.
-    pub(super) fn compute_of(&self, layer: u32, backward: bool) -> Option<f64> {
-        let phase = if backward { Phase::Backward } else { Phase::Forward };
+    pub(super) fn compute_of(&self, layer: u32, phase: Phase) -> Option<f64> {
         self.compute.get(&(layer, phase)).copied()
     }
 
@@ -75,7 +75,10 @@ impl Rates {
     /// Derives all rates from three: `flops` of the device a second, and the bytes a second that
     /// the `link` and the `host`'s memory move.
     pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
-        let positions = config.sequence_length(&model.shape).unwrap_or(1) as f64;
+        let positions = config.sequence_length(&model.shape).unwrap_or(1);
+        // The mean chunk of a long sequence, or the whole sequence.
+        let most = most_positions(config, model, Purpose::Train).unwrap_or(positions);
+        let parts = positions.div_ceil(most).max(1) as f64;
         let emulated = config.flops_per_second().ok().flatten();
         let flops = match (emulated, config.device.kind) {
             (Some(emulated), _) => emulated,
@@ -84,14 +87,16 @@ impl Rates {
             (None, DeviceKind::Cuda) => flops,
         };
         let mut compute = HashMap::new();
-        let bytes = positions * model.shape.hidden as f64 * size_of::<f32>() as f64;
+        let bytes = positions as f64 / parts * model.shape.hidden as f64 * size_of::<f32>() as f64;
         let save = config.schedule.recompute.keep();
         for layer in 1..model.layers.len() {
             for phase in PHASES {
-                let products = model.visit_flops(layer, phase, [positions as usize], save);
+                let flops_of = |phase| {
+                    model.visit_flops(layer, phase, iter::once(0..positions), save) / parts
+                };
+                let products = flops_of(phase);
                 // Each product reads and writes memory at least once, in proportion to its FLOPs.
-                let forward = model.visit_flops(layer, Phase::Forward, [positions as usize], save);
-                let moved = 2.0 * bytes * (products / forward.max(1.0)) / host;
+                let moved = 2.0 * bytes * (products / flops_of(Phase::Forward).max(1.0)) / host;
                 let moved = if emulated.is_some() { 0.0 } else { moved };
                 compute.insert((layer as u32, phase), products / flops + moved);
             }
@@ -158,8 +163,11 @@ impl Rates {
         for slice in slices {
             match (slice.lane, slice.kind, slice.layer) {
                 (Lane::Compute, _, Some(layer)) => {
-                    let is_backward = slice.phase == Some("backward");
-                    let phase = if is_backward { Phase::Backward } else { Phase::Forward };
+                    let phase = match slice.phase {
+                        _ if slice.kind == WorkKind::Keys => Phase::Keys,
+                        Some("backward") => Phase::Backward,
+                        _ => Phase::Forward,
+                    };
                     layers.entry((layer, phase)).or_default().add(slice, sequences(slice));
                 }
                 (_, SliceKind::Work(WorkKind::Gather), _) => host.add(slice, sequences(slice)),
@@ -183,7 +191,7 @@ impl Rates {
         let mut rates = self.clone();
         for &layer in self.kept.symmetric_difference(&plan.kept) {
             let flops = |save| {
-                let positions = [plan.batch.positions];
+                let positions = iter::once(0..plan.batch.positions);
                 model.visit_flops(layer.0 as usize, Phase::Backward, positions, save)
             };
             let kept = flops(Some(Save::All));

@@ -14,7 +14,7 @@ use super::forecast::Rates;
 use crate::config::{Config, EpsTier, ScheduleKind};
 use crate::error::Error;
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
+use crate::plan::{most_positions, Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 
 /// The smallest step in which a config's lanes hide, and the lane that limits it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -52,8 +52,9 @@ impl Hiding {
         // In a relay of one sequence, each layer has one visit forward and one backward.
         let mut config = config.clone();
         config.schedule.kind = ScheduleKind::Relay;
-        let step =
-            StepShape { sequences: 1, positions: plan.batch.positions, purpose: Purpose::Train };
+        let most = most_positions(&config, model, Purpose::Train).unwrap_or(usize::MAX);
+        let positions = plan.batch.positions.min(most);
+        let step = StepShape { sequences: 1, positions, purpose: Purpose::Train };
         let step = StepSpec { file: None, share: RankShare::WHOLE, ..plan.step(step) };
         let schedule = schedule_of(&config, model, step)?;
         let rates = &rates.in_plan(model, plan);
@@ -63,7 +64,7 @@ impl Hiding {
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
             let backward = visit.phase == Phase::Backward;
             let phase = usize::from(backward);
-            compute[phase] += rates.compute_of(visit.layer.0, backward).unwrap_or(0.0);
+            compute[phase] += rates.compute_of(visit.layer.0, visit.phase).unwrap_or(0.0);
             let moves = moves(&schedule, visit, plan, rates, Updates { deferred, on_file });
             for (lane, moves) in lanes[phase].iter_mut().zip(moves) {
                 lane.fixed += moves.fixed;

@@ -165,7 +165,7 @@ impl RouterLosses {
 
 impl Share<'_> {
     fn width(&self) -> usize {
-        2 * self.experts.count + OF_SEQUENCE
+        self.experts.measured_width()
     }
 
     /// The counts of each layer over some sequences.

@@ -104,11 +104,11 @@ impl Emulated {
         };
         let visit = operation.step().plan.visit(device_visit);
         let state = self.worker.shared.state(operation);
-        let lengths = state.lengths(micro_batch);
+        let positions = state.positions(micro_batch);
         // How much of it a backward pass recomputes depends on what the layer saves.
         let save = self.worker.plan().saves(visit.layer);
         let layer = visit.layer.0 as usize;
-        self.worker.model().visit_flops(layer, visit.phase, lengths, save) as u64
+        self.worker.model().visit_flops(layer, visit.phase, positions, save) as u64
     }
 
     /// Bytes of the gradient that an operation of the update lane applies.

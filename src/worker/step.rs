@@ -10,9 +10,9 @@ use l2l_actors::schedule::{BlockId, MicroBatch, Schedule, Version};
 use super::balance::{RouterDesk, RouterReport};
 use crate::data::Batch;
 use crate::fabric::parts::Parts;
-use crate::kernels::{BatchMetadata, DropoutKey};
+use crate::kernels::{BatchMetadata, BatchView, DropoutKey, SequenceChunk};
 use crate::optimizers::LearningRate;
-use crate::plan::Purpose;
+use crate::plan::{Purpose, Unit, Units};
 use crate::stash::StashLayout;
 
 /// The data of a step.
@@ -22,6 +22,8 @@ pub(crate) struct StepInput {
     pub(crate) purpose: Purpose,
     /// The place of each boundary in the stash.
     pub(crate) stash: Arc<StashLayout>,
+    /// The micro-batches of the ring.
+    pub(crate) units: Arc<Units>,
     /// Training steps before this step. The ring's own number counts steps of all purposes, and
     /// begins at 0 in each run.
     pub(crate) trained: u64,
@@ -65,6 +67,8 @@ pub(super) struct StepState {
     /// The factor of the loss's gradients: loss scale ÷ labelled positions.
     pub(super) scale: f32,
     pub(super) learning_rate: f64,
+    /// The sums of the losses of units that are a part of a micro-batch.
+    pub(super) partial_losses: Mutex<BTreeMap<MicroBatch, f64>>,
     /// The losses of this rank's micro-batches, in a run of several ranks.
     pub(super) losses: Mutex<BTreeMap<MicroBatch, f64>>,
     /// What the routers of layers with experts did.
@@ -90,6 +94,7 @@ impl StepState {
             scale: (input.loss_scale / input.batch.labelled as f64) as f32,
             learning_rate: rate.at(input.updated),
             input,
+            partial_losses: Mutex::default(),
             losses: Mutex::default(),
             routers: Mutex::default(),
             squares: Mutex::default(),
@@ -103,12 +108,13 @@ impl StepState {
 
     /// The sequences and rows of a micro-batch in the step's batch.
     pub(super) fn range(&self, m: MicroBatch) -> MicroBatchRange {
-        let micro_batches = &self.schedule().micro_batches;
-        let before: u32 = micro_batches[..m as usize].iter().sum();
-        let first = before as usize;
-        let count = micro_batches[m as usize] as usize;
-        let rows = self.input.batch.starts[first]..self.input.batch.starts[first + count];
-        MicroBatchRange { sequences: first..first + count, rows }
+        let Unit { sequences, chunk } = self.input.units.of(m);
+        let [first, end] = [sequences.start, sequences.end].map(|at| self.input.batch.starts[at]);
+        let rows = match chunk {
+            Some(Range { start, end }) => first + start..first + end,
+            None => first..end,
+        };
+        MicroBatchRange { sequences: sequences.clone(), rows }
     }
 
     /// The rows of the step, on all ranks.
@@ -117,19 +123,35 @@ impl StepState {
         self.input.dealt.as_ref().map_or_else(own, |dealt| dealt.tokens.len())
     }
 
-    /// The number of tokens of each sequence of a micro-batch.
-    pub(super) fn lengths(&self, m: MicroBatch) -> impl Iterator<Item = usize> {
-        self.range(m).sequences.map(|sequence| self.input.batch.length(sequence))
+    /// The positions of each sequence that a micro-batch has.
+    pub(super) fn positions(&self, m: MicroBatch) -> impl Iterator<Item = Range<usize>> {
+        let Unit { sequences, chunk } = self.input.units.of(m);
+        let positions = |sequence| {
+            chunk.clone().unwrap_or_else(|| 0..self.input.batch.length(sequence))
+        };
+        sequences.clone().map(positions)
     }
 
-    /// The metadata of a micro-batch, for layers. `seed` is the run's, for dropout.
-    pub(super) fn metadata(&self, m: MicroBatch, seed: u64) -> BatchMetadata<'_> {
-        let MicroBatchRange { sequences, rows } = self.range(m);
+    /// A micro-batch as layers see it. `seed` is the run's, for dropout.
+    pub(super) fn view(&self, m: MicroBatch, seed: u64) -> BatchView<'_> {
+        let Unit { sequences, chunk } = self.input.units.of(m).clone();
+        let whole = self.metadata(sequences, seed).view();
+        match chunk {
+            Some(Range { start: from, end: to }) => {
+                whole.chunk_of(SequenceChunk { sequence: 0, from, to })
+            }
+            None => whole,
+        }
+    }
+
+    fn metadata(&self, sequences: Range<usize>, seed: u64) -> BatchMetadata<'_> {
+        let starts = &self.input.batch.starts[sequences.start..=sequences.end];
+        let rows = starts[0]..starts[sequences.len()];
         let before = self.input.dealt.as_ref().map_or(0, |dealt| dealt.first_sequence);
         let first_sequence = (before + sequences.start) as u32;
         let key = DropoutKey { seed, step: self.input.updated, first_sequence };
         BatchMetadata {
-            starts: &self.input.batch.starts[sequences.start..=sequences.end],
+            starts,
             kinds: &self.input.batch.kinds[rows.clone()],
             documents: self.input.batch.documents.get(rows).unwrap_or_default(),
             cached: self.cached_positions.get(sequences).unwrap_or_default(),

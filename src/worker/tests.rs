@@ -18,7 +18,7 @@ use crate::devices::{Device, PeerView};
 use crate::eps::{Eps, FileTier, Folder};
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, StepShape, schedule_of};
+use crate::plan::{Plan, Purpose, StepShape, Units, schedule_of};
 use crate::resolve::{model_of, shape_of};
 use crate::stash;
 use crate::telemetry::Ledger;
@@ -88,8 +88,11 @@ impl Subject for Small {
         let (data, _) = Dataset::open(&self.config, &shape).expect("random data");
         let sequence = |index| data.sequence(index).expect("random data");
         let sequences: Vec<_> = (3 * step..3 * step + 3).map(sequence).collect();
+        let batch = Batch::new(&sequences);
+        let lengths: Vec<usize> = batch.lengths().collect();
         StepInput {
-            batch: Batch::new(&sequences),
+            batch,
+            units: Arc::new(Units::new(&lengths, self.config.step.micro_batch, None)),
             purpose: Purpose::Train,
             stash: Arc::new(stash::layout(&self.schedule())),
             trained: step,

@@ -39,11 +39,12 @@ impl DeviceLanes {
         let shared = &*self.shared;
         let host = shared.memory.lease();
         let slots = filled.state.cache_slots(filled.micro_batch);
-        let lengths = filled.state.lengths(filled.micro_batch);
+        let positions = filled.state.positions(filled.micro_batch);
         let mut from = 0;
-        for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
-            let floats = shared.plan.dtype().floats(rows * filled.declared().width());
-            let to = host.cached_mut(shared.plan.cached_at(filled.layer, cache, cached), floats);
+        for (&CacheSlot { slot: cache, cached }, new) in slots.iter().zip(positions) {
+            let floats = shared.plan.dtype().floats(new.len() * filled.declared().width());
+            let at = shared.plan.cached_at(filled.layer, cache, cached + new.start);
+            let to = host.cached_mut(at, floats);
             side.download(to, slot.part(from..from + floats), None)?;
             from += floats;
         }

@@ -38,11 +38,6 @@ pub(super) struct DeviceLanes {
     hidden: Mutex<BTreeMap<MicroBatch, Vec<f32>>>,
 }
 
-/// Why a schedule with runs is not computed: a layer would take each chunk for a whole sequence.
-const NO_RUNS: &str = "\
-     the schedule has chunks of a sequence as micro-batches, and layers compute whole sequences \
-     alone: give each sequence whole, in one micro-batch";
-
 impl DeviceLanes {
     pub(super) fn new(
         config: &Config,
@@ -198,9 +193,6 @@ impl DeviceLanes {
         let side = self.side(operation);
         let state = shared.state(operation);
         let visit = step.plan.visit(*device_visit);
-        if !step.plan.schedule.runs.is_empty() {
-            return Err(NO_RUNS.into());
-        }
         let block = |&BlockUse { block, weights, gradient }: &BlockUse| BlockViews {
             weights: side.weights.slot(weights, shared.published_len(block)),
             gradient: gradient.map(|accumulator| {
@@ -226,9 +218,9 @@ impl DeviceLanes {
         let accumulators = blocks.iter().filter_map(|of| of.gradient);
         let accumulate = accumulators.clone().any(|accumulator| !accumulator.first);
         assert!(!accumulate || accumulators.into_iter().all(|accumulator| !accumulator.first));
-        let batch = state.metadata(m, shared.seed);
+        let batch = state.view(m, shared.seed);
         let args = VisitArgs {
-            batch: batch.view(),
+            batch,
             targets: state.targets(m),
             dtype: shared.plan.dtype(),
             blocks: blocks.iter().map(block).collect(),
@@ -245,9 +237,9 @@ impl DeviceLanes {
             self.keep_hidden(side, visit.layer.0 as usize, m, &args)?;
         }
         let run = |kernels: &dyn Kernels| models::run(&shared.model, visit, kernels, &args);
-        side.compute(&batch, &run)?;
+        side.compute(batch.metadata(), &run)?;
         if shared.non_finite == NonFinite::Stop {
-            self.check_finite(operation, *device_visit, &batch, &args)?;
+            self.check_finite(operation, *device_visit, batch.metadata(), &args)?;
         }
         Ok(())
     }

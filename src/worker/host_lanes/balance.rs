@@ -1,6 +1,8 @@
 //! What layers with experts measure, and the gradients of the losses that follow from it.
 
-use l2l_actors::schedule::MicroBatch;
+use std::ops::Range;
+
+use l2l_actors::schedule::{BoundaryId, MicroBatch};
 
 use super::HostLanes;
 use super::visit::HostVisit;
@@ -12,13 +14,34 @@ impl HostLanes {
         self.shared.model.shape.experts.as_ref().expect("layers with experts measure")
     }
 
-    fn measures<'a>(&self, at: &HostVisit<'a>, m: MicroBatch) -> Vec<Measures<'a>> {
-        at.visit.reads.iter().map(|&boundary| at.stashed(boundary, m)).collect()
+    /// What the layers measured of these units: a row of numbers for each sequence. The rows of a
+    /// sequence's chunks are added.
+    fn measures(&self, at: &HostVisit<'_>, units: Range<MicroBatch>) -> Vec<Vec<f32>> {
+        let width = self.experts().measured_width();
+        let of_layer = |&boundary: &BoundaryId| {
+            let mut all = Vec::new();
+            for m in units.clone() {
+                let measured = at.stashed(boundary, m);
+                if at.state.positions(m).all(|positions| positions.start == 0) {
+                    all.extend(measured);
+                    continue;
+                }
+                let from = all.len() - width;
+                all[from..].iter_mut().zip(measured).for_each(|(sum, chunk)| *sum += chunk);
+            }
+            all
+        };
+        at.visit.reads.iter().map(of_layer).collect()
     }
 
-    /// Takes what the layers measured of a micro-batch.
+    /// Takes what the layers measured of a micro-batch, when the last of its units has come.
     pub(super) fn take_measures(&self, at: &HostVisit<'_>, m: MicroBatch) {
-        let measures = self.measures(at, m);
+        let units = at.state.input.units.whole(m);
+        if m + 1 < units.end {
+            return;
+        }
+        let measures = self.measures(at, units);
+        let measures: Vec<Measures<'_>> = measures.iter().map(Vec::as_slice).collect();
         let writers =
             at.visit.reads.iter().filter_map(|id| {
                 at.schedule().visits.iter().find(|visit| visit.writes.contains(id))
@@ -28,15 +51,21 @@ impl HostLanes {
         desk.add(&measures, self.experts().count);
     }
 
-    /// Writes the gradients of the routers' losses for a micro-batch.
+    /// Writes the gradients of the routers' losses for a micro-batch. Its chunk of a sequence gets
+    /// the answer of the whole sequence.
     pub(super) fn answer(&self, at: &HostVisit<'_>, m: MicroBatch) {
         let experts = self.experts();
         let width = experts.count + 1;
         let writes = &at.visit.writes;
         let mut answers: Vec<&mut [f32]> =
             writes.iter().map(|&boundary| at.stashed_mut(boundary, m)).collect();
-        let rows: Vec<usize> = at.state.lengths(m).collect();
-        let measures = self.measures(at, m);
+        let units = at.state.input.units.whole(m);
+        let [first, last] = [units.start, units.end - 1].map(|unit| at.state.range(unit).sequences);
+        let own = at.state.range(m).sequences;
+        let batch = &at.state.input.batch;
+        let rows: Vec<usize> = (first.start..last.end).map(|one| batch.length(one)).collect();
+        let measures = self.measures(at, units.clone());
+        let measures: Vec<Measures<'_>> = measures.iter().map(Vec::as_slice).collect();
         let rows_of_step = at.state.rows_of_step();
         let share = Share { experts, measures: &measures, rows: &rows, rows_of_step };
         let scale = at.state.input.loss_scale;
@@ -46,12 +75,16 @@ impl HostLanes {
         let losses = share.losses(
             || desk.step_counts(),
             |layer, sequence, slopes| {
-                if let Some(answer) = layer.checked_sub(unanswered).map(|at| &mut answers[at]) {
-                    let to = &mut answer[sequence * width..][..width];
+                let Some(answer) = layer.checked_sub(unanswered).map(|at| &mut answers[at]) else {
+                    return;
+                };
+                let sequence = first.start + sequence;
+                if own.contains(&sequence) {
+                    let to = &mut answer[(sequence - own.start) * width..][..width];
                     to.iter_mut().zip(slopes).for_each(|(to, slope)| *to = (slope * scale) as f32);
                 }
             },
         );
-        desk.losses.insert(m, losses);
+        desk.losses.insert(units.start, losses);
     }
 }

@@ -56,11 +56,8 @@ impl HostLanes {
         };
         let alpha = self.neftune_alpha;
         let noise = (alpha > 0.0 && at.state.input.purpose.trains())
-            .then(|| at.state.metadata(m, self.shared.seed));
-        let noise = noise.as_ref().map(|batch| {
-            let batch = batch.view();
-            move |row: usize| batch.noise(row, alpha, channels)
-        });
+            .then(|| at.state.view(m, self.shared.seed));
+        let noise = noise.map(|batch| move |row: usize| batch.noise(row, alpha, channels));
         let packing = self.shared.packing(schedule.boundary(boundary));
         self.shared.threads.install(|| rows.write(x, packing, noise));
     }

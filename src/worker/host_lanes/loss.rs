@@ -1,11 +1,10 @@
 //! Losses from the statistics that the head wrote, and logits.
 
-use std::ops::Range;
-
 use l2l_actors::schedule::{BoundaryId, MicroBatch, Role};
 
 use super::HostLanes;
 use super::visit::HostVisit;
+use crate::worker::step::MicroBatchRange;
 use crate::kernels::{Loss, STATISTICS, label_of};
 
 impl HostLanes {
@@ -16,16 +15,18 @@ impl HostLanes {
         if at.state.input.purpose.scores() {
             self.keep_logits(at, m);
         }
-        let loss = match at.state.input.purpose.scores() && scores_vocabulary {
+        let sum = match at.state.input.purpose.scores() && scores_vocabulary {
             true => 0.0, // the tiles of the head wrote logits, and no statistics
             false => self.loss_of_statistics(at, m, scores_vocabulary),
         };
+        let loss = of_micro_batch(at, m, sum) / at.state.input.batch.labelled as f64;
         if at.schedule().ranks.count > 1 {
             at.state.losses.lock().expect("nothing panics inside").insert(m, loss);
         }
         loss
     }
 
+    /// The sum of the losses of a micro-batch's positions.
     fn loss_of_statistics(&self, at: &HostVisit<'_>, m: MicroBatch, of_tokens: bool) -> f64 {
         let boundary = at.schedule().with_role(&at.visit.reads, Role::Statistics);
         let shared = &*self.shared;
@@ -45,17 +46,20 @@ impl HostLanes {
             let losses = statistics.chunks_exact(width).filter_map(of_position);
             losses.map(f64::from).sum()
         };
-        let total = match label_set {
+        match label_set {
             Some(_) => sum(statistics),
             // The positions of each chunk are summed by themselves, as devices compute them.
             None => {
-                let all = at.state.metadata(m, shared.seed).view();
+                let all = at.state.view(m, shared.seed);
+                let first = all.row_range().start;
                 let chunks = all.chunks(Some(shared.model.shape.chunk_positions)).into_iter();
-                let rows = |range: Range<usize>| &statistics[range.start * width..range.end * width];
-                chunks.map(|chunk| sum(rows(chunk.row_range()))).sum()
+                let rows = chunks.map(|chunk| chunk.row_range());
+                rows.map(|rows| {
+                    sum(&statistics[(rows.start - first) * width..(rows.end - first) * width])
+                })
+                .sum()
             }
-        };
-        total / at.state.input.batch.labelled as f64
+        }
     }
 
     /// Keeps the logits of a micro-batch, sequence by sequence, tile after tile.
@@ -64,7 +68,15 @@ impl HostLanes {
         let is_logits = |id: &&BoundaryId| schedule.boundary(**id).role == Role::Logits;
         let tiles = at.visit.reads.iter().filter(is_logits);
         let tiles: Vec<&[f32]> = tiles.map(|&boundary| at.stashed(boundary, m)).collect();
-        let sequences = at.state.range(m).sequences.len();
+        let MicroBatchRange { sequences, rows } = at.state.range(m);
+        let sequences = sequences.len();
+        // The position of a sequence that is scored is in one of its chunks.
+        let has_label = |targets: &[i32]| targets.iter().any(|&target| target >= 0);
+        let is_chunk = at.state.input.units.of(m).chunk.is_some();
+        let scores_vocabulary = self.shared.model.shape.scores_vocabulary();
+        if scores_vocabulary && is_chunk && !has_label(&at.state.input.batch.targets[rows]) {
+            return;
+        }
         let mut logits = self.logits.lock().expect("nothing panics inside");
         if let [all] = tiles[..] {
             return logits.extend(all); // of classes, or of a vocabulary in one tile
@@ -76,6 +88,16 @@ impl HostLanes {
             }
         }
     }
+}
+
+/// The sum of a micro-batch of the config when the last of its units has come, and 0 before: so it
+/// is that of sequences that are not cut.
+fn of_micro_batch(at: &HostVisit<'_>, m: MicroBatch, sum: f64) -> f64 {
+    let units = at.state.input.units.whole(m);
+    let mut partial = at.state.partial_losses.lock().expect("nothing panics inside");
+    partial.insert(m, sum);
+    let sums = partial.range(units.clone()).map(|(_, sum)| sum);
+    if sums.clone().count() == units.len() { sums.sum() } else { 0.0 }
 }
 
 /// Writes the statistics of a position before the first tile of the head adds to them.
