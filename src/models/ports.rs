@@ -200,9 +200,7 @@ impl PortViews<'_> {
         let is_float = usize::from(element_bytes) == Dtype::F32.size();
         let dtype = if is_float { Dtype::F32 } else { self.dtype };
         match (token_bytes, sequence_bytes) {
-            (_, 0) => {
-                view.hold(self.held.rows(), boundary.width(), dtype).row_range(self.rows())
-            }
+            (_, 0) => view.hold(self.held.rows(), boundary.width(), dtype).row_range(self.rows()),
             (0, bytes) => {
                 let all = view.hold(self.held.sequences(), bytes as usize / dtype.size(), dtype);
                 let first = self.chunk.first_sequence() - self.held.first_sequence();

@@ -81,12 +81,7 @@ impl Row {
     /// A head has numbers for 2²⁰ positions. The upper bits of later positions go to the word of the
     /// sequence, as a step of such sequences has fewer than 2²⁰ of them.
     #[inline(always)]
-    pub(super) fn of_query(
-        dropout: &Dropout<'_>,
-        sequence: usize,
-        head: usize,
-        query: u32,
-    ) -> Row {
+    pub(super) fn of_query(dropout: &Dropout<'_>, sequence: usize, head: usize, query: u32) -> Row {
         const POSITIONS: u32 = 1 << 20;
         let mut of_position = Row::new(dropout, sequence, query);
         let [position, of_sequence, _] = &mut of_position.counter;

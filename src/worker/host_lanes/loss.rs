@@ -51,7 +51,8 @@ impl HostLanes {
             None => {
                 let all = at.state.metadata(m, shared.seed).view();
                 let chunks = all.chunks(Some(shared.model.shape.chunk_positions)).into_iter();
-                let rows = |range: Range<usize>| &statistics[range.start * width..range.end * width];
+                let rows =
+                    |range: Range<usize>| &statistics[range.start * width..range.end * width];
                 chunks.map(|chunk| sum(rows(chunk.row_range()))).sum()
             }
         };
