@@ -226,3 +226,35 @@ impl PortViews<'_> {
         start - first..end - first
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::SequenceChunk;
+
+    /// A layer sees the same rows of a chunk, whether boundaries hold all rows or these alone.
+    #[test]
+    fn a_chunk_has_its_rows_and_its_sequence() {
+        let all = BatchMetadata::plain(&[5, 9, 15]).view();
+        let chunk = all.chunk_of(SequenceChunk { sequence: 1, from: 2, to: 5 });
+        let float = Dtype::F32.size();
+        let ports = [
+            Port { boundary: Boundary::of_tokens(Role::Hidden, 4, 2), view: View::floats(100, 20) },
+            Port {
+                boundary: Boundary::of_sequences(Role::Routing, 3, float),
+                view: View::floats(200, 6),
+            },
+        ];
+        let seen = |held, chunk, role| {
+            let ports = PortViews { reads: &ports, writes: &[], held, chunk, dtype: Dtype::Bf16 };
+            let View { at, rows, columns, .. } = ports.read(role).expect("it is there");
+            [at, rows, columns]
+        };
+        assert_eq!(seen(all, all, Role::Hidden), [200, 10, 4]);
+        assert_eq!(seen(all, chunk, Role::Hidden), [200 + 6 * 4, 3, 4]);
+        assert_eq!(seen(chunk, chunk, Role::Hidden), [200, 3, 4]);
+        assert_eq!(seen(all, all, Role::Routing), [200, 2, 3]);
+        assert_eq!(seen(all, chunk, Role::Routing), [203, 1, 3]);
+        assert_eq!(seen(chunk, chunk, Role::Routing), [200, 1, 3]);
+    }
+}
