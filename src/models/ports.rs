@@ -210,8 +210,8 @@ impl PortViews<'_> {
         }
     }
 
-    /// The saved activations. Unless each token has its own, those of a chunk lie at a `place` among
-    /// all; `None`: all are those of the chunk.
+    /// The saved activations. Unless each token has its own, those of a chunk lie at a `place`
+    /// among all; `None`: all are those of the chunk.
     pub(crate) fn saved(&self, place: impl FnOnce() -> Option<Range<usize>>) -> Option<View> {
         let mut ports = self.writes.iter().chain(self.reads);
         let port = ports.find(|port| port.boundary.role == Role::SavedActivations)?;
