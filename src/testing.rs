@@ -165,12 +165,7 @@ impl<'l> Bench<'l> {
         scratch.peak()
     }
 
-    fn backward(
-        &self,
-        memory: Option<&Arena>,
-        keeps: Option<Save>,
-        mut accumulate: bool,
-    ) -> usize {
+    fn backward(&self, memory: Option<&Arena>, keeps: Option<Save>, mut accumulate: bool) -> usize {
         let kernels = CpuKernels::new(memory, Level::best());
         let scratch = Scratch::new(self.workspace, Dtype::F32);
         let tensors = self.layer.tensors();

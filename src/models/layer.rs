@@ -272,9 +272,9 @@ pub trait Layer: Send + Sync {
         Vec::new()
     }
 
-    /// How a step computes sequences of more than `step.chunk_positions` positions. Its forward and
-    /// backward get one chunk at a time, if they may be cut: the forward from the first to the last,
-    /// the backward from the last to the first.
+    /// How a step may cut sequences of more than `step.chunk_positions` positions. If it may, its
+    /// forward gets one chunk at a time, from the first to the last, and its backward from the last
+    /// to the first.
     fn cuts(&self, _step: usize) -> Cuts {
         Cuts::Never
     }
@@ -299,8 +299,8 @@ pub trait Layer: Send + Sync {
     /// Computes `y`.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 
-    /// Computes the keys and values of a chunk again, to the chunk state. It is called for all chunks
-    /// of a sequence but the last, in their order, before the backward of the last one.
+    /// Computes the keys and values of a chunk again, to the chunk state. It is called for all
+    /// chunks of a sequence but the last, in their order, before the backward of the last one.
     fn keys(&self, _kernels: &dyn Kernels, _pass: &Keys<'_>) {
         unreachable!("a layer whose cuts are causal implements it")
     }

@@ -34,8 +34,8 @@ pub use ends::{Final, Stem};
 pub use frozen::{Base, StoredWeight};
 pub(crate) use frozen::{WeightFormat, WeightPiece};
 pub use layer::{
-    Backward, Cuts, Forward, Init, Keys, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
-    tensor_views,
+    Backward, Cuts, Forward, Init, Keys, Kind, KvCache, Layer, Save, Tensor, block_len,
+    tensor_ranges, tensor_views,
 };
 pub use lora::Lora;
 pub use masters::MasterFormat;

@@ -200,9 +200,7 @@ impl PortViews<'_> {
         let is_float = usize::from(element_bytes) == Dtype::F32.size();
         let dtype = if is_float { Dtype::F32 } else { self.dtype };
         match (token_bytes, sequence_bytes) {
-            (_, 0) => {
-                view.hold(self.held.rows(), boundary.width(), dtype).row_range(self.rows())
-            }
+            (_, 0) => view.hold(self.held.rows(), boundary.width(), dtype).row_range(self.rows()),
             (0, bytes) => {
                 let all = view.hold(self.held.sequences(), bytes as usize / dtype.size(), dtype);
                 let first = self.chunk.first_sequence() - self.held.first_sequence();
@@ -212,8 +210,8 @@ impl PortViews<'_> {
         }
     }
 
-    /// The saved activations. Unless each token has its own, those of a chunk lie at a `place` among
-    /// all; `None`: all are those of the chunk.
+    /// The saved activations. Unless each token has its own, those of a chunk lie at a `place`
+    /// among all; `None`: all are those of the chunk.
     pub(crate) fn saved(&self, place: impl FnOnce() -> Option<Range<usize>>) -> Option<View> {
         let mut ports = self.writes.iter().chain(self.reads);
         let port = ports.find(|port| port.boundary.role == Role::SavedActivations)?;
@@ -226,5 +224,37 @@ impl PortViews<'_> {
         let first = self.held.row_range().start;
         let Range { start, end } = self.chunk.row_range();
         start - first..end - first
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::SequenceChunk;
+
+    /// A layer sees the same rows of a chunk, whether boundaries hold all rows or these alone.
+    #[test]
+    fn a_chunk_has_its_rows_and_its_sequence() {
+        let all = BatchMetadata::plain(&[5, 9, 15]).view();
+        let chunk = all.chunk_of(SequenceChunk { sequence: 1, from: 2, to: 5 });
+        let float = Dtype::F32.size();
+        let ports = [
+            Port { boundary: Boundary::of_tokens(Role::Hidden, 4, 2), view: View::floats(100, 20) },
+            Port {
+                boundary: Boundary::of_sequences(Role::Routing, 3, float),
+                view: View::floats(200, 6),
+            },
+        ];
+        let seen = |held, chunk, role| {
+            let ports = PortViews { reads: &ports, writes: &[], held, chunk, dtype: Dtype::Bf16 };
+            let View { at, rows, columns, .. } = ports.read(role).expect("it is there");
+            [at, rows, columns]
+        };
+        assert_eq!(seen(all, all, Role::Hidden), [200, 10, 4]);
+        assert_eq!(seen(all, chunk, Role::Hidden), [200 + 6 * 4, 3, 4]);
+        assert_eq!(seen(chunk, chunk, Role::Hidden), [200, 3, 4]);
+        assert_eq!(seen(all, all, Role::Routing), [200, 2, 3]);
+        assert_eq!(seen(all, chunk, Role::Routing), [203, 1, 3]);
+        assert_eq!(seen(chunk, chunk, Role::Routing), [200, 1, 3]);
     }
 }

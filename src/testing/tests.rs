@@ -1,3 +1,5 @@
+//! The checks pass the layers that there are, and find what is wrong.
+
 use super::*;
 use crate::kernels::{CrossEntropy, Kernels};
 use crate::models::families::{self, gpt2};

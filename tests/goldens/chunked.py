@@ -2,8 +2,8 @@
 
 Makes, below chunked/, a directory a case, as families.py makes its own, without logits. The last chunks are short.
 Without a window, sequences of a batch have unequal lengths, and transformers pads them. With experts, the smallest
-distance between the k-th and the (k + 1)-th logit of any row is at least GAP; SEEDS has the first seeds for which
-this is so.
+distance between the k-th and the (k + 1)-th logit of any row is at least GAP: the first seed for which this is so is
+taken.
 
     pip install torch transformers && python chunked.py [CASE...]
 """
@@ -60,7 +60,6 @@ CASES = {
                                 **YARN, beta_fast=8.0, beta_slow=1.0, truncate=False)),
 }
 WINDOWED = {"qwen2", "mistral", "gemma3_text", "gpt_oss"}
-SEEDS = {}
 families.CAUSAL |= CASES.keys()
 
 
@@ -133,11 +132,7 @@ def main():
     for case in sys.argv[1:] or CASES:
         folder = pathlib.Path(__file__).parent / "chunked" / case
         folder.mkdir(parents=True, exist_ok=True)
-        for seed in [SEEDS[case]] if case in SEEDS else itertools.count():
-            golden = make(case, seed, folder)
-            if golden:
-                break
-        print(case, seed)
+        golden = next(filter(None, (make(case, seed, folder) for seed in itertools.count())))
         (folder / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 

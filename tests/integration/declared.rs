@@ -13,8 +13,8 @@ use l2l::kernels::{
     Activate, ActivateBackward, Activation, Cast, Kernels, Linear, LinearBackward, Residual,
 };
 use l2l::models::{
-    Backward, Cuts, Final, Forward, Init, Kind, Layer, LayerStep, Model, Save, Shape, Stem, StepContext,
-    Tensor,
+    Backward, Cuts, Final, Forward, Init, Kind, Layer, LayerStep, Model, Save, Shape, Stem,
+    StepContext, Tensor,
 };
 use l2l::tensor::{Dtype, View};
 use l2l::{Config, Trainer, shape_of};

@@ -78,15 +78,10 @@ impl Row {
 
     /// The mask of a query of a head. `query` is relative to the first position.
     ///
-    /// A head has numbers for 2²⁰ positions. The upper bits of later positions go to the word of the
-    /// sequence, as a step of such sequences has fewer than 2²⁰ of them.
+    /// A head has numbers for 2²⁰ positions. The upper bits of later positions go to the word of
+    /// the sequence: a step has fewer than 2²⁰ sequences that are so long.
     #[inline(always)]
-    pub(super) fn of_query(
-        dropout: &Dropout<'_>,
-        sequence: usize,
-        head: usize,
-        query: u32,
-    ) -> Row {
+    pub(super) fn of_query(dropout: &Dropout<'_>, sequence: usize, head: usize, query: u32) -> Row {
         const POSITIONS: u32 = 1 << 20;
         let mut of_position = Row::new(dropout, sequence, query);
         let [position, of_sequence, _] = &mut of_position.counter;

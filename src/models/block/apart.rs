@@ -186,12 +186,7 @@ impl TransformerBlock {
     }
 
     /// What the parts have passed down to the base block. `dh` is a copy, to be added to.
-    pub(super) fn passed_down(
-        &self,
-        k: &dyn Kernels,
-        pass: &Backward<'_>,
-        dh: View,
-    ) -> PassedDown {
+    pub(super) fn passed_down(&self, k: &dyn Kernels, pass: &Backward<'_>, dh: View) -> PassedDown {
         let read = |number| {
             let role = Role::OwnGradient(number);
             pass.ports.read(role).expect("the steps above pass it down")

@@ -7,7 +7,7 @@ use crate::kernels::{
     Residual, Rotate,
 };
 use crate::models::layer::{
-    Backward, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
+    Backward, Cuts, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
 };
 use crate::models::norms::or_scratch;
 use crate::tensor::{Dtype, Scratch, View};
@@ -250,6 +250,17 @@ impl<C: Composed> Layer for Derived<C> {
 
     fn custom_kernels(&self) -> Vec<CustomKernel> {
         self.0.custom_kernels()
+    }
+
+    /// Attention and custom kernels read other positions, or may do so.
+    fn cuts(&self, _step: usize) -> Cuts {
+        let reads_others = |(operation, _): &(Operation<'_>, Value)| {
+            matches!(operation, Operation::Attention { .. } | Operation::Custom { .. })
+        };
+        match self.inspect(|operations| operations.recorded.iter().any(reads_others)) {
+            true => Cuts::Never,
+            false => Cuts::ByPosition,
+        }
     }
 
     /// The backward recomputes all activations.

@@ -1,5 +1,7 @@
 //! Losses from the statistics that the head wrote, and logits.
 
+use std::ops::Range;
+
 use l2l_actors::schedule::{BoundaryId, MicroBatch, Role};
 
 use super::HostLanes;
@@ -53,11 +55,10 @@ impl HostLanes {
                 let all = at.state.view(m, shared.seed);
                 let first = all.row_range().start;
                 let chunks = all.chunks(Some(shared.model.shape.chunk_positions)).into_iter();
-                let rows = chunks.map(|chunk| chunk.row_range());
-                rows.map(|rows| {
-                    sum(&statistics[(rows.start - first) * width..(rows.end - first) * width])
-                })
-                .sum()
+                let rows = |Range { start, end }: Range<usize>| {
+                    &statistics[(start - first) * width..(end - first) * width]
+                };
+                chunks.map(|chunk| sum(rows(chunk.row_range()))).sum()
             }
         }
     }
