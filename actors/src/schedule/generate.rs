@@ -255,7 +255,7 @@ impl<'m> Wiring<'m> {
         let for_host = boundaries.filter(|(boundary, _)| boundary.role.goes_to_host());
         reads.extend(for_host.map(|(_, id)| BoundaryId(id)));
         let last = self.visit(self.chain.len() - 1, Phase::Forward, reads, Vec::new());
-        Ok(Visit { kind: VisitKind::Loss, place: Place::Host, blocks: Vec::new(), ..last })
+        Ok(on_host(VisitKind::Loss, last))
     }
 
     /// The visit that reads what the layers measured, and the place behind which it stands in the
@@ -276,7 +276,7 @@ impl<'m> Wiring<'m> {
         let of_step = self.answers_step && !writes.is_empty();
         let kind = VisitKind::Balance { of_step };
         let visit = self.visit(last, Phase::Forward, reads, writes);
-        Some((last, Visit { kind, place: Place::Host, blocks: Vec::new(), ..visit }))
+        Some((last, on_host(kind, visit)))
     }
 
     /// True for the last tile of a step that trains: its backward visit is its forward as well.
@@ -390,6 +390,11 @@ impl<'m> Wiring<'m> {
         reads.extend(with.iter().filter_map(|(_, id)| gradients.get(id)));
         Ok(reads)
     }
+}
+
+/// A visit of the host at a layer, which needs none of the layer's blocks.
+fn on_host(kind: VisitKind, visit: Visit) -> Visit {
+    Visit { kind, place: Place::Host, blocks: Vec::new(), keys: false, ..visit }
 }
 
 /// The steps of the selected layers, in forward order.

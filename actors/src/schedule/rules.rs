@@ -14,7 +14,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
         return Err(Refusal::of("a step needs micro-batches, each of at least one sequence"));
     }
     groups(schedule)?;
-    runs::check_order(&schedule.runs, schedule.micro_batches.len() as MicroBatch)?;
+    runs::check_groups(schedule)?;
     if !schedule.visits.iter().any(Visit::on_device) {
         return Err(Refusal::of("no visit of a device"));
     }

@@ -130,15 +130,21 @@ pub(super) fn check_order(runs: &[Range<MicroBatch>], count: MicroBatch) -> Resu
     Ok(())
 }
 
-/// Checks that each run is inside one group, that no visit cuts one, and that the keys of a run are
-/// on a device when its backward pass begins there.
-pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
+/// Checks that runs are in order, and each inside one group.
+pub(super) fn check_groups(schedule: &Schedule) -> Result<(), Refusal> {
+    check_order(&schedule.runs, schedule.micro_batches.len() as MicroBatch)?;
     let group = |m| schedule.group_of(m);
     let is_cut = |run: &&Range<MicroBatch>| group(run.start) != group(run.end - 1);
     if let Some(run) = schedule.runs.iter().find(is_cut) {
         let one = "the chunks of a sequence add to one gradient";
         return Err(Refusal::of(format!("run {run:?} lies in two groups: {one}")));
     }
+    Ok(())
+}
+
+/// Checks that no visit cuts a run, and that the keys of a run are on a device when its backward
+/// pass begins there.
+pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     let mut latest: BTreeMap<DeviceId, usize> = BTreeMap::new(); // the visit before, by device
     for (index, visit) in schedule.visits.iter().enumerate() {
         let run = begins(schedule, visit).map_err(|why| Refusal::at(schedule, index, why))?;

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::common::*;
 use l2l_actors::Relay;
-use l2l_actors::schedule::{Schedule, deal, relay, resident};
+use l2l_actors::schedule::{BlockId, Phase, Schedule, deal, relay, resident};
 use l2l_actors::virtual_time::{Move, VirtualLanes, World};
 
 /// Replays a path from the start.
@@ -138,6 +138,24 @@ fn all_interleavings_of_small_rings_are_sound() {
         total = (total.0 + states, total.1 + transitions);
     }
     println!("{} states, {} moves", total.0, total.1);
+}
+
+/// A sequence in two chunks, through a layer that leaves keys for the second: each chunk finds
+/// what it attends to, in every order.
+#[test]
+fn all_interleavings_of_a_run_are_sound() {
+    if !whole() {
+        return;
+    }
+    let model = attending(model(1, 0, false), |_| true);
+    let mut selection = in_chunks(&model, &[2]);
+    selection.frozen = vec![BlockId(0)];
+    let schedule = relay(&model, &selection).expect("a model of ours");
+    assert!(schedule.visits.iter().any(|visit| visit.phase == Phase::Keys));
+    for deferred in [false, true] {
+        let (states, transitions) = explore(schedule.clone(), deferred, 1);
+        println!("{states} states, {transitions} moves");
+    }
 }
 
 /// Two layers dealt over two devices: 100,046 states.
