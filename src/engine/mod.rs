@@ -29,7 +29,9 @@ use crate::error::{self, Error};
 use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
 use crate::optimizers::{LossScale, ScaleState};
-use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, Units, most_positions, schedule_of};
+use crate::plan::{
+    DealtStep, Plan, Purpose, StepShape, StepSpec, Units, most_positions, schedule_of,
+};
 use crate::stash;
 use crate::worker::{CacheSlot, Dealt, Emulated, RouterReport, StepInput, Worker};
 

@@ -29,8 +29,8 @@ pub use room::Room;
 pub(crate) use share::DealtStep;
 pub use share::RankShare;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
-pub(crate) use units::{Unit, Units, most_positions};
 pub use traffic::{FabricBytes, LinkBytes, PlannedTraffic};
+pub(crate) use units::{Unit, Units, most_positions};
 
 use self::config::Settings;
 use self::room::KvCache;

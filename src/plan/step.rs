@@ -129,15 +129,13 @@ pub(crate) fn schedule_of(
     let most = most_positions(config, model, purpose);
     // Ranks answer as one, also those whose own sequences are short.
     let is_cut = most.is_some_and(|most| positions > most);
-    let longest = || {
-        Units::new(&vec![positions; sequences], config.step.micro_batch, most)
-    };
+    let longest = || Units::new(&vec![positions; sequences], config.step.micro_batch, most);
     let units = units.cloned().unwrap_or_else(longest);
     let shape = StepShape { positions: units.positions, ..shape };
     let ring = ring_model(config, model, shape, is_cut, kept, states, share);
     let mut selection = Selection::all(&ring, units.sizes());
+    selection.groups = units.groups(groups);
     selection.runs = units.runs;
-    selection.groups = groups;
     if let Some(layers) = layers {
         layers.check(model)?;
         selection.layers = layers.ring_layers(model);

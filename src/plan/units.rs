@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use l2l_actors::schedule::MicroBatch;
+use l2l_actors::schedule::{MicroBatch, equal_groups};
 
 use super::step::Purpose;
 use crate::config::{Config, ScheduleKind};
@@ -86,6 +86,13 @@ impl Units {
         self.whole[at].clone()
     }
 
+    /// The units in `count` groups. A group has whole micro-batches of the config, so that processes
+    /// and devices deal the same sequences however long they are.
+    pub(crate) fn groups(&self, count: u32) -> Vec<Range<MicroBatch>> {
+        let firsts: Vec<MicroBatch> = self.whole.iter().map(|units| units.start).collect();
+        equal_groups(&firsts, self.all.len() as MicroBatch, count)
+    }
+
     /// Sequences, or chunks, in each unit.
     pub(crate) fn sizes(&self) -> Vec<u32> {
         self.all.iter().map(|unit| unit.sequences.len() as u32).collect()
@@ -119,6 +126,7 @@ mod tests {
         let units_of = Units::new(&lengths, 2, Some(128));
         assert_eq!(units_of.runs, [1..4, 5..7]);
         assert_eq!([0, 3, 4, 6].map(|m| units_of.whole(m)), [0..4, 0..4, 4..5, 5..7]);
+        assert_eq!(units_of.groups(2), [0..4, 4..7]);
         assert_eq!((units_of.sizes(), units_of.positions), (vec![1, 1, 1, 1, 2, 1, 1], 128));
     }
 

@@ -14,7 +14,7 @@ use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, Save};
-use crate::plan::{Holder, Plan, Purpose, most_positions, Side, StepShape, StepSpec, schedule_of};
+use crate::plan::{Holder, Plan, Purpose, Side, StepShape, StepSpec, most_positions, schedule_of};
 use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
@@ -91,9 +91,8 @@ impl Rates {
         let save = config.schedule.recompute.keep();
         for layer in 1..model.layers.len() {
             for phase in PHASES {
-                let flops_of = |phase| {
-                    model.visit_flops(layer, phase, iter::once(0..positions), save) / parts
-                };
+                let flops_of =
+                    |phase| model.visit_flops(layer, phase, iter::once(0..positions), save) / parts;
                 let products = flops_of(phase);
                 // Each product reads and writes memory at least once, in proportion to its FLOPs.
                 let moved = 2.0 * bytes * (products / flops_of(Phase::Forward).max(1.0)) / host;

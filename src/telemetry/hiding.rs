@@ -14,7 +14,7 @@ use super::forecast::Rates;
 use crate::config::{Config, EpsTier, ScheduleKind};
 use crate::error::Error;
 use crate::models::Model;
-use crate::plan::{most_positions, Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
+use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, most_positions, schedule_of};
 
 /// The smallest step in which a config's lanes hide, and the lane that limits it.
 #[derive(Clone, Debug, PartialEq, Serialize)]

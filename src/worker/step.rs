@@ -126,9 +126,8 @@ impl StepState {
     /// The positions of each sequence that a micro-batch has.
     pub(super) fn positions(&self, m: MicroBatch) -> impl Iterator<Item = Range<usize>> {
         let Unit { sequences, chunk } = self.input.units.of(m);
-        let positions = |sequence| {
-            chunk.clone().unwrap_or_else(|| 0..self.input.batch.length(sequence))
-        };
+        let positions =
+            |sequence| chunk.clone().unwrap_or_else(|| 0..self.input.batch.length(sequence));
         sequences.clone().map(positions)
     }
 

@@ -136,17 +136,16 @@ impl<'m> Wiring<'m> {
             chained.step.needs.iter().any(|id| !blocks[id.0 as usize].frozen)
         };
         let lowest = chain.iter().position(trains);
-        let Selection { ref micro_batches, ref runs, groups, .. } = *selection;
+        let Selection { micro_batches, runs, groups, .. } = selection;
         let count = micro_batches.len() as MicroBatch;
         runs::check_order(runs, count)?;
-        let groups = runs::groups(count, runs, groups);
         let schedule = Schedule {
             blocks,
             boundaries: Vec::new(),
             positions: model.positions,
             micro_batches: micro_batches.clone(),
             runs: runs.clone(),
-            groups,
+            groups: groups.clone(),
             shards: 1,
             ranks: Ranks::ONE,
             visits: Vec::new(),

@@ -147,15 +147,33 @@ pub struct Selection {
     pub runs: Vec<Range<MicroBatch>>,
     /// Blocks that compute no gradient this step.
     pub frozen: Vec<BlockId>,
-    /// Groups of micro-batches, at most one for each, or for each run: see
-    /// [`Schedule::groups`](super::Schedule).
-    pub groups: u32,
+    /// Groups of micro-batches: see [`Schedule::groups`](super::Schedule).
+    pub groups: Vec<Range<MicroBatch>>,
+}
+
+/// `count` groups of about as many of these ranges each: a range begins at each of `firsts`, and the
+/// last one ends at `end`. No group is empty, so there are at most as many as ranges.
+pub fn equal_groups(firsts: &[MicroBatch], end: MicroBatch, count: u32) -> Vec<Range<MicroBatch>> {
+    let all = firsts.len() as u64;
+    let count = u64::from(count).clamp(1, all.max(1));
+    let first = |group: u64| firsts.get((all * group / count) as usize).copied().unwrap_or(end);
+    (0..count).map(|group| first(group)..first(group + 1)).collect()
 }
 
 impl Selection {
     /// All layers, nothing frozen, in one group.
     pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
-        Selection { layers, micro_batches, runs: Vec::new(), frozen: Vec::new(), groups: 1 }
+        let groups = std::iter::once(0..micro_batches.len() as MicroBatch).collect();
+        Selection { layers, micro_batches, runs: Vec::new(), frozen: Vec::new(), groups }
+    }
+
+    /// Cuts the micro-batches into `count` groups that are as equal as can be. None is empty, and
+    /// none cuts a run, which counts as one micro-batch.
+    pub fn set_groups(&mut self, count: u32) {
+        let all = self.micro_batches.len() as MicroBatch;
+        let is_inside = |m: &MicroBatch| self.runs.iter().any(|run| run.start < *m && *m < run.end);
+        let firsts: Vec<MicroBatch> = (0..all).filter(|m| !is_inside(m)).collect();
+        self.groups = equal_groups(&firsts, all, count);
     }
 }

@@ -47,22 +47,6 @@ fn run_of(runs: &[Range<MicroBatch>], m: MicroBatch) -> Option<Range<MicroBatch>
     runs.get(at).filter(|run| run.contains(&m)).cloned()
 }
 
-/// `count` groups of micro-batches, as equal as can be. None is empty, and none cuts a run, which
-/// counts as one micro-batch: it is one sequence.
-pub(super) fn groups(
-    micro_batches: MicroBatch,
-    runs: &[Range<MicroBatch>],
-    count: u32,
-) -> Vec<Range<MicroBatch>> {
-    let begins = |m: &MicroBatch| run_of(runs, *m).is_none_or(|run| run.start == *m);
-    let mut firsts: Vec<MicroBatch> = (0..micro_batches).filter(begins).collect();
-    let all = firsts.len() as u64;
-    firsts.push(micro_batches);
-    let count = u64::from(count).clamp(1, all.max(1));
-    let begin = |group: u64| firsts[(all * group / count) as usize];
-    (0..count).map(|group| begin(group)..begin(group + 1)).collect()
-}
-
 /// The visits of a backward leg in one group. Where the layer leaves keys, each run begins a visit,
 /// behind the visit of its keys; micro-batches behind a run join its visit.
 pub(super) fn with_keys(schedule: &Schedule, leg: Visit) -> Vec<Visit> {

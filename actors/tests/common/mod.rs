@@ -187,7 +187,7 @@ pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> RingC
 /// A relay whose groups, one for each device, are dealt, and whose blocks come in shards.
 pub fn sharded(model: &RingModel, micro_batches: u32, devices: u32) -> Schedule {
     let mut selection = everything(model, micro_batches);
-    selection.groups = devices;
+    selection.set_groups(devices);
     let schedule = relay(model, &selection).expect("a model of ours");
     let dealt = deal_groups(schedule, &vec![1; devices as usize]);
     Schedule { shards: devices, ..dealt }

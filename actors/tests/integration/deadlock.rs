@@ -104,7 +104,7 @@ impl Case {
         let model = measuring(model, self.answers(), |number| self.seed >> (number % 61) & 2 == 0);
         let model = attending(model, |number| self.seed >> (number % 59) & 3 != 0);
         let mut selection = everything(&model, self.micro_batches);
-        selection.groups = self.groups;
+        selection.set_groups(self.groups);
         let blocks = model.blocks.len() as u32;
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();
         if let Some(order) = self.order()

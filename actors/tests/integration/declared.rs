@@ -168,7 +168,7 @@ fn the_host_answers_between_forward_and_backward() {
     let base = model(4, 2, false);
     let of = |answers| measuring(base.clone(), answers, |number| number < 4);
     let mut selection = everything(&base, 4);
-    selection.groups = 2;
+    selection.set_groups(2);
     selection.frozen = vec![BlockId(0), BlockId(1), BlockId(2)]; // layer 1, and all below
     let generated = |answers| relay(&of(answers), &selection).expect("a model of ours");
     let is_balance = |visit: &&Visit| matches!(visit.kind, VisitKind::Balance { .. });

@@ -64,7 +64,7 @@ fn runs_go_backward_behind_their_keys() {
         assert_eq!(keys.all_writes().count(), 0);
     }
     // Two groups, each of two sequences.
-    selection.groups = 2;
+    selection.set_groups(2);
     let schedule = relay(&model, &selection).expect("a model of ours");
     assert_eq!(schedule.groups, [0..3, 3..7]);
     assert_eq!(backward(&schedule, 2), [(Backward, vec![0, 2, 1]), (Backward, vec![3, 6, 5, 4])]);
@@ -382,7 +382,8 @@ proptest! {
         sequences in prop::collection::vec(1..=4_u32, 1..=9), count in 1..=6_u32,
     ) {
         let model = attending(model(1, 0, false), |_| true);
-        let selection = Selection { groups: count, ..in_chunks(&model, &sequences) };
+        let mut selection = in_chunks(&model, &sequences);
+        selection.set_groups(count);
         let schedule = relay(&model, &selection).expect("a model of ours");
         let sequences_of = |group: &Range<u32>| {
             group.clone().filter(|&m| schedule.run_of(m).is_none_or(|run| run.start == m)).count()
@@ -403,7 +404,8 @@ proptest! {
     ) {
         let base = model(layers, tiles, false);
         let of = |model: &RingModel| {
-            let selection = Selection { groups, ..everything(model, micro_batches) };
+            let mut selection = everything(model, micro_batches);
+            selection.set_groups(groups);
             let mut schedules = [relay(model, &selection), resident(model, &selection)];
             for schedule in schedules.iter_mut().flatten() {
                 schedule.visits.iter_mut().for_each(|visit| visit.keys = false);

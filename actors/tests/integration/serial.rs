@@ -73,14 +73,14 @@ fn the_ring_does_the_work_of_the_serial_walk() {
                 let model = keeping(model, |number| keeps && number > 2);
                 let model = attending(model, |number| number != 2);
                 let mut in_runs = in_chunks(&model, &[3, 1, 2]);
-                in_runs.groups = 2;
+                in_runs.set_groups(2);
                 let chunks = relay(&model, &in_runs).expect("a model of ours");
                 check(chunks.clone(), deferred);
                 check(deal_groups(chunks.clone(), &[1, 1]), deferred);
                 check(deal(chunks, 3), deferred);
                 for groups in [1, 2, 3] {
                     let mut selection = everything(&model, 4);
-                    selection.groups = groups;
+                    selection.set_groups(groups);
                     let relay = relay(&model, &selection).expect("a model of ours");
                     check(relay.clone(), deferred);
                     check(deal_groups(relay, &vec![1; groups as usize]), deferred);

@@ -6,8 +6,8 @@ use l2l_actors::schedule::{BoundaryId, MicroBatch, Role};
 
 use super::HostLanes;
 use super::visit::HostVisit;
-use crate::worker::step::MicroBatchRange;
 use crate::kernels::{Loss, STATISTICS, label_of};
+use crate::worker::step::MicroBatchRange;
 
 impl HostLanes {
     /// A micro-batch's share of the loss; keeps its logits, if the step scores.
