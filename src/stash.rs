@@ -125,7 +125,11 @@ impl<'s> Walk<'s> {
     /// The places, and the floats of the largest side.
     fn places(mut self) -> (Places, usize) {
         for (now, visit) in self.schedule.visits.iter().enumerate() {
-            for unit in units_of(&self.units, visit) {
+            // A place is free for the next micro-batch of the visit as soon as this one is read.
+            let mut met: Vec<usize> =
+                self.schedule.units(visit).map(|m| unit_of(&self.units, m)).collect();
+            met.dedup();
+            for unit in met {
                 self.visit(now, visit, unit);
             }
         }

@@ -16,19 +16,22 @@ const SECOND_CHOICE: u32 = 3;
 pub(super) struct RoutingViews {
     /// In the forward: the place for the sums of each sequence. (B, 2 E + 2).
     measured: Option<View>,
+    /// True if earlier chunks of the sequence have written there.
+    accumulate: bool,
     /// In the backward: the gradients of the router's losses. (B, E + 1).
     slopes: Option<View>,
 }
 
 impl RoutingViews {
-    pub(super) const NONE: RoutingViews = RoutingViews { measured: None, slopes: None };
+    pub(super) const NONE: RoutingViews = RoutingViews { measured: None, accumulate: false, slopes: None };
 
     pub(super) fn of_forward(ports: &PortViews<'_>) -> RoutingViews {
-        RoutingViews { measured: ports.written(Role::Routing), slopes: None }
+        let accumulate = ports.chunk.first_position() > ports.held.first_position();
+        RoutingViews { measured: ports.written(Role::Routing), accumulate, slopes: None }
     }
 
     pub(super) fn of_backward(ports: &PortViews<'_>) -> RoutingViews {
-        RoutingViews { measured: None, slopes: ports.read(Role::Balance) }
+        RoutingViews { slopes: ports.read(Role::Balance), ..RoutingViews::NONE }
     }
 }
 
@@ -75,7 +78,7 @@ impl ChunkPass<'_> {
             chosen,
             first_choice: self.balance().of == BalanceOf::FirstChoice,
             batch: self.batch,
-            accumulate: self.batch.first_position() > 0,
+            accumulate: self.routing.accumulate,
         };
         self.k.measure_routes(&op, scratch);
     }
