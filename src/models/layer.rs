@@ -203,7 +203,8 @@ pub struct Backward<'a> {
 /// defaults that fit a layer which computes each position by itself and multiplies each token by
 /// all its weights. A layer that attends to other positions needs a KV cache
 /// ([`kv_width`](Layer::kv_width)), or the model cannot generate text. A layer with dropout has an
-/// index.
+/// index. A layer gets long sequences whole, unless it says how they may be cut
+/// ([`cuts`](Layer::cuts)).
 pub trait Layer: Send + Sync {
     /// The tensors of the layer.
     fn tensors(&self) -> Vec<Tensor>;

@@ -83,7 +83,7 @@ fn config(case: &Case, ways: &Ways, length: usize) -> Config {
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        ..ProptestConfig::with_cases(if whole() { 100 } else { 12 })
+        ..ProptestConfig::with_cases(if whole() { 100 } else { 8 })
     })]
 
     #[test]
@@ -93,7 +93,8 @@ proptest! {
         length in prop::sample::select(vec![129, 256, 300]),
     ) {
         const STEPS: usize = 2;
-        let mut case = case;
+        // Rows are many here, so layers are few and the vocabulary is small.
+        let mut case = Case { layers: case.layers.min(3), tied_tiles: false, ..case };
         if case.routers == Routers::Limited {
             case.routers = Routers::OfStep; // limits need whole sequences
         }
