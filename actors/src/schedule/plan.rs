@@ -93,8 +93,8 @@ impl StepPlan {
         })
     }
 
-    /// Checks that the walk of these lists ends in these pools, as [`new`](StepPlan::new) does: for a
-    /// plan that was changed since.
+    /// Checks that the walk of these lists ends in these pools, as [`new`](StepPlan::new) does: for
+    /// a plan that was changed since.
     ///
     /// # Errors
     /// The piece that would wait for ever, and the pool that it would wait for.

@@ -1,10 +1,11 @@
 //! Runs: the chunks of one long sequence as micro-batches of their own.
 //!
-//! A run begins at any device as soon as its first chunk is there, so one sequence keeps several
-//! devices busy. Attention is causal: a chunk needs the keys and values of the chunks before it,
-//! which a layer leaves on its device, in one region. In the backward pass a chunk's gradient is
-//! complete when all chunks behind it have added to it, so a run begins at its end. Before that,
-//! a visit of [`Phase::Keys`] fills the region again: by then other layers have used it.
+//! A layer begins with a run as soon as the layer below has done the first chunk, so one sequence
+//! keeps several devices busy. Attention is causal: a chunk needs the keys and values of the chunks
+//! before it, which a layer leaves on its device, in one region. In the backward pass a chunk's
+//! gradient is complete when all chunks behind it have added to it, so a run begins at its end.
+//! Before that, a visit of [`Phase::Keys`] fills the region again: by then other layers have used
+//! it.
 //!
 //! The region is why the rules here are strict: a visit has a run whole, or nothing of it, and
 //! nothing else of a device stands between the keys of a run and its backward pass.

@@ -159,7 +159,7 @@ fn refused(at: Option<usize>, reason: &str, change: impl Fn(&mut Schedule)) {
 fn runs_are_apart_and_inside_a_group() {
     refused(None, "begins before the run in front of it ends", |s| s.runs = vec![0..3, 2..5]);
     refused(None, "begins before the run in front of it ends", |s| s.runs.reverse());
-    refused(None, "has less than two chunks", |s| s.runs = vec![0..1]);
+    refused(None, "has less than two chunks", |s| s.runs = vec![0..1; 1]);
     let backward = Range { start: 3, end: 0 };
     refused(None, "has less than two chunks", move |s| s.runs = vec![backward.clone()]);
     refused(None, "ends behind the last", |s| s.runs = vec![0..3, 3..9]);
@@ -179,7 +179,7 @@ fn a_visit_cuts_no_run() {
         s.visits[1].micro_batches = 0..1;
         s.visits.insert(2, rest);
     });
-    refused(Some(5), "a part of run 0..4", |s| s.runs = vec![0..4]);
+    refused(Some(5), "a part of run 0..4", |s| s.runs = vec![0..4; 1]);
 }
 
 #[test]
@@ -259,12 +259,12 @@ fn labels_show_runs_that_meet_on_a_device() {
     };
     let mut plan = planned(&by_turns);
     assert!(steps(Arc::new(plan.clone()), false).is_ok());
-    plan.schedule.runs = vec![0..3];
+    plan.schedule.runs = vec![0..3; 1];
     let panic = steps(Arc::new(plan.clone()), false).expect_err("layer 2 used the region");
     assert!(panic.contains("asked, Keys(0, 0) holds") && panic.contains("LayerId(2)"), "{panic}");
     // On a device each, they do not meet.
     let mut plan = planned(&deal(by_turns, 2));
-    plan.schedule.runs = vec![0..3];
+    plan.schedule.runs = vec![0..3; 1];
     assert!(steps(Arc::new(plan), false).is_ok());
     // Keys that nobody computes again, or that are another layer's.
     let sound = planned(&sound());
