@@ -42,7 +42,7 @@ SETTINGS = [
     ("memory, LoRA over NF4", {"train.lora.rank": 16, "train.base": "nf4"}),
 ]
 
-EXPERTS = ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b"]
+EXPERTS = ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b"]
 WAYS = [
     ("AdamW", {}),
     ("AdamW in 8 bits, masters in bf16", {**EIGHT, "optimizer.masters": "bf16"}),

@@ -80,13 +80,17 @@ fn show_kernels(config: &Config, log: &mut EventLog, screen: &Screen) -> Result<
         let (of, unit, rate, limit) = match rate {
             Rate::Bytes(rate) => ("memory", "bytes_per_second", rate, stream),
             Rate::Flops(rate) => ("product", "flops_per_second", rate, product),
+            Rate::OfProducts { flops, products } => {
+                ("products alone", "flops_per_second", flops, products)
+            }
         };
         let share = rate / limit;
         let mut event = json!({ "event": "kernel", "kernel": kernel, "of": of, "share": share });
         event[unit] = json!(rate);
         report_event(log, screen, &event);
         let rate = rate / 1e9;
-        screen.say(format_args!("{kernel:<26} {rate:>16.1} G/s, {share:.2} of the {of}'s rate"));
+        screen
+            .say(format_args!("{kernel:<26} {rate:>16.1} G/s, {share:.2} of the rate of the {of}"));
     }
     Ok(())
 }

@@ -172,6 +172,9 @@ impl Screen {
         if skipped > 0 {
             print(format_args!("{skipped} steps changed nothing: their gradients were not finite"));
         }
+        if let (Some(balance), Some(z)) = (summary.balance_loss, summary.z_loss) {
+            print(format_args!("last step: balance loss {balance:.4}, z-loss {z:.4}"));
+        }
         let link = link.map(|link| format!(", over a link of {link}, emulated"));
         print(format_args!(
             "{} up, {} down{}",

@@ -7,7 +7,8 @@ use super::check::{is_not_negative, must};
 use crate::error::Error;
 use crate::models::{BalanceOf, BalanceOver};
 
-/// `[experts]`
+/// `[experts]`. The presets `switch-small` and `gshard-small` have values of their own where a key
+/// is absent.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -21,23 +22,23 @@ pub struct ExpertsConfig {
     /// chose an expert and P the mean of its probability: `all-layers` is α E Σ c P with means over
     /// all layers, as in transformers; `each-layer` is the sum over the layers of α E Σ c P ÷ (the
     /// number of choices), as in Switch and Megatron; `first-choice` is the same of first choices
-    /// alone, as in GShard.
-    pub balance_of: BalanceOf,
+    /// alone, as in GShard. When absent: `all-layers`.
+    pub balance_of: Option<BalanceOf>,
     /// The tokens over which the means of `balance_loss` are taken: all of a `step`, of a
     /// `micro-batch`, or of a `sequence`. `step` needs all forward passes before the first backward
     /// pass (`schedule.kind = "relay"` or `"gpipe"`).
     pub balance_over: BalanceOver,
     /// ζ of the loss that keeps a router's logits small (Zoph et al. 2022): ζ times the mean over
     /// the tokens of (log Σ exp logits)², summed over the layers. The reported `loss` is without
-    /// it.
-    pub z_loss: f64,
+    /// it. When absent: 0, and there is none.
+    pub z_loss: Option<f64>,
     /// The most tokens of a sequence that an expert takes in training, as a multiple of its even
     /// share. First choices come first, then second ones, each by position; the choices beyond are
     /// dropped. When absent, none is dropped.
     pub capacity_factor: Option<f64>,
     /// In training, a token keeps the second of its two choices with a probability of twice its
-    /// weight (GShard).
-    pub second_at_random: bool,
+    /// weight (GShard). When absent: `false`.
+    pub second_at_random: Option<bool>,
 }
 
 /// The largest factor of capacity: every expert then has room for all tokens of any sequence.
@@ -54,7 +55,7 @@ impl ExpertsConfig {
     pub(super) fn check(&self) -> Result<(), Error> {
         let be = "a finite number, 0 or more";
         must(self.balance_loss.is_none_or(is_not_negative), "experts.balance_loss", be)?;
-        must(is_not_negative(self.z_loss), "experts.z_loss", be)?;
+        must(self.z_loss.is_none_or(is_not_negative), "experts.z_loss", be)?;
         let is_factor = |factor: f64| (1e-3..=MOST_CAPACITY).contains(&factor);
         let be = "from 0.001 to 4096: 1.25 is a quarter more than an expert's even share";
         must(self.capacity_factor.is_none_or(is_factor), "experts.capacity_factor", be)
@@ -67,14 +68,13 @@ impl ExpertsConfig {
 
     /// The first key that is set.
     pub(crate) fn first_set(&self) -> Option<&'static str> {
-        let default = ExpertsConfig::default();
         let keys = [
             ("experts.balance_loss", self.balance_loss.is_some()),
-            ("experts.balance_of", self.balance_of != default.balance_of),
-            ("experts.balance_over", self.balance_over != default.balance_over),
-            ("experts.z_loss", self.z_loss != default.z_loss),
+            ("experts.balance_of", self.balance_of.is_some()),
+            ("experts.balance_over", self.balance_over != BalanceOver::default()),
+            ("experts.z_loss", self.z_loss.is_some()),
             ("experts.capacity_factor", self.capacity_factor.is_some()),
-            ("experts.second_at_random", self.second_at_random),
+            ("experts.second_at_random", self.second_at_random.is_some()),
         ];
         keys.into_iter().find(|(_, is_set)| *is_set).map(|(key, _)| key)
     }

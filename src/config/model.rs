@@ -26,8 +26,8 @@ pub struct ModelConfig {
     pub unsealed: bool,
     /// A known shape with random weights; `gpt-small` if neither this nor `path` is set. Presets:
     /// `gpt2` to `gpt2-xl`, `bert-base`, `bert-large`, `llama-1b`, `llama-7b`, `llama-70b`, `qwen`,
-    /// `turing-nlg-17b`, `gpt3-175b`; with experts: `moe-small`, `mixtral-8x7b`, `qwen3-30b-a3b`,
-    /// `qwen3-235b-a22b`, `gpt-oss-20b`, `gpt-oss-120b`.
+    /// `turing-nlg-17b`, `gpt3-175b`; with experts: `moe-small`, `switch-small`, `gshard-small`,
+    /// `mixtral-8x7b`, `qwen3-30b-a3b`, `qwen3-235b-a22b`, `gpt-oss-20b`, `gpt-oss-120b`.
     pub preset: Option<String>,
     /// Number of transformer blocks. This key and the sizes below override those of the preset.
     pub layers: Option<usize>,

@@ -70,6 +70,11 @@ pub struct Summary {
     pub steps: u64,
     /// The number of those steps that changed nothing, because their gradients were not finite.
     pub skipped: u64,
+    /// The loss that balanced the experts in the last step, with its weight, if there was one.
+    pub balance_loss: Option<f64>,
+    /// The loss of the size of the routers' logits in the last step, with its weight, if there was
+    /// one.
+    pub z_loss: Option<f64>,
     /// The duration of the run, the last updates included.
     pub seconds: f64,
     /// The number of visits, of the device and of the host.

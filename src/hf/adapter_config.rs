@@ -36,7 +36,11 @@ const REFUSED: [(&str, &str); 13] = [
     ("use_dora", "DoRA, which also scales the rows of weights, is not built"),
     ("bias", "biases that are trained beside adapters are not read"),
     ("lora_bias", "adapters with a bias are not built"),
-    ("target_parameters", "adapters of parameters that belong to no linear module are not built"),
+    (
+        "target_parameters",
+        "adapters of whole parameters, as PEFT has them of all experts of a block, are not built: \
+         gates and up projections share matrices there, and each expert has its own here",
+    ),
     ("trainable_token_indices", "rows of an embedding that are trained alone are not built"),
     ("layer_replication", "layers that are made of copies are not built"),
     ("alora_invocation_tokens", "aLoRA, whose adapters act from some tokens on, is not built"),

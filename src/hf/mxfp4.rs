@@ -14,11 +14,15 @@ use crate::models::Shape;
 /// Numbers of a block.
 const BLOCK: usize = 32;
 
+/// Outputs that are decoded at a time: their blocks stay in the first cache.
+const TILE: usize = 64;
+
 /// The ends of the names of its two tensors.
 const ENDS: [&str; 2] = ["_blocks", "_scales"];
 
-/// The numbers of 4 bits without a sign (e2m1).
-const NUMBERS: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+/// The numbers of 4 bits (e2m1). The last bit is the sign.
+const NUMBERS: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// A tensor of all experts of a block, in MXFP4.
 #[derive(Clone, Debug)]
@@ -36,11 +40,6 @@ fn scale(byte: u8) -> f32 {
         u8::MAX => f32::NAN,
         byte => f32::from_bits(u32::from(byte) << 23),
     }
-}
-
-fn number(bits: u8) -> f32 {
-    let number = NUMBERS[usize::from(bits & 7)];
-    if bits & 8 == 0 { number } else { -number }
 }
 
 impl<'t> Mxfp4<'t> {
@@ -81,22 +80,47 @@ impl<'t> Mxfp4<'t> {
 
     /// Fills `to` with its elements from `from` on.
     pub(super) fn decode(&self, to: &mut [f32], from: usize) {
-        let [_, inputs, outputs] = self.shape;
+        // A group is the elements of 32 inputs, which share blocks, and of all outputs.
+        let len = BLOCK * self.shape[2];
         let mut rest = to;
         let mut from = from;
         while !rest.is_empty() {
-            // Of one input of an expert: an element of each output.
-            let expert = from / outputs / inputs;
-            let input = from / outputs % inputs;
-            let first = expert * outputs + from % outputs;
-            let count = rest.len().min(outputs - from % outputs);
-            let (now, later) = rest.split_at_mut(count);
-            for (row, to) in (first..).zip(now) {
-                let pair = self.blocks[(row * inputs + input) / 2];
-                let bits = if input.is_multiple_of(2) { pair & 15 } else { pair >> 4 };
-                *to = number(bits) * scale(self.scales[(row * inputs + input) / BLOCK]);
+            let (now, later) = rest.split_at_mut(rest.len().min(len - from % len));
+            self.decode_group(now, from / len, from % len);
+            from += now.len();
+            rest = later;
+        }
+    }
+
+    /// Fills `to` with elements of a group from `from` on. Of a few outputs, all inputs are read in
+    /// turn, so that their blocks are read from memory once.
+    fn decode_group(&self, to: &mut [f32], group: usize, from: usize) {
+        let [_, inputs, outputs] = self.shape;
+        let groups = inputs / BLOCK;
+        let first = group / groups * outputs;
+        let block = |column: usize| (first + column) * groups + group % groups;
+        let end = from + to.len();
+        for left in (0..outputs).step_by(TILE) {
+            let right = outputs.min(left + TILE);
+            let mut scales = [0.0; TILE];
+            let columns = scales.iter_mut().zip(left..right);
+            columns.for_each(|(to, column)| *to = scale(self.scales[block(column)]));
+            for row in from / outputs..end.div_ceil(outputs) {
+                // The first and the last row may be there in part.
+                let begin = (row * outputs + left).max(from);
+                let end = (row * outputs + right).min(end);
+                if begin >= end {
+                    continue;
+                }
+                let column = begin - row * outputs;
+                let pairs = &self.blocks[block(column) * BLOCK / 2 + row / 2..];
+                let pairs = pairs.iter().step_by(groups * BLOCK / 2);
+                let shift = 4 * (row % 2);
+                let to = to[begin - from..end - from].iter_mut().zip(&scales[column - left..]);
+                for ((to, scale), pair) in to.zip(pairs) {
+                    *to = NUMBERS[usize::from(pair >> shift & 15)] * scale;
+                }
             }
-            (rest, from) = (later, from + count);
         }
     }
 
@@ -110,7 +134,7 @@ impl<'t> Mxfp4<'t> {
             bytes
                 .iter()
                 .flat_map(|pair| [pair & 15, pair >> 4])
-                .map(|one| number(one) * scale(*byte))
+                .map(|one| NUMBERS[usize::from(one)] * scale(*byte))
         });
         values.find(|value| !value.is_finite())
     }
@@ -189,37 +213,50 @@ mod tests {
             [-127, -126, 0, 1, 127].map(|e| 2_f32.powi(e))
         );
         assert!(scale(255).is_nan());
-        assert_eq!([1, 7, 8 + 1, 8 + 7].map(number), [0.5, 6.0, -0.5, -6.0]);
+        assert_eq!([1, 7, 8 + 1, 8 + 7].map(|bits| NUMBERS[bits]), [0.5, 6.0, -0.5, -6.0]);
     }
 
-    /// Two experts of one block of inputs and three outputs, in parts of any size.
+    /// Two experts, in parts of any size: few outputs, and more than a tile of them.
     #[test]
     fn elements_are_transposed() {
-        let blocks: Vec<u8> = (0..2 * 3 * 16).map(|at| (at * 37 % 251) as u8).collect();
-        let scales = [120, 127, 130, 128, 126, 125];
-        let view = |shape, data| TensorView::new(Dtype::U8, shape, data).expect("whole");
-        let tensor = Mxfp4::new(&view(vec![2, 3, 1, 16], &blocks), &view(vec![2, 3, 1], &scales));
-        let tensor = tensor.expect("they belong together");
-        assert_eq!(tensor.shape(), [2, 32, 3]);
-        let mut expected = Vec::new();
-        for expert in 0..2 {
-            for input in 0..32 {
-                for output in 0..3 {
-                    let row = 3 * expert + output;
-                    let bits = blocks[16 * row + input / 2] >> (4 * (input % 2)) & 15;
-                    expected.push(number(bits) * 2_f32.powi(i32::from(scales[row]) - 127));
-                }
+        for [groups, outputs] in [[1, 3], [2, 64], [3, 71]] {
+            let count = 2 * groups * outputs;
+            let blocks: Vec<u8> = (0..16 * count).map(|at| (at * 37 % 251) as u8).collect();
+            let scales: Vec<u8> = (0..count).map(|at| 120 + (at * 7 % 11) as u8).collect();
+            let tensor = tensor(&blocks, &scales, [groups, outputs]);
+            assert_eq!(tensor.shape(), [2, 32 * groups, outputs]);
+            let all = 32 * count;
+            let expected = (0..all).map(|at| {
+                let output = at % outputs;
+                let input = at / outputs % (32 * groups);
+                let row = at / outputs / (32 * groups) * outputs + output;
+                let block = row * groups + input / 32;
+                let bits = blocks[16 * block + input % 32 / 2] >> (4 * (input % 2)) & 15;
+                NUMBERS[usize::from(bits)] * 2_f32.powi(i32::from(scales[block]) - 127)
+            });
+            let expected: Vec<f32> = expected.collect();
+            for at_once in [1, 5, outputs, 3 * outputs + 1, 33 * outputs - 1, all] {
+                let mut found = vec![f32::NAN; all];
+                let parts = found.chunks_mut(at_once).enumerate();
+                parts.for_each(|(nth, to)| tensor.decode(to, nth * at_once));
+                assert_eq!(found, expected, "{groups} {outputs} {at_once}");
             }
         }
-        for at_once in [1, 5, 192] {
-            let mut found = vec![f32::NAN; 192];
-            let parts = found.chunks_mut(at_once).enumerate();
-            parts.for_each(|(nth, to)| tensor.decode(to, nth * at_once));
-            assert_eq!(found, expected);
-        }
-        assert_eq!(tensor.first_infinite(), None);
+    }
+
+    fn tensor<'t>(blocks: &'t [u8], scales: &'t [u8], [groups, outputs]: [usize; 2]) -> Mxfp4<'t> {
+        let view = |shape, data| TensorView::new(Dtype::U8, shape, data).expect("whole");
+        let blocks = view(vec![2, outputs, groups, 16], blocks);
+        let scales = view(vec![2, outputs, groups], scales);
+        Mxfp4::new(&blocks, &scales).expect("they belong together")
+    }
+
+    #[test]
+    fn lost_scales_are_found() {
+        let blocks: Vec<u8> = (0..2 * 3 * 16).map(|at| (at * 37 % 251) as u8).collect();
+        let whole = [127, 127, 130, 127, 127, 127];
+        assert_eq!(tensor(&blocks, &whole, [1, 3]).first_infinite(), None);
         let lost = [127, 127, 255, 127, 127, 127];
-        let lost = Mxfp4::new(&view(vec![2, 3, 1, 16], &blocks), &view(vec![2, 3, 1], &lost));
-        assert!(lost.expect("whole").first_infinite().is_some_and(f32::is_nan));
+        assert!(tensor(&blocks, &lost, [1, 3]).first_infinite().is_some_and(f32::is_nan));
     }
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
+use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Map, Value};
@@ -20,7 +21,7 @@ use super::mxfp4::{self, Mxfp4, find_mxfp4};
 use super::names::is_float;
 use super::tensor_files::{bytes_in, cut_into_files, header, shard_name, write_index};
 use super::weight_file::WeightFile;
-use super::weights::{check_finite, decode_all, weight_files};
+use super::weights::{CHUNK, check_finite, decode_all, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
 use crate::models::Shape;
@@ -396,9 +397,11 @@ impl Source {
 /// Writes the elements of a tensor in MXFP4, expert by expert.
 fn write_mxfp4(tensor: &Mxfp4<'_>, dtype: Dtype, out: &mut impl Write) -> std::io::Result<()> {
     let shape = tensor.shape();
-    let mut values = vec![0.0; shape[1..].iter().product()];
+    let of_expert: usize = shape[1..].iter().product();
+    let mut values = vec![0.0; of_expert];
     (0..shape[0]).try_for_each(|expert| {
-        tensor.decode(&mut values, expert * shape[1..].iter().product::<usize>());
+        let parts = values.par_chunks_mut(CHUNK).enumerate();
+        parts.for_each(|(nth, to)| tensor.decode(to, expert * of_expert + nth * CHUNK));
         encode(&values, dtype, out)
     })
 }

@@ -52,7 +52,7 @@ const FLOAT: usize = size_of::<f32>();
 
 /// Elements of a tensor that one thread reads at once: a megabyte, which is little beside a tensor
 /// and much beside a page of the file.
-const CHUNK: usize = 1 << 18;
+pub(super) const CHUNK: usize = 1 << 18;
 
 /// The range of floats at these bytes.
 fn floats(bytes: &Range<usize>) -> Range<usize> {

@@ -26,6 +26,7 @@ mod walk;
 
 pub use adapters::{AdaptedModule, Adapters};
 pub use balance::{Balance, BalanceOf, BalanceOver};
+pub(crate) use block::PASSED_ON;
 pub use block::TransformerBlock;
 pub use block_tensors::{BlockTensors, SlotWeight};
 pub use classes::{Classes, ClassesBackward, ClassesForward};

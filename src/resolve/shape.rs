@@ -201,7 +201,8 @@ fn set_experts(model: &ModelConfig, shape: &mut Shape) -> Result<(), Error> {
     Ok(())
 }
 
-/// Gives the routers the config's losses and limits.
+/// Gives the routers the config's losses and limits. Where it says nothing, they keep those of the
+/// preset or directory.
 ///
 /// # Errors
 /// The model has no experts, or a token has other than two choices of which one is drawn.
@@ -213,22 +214,24 @@ fn set_balance(config: &ExpertsConfig, shape: &mut Shape) -> Result<(), Error> {
             Err(Error::config(key, problem))
         });
     };
-    if config.second_at_random && experts.per_token != 2 {
+    let own = experts.balance;
+    let second_at_random = config.second_at_random.unwrap_or(own.second_at_random);
+    if second_at_random && experts.per_token != 2 {
         let problem = format_args!(
-            "is for two choices a token, and this model has {}: leave it out",
+            "is for two choices a token, and this model has {}: set it to false",
             experts.per_token
         );
         return Err(Error::config("experts.second_at_random", problem));
     }
     // In transformers, models that classify have no such loss.
-    let own = if scores_vocabulary { experts.balance.loss } else { 0.0 };
+    let own_loss = if scores_vocabulary { own.loss } else { 0.0 };
     experts.balance = Balance {
-        loss: config.balance_loss.unwrap_or(own),
-        of: config.balance_of,
+        loss: config.balance_loss.unwrap_or(own_loss),
+        of: config.balance_of.unwrap_or(own.of),
         over: config.balance_over,
-        z_loss: config.z_loss,
-        capacity_millionths: config.capacity_millionths(),
-        second_at_random: config.second_at_random,
+        z_loss: config.z_loss.unwrap_or(own.z_loss),
+        capacity_millionths: config.capacity_millionths().or(own.capacity_millionths),
+        second_at_random,
     };
     Ok(())
 }

@@ -23,12 +23,7 @@ impl StepReport {
             "device_peak_bytes": self.device_peak_bytes,
             "host_rss_bytes": machine::resident_memory(),
         });
-        let of_routers = [("balance_loss", self.balance_loss), ("z_loss", self.z_loss)];
-        for (name, loss) in of_routers {
-            if let Some(loss) = loss {
-                event[name] = json!(loss);
-            }
-        }
+        add_router_losses(&mut event, [self.balance_loss, self.z_loss]);
         if let Some(scale) = self.loss_scale {
             event["loss_scale"] = json!(scale);
         }
@@ -54,6 +49,15 @@ impl Evaluation {
     }
 }
 
+/// Adds the losses of the routers to an event, if there are any.
+fn add_router_losses(event: &mut Value, [balance, z]: [Option<f64>; 2]) {
+    for (name, loss) in [("balance_loss", balance), ("z_loss", z)] {
+        if let Some(loss) = loss {
+            event[name] = json!(loss);
+        }
+    }
+}
+
 impl Summary {
     /// The summary as an event, with the [digest](crate::Trainer::digest) of the weights, if it is
     /// known. `link` is the emulated link, `device.link`.
@@ -70,6 +74,7 @@ impl Summary {
         if let Some(digest) = weights_digest {
             event["weights_digest"] = json!(digest);
         }
+        add_router_losses(&mut event, [self.balance_loss, self.z_loss]);
         if self.skipped > 0 {
             event["skipped_steps"] = json!(self.skipped);
         }

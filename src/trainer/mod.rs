@@ -415,6 +415,7 @@ impl Trainer {
         let visits = engine.visits();
         let lanes = engine.stop().await?;
         watch.set_ended();
+        let last = watch.status().last;
         let end = move || {
             let worker = lanes.work().worker();
             let used = worker.used();
@@ -426,6 +427,8 @@ impl Trainer {
             Summary {
                 steps: progress.step,
                 skipped: progress.skipped,
+                balance_loss: last.and_then(|step| step.balance_loss),
+                z_loss: last.and_then(|step| step.z_loss),
                 seconds: begin.elapsed().as_secs_f64(),
                 visits,
                 bytes_uploaded: moved.upload,

@@ -23,12 +23,14 @@ GAP = 1e-3
 BASE = dict(vocab_size=VOCABULARY, hidden_size=30, num_attention_heads=3, initializer_range=0.2,
             max_position_embeddings=40, attention_dropout=0.0, bos_token_id=None, eos_token_id=None)
 MIXTRAL = dict(**BASE, num_local_experts=5, num_experts_per_tok=2, intermediate_size=14)
+# Gates are clamped, and the window is shorter than most sequences.
+GPT_OSS = dict(**BASE, num_key_value_heads=1, head_dim=12, num_local_experts=5, num_experts_per_tok=2,
+               intermediate_size=14, sliding_window=4, swiglu_limit=0.8,
+               rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, beta_fast=8.0, beta_slow=1.0,
+                                    truncate=False, original_max_position_embeddings=8))
 CASES = {
-    # Gates are clamped, and the window is shorter than most sequences.
-    "gpt_oss": GptOssConfig(**BASE, num_hidden_layers=2, num_key_value_heads=1, head_dim=12, num_local_experts=5,
-                            num_experts_per_tok=2, intermediate_size=14, sliding_window=4, swiglu_limit=0.8,
-                            rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, beta_fast=8.0,
-                                                 beta_slow=1.0, truncate=False, original_max_position_embeddings=8)),
+    "gpt_oss": GptOssConfig(**GPT_OSS, num_hidden_layers=2),
+    "gpt_oss-classes": GptOssConfig(**GPT_OSS, num_hidden_layers=1, num_labels=3, pad_token_id=1),
     "mixtral": MixtralConfig(**MIXTRAL, num_hidden_layers=2, num_key_value_heads=1),
     "mixtral-classes": MixtralConfig(**MIXTRAL, num_hidden_layers=1, num_key_value_heads=3, num_labels=3,
                                      pad_token_id=1),
@@ -45,18 +47,26 @@ CASES = {
     "qwen3_moe-idle": Qwen3MoeConfig(**BASE, num_hidden_layers=1, num_key_value_heads=3, head_dim=6, num_experts=16,
                                      num_experts_per_tok=1, moe_intermediate_size=6, intermediate_size=46,
                                      norm_topk_prob=False),
+    "qwen3_moe-window": Qwen3MoeConfig(**BASE, num_hidden_layers=1, num_key_value_heads=1, head_dim=12, num_experts=5,
+                                       num_experts_per_tok=2, moe_intermediate_size=14, intermediate_size=46,
+                                       use_sliding_window=True, sliding_window=4),
     "olmoe": OlmoeConfig(**BASE, pad_token_id=None, num_hidden_layers=2, num_experts=6, num_experts_per_tok=2,
                          intermediate_size=14),
     "qwen2_moe": Qwen2MoeConfig(**BASE, num_hidden_layers=2, num_key_value_heads=1, num_experts=6,
                                 num_experts_per_tok=2, moe_intermediate_size=14, intermediate_size=46,
                                 shared_expert_intermediate_size=22),
+    # Every other block has the window.
+    "qwen2_moe-window": Qwen2MoeConfig(**BASE, num_hidden_layers=2, num_key_value_heads=1, num_experts=4,
+                                       num_experts_per_tok=2, moe_intermediate_size=6, intermediate_size=46,
+                                       shared_expert_intermediate_size=10, use_sliding_window=True, sliding_window=4),
 }
-SEEDS = {"gpt_oss": 0, "mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 5, "olmoe": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
-         "qwen3_moe-idle": 0, "qwen2_moe": 8}
+SEEDS = {"gpt_oss": 0, "gpt_oss-classes": 8, "mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 5, "olmoe": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
+         "qwen3_moe-idle": 0, "qwen3_moe-window": 3, "qwen2_moe": 8, "qwen2_moe-window": 3}
 SHORT = 5  # The idle case has shorter sequences than this.
-families.CLASSES["mixtral-classes"] = CASES["mixtral-classes"]
+families.CLASSES |= {case: config for case, config in CASES.items() if case.endswith("-classes")}
+families.WINDOWED |= {case for case in CASES if case.endswith("-window")}
 families.TOKENS["mixtral-tokens"] = CASES["mixtral-tokens"]
-families.CAUSAL |= CASES.keys() - {"mixtral-classes", "mixtral-tokens"}
+families.CAUSAL |= CASES.keys() - families.CLASSES.keys() - families.TOKENS.keys()
 
 
 class Routes:

@@ -114,6 +114,9 @@ fn shapes_and_budgets() {
     refused(&folder, &dense, &["model.intermediate is set", "model.expert_intermediate"]);
     let grows = format!("{experts}max_layers = 7");
     refused(&folder, &grows, &["model.max_layers is 7", "layers are not added"]);
+    let sparse =
+        format!("{experts}layers = 1\nstash.relu_density = 0.5\nschedule.recompute = false");
+    refused(&folder, &sparse, &["stash.relu_density is for feed-forwards of ReLU"]);
     let budget = "device.memory = \"1MiB\"";
     refused(&folder, budget, &["device.memory is", "the plan needs", "most of it for", "give it"]);
     refused(&folder, "model.layers = 1000\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);

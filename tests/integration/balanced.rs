@@ -47,11 +47,11 @@ impl Routers {
         let is_limited = self == Routers::Limited;
         ExpertsConfig {
             balance_loss: Some(0.3),
-            balance_of,
+            balance_of: Some(balance_of),
             balance_over,
-            z_loss: if self == Routers::OfMicroBatches { 0.0 } else { 0.01 },
+            z_loss: (self != Routers::OfMicroBatches).then_some(0.01),
             capacity_factor: is_limited.then_some(0.9),
-            second_at_random: is_limited && per_token == 2,
+            second_at_random: (is_limited && per_token == 2).then_some(true),
         }
     }
 
@@ -126,8 +126,8 @@ async fn switch_and_gshard_are_those_of_the_papers() {
         let (mut config, _) = case(model);
         config.experts = ExpertsConfig {
             balance_loss: golden["balance_loss"].as_f64(),
-            balance_of,
-            z_loss: golden["z_loss"].as_f64().expect("a number"),
+            balance_of: Some(balance_of),
+            z_loss: golden["z_loss"].as_f64(),
             capacity_factor: Some(factor),
             ..ExpertsConfig::default()
         };
@@ -188,7 +188,7 @@ async fn check_own(config: Config, expected: Option<f64>) {
 async fn loads_of_experts_are_told() {
     let (mut config, _) = case("mixtral");
     config.experts.capacity_factor = Some(0.5);
-    config.experts.z_loss = 0.1;
+    config.experts.z_loss = Some(0.1);
     let mut batches = Batches::open(&config).expect("it is committed");
     let mut trainer = Trainer::start(config).await.expect("a case of ours");
     let mut dropped = 0.0;
@@ -212,6 +212,59 @@ async fn loads_of_experts_are_told() {
         }
     }
     trainer.stop().await.expect("nothing fails here");
+}
+
+/// The presets of the two papers: their losses fall, their routers learn, and keys of `[experts]`
+/// replace what a preset has.
+#[tokio::test]
+async fn presets_train_as_the_papers_do() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let path = folder.path().join("text.txt");
+    fs::write(&path, "The seventh son of the seventh son. ".repeat(60)).expect("a place for files");
+    let papers = [
+        ("switch-small", 1, BalanceOf::EachLayer, 1_250_000, false),
+        ("gshard-small", 2, BalanceOf::FirstChoice, 2_000_000, true),
+    ];
+    for (preset, per_token, of, capacity, second_at_random) in papers {
+        let mut config = Config::default();
+        config.model.preset = Some(preset.into());
+        [config.model.layers, config.model.heads] = [Some(2); 2];
+        [config.model.hidden, config.model.expert_intermediate] = [Some(32); 2];
+        config.data.train = path.display().to_string().into();
+        config.data.sequence_length = Some(32);
+        config.step.batch = 4;
+        config.optimizer.learning_rate = 0.01;
+        let shape = shape_of(&config).expect("a preset of ours");
+        let experts = shape.experts.expect("it has them");
+        assert!(!experts.is_of(0) && experts.is_of(1) && experts.per_token == per_token);
+        assert_eq!(experts.normalised, per_token > 1, "a weight of 1 would teach no router");
+        assert_eq!((experts.balance.loss, experts.balance.of), (0.01, of));
+        assert_eq!(experts.balance.capacity_millionths, Some(capacity));
+        assert_eq!(experts.balance.second_at_random, second_at_random);
+        let mut batches = Batches::open(&config).expect("good data");
+        let mut trainer = Trainer::start(config.clone()).await.expect("a preset of ours");
+        let router = "model.layers.1.mlp.gate.weight";
+        let before = trainer.weights(router).await.expect("it has one").1;
+        let mut losses = Vec::new();
+        for _ in 0..12 {
+            let report = trainer.step(batches.next().await.expect("good data")).await;
+            let report = report.expect("nothing fails here");
+            assert!(report.balance_loss.is_some_and(|loss| loss > 0.0));
+            losses.push(report.loss);
+        }
+        assert!(losses[11] < losses[0] - 0.5, "{preset}: {losses:?}");
+        assert_ne!(trainer.weights(router).await.expect("it has one").1, before);
+        let summary = trainer.stop().await.expect("nothing fails here");
+        assert!(summary.balance_loss.is_some_and(|loss| loss > 0.0));
+        let event = summary.event(None, None);
+        assert_eq!(event["balance_loss"].as_f64(), summary.balance_loss);
+        assert_eq!(event["z_loss"], 0.0);
+        config.experts.balance_of = Some(BalanceOf::AllLayers);
+        config.experts.second_at_random = Some(false);
+        let changed = shape_of(&config).expect("a preset of ours").experts.expect("it has them");
+        assert_eq!(changed.balance.of, BalanceOf::AllLayers);
+        assert!(!changed.balance.second_at_random);
+    }
 }
 
 fn refusal(change: impl Fn(&mut Config)) -> String {
@@ -256,7 +309,7 @@ fn what_cannot_be_is_refused_by_name() {
     let cases: [(&str, &str, Change); 5] = [
         ("experts.z_loss", "the model has no experts", |config| {
             config.model.preset = Some("gpt-small".into());
-            config.experts.z_loss = 0.1;
+            config.experts.z_loss = Some(0.1);
         }),
         ("experts.balance_over", "set \"micro-batch\"", |config| {
             config.experts.balance_loss = Some(0.1);
@@ -268,7 +321,7 @@ fn what_cannot_be_is_refused_by_name() {
         }),
         ("experts.second_at_random", "two choices a token, and this model has 3", |config| {
             config.model.experts_per_token = Some(3);
-            config.experts.second_at_random = true;
+            config.experts.second_at_random = Some(true);
         }),
         ("experts.capacity_factor", "set step.chunk_positions to at least 256", |config| {
             config.step.chunk_positions = 128;

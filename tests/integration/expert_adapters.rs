@@ -71,6 +71,7 @@ fn what_peft_could_not_load_is_refused() {
         ("train.lora.dropout=0.1", "train.lora.dropout is 0.1"),
         (r#"train.lora.targets=["gate_proj"]"#, "experts.0.up_proj: all experts"),
         (r#"train.lora.targets=["experts.3"]"#, "experts.0.gate_proj: all experts"),
+        (r#"train.lora.rank_pattern={"gate_proj"=15}"#, "is 15, and model.layers.0.mlp.experts.0."),
         (r#"train.lora.targets=["mlp.gate"]"#, "routers and heads have no adapters"),
         (r#"train.lora.rank_pattern={"experts.1"=2}"#, "rank_pattern names model.layers.0"),
         (r#"train.lora.alpha_pattern={"down_proj"=2}"#, "alpha_pattern names model.layers.0"),

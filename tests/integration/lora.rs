@@ -340,6 +340,14 @@ async fn adapters_that_cannot_be_read_are_refused() {
             "alora_invocation_tokens is [7,8]",
         ),
         (
+            refused(
+                &|config| config["target_parameters"] = vec!["mlp.experts.gate_up_proj"].into(),
+                whole,
+            )
+            .await,
+            "of all experts of a block, are not built",
+        ),
+        (
             refused(&|config| config["use_nextlora"] = true.into(), whole).await,
             "use_nextlora is true, and l2l does not know",
         ),

@@ -10,7 +10,7 @@ use l2l::plan::Term;
 use l2l::{Config, Plan, StepReport, Trainer, shape_of};
 use serde_json::Value;
 
-use crate::exact::{self, SMALL, baseline};
+use crate::exact::{self, Case, SMALL, baseline};
 use crate::pytorch::{FAMILIES, case, numbers};
 
 /// Losses and norms of every family in 16 bits, with masters in each format, beside those that
@@ -259,6 +259,29 @@ async fn steps_that_are_not_finite_stop_are_skipped_or_go_on() {
     let (before, went_on, after) = run(NonFinite::Continue).await;
     assert!(!went_on.expect("it goes on").skipped);
     assert_ne!(after.expect("it is in memory"), before);
+}
+
+/// Where a layer's experts are visited apart, the error names the visit of the experts that
+/// overflowed, and not the one that ended the layer.
+#[tokio::test]
+async fn the_experts_that_are_not_finite_are_named() {
+    let mut config = exact::config(&Case { experts: Some([4, 2]), ..SMALL.clone() }, &baseline());
+    // So large that each expert is a bundle.
+    config.model.hidden = Some(32);
+    config.model.expert_intermediate = Some(8192);
+    config.model.layers = Some(1);
+    config.schedule.bundles = Some(1);
+    config.schedule.recompute = true.into();
+    config.train.only = vec!["mlp.experts.1".into()];
+    config.optimizer.learning_rate = 1e30;
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
+    trainer.step(batch(5)).await.expect("it is finite");
+    let stopped = trainer.step(batch(5)).await.expect_err("it is not finite").to_string();
+    let says = "is the first whose sums of its experts' outputs are not finite, in its visit with \
+                model.layers.0.mlp.experts.1.gate_proj.weight to \
+                model.layers.0.mlp.experts.1.down_proj.weight; its first such operation is gate, \
+                of (";
+    assert!(stopped.contains(says), "{stopped}");
 }
 
 /// What masters take on the host, and halves on the device.

@@ -132,16 +132,19 @@ pub(crate) const FAMILIES: [&str; 23] = [
 ];
 
 /// Models with experts: each row's choices are far from ties in f32.
-pub(crate) const EXPERTS: [&str; 9] = [
+pub(crate) const EXPERTS: [&str; 12] = [
     "gpt_oss",
+    "gpt_oss-classes",
     "mixtral",
     "mixtral-classes",
     "mixtral-tokens",
     "olmoe",
     "qwen2_moe",
+    "qwen2_moe-window",
     "qwen3_moe",
     "qwen3_moe-idle",
     "qwen3_moe-sparse",
+    "qwen3_moe-window",
 ];
 
 /// Each family, ten steps; also resident, which is the same bits.

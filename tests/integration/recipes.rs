@@ -36,6 +36,47 @@ fn command(name: &str, recipe: &str, sets: &[String]) -> Vec<String> {
     all
 }
 
+/// A model with experts that has the tokenizer and the chat template of another.
+fn with_experts(folder: &Path, tokenizer: &Path) -> PathBuf {
+    let text = fs::read_to_string(tokenizer.join("config.json")).expect("it is committed");
+    let config: Value = serde_json::from_str(&text).expect("it is JSON");
+    let run = folder.join("random").display().to_string();
+    let to = folder.join("with-experts");
+    let sets = [
+        "model.preset=moe-small".into(),
+        "model.layers=1".into(),
+        "model.hidden=32".into(),
+        "model.heads=2".into(),
+        "model.expert_intermediate=16".into(),
+        format!("model.vocabulary={}", config["vocab_size"]),
+        "data.train=random".into(),
+        "step.steps=1".into(),
+        format!("checkpoint.directory={run}"),
+    ];
+    let all = |name: &str| {
+        let sets = sets.iter().flat_map(|set| ["--set".to_string(), set.clone()]);
+        [name.to_string(), "/dev/null".into()].into_iter().chain(sets).collect::<Vec<_>>()
+    };
+    good(&all("train"));
+    good(&[all("export"), vec!["--to".into(), to.display().to_string()]].concat());
+    for file in fs::read_dir(tokenizer).expect("it is committed").flatten() {
+        let name = file.file_name();
+        if !to.join(&name).exists() {
+            fs::copy(file.path(), to.join(&name)).expect("a directory of ours");
+        }
+    }
+    to
+}
+
+/// Generates with the model of a recipe, and exports it.
+fn answers_and_is_exported(command: impl Fn(&str) -> Vec<String>, chats: bool, to: &str) {
+    let prompt = ["--prompt", "the ring", "--tokens", "5"].map(String::from);
+    let chat = chats.then(|| "--chat".to_string());
+    good(&[command("generate"), prompt.into(), chat.into_iter().collect()].concat());
+    good(&[command("export"), vec!["--to".into(), to.into()]].concat());
+    assert!(Path::new(to).join("model.safetensors").is_file(), "{to}");
+}
+
 #[test]
 fn every_recipe_runs() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -61,7 +102,9 @@ fn every_recipe_runs() {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
     let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
-    let recipes: [(&str, Vec<String>, &str, &str); 7] = [
+    let of_llama = root("tests/goldens/text/llama");
+    let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
+    let recipes: [(&str, Vec<String>, &str, &str); 8] = [
         ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
@@ -69,6 +112,7 @@ fn every_recipe_runs() {
         ("similarity", vec![tiny("wordpiece")], &pairs, "spearman"),
         ("chat", vec![tiny("llama")], &chats, "perplexity"),
         ("lora", vec![tiny("llama")], &chats, "perplexity"),
+        ("experts", vec![format!("model.path={with_experts}")], &chats, "perplexity"),
     ];
     let known = fs::read_dir(root("examples/recipes")).expect("a folder").count();
     assert_eq!(known, recipes.len(), "each recipe is tried");
@@ -96,13 +140,8 @@ fn every_recipe_runs() {
         let json = [command("eval"), vec!["--format".into(), "json".into()]].concat();
         let found: Value = serde_json::from_str(&good(&json)).expect("an object");
         assert!(found[metric].as_f64().is_some_and(f64::is_finite), "{recipe}: {found}");
-        if ["chat", "lora", "pretrain"].contains(&recipe) {
-            let prompt = ["--prompt", "the ring", "--tokens", "5"].map(String::from);
-            let chat = (recipe != "pretrain").then(|| "--chat".to_string());
-            good(&[command("generate"), prompt.into(), chat.into_iter().collect()].concat());
-            let to = format!("{run}.exported");
-            good(&[command("export"), vec!["--to".into(), to.clone()]].concat());
-            assert!(Path::new(&to).join("model.safetensors").is_file(), "{recipe}");
+        if ["chat", "experts", "lora", "pretrain"].contains(&recipe) {
+            answers_and_is_exported(command, recipe != "pretrain", &format!("{run}.exported"));
         }
     }
 }

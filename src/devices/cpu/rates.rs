@@ -1,5 +1,7 @@
 //! Measures the speed of the CPU's kernels.
 
+mod experts;
+
 use std::time::Instant;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -33,20 +35,28 @@ pub enum Rate {
     Bytes(f64),
     /// FLOPs.
     Flops(f64),
+    /// FLOPs of work that is made of products, beside those of the same products alone.
+    OfProducts {
+        /// FLOPs of the work.
+        flops: f64,
+        /// FLOPs of the products alone.
+        products: f64,
+    },
 }
 
 fn pool(threads: usize) -> Result<ThreadPool, Error> {
     ThreadPoolBuilder::new().num_threads(threads).build().map_err(Error::no_thread)
 }
 
+fn seconds(run: impl FnOnce()) -> f64 {
+    let begin = Instant::now();
+    run();
+    begin.elapsed().as_secs_f64()
+}
+
 /// The seconds of the fastest of [`ROUNDS`] runs.
 fn best(mut run: impl FnMut()) -> f64 {
-    let seconds = (0..ROUNDS).map(|_| {
-        let begin = Instant::now();
-        run();
-        begin.elapsed().as_secs_f64()
-    });
-    seconds.fold(f64::INFINITY, f64::min)
+    (0..ROUNDS).map(|_| seconds(&mut run)).fold(f64::INFINITY, f64::min)
 }
 
 /// FLOP/s of a large f32 product on this number of threads: the fastest of a few runs.
@@ -68,7 +78,8 @@ pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
 }
 
 /// Speeds of the other kernels in f32 on this number of threads: norms, activation functions
-/// and sums on tensors much larger than caches, and causal attention to 2,048 positions.
+/// and sums on tensors much larger than caches, causal attention to 2,048 positions, and the
+/// experts of a layer.
 ///
 /// # Errors
 /// The system gives no threads, or no memory.
@@ -76,6 +87,7 @@ pub fn kernel_rates(threads: usize) -> Result<Vec<KernelRate>, Error> {
     let pool = pool(threads)?;
     let mut rates = row_rates(&pool).map_err(Error::system)?;
     rates.extend(attention_rates(&pool).map_err(Error::system)?);
+    rates.extend(experts::expert_rates(&pool).map_err(Error::system)?);
     Ok(rates)
 }
 

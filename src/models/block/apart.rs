@@ -25,6 +25,14 @@ const CHOSEN: u8 = 253;
 const SUM: u8 = 254;
 const ATTENTION_SUM: u8 = 255;
 
+/// What the steps pass on, for the search of numbers that are not finite. The hidden states behind
+/// the layer do not say which step computed the first one.
+pub(crate) const PASSED_ON: [(Role, &str); 3] = [
+    (Role::Own(INPUT), "inputs of its experts"),
+    (Role::Own(SUM), "sums of its experts' outputs"),
+    (Role::OwnGradient(INPUT), "gradients of its experts' inputs"),
+];
+
 /// One visit's experts.
 pub(super) struct Part {
     /// The indices of its blocks in the layer.

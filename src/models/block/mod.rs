@@ -10,6 +10,8 @@ mod routing;
 mod saved;
 mod tensors;
 
+pub(crate) use apart::PASSED_ON;
+
 use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;

@@ -3,14 +3,14 @@
 use serde_json::{Value, json};
 
 use super::{gpt2, read};
-use crate::models::Shape;
+use crate::models::{Balance, BalanceOf, BalanceOver, Experts, Shape};
 
 fn shape(config: Value) -> Shape {
     read(&config).expect("the preset's own config is valid")
 }
 
 /// The names that [`preset`] knows.
-pub const PRESETS: [&str; 19] = [
+pub const PRESETS: [&str; 21] = [
     "gpt-small",
     "gpt2",
     "gpt2-medium",
@@ -25,6 +25,8 @@ pub const PRESETS: [&str; 19] = [
     "llama-70b",
     "qwen",
     "moe-small",
+    "switch-small",
+    "gshard-small",
     "mixtral-8x7b",
     "qwen3-30b-a3b",
     "qwen3-235b-a22b",
@@ -80,12 +82,9 @@ pub fn preset(name: &str) -> Option<Shape> {
             "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
             "rope_theta": 1000000.0,
         })),
-        "moe-small" => shape(json!({
-            "model_type": "qwen3_moe", "num_hidden_layers": 6, "hidden_size": 256,
-            "num_attention_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": 512,
-            "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": true,
-            "vocab_size": 256, "max_position_embeddings": 256, "tie_word_embeddings": true,
-        })),
+        "moe-small" => moe_small([2, 512, 1], true),
+        "switch-small" => balanced(moe_small([1, 1024, 2], false), SWITCH),
+        "gshard-small" => balanced(moe_small([2, 1024, 2], true), GSHARD),
         "mixtral-8x7b" => shape(json!({
             "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
             "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
@@ -98,6 +97,43 @@ pub fn preset(name: &str) -> Option<Shape> {
         "gpt-oss-120b" => gpt_oss([36, 128]),
         _ => return None,
     })
+}
+
+/// The losses and limits of Switch (Fedus et al. 2021).
+const SWITCH: Balance = Balance {
+    loss: 0.01,
+    of: BalanceOf::EachLayer,
+    over: BalanceOver::Step,
+    z_loss: 0.0,
+    capacity_millionths: Some(1_250_000),
+    second_at_random: false,
+};
+
+/// Those of GShard (Lepikhin et al. 2020). The paper does not say the weight of the loss; this one
+/// is that of its implementation (Mesh TensorFlow, `moe_loss_coef`).
+const GSHARD: Balance = Balance {
+    of: BalanceOf::FirstChoice,
+    capacity_millionths: Some(2_000_000),
+    second_at_random: true,
+    ..SWITCH
+};
+
+/// The shape with losses and limits of its routers.
+fn balanced(shape: Shape, balance: Balance) -> Shape {
+    let experts = shape.experts.map(|experts| Experts { balance, ..experts });
+    Shape { experts, ..shape }
+}
+
+/// The shape of a small model of bytes with 8 experts: those that a token chooses, channels of one,
+/// every how many blocks have them, and whether the weights of a token add up to 1.
+fn moe_small([per_token, of_expert, every]: [usize; 3], normalised: bool) -> Shape {
+    shape(json!({
+        "model_type": "qwen3_moe", "num_hidden_layers": 6, "hidden_size": 256,
+        "num_attention_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": of_expert,
+        "num_experts": 8, "num_experts_per_tok": per_token, "norm_topk_prob": normalised,
+        "decoder_sparse_step": every, "vocab_size": 256, "max_position_embeddings": 256,
+        "tie_word_embeddings": true,
+    }))
 }
 
 /// The shape of a gpt-oss of these sizes: blocks, experts of a block.

@@ -5,9 +5,11 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{read_shared, write_shared};
-use super::qwen3_moe::{SPARSE, read_sparse, write_sparse};
-use super::read::{Keys, flag, layer_types, only, size};
-use crate::models::{Experts, Shape};
+use super::qwen3_moe::{SPARSE, read_sparse, used_window, write_sparse};
+use super::read::{
+    Keys, flag, layer_types, only, size, size_or_none, window_by_kinds, write_layer_types,
+};
+use crate::models::{Experts, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
     family: "qwen2_moe",
@@ -22,25 +24,49 @@ pub(super) static NAMES: Names = Names {
     ..SPARSE
 };
 
+/// The window of the blocks that slide by `layer_types`; without that key, of every other one of
+/// the first `max_window_layers`, as in transformers.
+fn window(keys: &Keys) -> Result<Option<Window>, String> {
+    let kinds = layer_types(keys)?;
+    let Some(positions) = used_window(keys)? else {
+        if kinds.is_some_and(|slides| slides.contains(&true)) {
+            return Err("layer_types has \"sliding_attention\", and use_sliding_window is false: \
+                        set it to true, or each kind to \"full_attention\""
+                .into());
+        }
+        return Ok(None);
+    };
+    let (key, slides) = match kinds {
+        Some(slides) => ("layer_types", slides),
+        None => {
+            let below = size_or_none(keys, "max_window_layers")?.unwrap_or(28);
+            let slides = |block: usize| block.is_multiple_of(2) && block < below;
+            let layers = size(keys, "num_hidden_layers")?;
+            ("max_window_layers", (0..layers).map(slides).collect())
+        }
+    };
+    if !slides.contains(&true) {
+        return Ok(None);
+    }
+    window_by_kinds(key, &slides, positions).map(Some)
+}
+
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "attention_bias", false)?;
-    if layer_types(keys)?.is_some_and(|slides| slides.contains(&true)) {
-        return Err(
-            "layer_types has \"sliding_attention\": only \"full_attention\" is built".into()
-        );
-    }
     let shared = size(keys, "shared_expert_intermediate_size")?;
     if shared == 0 {
         return Err("shared_expert_intermediate_size is 0: it must be at least 1".into());
     }
     let experts = Some(Experts { shared, ..read_sparse(keys)? });
     let biases = [flag(keys, "qkv_bias", true)?, false, false];
-    Ok(Shape { biases, experts, ..read_shared(keys, &NAMES, 10_000.0)? })
+    let window = window(keys)?;
+    Ok(Shape { biases, experts, window, ..read_shared(keys, &NAMES, 10_000.0)? })
 }
 
 fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Qwen2Moe");
     write_sparse(shape, &mut config);
+    write_layer_types(shape, &mut config);
     config["qkv_bias"] = shape.biases[0].into();
     config["shared_expert_intermediate_size"] =
         shape.experts.map_or(0, |experts| experts.shared).into();

@@ -5,8 +5,8 @@ use serde_json::Value;
 use super::Names;
 use super::experts::{read_experts, write_experts};
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, given, only, size_or_none};
-use crate::models::{Experts, Shape};
+use super::read::{Keys, flag, given, size_or_none, sliding_window};
+use crate::models::{Experts, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
     family: "qwen3_moe",
@@ -32,7 +32,6 @@ const INTERMEDIATE: &str = "moe_intermediate_size";
 
 /// Reads the keys of experts that Qwen3 and Qwen2 share.
 pub(super) fn read_sparse(keys: &Keys) -> Result<Experts, String> {
-    only(keys, "use_sliding_window", false)?;
     let every = size_or_none(keys, "decoder_sparse_step")?.unwrap_or(1);
     if every == 0 {
         return Err("decoder_sparse_step is 0: it must be at least 1".into());
@@ -67,15 +66,26 @@ pub(super) fn write_sparse(shape: &Shape, config: &mut Value) {
     config["norm_topk_prob"] = experts.normalised.into();
     config["decoder_sparse_step"] = experts.every.into();
     config["mlp_only_layers"] = (0..experts.from).collect();
-    config["use_sliding_window"] = false.into();
+    config["use_sliding_window"] = shape.window.is_some().into();
+    config["sliding_window"] = shape.window.map(|window| window.positions).into();
+}
+
+/// The number of positions of a sliding window, if there is one.
+pub(super) fn used_window(keys: &Keys) -> Result<Option<usize>, String> {
+    match flag(keys, "use_sliding_window", false)? {
+        true => sliding_window(keys),
+        false => Ok(None),
+    }
 }
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     let bias = flag(keys, "attention_bias", false)?;
     let biases = [bias, bias, false];
     let experts = Some(read_sparse(keys)?);
+    // transformers reads neither layer_types nor max_window_layers of this family.
+    let window = used_window(keys)?.map(Window::of_all);
     // Without head_dim the heads share the channels evenly, unlike those of the dense Qwen3.
-    Ok(Shape { biases, experts, qk_norm: true, ..read_shared(keys, &NAMES, 10_000.0)? })
+    Ok(Shape { biases, experts, window, qk_norm: true, ..read_shared(keys, &NAMES, 10_000.0)? })
 }
 
 fn write(shape: &Shape) -> Value {

@@ -113,14 +113,23 @@ pub(super) fn window_of_most(
     positions: usize,
     but_every: usize,
 ) -> Result<Window, String> {
-    let of = |but_every| Window { but_every, ..Window::of_all(positions) };
-    let Some(slides) = layer_types(keys)? else { return Ok(of(but_every)) };
+    match layer_types(keys)? {
+        None => Ok(Window { but_every, ..Window::of_all(positions) }),
+        Some(slides) => window_by_kinds("layer_types", &slides, positions),
+    }
+}
+
+/// The window of the blocks that slide, which `key` names.
+pub(super) fn window_by_kinds(
+    key: &str,
+    slides: &[bool],
+    positions: usize,
+) -> Result<Window, String> {
     let full = slides.iter().position(|slides| !slides);
-    let found = of(full.map_or(0, |block| block + 1));
+    let but_every = full.map_or(0, |block| block + 1);
+    let found = Window { but_every, ..Window::of_all(positions) };
     if slides.iter().enumerate().any(|(block, slides)| found.is_of(block) != *slides) {
-        return Err(
-            "layer_types: only full_attention in the last of every few blocks is built".into()
-        );
+        return Err(format!("{key}: only full_attention in the last of every few blocks is built"));
     }
     Ok(found)
 }

@@ -1,4 +1,4 @@
-//! Warnings about settings that have no effect in a run.
+//! Warnings about settings that have no effect in a run, or hardly the one that was meant.
 
 use crate::config::{Config, DataConfig, OptimizerConfig, RateSchedule};
 use crate::models::{Head, Model};
@@ -33,6 +33,13 @@ pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> 
             "data.mask_probability is {mask}, and has no effect: this run masks no tokens"
         ));
     }
+    if let Some(factor) = config.experts.capacity_factor.filter(|factor| *factor < 1.0) {
+        remarks.push(format!(
+            "experts.capacity_factor is {factor}: an expert takes less than its even share of the \
+             tokens, so choices are dropped however well the experts are balanced; Switch has 1.25 \
+             and GShard 2.0"
+        ));
+    }
     remarks
 }
 
@@ -50,12 +57,15 @@ mod tests {
         config.optimizer.min_learning_rate = 1e-5;
         config.optimizer.schedule = RateSchedule::Constant;
         config.data.mask_probability = 0.3;
+        config.experts.capacity_factor = Some(0.9);
         let all = remarks(&config, &model, 10, 10);
-        for (remark, says) in
-            all.iter().zip(["is 1e-5", "warmup_steps is 11", "complete", "is 0.3"])
-        {
+        let said =
+            ["is 1e-5", "warmup_steps is 11", "complete", "is 0.3", "capacity_factor is 0.9"];
+        assert_eq!(all.len(), said.len());
+        for (remark, says) in all.iter().zip(said) {
             assert!(remark.contains(says), "{remark}");
         }
-        assert_eq!(all.len(), 4);
+        config.experts.capacity_factor = Some(1.0);
+        assert_eq!(remarks(&config, &model, 10, 10).len(), said.len() - 1);
     }
 }

@@ -2,19 +2,22 @@
 
 use std::sync::OnceLock;
 
-use l2l_actors::schedule::{Role, Version};
+use l2l_actors::schedule::{Role, Version, Visit};
 use l2l_actors::{BoxedError, Operation, Step};
 
 use super::DeviceLanes;
 use crate::error::NotFinite;
 use crate::kernels::{BatchMetadata, Inspected};
-use crate::models::{self, VisitArgs};
+use crate::models::{self, Model, PASSED_ON, VisitArgs};
 use crate::tensor::View;
 
 /// The boundaries that are checked when a visit has written them.
-const CHECKED: [(Role, &str); 2] = [
+const CHECKED: [(Role, &str); 5] = [
     (Role::Hidden, "hidden states behind it"),
     (Role::HiddenGradient, "gradients of the hidden states before it"),
+    PASSED_ON[0],
+    PASSED_ON[1],
+    PASSED_ON[2],
 ];
 
 /// A visit of a step, and one of the boundaries that it writes.
@@ -42,10 +45,17 @@ impl Written {
         (written.mark() == mark).then_some(written)
     }
 
-    fn words(self, step: &Step) -> String {
-        let layer = step.plan.visit(self.device_visit).layer;
+    fn words(self, step: &Step, model: &Model) -> String {
+        let Visit { layer, ref blocks, .. } = *step.plan.visit(self.device_visit);
         let (_, what) = CHECKED[self.what];
-        format!("{layer} is the first whose {what} are not finite")
+        let mut tensors = blocks.iter().flat_map(|id| &model.blocks[id.0 as usize]);
+        let all = &model.layer_blocks[layer.0 as usize];
+        let part = tensors.next().filter(|_| blocks.len() < all.len()).map(|first| {
+            let last = tensors.last().unwrap_or(first);
+            format!(", in its visit with {} to {}", first.name, last.name)
+        });
+        let part = part.unwrap_or_default();
+        format!("{layer} is the first whose {what} are not finite{part}")
     }
 }
 
@@ -66,7 +76,11 @@ impl DeviceLanes {
             let written = Written { step: step.number, device_visit, what };
             if !self.device_of(operation).is_finite(view, written.mark())? {
                 let kernel = self.first_kernel(operation, device_visit, batch, args)?;
-                return Err(NotFinite(format!("{}{kernel}", written.words(step))).into());
+                return Err(NotFinite(format!(
+                    "{}{kernel}",
+                    written.words(step, &self.shared.model)
+                ))
+                .into());
             }
         }
         Ok(())
@@ -103,6 +117,8 @@ impl DeviceLanes {
         let marks = self.devices().filter_map(|device| device.first_non_finite().ok()?);
         let of_step = marks.filter_map(|mark| Written::of_step(step.number, mark));
         let first = of_step.min_by_key(|written| (written.device_visit, written.what));
-        first.map(|written| format!("; {}", written.words(step))).unwrap_or_default()
+        first
+            .map(|written| format!("; {}", written.words(step, &self.shared.model)))
+            .unwrap_or_default()
     }
 }
