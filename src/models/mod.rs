@@ -26,6 +26,7 @@ mod visit;
 pub use adapters::{AdaptedModule, Adapters};
 pub use balance::{Balance, BalanceOf, BalanceOver};
 pub use block::TransformerBlock;
+pub(crate) use block_tensors::TensorFloats;
 pub use block_tensors::{BlockTensors, SlotWeight};
 pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};

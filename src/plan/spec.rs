@@ -134,7 +134,8 @@ impl<'a> PlanSpec<'a> {
         let file = self.settings.pipeline.as_deref();
         let states = &self.states;
         let kept = &self.kept;
-        let spec = StepSpec { shape, layers: None, states, share, file, kept };
+        let layers = None;
+        let spec = StepSpec { shape, layers, states, share, file, kept, may_wait: true };
         schedule_of(&self.settings.config, self.model, spec)
     }
 }

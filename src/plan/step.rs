@@ -8,7 +8,9 @@ use l2l_actors::schedule::{
 };
 
 use super::{DealtStep, RankShare, pipelines};
-use crate::config::{Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, Transfer};
+use crate::config::{
+    Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, StashPlace, Transfer,
+};
 use crate::eps::cut;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, StepContext};
@@ -108,6 +110,8 @@ pub(crate) struct StepSpec<'a> {
     pub(crate) file: Option<&'a Pipeline>,
     /// The layers that keep their activations on the device, in a step that trains.
     pub(crate) kept: &'a BTreeSet<LayerId>,
+    /// Whether uploads may wait for what rows choose of blocks.
+    pub(crate) may_wait: bool,
 }
 
 pub(crate) fn schedule_of(
@@ -115,7 +119,7 @@ pub(crate) fn schedule_of(
     model: &Model,
     step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
-    let StepSpec { shape, layers, states, share, file, kept } = step;
+    let StepSpec { shape, layers, states, share, file, kept, may_wait } = step;
     let StepShape { sequences, purpose, .. } = shape;
     let states = Some(states).filter(|_| purpose.trains());
     let none = BTreeSet::new();
@@ -132,6 +136,7 @@ pub(crate) fn schedule_of(
     let sizes = micro_batches(sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
     selection.groups = groups;
+    selection.waits_for_choice = may_wait && pays_a_wait(config, model, shape, share);
     if let Some(layers) = layers {
         layers.check(model)?;
         selection.layers = layers.ring_layers(model);
@@ -161,6 +166,15 @@ pub(crate) fn schedule_of(
     Ok(schedule)
 }
 
+/// True if uploads of a step of this shape should wait for what rows choose of blocks. Schedules of
+/// few rows a visit would wait in each, and ranks make the same exchanges only if they wait alike.
+fn pays_a_wait(config: &Config, model: &Model, shape: StepShape, share: RankShare) -> bool {
+    let rows = shape.sequences * shape.positions;
+    config.schedule.kind == ScheduleKind::Relay
+        && share.ranks == 1
+        && model.shape.experts.is_some_and(|experts| experts.pay_a_wait(rows))
+}
+
 /// The model as the ring schedules it, with this config's stash and tier.
 fn ring_model(
     config: &Config,
@@ -171,6 +185,11 @@ fn ring_model(
     share: RankShare,
 ) -> RingModel {
     let mut ring = model.for_ring_keeping(&context(config, model, shape), kept);
+    if config.stash.place == StashPlace::Device {
+        // The host cannot read there what rows choose.
+        let steps = ring.layers.iter_mut().flat_map(|layer| &mut layer.steps);
+        steps.for_each(|step| step.chosen_by = None);
+    }
     let staged = config.eps.tier == EpsTier::File;
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;

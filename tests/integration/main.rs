@@ -50,6 +50,7 @@ mod heads;
 mod hostile_text;
 #[cfg(feature = "cli")]
 mod hostile_weights;
+mod idle;
 #[cfg(all(feature = "cli", unix))]
 mod kills;
 #[cfg(feature = "cli")]

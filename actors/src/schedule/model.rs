@@ -39,7 +39,10 @@ impl RingModel {
             };
             let needs = vec![BlockId(number as u32)];
             let saves = None;
-            let step = RingStep { kind, needs, reads, writes, saves, keeps: false, asks: None };
+            let chosen_by = None;
+            let keeps = false;
+            let asks = None;
+            let step = RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, asks };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
@@ -81,6 +84,10 @@ pub struct RingStep {
     pub kind: VisitKind,
     /// Blocks it needs. A block that several layers need is trained by one of them at most.
     pub needs: Vec<BlockId>,
+    /// The role of the boundary by which rows choose parts of the blocks: an earlier step of the
+    /// layer writes it. What no row of a visit chose is neither uploaded nor downloaded. `None`:
+    /// each row uses all of the blocks.
+    pub chosen_by: Option<Role>,
     /// The inputs: of each role, the boundary that an earlier step wrote last.
     pub reads: Vec<Input>,
     /// The outputs.
@@ -133,12 +140,17 @@ pub struct Selection {
     pub frozen: Vec<BlockId>,
     /// Groups of micro-batches, at most one for each: see [`Schedule::groups`](super::Schedule).
     pub groups: u32,
+    /// True if uploads of the forward pass wait until it is known which parts of a block rows
+    /// choose. That pays where a step has so few rows that they choose few parts. The backward pass
+    /// knows it without a wait.
+    pub waits_for_choice: bool,
 }
 
 impl Selection {
     /// All layers, nothing frozen, in one group.
     pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
-        Selection { layers, micro_batches, frozen: Vec::new(), groups: 1 }
+        let frozen = Vec::new();
+        Selection { layers, micro_batches, frozen, groups: 1, waits_for_choice: false }
     }
 }

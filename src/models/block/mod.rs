@@ -264,6 +264,15 @@ impl Layer for TransformerBlock {
         self.experts_of(step).len() * of_expert.iter().filter(|tensor| !tensor.joined).count()
     }
 
+    fn parts_of_block(&self, block: usize) -> Range<usize> {
+        let bundle = block.checked_sub(1).and_then(|behind| self.bundles().nth(behind));
+        bundle.unwrap_or_default()
+    }
+
+    fn chosen_parts(&self, choice: &[f32]) -> Vec<bool> {
+        self.experts().map_or_else(Vec::new, |experts| routing::with_rows(experts, choice))
+    }
+
     fn products(&self) -> usize {
         let weights = |tensors: Vec<Tensor>| -> usize {
             tensors.iter().filter(|tensor| tensor.kind.is_weight()).map(Tensor::len).sum()

@@ -3,9 +3,9 @@
 use l2l_actors::schedule::Role;
 
 use super::chunk::ChunkPass;
-use crate::kernels::{LimitExperts, MeasureRoutes, RouteSlopes};
+use crate::kernels::{DROPPED, LimitExperts, MeasureRoutes, RouteSlopes};
 use crate::models::ports::PortViews;
-use crate::models::{Balance, BalanceOf};
+use crate::models::{Balance, BalanceOf, Experts};
 use crate::tensor::{Scratch, View};
 
 /// The place of the draws of second choices among the random numbers of a block.
@@ -28,6 +28,17 @@ impl RoutingViews {
     pub(super) fn of_backward(ports: &PortViews<'_>) -> RoutingViews {
         RoutingViews { measured: None, slopes: ports.read(Role::Balance) }
     }
+}
+
+/// For each expert, whether it has a row: from the choice of some rows, (R, 2 k).
+pub(super) fn with_rows(experts: Experts, choice: &[f32]) -> Vec<bool> {
+    let Experts { count, per_token, .. } = experts;
+    let mut has_rows = vec![false; count];
+    for row in choice.chunks_exact(2 * per_token) {
+        let kept = row[..per_token].iter().map(|expert| expert.to_bits());
+        kept.filter(|bits| bits & DROPPED == 0).for_each(|bits| has_rows[bits as usize] = true);
+    }
+    has_rows
 }
 
 impl ChunkPass<'_> {
