@@ -2,7 +2,8 @@
 //!
 //! It alone takes from the pools of weights, visits and inputs. For every piece it first awaits the
 //! source of the upload (a block's version, a master that the Fetcher staged, a boundary in the
-//! stash; or what says which parts of a block rows chose), then acquires slots, then queues the upload, then sends the Executor its message.
+//! stash; what rows choose of a block), then acquires slots, then queues the upload, then sends the
+//! Executor its message.
 
 use std::sync::Arc;
 

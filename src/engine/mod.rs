@@ -191,10 +191,26 @@ impl Engine {
         let layers = &self.layers_of_step(layers);
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let (batch, dealt) = self.deal(batch, purpose)?;
-        let make = || {
-            // A plan of larger steps may not have the memory for what rows choose.
-            self.planned(shape, layers, true).or_else(|_| self.planned(shape, layers, false))
+        let planned = |may_wait| {
+            let step = StepSpec { layers: Some(layers), may_wait, ..self.plan.step(shape) };
+            let schedule = schedule_of(&self.config, &self.model, step)?;
+            let stash = stash::layout(&schedule);
+            let of_stash = ("the stash", stash.floats, self.plan.stash_floats());
+            let of_kept = ("what layers keep", stash.kept_floats, self.plan.kept_floats());
+            for (what, needs, has) in [of_stash, of_kept] {
+                if needs > has {
+                    let what = format_args!(
+                        "a step of these sequences and layers needs {needs} floats of {what}, \
+                         and the plan has {has}"
+                    );
+                    return Err(Error::argument(what));
+                }
+            }
+            let plan = self.relay.plan(schedule).map_err(l2l_actors::RingError::from)?;
+            Ok(Planned { plan, stash: Arc::new(stash) })
         };
+        // A plan of larger steps may not have the memory for what rows choose.
+        let make = || planned(true).or_else(|_| planned(false));
         let Planned { plan, stash } = self.plans.of(shape, layers, make)?;
         self.counts.visits += plan.schedule.visits.len() as u64;
         self.counts.pending = Some(purpose);
@@ -215,34 +231,6 @@ impl Engine {
         let routers = self.worker().router_report();
         let loss = resolved.loss;
         Ok(Outcome { loss, norm, loss_scale, skipped, routers, logits, hidden })
-    }
-
-    /// Plans a step of these layers. `may_wait`: as in [`StepSpec`].
-    ///
-    /// # Errors
-    /// The plan of the run has no memory for it.
-    fn planned(
-        &self,
-        shape: StepShape,
-        layers: &LayerSelection,
-        may_wait: bool,
-    ) -> Result<Planned, Error> {
-        let step = StepSpec { layers: Some(layers), may_wait, ..self.plan.step(shape) };
-        let schedule = schedule_of(&self.config, &self.model, step)?;
-        let stash = stash::layout(&schedule);
-        let of_stash = ("the stash", stash.floats, self.plan.stash_floats());
-        let of_kept = ("what layers keep", stash.kept_floats, self.plan.kept_floats());
-        for (what, needs, has) in [of_stash, of_kept] {
-            if needs > has {
-                let what = format_args!(
-                    "a step of these sequences and layers needs {needs} floats of {what}, \
-                     and the plan has {has}"
-                );
-                return Err(Error::argument(what));
-            }
-        }
-        let plan = self.relay.plan(schedule).map_err(l2l_actors::RingError::from)?;
-        Ok(Planned { plan, stash: Arc::new(stash) })
     }
 
     /// Waits for a step whose future was dropped, if there is one, and counts it.

@@ -283,3 +283,45 @@ fn cut_at(mut starts: Vec<(usize, usize)>, len: usize) -> Vec<TensorFloats> {
     let range = |(&(start, tensor), end)| TensorFloats { tensor, floats: start..end };
     starts.iter().zip(ends).map(range).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::{Init, Kind};
+
+    /// Ranges of tensors cover what is sent, and gradients, each float once.
+    #[test]
+    fn ranges_cover_a_block() {
+        let weight = |name: &str, joined| {
+            let tensor = Tensor::new(name, vec![3, 5], Kind::Weight, Init::Zeros);
+            Tensor { joined, ..tensor }
+        };
+        let expert = || [weight("gate", false), weight("up", true), weight("down", false)];
+        let tensors = [expert(), expert()].concat();
+        for trained in [vec![], vec!["down"], vec!["gate", "up"], vec!["gate", "up", "down"]] {
+            let is_trained = |tensor: &Tensor| trained.contains(&&tensor.name[..]);
+            for base in [Base::AsIs, Base::Bf16, Base::Int8, Base::Nf4] {
+                for dtype in [Dtype::F32, Dtype::Bf16] {
+                    let block = BlockTensors::new(tensors.clone(), is_trained);
+                    let block = block.with_base(base, dtype);
+                    let published = block.published_ranges(dtype);
+                    let mut firsts: Vec<usize> = published.iter().map(|of| of.tensor).collect();
+                    firsts.sort_unstable();
+                    assert_eq!(firsts, [0, 2, 3, 5]);
+                    for (ranges, len) in [
+                        (published, block.published_len(dtype)),
+                        (block.gradient_ranges(), block.trained_len()),
+                    ] {
+                        let mut end = 0;
+                        for TensorFloats { floats, .. } in ranges {
+                            assert_eq!(floats.start, end);
+                            assert!(floats.end > end, "{floats:?}");
+                            end = floats.end;
+                        }
+                        assert_eq!(end, len, "{trained:?} {base:?} {dtype:?}");
+                    }
+                }
+            }
+        }
+    }
+}

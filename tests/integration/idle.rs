@@ -85,7 +85,7 @@ fn idle_experts_change_no_bits() {
         Case { precision: halves(MasterDtype::Split), ..plain() },
         Case { precision: halves(MasterDtype::Bf16), batch: 7, ..plain() },
         Case { encodings: encoded(GradientDtype::Bf16, CompressionKind::None), ..plain() },
-        Case { encodings: encoded(GradientDtype::F32, CompressionKind::Powersgd), ..plain() },
+        Case { encodings: encoded(GradientDtype::F32, CompressionKind::PowerSgd), ..plain() },
         adapters(Base::AsIs, SMALL.precision),
         adapters(Base::Bf16, SMALL.precision),
         adapters(Base::Int8, halves(MasterDtype::Split)),

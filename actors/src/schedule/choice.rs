@@ -40,9 +40,8 @@ impl ChosenBy {
     /// What two visits need. `None`: one needs all of the block, or micro-batches between theirs
     /// are unknown.
     fn joined(self, other: ChosenBy) -> Option<ChosenBy> {
-        let is_joined = self.boundary == other.boundary
-            && self.first <= other.end
-            && other.first <= self.end;
+        let is_joined =
+            self.boundary == other.boundary && self.first <= other.end && other.first <= self.end;
         let first = self.first.min(other.first);
         let end = self.end.max(other.end);
         is_joined.then_some(ChosenBy { first, end, ..self })

@@ -155,16 +155,7 @@ impl<'m> Wiring<'m> {
         let answers_step = model.answers_step;
         let waits_for_choice = selection.waits_for_choice;
         let writers = Vec::new();
-        Ok(Wiring {
-            schedule,
-            chain,
-            answers_step,
-            waits_for_choice,
-            lowest,
-            met,
-            latest,
-            writers,
-        })
+        Ok(Wiring { schedule, chain, answers_step, waits_for_choice, lowest, met, latest, writers })
     }
 
     /// A new boundary, which the step `at` writes.

@@ -2,8 +2,8 @@
 //!
 //! **The upload lane's order.** Inputs of each visit in order. The blocks of a coming visit stand
 //! (a) behind the last input of the visit that last used their slot, (b) behind the last input of
-//! the visit `visit credits` before their own, (c) never before their own step, (d) if they wait for
-//! what rows choose of them, behind the last input of the visit that writes it. An entry can
+//! the visit `visit credits` before their own, (c) never before their own step, (d) if they wait
+//! for what rows choose of them, behind the last input of the visit that writes it. An entry can
 //! complete without those in front of it, so the list cannot end in a circle. Within these rules, a
 //! block stands behind as many inputs of the running visit as the pool fetches ahead: the lane is
 //! in order, and a whole block in front of them would starve the compute lane. A block is one

@@ -2,8 +2,8 @@
 
 use crate::operation::Operation;
 use crate::schedule::{
-    BlockId, BoundaryId, ChosenBy, DeviceId, DeviceVisit, GroupId, MicroBatch, Shard, Share, StepPlan,
-    Version, Visit,
+    BlockId, BoundaryId, ChosenBy, DeviceId, DeviceVisit, GroupId, MicroBatch, Shard, Share,
+    StepPlan, Version, Visit,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
@@ -200,7 +200,7 @@ impl Touch {
     }
 
     fn read_choice(&mut self, chosen_by: Option<ChosenBy>, now: Version) {
-        for choice in chosen_by {
+        if let Some(choice) = chosen_by {
             choice.micro_batches().for_each(|m| self.read_stash(&[choice.boundary], m, now));
         }
     }

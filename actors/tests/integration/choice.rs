@@ -1,5 +1,5 @@
-//! Blocks of which rows choose parts: which uploads are cut, what they wait for, and which waits are
-//! refused.
+//! Blocks of which rows choose parts: which uploads are cut, what they wait for, and which waits
+//! are refused.
 
 use crate::common::times::*;
 use crate::common::*;
@@ -89,9 +89,11 @@ fn a_block_that_stays_is_cut_by_all_its_visits() {
     assert!(uploads(&plan(&schedule, 100)).iter().all(|(_, _, chosen_by)| chosen_by.is_none()));
     let each = uploads(&plan(&schedule, 1));
     assert_eq!(each.len(), 4 * 4);
-    assert!(each.iter().all(|(_, _, chosen_by)| {
-        chosen_by.is_some_and(|one| one.micro_batches().len() == 1)
-    }));
+    assert!(
+        each.iter().all(|(_, _, chosen_by)| {
+            chosen_by.is_some_and(|one| one.micro_batches().len() == 1)
+        })
+    );
 }
 
 /// A gradient has contributions where a row of its group chose.

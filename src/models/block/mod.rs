@@ -10,6 +10,8 @@ mod routing;
 mod saved;
 mod tensors;
 
+use std::ops::Range;
+
 use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;

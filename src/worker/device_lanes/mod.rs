@@ -100,9 +100,11 @@ impl DeviceLanes {
             Work::UploadBlock { block, version, master, weights, shard, chosen_by } => {
                 let slot = side.weights.slot(weights, shared.published_len(block));
                 let dtype = shared.plan.dtype();
-                let needed = shared.needed(operation, block, chosen_by, |tensors| {
-                    tensors.published_ranges(dtype)
-                });
+                let needed = shared
+                    .needed(operation, block, chosen_by, |tensors| tensors.published_ranges(dtype));
+                if needed.is_some() {
+                    side.fill_unread(slot)?;
+                }
                 let ranges = needed.unwrap_or_else(|| vec![floats_of(shard, slot)]);
                 match master {
                     MasterAt::Slot(read) => side.upload_parts(slot, host.read_slot(read), &ranges),

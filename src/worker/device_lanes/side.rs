@@ -106,16 +106,21 @@ impl DeviceSide {
         Ok(())
     }
 
-    /// Copies these ranges of a block to its slot. Nothing reads the others there.
+    /// Fills a slot, of which only parts will be uploaded: see [`UNREAD`].
+    pub(super) fn fill_unread(&self, slot: View) -> Result<(), BoxedError> {
+        if cfg!(debug_assertions) && self.device.shared().is_some() {
+            self.device.upload(slot, &vec![UNREAD; slot.len()])?;
+        }
+        Ok(())
+    }
+
+    /// Copies these ranges of a block to its slot.
     pub(super) fn upload_parts(
         &self,
         slot: View,
         block: &[f32],
         ranges: &[Range<usize>],
     ) -> Result<(), BoxedError> {
-        if cfg!(debug_assertions) && self.device.shared().is_some() {
-            self.device.upload(slot, &vec![UNREAD; slot.len()])?;
-        }
         for range in ranges {
             self.upload(slot.part(range.clone()), &block[range.clone()], None)?;
         }
