@@ -151,13 +151,10 @@ fn a_choice_that_waits_for_its_upload_is_refused() {
     let schedule = deal(relay(&base, &everything(&base, 4)).expect("a model of ours"), 2);
     let chosen_by_layer = |number: u32| {
         let mut schedule = schedule.clone();
-        let of = |layer: u32| {
-            let is_it = |visit: &&l2l_actors::schedule::Visit| visit.layer == LayerId(layer);
-            schedule.visits.iter().position(|visit| is_it(&visit)).expect("it is visited")
-        };
-        let written = schedule.visits[of(number)].writes[0];
-        let third = of(3);
-        schedule.visits[third].chosen_by = Some(written);
+        let writer = schedule.device_visits().find(|visit| visit.layer == LayerId(number));
+        let written = writer.expect("it is visited").writes[0];
+        let third = schedule.visits.iter_mut().filter(|visit| visit.layer == LayerId(3));
+        third.for_each(|visit| visit.chosen_by = Some(written));
         let pools = Pools::of(&schedule, &depths(2, 1, 1, 1));
         StepPlan::new(schedule, pools)
     };
