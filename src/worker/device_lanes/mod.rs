@@ -160,7 +160,8 @@ impl DeviceLanes {
                 let gradient = side.gradients.slot(gradients, len);
                 let needed =
                     shared.needed(operation, block, chosen_by, BlockTensors::gradient_ranges);
-                let needed = needed.unwrap_or_else(|| vec![0..len]);
+                let whole = 0..len;
+                let needed = needed.unwrap_or_else(|| vec![whole]);
                 let landing = host.landing(reduced, len);
                 match shared.plan.gradient_dtype() {
                     GradientDtype::F32 => side.download_parts(landing, gradient, &needed, None),
