@@ -8,12 +8,12 @@
 //! order, and a visit's outputs are written while it computes (on the CPU) or downloaded after it.
 //! By then all earlier visits of the device have read their inputs. A visit never writes where it
 //! reads: its outputs get their places before the places of its inputs are free. A boundary that
-//! the host reads (loss, scatter), or that several devices read, keeps its place for the whole
-//! step.
+//! the host reads (loss, scatter, what rows choose), or that several devices read, keeps its place
+//! for the whole step.
 //!
 //! A boundary may be *packed*: the stash holds its numbers in bf16 or int8 (`tensor::packed`).
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::{Range, RangeInclusive};
 
 use l2l_actors::schedule::{BoundaryId, DeviceId, MicroBatch, Schedule, Visit};
@@ -207,6 +207,9 @@ fn last_reads(
     units: &[Range<MicroBatch>],
 ) -> HashMap<UnitBoundary, Option<usize>> {
     let mut last_reads: HashMap<UnitBoundary, Option<usize>> = HashMap::new();
+    let chosen = schedule.visits.iter().filter_map(|visit| visit.chosen_by);
+    let of_all = |id| (0..units.len()).map(move |unit| ((id, unit), None));
+    last_reads.extend(chosen.collect::<BTreeSet<_>>().into_iter().flat_map(of_all));
     for (index, visit) in schedule.visits.iter().enumerate() {
         let met = |id| units_of(units, visit).map(move |unit| (id, unit));
         for met in visit.all_reads().flat_map(met) {

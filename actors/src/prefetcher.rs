@@ -2,7 +2,8 @@
 //!
 //! It alone takes from the pools of weights, visits and inputs. For every piece it first awaits the
 //! source of the upload (a block's version, a master that the Fetcher staged, a boundary in the
-//! stash), then acquires slots, then queues the upload, then sends the Executor its message.
+//! stash; what rows choose of a block), then acquires slots, then queues the upload, then sends the
+//! Executor its message.
 
 use std::sync::Arc;
 
@@ -84,16 +85,21 @@ impl Prefetcher {
         &mut self,
         step: &Arc<Step>,
         visit: &Visit,
-        &Residence { block, slot, .. }: &Residence,
+        &Residence { block, slot, chosen_by, .. }: &Residence,
     ) -> Result<Fence, BoxedError> {
         let version = step.number;
         let layer = Some(visit.layer);
         let staged = self.source(step, visit, block).await?;
+        if let Some(choice) = chosen_by {
+            for m in choice.micro_batches() {
+                self.context.stashed(&[choice.boundary], m, layer).await?;
+            }
+        }
         let content = Content::Block(block, version);
         let held = self.context.acquire_slot(&mut self.weight_slots, slot, content, layer).await?;
         let master = Staged::master(staged.as_ref(), version);
         let shard = step.plan.schedule.shard_of(self.device);
-        let work = Work::UploadBlock { block, version, master, weights: slot, shard };
+        let work = Work::UploadBlock { block, version, master, weights: slot, shard, chosen_by };
         let arrived = self.context.queue(Order::at(step, visit, work).of_staged(staged));
         if shard != Shard::WHOLE {
             let uploaded = Uploaded { block, slot: held.clone(), arrived: arrived.clone() };

@@ -24,7 +24,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, DeviceId, GroupId, Join, LayerId, Reduction, VisitKind};
+use crate::schedule::{BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Reduction, VisitKind};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
@@ -67,8 +67,9 @@ impl Reducer {
         self.reduced.send(Flow::Begin(step.clone()));
         for reduction in &step.plan.reductions {
             match *reduction {
-                Reduction::Gradient { block, group, device, join, scattered } => {
-                    let (landing, landed) = self.land(step, block, group, device).await?;
+                Reduction::Gradient { block, group, device, chosen_by, join, scattered } => {
+                    let (landing, landed) =
+                        self.land(step, block, group, device, chosen_by).await?;
                     let joined = self.join(step, block, group, join, &landing, landed).await?;
                     if !join.keeps {
                         let whole = self.reduce_scatter(step, block, &landing, joined);
@@ -98,6 +99,7 @@ impl Reducer {
         block: BlockId,
         group: GroupId,
         device: DeviceId,
+        chosen_by: Option<ChosenBy>,
     ) -> Result<(Held, Fence), BoxedError> {
         let layer = layer_of(step, block);
         let gradients = &mut self.gradients[usize::from(device)];
@@ -112,7 +114,7 @@ impl Reducer {
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
         let gradients = closed.gradient.slot(content);
         let reduced = landing.slot(content);
-        let work = Work::DownloadGradient { block, group, gradients, reduced };
+        let work = Work::DownloadGradient { block, group, gradients, reduced, chosen_by };
         let mut order = Order { device: Some(device), ..Order::gradient(step, layer, work) };
         order.waits = vec![closed.computed];
         order.holds = vec![closed.gradient];

@@ -108,7 +108,8 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
             let weights = residence.slot;
             let master = MasterAt::Memory;
             let shard = Shard::WHOLE;
-            let work = Work::UploadBlock { block, version, master, weights, shard };
+            let chosen_by = residence.chosen_by;
+            let work = Work::UploadBlock { block, version, master, weights, shard, chosen_by };
             (self.perform)(Some(device), work);
         }
         for &(block, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
@@ -166,11 +167,12 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         let group = self.plan.schedule.group_of(micro_batch);
         let gradients = self.open.remove(&(device, block)).expect("it was opened");
         let reduced = 0; // the only landing block, because nothing overlaps here
-        let download = Work::DownloadGradient { block, group, gradients, reduced };
-        (self.perform)(Some(device), download);
-        let Some(&Reduction::Gradient { join, scattered, .. }) = self.reductions.next() else {
+        let Some(&Reduction::Gradient { chosen_by, join, scattered, .. }) = self.reductions.next()
+        else {
             unreachable!("the plan has a reduction for each gradient that closes")
         };
+        let download = Work::DownloadGradient { block, group, gradients, reduced, chosen_by };
+        (self.perform)(Some(device), download);
         // A compressed gradient is decompressed there, even if it is the only one.
         if join.adds > 0 || join.keeps || self.plan.schedule.block(block).encoded {
             let free = lowest_free(self.kept.values().flatten().copied());

@@ -408,8 +408,11 @@ impl Shown<'_> {
         if let Some(space) = self.space {
             number("checkpoints", space.bytes(), "bytes on disk, at most");
         }
-        number("upload a step", plan.traffic.upload_bytes, "bytes");
-        number("download a step", plan.traffic.download_bytes, "bytes");
+        // Experts that have visits of their own may have no row in some of them.
+        let is_most = self.model.shape.experts.is_some_and(|experts| experts.bundles.is_some());
+        let of_links = if is_most { "bytes, less those of idle experts" } else { "bytes" };
+        number("upload a step", plan.traffic.upload_bytes, of_links);
+        number("download a step", plan.traffic.download_bytes, of_links);
         if plan.devices() > 1 {
             for (device, link) in self.links() {
                 let mut others = format!("bytes up, {} down", link.download);

@@ -38,7 +38,10 @@ pub struct ScheduleConfig {
     /// visited once for all but its experts, and again for its bundles in turn. So the memory of
     /// the device does not grow with the number of experts. What these visits pass to each other
     /// stays on the device: for each channel of each token of a step about 11 bytes in 16 bits, and
-    /// 17 in f32. When absent, one visit has the whole layer. Results are the same, bit for bit.
+    /// 17 in f32. Experts that no token chose are not uploaded, and neither are their gradients
+    /// downloaded, if the stash is on the host: in the backward pass, and in the forward pass of
+    /// steps of so few tokens that an eighth of the experts is likely to be idle. When absent, one
+    /// visit has the whole layer. Results are the same, bit for bit.
     pub bundles: Option<usize>,
 }
 

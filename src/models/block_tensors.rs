@@ -36,6 +36,15 @@ pub struct BlockTensors {
     masters: MasterFormat,
 }
 
+/// A range of a block that begins with a tensor and ends where the next one begins. Joined tensors
+/// are in one range.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TensorFloats {
+    /// The index of its first tensor, in the order of the layer.
+    pub(crate) tensor: usize,
+    pub(crate) floats: Range<usize>,
+}
+
 /// A weight in a device's weight slot.
 #[derive(Clone, Copy, Debug)]
 pub enum SlotWeight<'t> {
@@ -200,6 +209,31 @@ impl BlockTensors {
         self.groups().filter_map(weight).collect()
     }
 
+    /// The ranges of all tensors in what is sent to a device of this dtype, as they lie there.
+    pub(crate) fn published_ranges(&self, dtype: Dtype) -> Vec<TensorFloats> {
+        let published = dtype.floats(self.masters_len());
+        let mut stored = self.stored.starts();
+        let starts = self.starts().map(|(tensor, is_trained, element)| {
+            let stored = if is_trained { None } else { stored.next() };
+            (stored.map_or(dtype.floats(element), |start| published + start), tensor)
+        });
+        cut_at(starts.collect(), self.published_len(dtype))
+    }
+
+    /// The ranges of the trained tensors in the block's gradient.
+    pub(crate) fn gradient_ranges(&self) -> Vec<TensorFloats> {
+        let trained = self.starts().filter(|(_, is_trained, _)| *is_trained);
+        cut_at(trained.map(|(tensor, _, element)| (element, tensor)).collect(), self.trained_len())
+    }
+
+    /// For each tensor that is not joined to the one before, in the order of the layer: its index,
+    /// whether it is trained, and its first element in the block.
+    fn starts(&self) -> impl Iterator<Item = (usize, bool, usize)> {
+        let all = self.ranges().zip(&self.is_trained).enumerate();
+        let first = all.filter(|(at, ((tensor, _), _))| *at == 0 || !tensor.joined);
+        first.map(|(at, ((_, range), &is_trained))| (at, is_trained, range.start))
+    }
+
     /// Views of the tensors' gradients, in the order of their layer: `None` for a frozen tensor,
     /// and for all tensors if the block has no `gradient`.
     pub fn gradients(&self, gradient: Option<View>) -> Vec<Option<View>> {
@@ -239,5 +273,55 @@ impl BlockTensors {
         let stored = FrozenPart::default();
         let masters = self.masters;
         BlockTensors { tensors, is_trained, trained, frozen, stored, masters }
+    }
+}
+
+/// Cuts `len` floats where tensors begin: each start with its tensor.
+fn cut_at(mut starts: Vec<(usize, usize)>, len: usize) -> Vec<TensorFloats> {
+    starts.sort_unstable();
+    let ends = starts.iter().skip(1).map(|(start, _)| *start).chain([len]);
+    let range = |(&(start, tensor), end)| TensorFloats { tensor, floats: start..end };
+    starts.iter().zip(ends).map(range).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::{Init, Kind};
+
+    /// Ranges of tensors cover what is sent, and gradients, each float once.
+    #[test]
+    fn ranges_cover_a_block() {
+        let weight = |name: &str, joined| {
+            let tensor = Tensor::new(name, vec![3, 5], Kind::Weight, Init::Zeros);
+            Tensor { joined, ..tensor }
+        };
+        let expert = || [weight("gate", false), weight("up", true), weight("down", false)];
+        let tensors = [expert(), expert()].concat();
+        for trained in [vec![], vec!["down"], vec!["gate", "up"], vec!["gate", "up", "down"]] {
+            let is_trained = |tensor: &Tensor| trained.contains(&&tensor.name[..]);
+            for base in [Base::AsIs, Base::Bf16, Base::Int8, Base::Nf4] {
+                for dtype in [Dtype::F32, Dtype::Bf16] {
+                    let block = BlockTensors::new(tensors.clone(), is_trained);
+                    let block = block.with_base(base, dtype);
+                    let published = block.published_ranges(dtype);
+                    let mut firsts: Vec<usize> = published.iter().map(|of| of.tensor).collect();
+                    firsts.sort_unstable();
+                    assert_eq!(firsts, [0, 2, 3, 5]);
+                    for (ranges, len) in [
+                        (published, block.published_len(dtype)),
+                        (block.gradient_ranges(), block.trained_len()),
+                    ] {
+                        let mut end = 0;
+                        for TensorFloats { floats, .. } in ranges {
+                            assert_eq!(floats.start, end);
+                            assert!(floats.end > end, "{floats:?}");
+                            end = floats.end;
+                        }
+                        assert_eq!(end, len, "{trained:?} {base:?} {dtype:?}");
+                    }
+                }
+            }
+        }
     }
 }

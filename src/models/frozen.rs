@@ -134,6 +134,11 @@ impl FrozenPart {
         self.weights.iter().flatten()
     }
 
+    /// The first float of each weight.
+    pub(super) fn starts(&self) -> impl Iterator<Item = usize> {
+        self.weights.iter().map(|pieces| pieces[0].floats.start)
+    }
+
     /// Floats of all pieces.
     pub(super) fn len(&self) -> usize {
         self.pieces().last().map_or(0, |piece| piece.floats.end)

@@ -235,6 +235,19 @@ pub trait Layer: Send + Sync {
         0
     }
 
+    /// The parts of a block that rows [choose](LayerStep::chosen_by), as numbers among the parts of
+    /// the layer. Each has as many tensors of the block as the others, which follow each other.
+    /// Empty: rows use all of the block.
+    fn parts_of_block(&self, _block: usize) -> Range<usize> {
+        0..0
+    }
+
+    /// For each part of the layer, whether a row chose it, as the boundary
+    /// [`chosen_by`](LayerStep::chosen_by) of a micro-batch says.
+    fn chosen_parts(&self, _choice: &[f32]) -> Vec<bool> {
+        Vec::new()
+    }
+
     /// The number of elements of weights that every token is multiplied by, for counting FLOPs.
     fn products(&self) -> usize {
         let weights = |tensor: &Tensor| if tensor.kind.is_weight() { tensor.len() } else { 0 };

@@ -28,6 +28,7 @@ pub use adapters::{AdaptedModule, Adapters};
 pub use balance::{Balance, BalanceOf, BalanceOver};
 pub(crate) use block::PASSED_ON;
 pub use block::TransformerBlock;
+pub(crate) use block_tensors::TensorFloats;
 pub use block_tensors::{BlockTensors, SlotWeight};
 pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};

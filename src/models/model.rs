@@ -286,10 +286,10 @@ impl Model {
             };
             let steps = self.steps(layer, blocks, context).into_iter().enumerate();
             let steps = steps.map(|(number, step)| {
-                let LayerStep { blocks: needs, reads, writes, saves, asks } = step;
+                let LayerStep { blocks: needs, chosen_by, reads, writes, saves, asks } = step;
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
                 let keys = layer.cuts(number) == Cuts::Causal;
-                RingStep { kind, needs, reads, writes, saves, keeps, keys, asks }
+                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, keys, asks }
             });
             RingLayer { steps: steps.collect() }
         });
@@ -324,8 +324,8 @@ impl Model {
             ModelLayer::Stack(layer) => return layer.steps(context),
             ModelLayer::Embedding => {
                 let writes = vec![context.hidden(), statistics];
-                let reads = Vec::new();
-                return vec![LayerStep { blocks, reads, writes, saves: None, asks: None }];
+                let of_host = LayerStep::on_hidden(context, blocks);
+                return vec![LayerStep { reads: Vec::new(), writes, ..of_host }];
             }
             ModelLayer::Head(tile) => Boundary::of_sequences(Role::Logits, tile.rows, FLOAT),
             ModelLayer::Classes(classes) => classes.logits(),
@@ -334,7 +334,7 @@ impl Model {
         let reads = vec![context.head_input(self.head_gradient(context.dtype)), known];
         let logits = context.scores.then_some(logits);
         let writes = [statistics].into_iter().chain(logits).collect();
-        vec![LayerStep { blocks, reads, writes, saves: None, asks: None }]
+        vec![LayerStep { reads, writes, ..LayerStep::on_hidden(context, blocks) }]
     }
 
     /// The dtype of the head's gradient. Tiles of the vocabulary add to it in floats.

@@ -17,6 +17,10 @@ pub struct LayerStep {
     /// The blocks that the step needs, as indices among the [blocks](super::Layer::blocks) of the
     /// layer. Only one step may need a block that is trained.
     pub blocks: Vec<usize>,
+    /// The role of the boundary by which rows choose [parts](super::Layer::parts_of_block) of the
+    /// blocks. An earlier step of the layer writes it. Parts that no row of a visit chose may hold
+    /// anything. `None`: each row uses all of the blocks.
+    pub chosen_by: Option<Role>,
     /// The boundaries that the step reads. The first is `x` of [`Forward`](super::Forward). The
     /// backward reads it again, so it cannot be [`once`](Input::once).
     pub reads: Vec<Input>,
@@ -49,7 +53,7 @@ impl LayerStep {
     pub fn on_hidden(context: &StepContext, blocks: Vec<usize>) -> LayerStep {
         let reads = vec![context.hidden_input()];
         let writes = vec![context.hidden()];
-        LayerStep { blocks, reads, writes, saves: None, asks: None }
+        LayerStep { blocks, chosen_by: None, reads, writes, saves: None, asks: None }
     }
 }
 

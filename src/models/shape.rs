@@ -117,6 +117,17 @@ impl Experts {
     pub fn is_of(&self, block: usize) -> bool {
         block >= self.from && (block + 1).is_multiple_of(self.every)
     }
+
+    /// True if uploads of experts should wait until it is known which of them so few rows choose.
+    /// While they wait, the device computes the rest of the layer without an upload beside it. So
+    /// at least an eighth of the experts must be idle, by a router that chooses evenly. With more
+    /// rows the wait costs more, and saves less.
+    pub(crate) fn pay_a_wait(&self, rows: usize) -> bool {
+        const LEAST_IDLE: f64 = 0.125;
+        let is_idle_for_one = 1.0 - self.per_token as f64 / self.count as f64;
+        let is_idle_for_all = is_idle_for_one.powf(rows as f64);
+        self.bundles.is_some() && is_idle_for_all >= LEAST_IDLE
+    }
 }
 
 /// A transformer of one of the families.

@@ -188,7 +188,10 @@ impl Plan {
     pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
         let file = self.settings.pipeline.as_deref();
         let Plan { states, share, kept, .. } = self;
-        StepSpec { shape, units: None, layers: None, states, share: *share, file, kept }
+        let units = None;
+        let layers = None;
+        let share = *share;
+        StepSpec { shape, units, layers, states, share, file, kept, may_wait: true }
     }
 
     pub(crate) fn stash_floats(&self) -> usize {

@@ -141,7 +141,9 @@ impl<'a> PlanSpec<'a> {
         let file = self.settings.pipeline.as_deref();
         let states = &self.states;
         let kept = &self.kept;
-        let spec = StepSpec { shape, units: None, layers: None, states, share, file, kept };
+        let units = None;
+        let layers = None;
+        let spec = StepSpec { shape, units, layers, states, share, file, kept, may_wait: true };
         schedule_of(&self.settings.config, self.model, spec)
     }
 }

@@ -8,7 +8,9 @@ use l2l_actors::schedule::{
 };
 
 use super::{DealtStep, RankShare, Units, most_positions, pipelines};
-use crate::config::{Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, Transfer};
+use crate::config::{
+    Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, StashPlace, Transfer,
+};
 use crate::eps::cut;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, StepContext};
@@ -106,6 +108,8 @@ pub(crate) struct StepSpec<'a> {
     pub(crate) file: Option<&'a Pipeline>,
     /// The layers that keep their activations on the device, in a step that trains.
     pub(crate) kept: &'a BTreeSet<LayerId>,
+    /// Whether uploads may wait for what rows choose of blocks.
+    pub(crate) may_wait: bool,
 }
 
 pub(crate) fn schedule_of(
@@ -113,7 +117,7 @@ pub(crate) fn schedule_of(
     model: &Model,
     step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
-    let StepSpec { shape, units, layers, states, share, file, kept } = step;
+    let StepSpec { shape, units, layers, states, share, file, kept, may_wait } = step;
     let StepShape { sequences, positions, purpose } = shape;
     let states = Some(states).filter(|_| purpose.trains());
     let none = BTreeSet::new();
@@ -131,11 +135,12 @@ pub(crate) fn schedule_of(
     let is_cut = most.is_some_and(|most| positions > most);
     let longest = || Units::new(&vec![positions; sequences], config.step.micro_batch, most);
     let units = units.cloned().unwrap_or_else(longest);
-    let shape = StepShape { positions: units.positions, ..shape };
-    let ring = ring_model(config, model, shape, is_cut, kept, states, share);
+    let of_units = StepShape { positions: units.positions, ..shape };
+    let ring = ring_model(config, model, of_units, is_cut, kept, states, share);
     let mut selection = Selection::all(&ring, units.sizes());
     selection.groups = units.groups(groups);
     selection.runs = units.runs;
+    selection.waits_for_choice = may_wait && pays_a_wait(config, model, shape, share);
     if let Some(layers) = layers {
         layers.check(model)?;
         selection.layers = layers.ring_layers(model);
@@ -165,6 +170,15 @@ pub(crate) fn schedule_of(
     Ok(schedule)
 }
 
+/// True if uploads of a step of this shape should wait for what rows choose of blocks. Schedules of
+/// few rows a visit would wait in each, and ranks make the same exchanges only if they wait alike.
+fn pays_a_wait(config: &Config, model: &Model, shape: StepShape, share: RankShare) -> bool {
+    let rows = shape.sequences * shape.positions;
+    config.schedule.kind == ScheduleKind::Relay
+        && share.ranks == 1
+        && model.shape.experts.is_some_and(|experts| experts.pay_a_wait(rows))
+}
+
 /// The model as the ring schedules it, with this config's stash and tier.
 fn ring_model(
     config: &Config,
@@ -176,6 +190,11 @@ fn ring_model(
     share: RankShare,
 ) -> RingModel {
     let mut ring = model.for_ring_keeping(&context(config, model, shape), kept);
+    if config.stash.place == StashPlace::Device {
+        // The host cannot read there what rows choose.
+        let steps = ring.layers.iter_mut().flat_map(|layer| &mut layer.steps);
+        steps.for_each(|step| step.chosen_by = None);
+    }
     // What is asked of a sequence or of a micro-batch is known when all of its units have come.
     let has_loss = model.shape.experts.is_some_and(|experts| experts.balance.has_loss());
     ring.answers_step |= has_loss && is_cut;

@@ -7,6 +7,7 @@
 
 mod balance;
 mod boundaries;
+mod choice;
 mod clipping;
 mod compressed;
 mod counts;

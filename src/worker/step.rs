@@ -8,6 +8,7 @@ use l2l_actors::Step;
 use l2l_actors::schedule::{BlockId, MicroBatch, Schedule, Version};
 
 use super::balance::{RouterDesk, RouterReport};
+use super::choice::Choices;
 use crate::data::Batch;
 use crate::fabric::parts::Parts;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, SequenceChunk};
@@ -73,6 +74,8 @@ pub(super) struct StepState {
     pub(super) losses: Mutex<BTreeMap<MicroBatch, f64>>,
     /// What the routers of layers with experts did.
     pub(super) routers: Mutex<RouterDesk>,
+    /// Which experts have rows.
+    pub(super) choices: Choices,
     /// The sums of squares of each block's chunks, with several ranks or clipping by group. With
     /// several ranks, a block has the chunks of this rank's part.
     pub(super) squares: Mutex<BTreeMap<BlockId, Vec<f64>>>,
@@ -97,6 +100,7 @@ impl StepState {
             partial_losses: Mutex::default(),
             losses: Mutex::default(),
             routers: Mutex::default(),
+            choices: Choices::default(),
             squares: Mutex::default(),
             group_sums: OnceLock::new(),
         }

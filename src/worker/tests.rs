@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use l2l_actors::conformance::{ConformanceReport, Subject, check};
-use l2l_actors::schedule::{Pools, Schedule, Version};
+use l2l_actors::schedule::{Phase, Pools, Schedule, Version, Visit};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{BoxedError, Integrity, Relay, RingConfig, RingError};
 
@@ -59,6 +59,19 @@ impl Small {
         self.config.schedule.recompute = Recompute::AUTO;
         self.config.device.memory = "1GiB".parse().expect("a size");
         assert!(!self.schedule().device_visits().all(|visit| visit.keeps.is_empty()));
+        self
+    }
+
+    /// The same, with experts that have visits of their own. A step has so few rows that uploads
+    /// wait for what they choose.
+    fn choosing(mut self) -> Small {
+        self.config.model.preset = Some("moe-small".into());
+        self.config.model.experts = Some(12);
+        self.config.model.experts_per_token = Some(1);
+        self.config.model.expert_intermediate = Some(4);
+        self.config.schedule.bundles = Some(1);
+        let waits = |visit: &Visit| visit.phase == Phase::Forward && visit.chosen_by.is_some();
+        assert!(self.schedule().device_visits().any(waits));
         self
     }
 
@@ -195,6 +208,7 @@ fn the_cpu_device_conforms() {
         Small::new(recompute, place, on_file).conforms();
     }
     Small::new(true.into(), StashPlace::Host, false).keeping().conforms();
+    Small::new(true.into(), StashPlace::Host, false).choosing().conforms();
 }
 
 /// A failure of a device.

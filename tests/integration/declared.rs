@@ -230,7 +230,7 @@ impl Layer for InTwoSteps {
         let writes = vec![context.hidden()];
         vec![
             LayerStep { writes: vec![narrow], ..hidden },
-            LayerStep { blocks: vec![1], reads, writes, saves: None, asks: None },
+            LayerStep { reads, writes, ..LayerStep::on_hidden(context, vec![1]) },
         ]
     }
 

@@ -341,12 +341,19 @@ proptest! {
         let ways = ways.for_case(&case);
         let (expected, reference) = run(config(&case, &baseline()), STEPS);
         let config = config(&case, &ways);
-        // Random sequences all have the longest length, so each step moves the plan's bytes.
+        // Random sequences all have the longest length, so each step moves the plan's bytes; or
+        // fewer, if experts are idle that have visits of their own.
+        let may_be_idle = config.schedule.bundles.is_some();
         let planned = planned(&config, STEPS as u64);
         let (bits, summary) = run(config, STEPS);
         prop_assert_eq!(bits, expected);
         prop_assert_eq!(&summary.weights_digest, &reference.weights_digest);
-        prop_assert_eq!(&summary.links, &planned);
+        let is_within = |moved: &LinkBytes, planned: &LinkBytes| {
+            moved.upload <= planned.upload && moved.download <= planned.download
+        };
+        let mut each = summary.links.iter().zip(&planned);
+        let are_within = each.all(|(moved, planned)| is_within(moved, planned));
+        prop_assert!(summary.links == planned || may_be_idle && are_within);
     }
 }
 

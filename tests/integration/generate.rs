@@ -75,6 +75,23 @@ async fn greedy_text_is_transformers() {
     }
 }
 
+/// Experts that the few tokens of a step did not choose are not uploaded.
+#[tokio::test]
+async fn text_is_the_same_without_idle_experts() {
+    for family in ["gpt_oss", "qwen2_moe"] {
+        let (prompts, greedy) = golden(family);
+        let mut apart = config(family);
+        apart.schedule.bundles = Some(1);
+        for count in [1, prompts.len()] {
+            let prompts = &prompts[..count];
+            let found = generated(apart.clone(), prompts, Sampling::default(), &[]).await;
+            for ((text, _), expected) in found.iter().zip(&greedy) {
+                assert_eq!(text, expected, "{family} {count}");
+            }
+        }
+    }
+}
+
 #[tokio::test]
 async fn text_is_the_same_on_several_devices() {
     let (prompts, greedy) = golden("llama");

@@ -38,6 +38,7 @@ mod executor;
 mod expert_adapters;
 mod expert_files;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
+mod few_rows;
 mod fine_tuning;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
 mod fit;

@@ -1,6 +1,7 @@
 //! The devices' visits with every choice made: which slot each block takes, and where each
 //! gradient opens and closes.
 
+use super::choice::cut_uploads;
 use super::residency::{Residence, residency};
 use super::spans::gradient_spans;
 use super::{BlockId, Phase, Pools, Schedule, Visit};
@@ -54,6 +55,7 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
             closes: trained().filter(|(_, (_, last))| *last == now).map(|(id, _)| id).collect(),
         });
     }
+    cut_uploads(schedule, &mut resolved);
     resolved
 }
 

@@ -109,6 +109,8 @@ struct Met {
     measured: Option<BoundaryId>,
     /// The host's answer to what was measured, which the backward visit reads.
     answer: Option<BoundaryId>,
+    /// The boundary by which rows choose parts of the step's blocks.
+    choice: Option<BoundaryId>,
 }
 
 /// Connects steps by boundaries while the legs are laid.
@@ -118,6 +120,8 @@ struct Wiring<'m> {
     chain: Vec<Chained<'m>>,
     /// As in the model.
     answers_step: bool,
+    /// As in the selection.
+    waits_for_choice: bool,
     /// The place in the chain where the backward pass ends; `None`: nothing trains.
     lowest: Option<usize>,
     /// The boundaries of each step of the chain.
@@ -153,8 +157,9 @@ impl<'m> Wiring<'m> {
         let met = chain.iter().map(|_| Met::default()).collect();
         let latest = BTreeMap::new();
         let answers_step = model.answers_step;
+        let waits_for_choice = selection.waits_for_choice;
         let writers = Vec::new();
-        Ok(Wiring { schedule, chain, answers_step, lowest, met, latest, writers })
+        Ok(Wiring { schedule, chain, answers_step, waits_for_choice, lowest, met, latest, writers })
     }
 
     /// A new boundary, which the step `at` writes.
@@ -203,6 +208,27 @@ impl<'m> Wiring<'m> {
             .collect()
     }
 
+    /// The boundary by which rows choose parts of the step's blocks: an earlier step of the layer
+    /// writes it.
+    fn choice(&self, at: usize) -> Result<Option<BoundaryId>, Refusal> {
+        let Chained { layer, step, .. } = self.chain[at];
+        let Some(role) = step.chosen_by else { return Ok(None) };
+        let of_layer = |id: &BoundaryId| self.chain[self.writers[id.0 as usize]].layer == layer;
+        let written = self.latest.get(&role).copied().filter(of_layer);
+        let missing = || {
+            let reason = format!(
+                "{layer} has blocks that are chosen by {role}, which no earlier step of it writes"
+            );
+            Refusal::of(reason)
+        };
+        written.map(Some).ok_or_else(missing)
+    }
+
+    /// True if it is known in this phase what rows chose. The forward pass has to wait for it.
+    fn knows_choice(&self, phase: Phase) -> bool {
+        phase == Phase::Backward || self.waits_for_choice
+    }
+
     /// A boundary that the host brings: the gather writes it.
     fn bring(&mut self, layer: LayerId, boundary: Boundary) -> Result<BoundaryId, Refusal> {
         if self.chain[0].step.kind != VisitKind::Gather {
@@ -236,6 +262,7 @@ impl<'m> Wiring<'m> {
             micro_batches: 0..self.schedule.micro_batches.len() as MicroBatch,
             keys: step.keys && kind.on_device(),
             blocks: step.needs.clone(),
+            chosen_by: self.met[at].choice.filter(|_| self.knows_choice(phase)),
             reads,
             writes,
             keeps: Vec::new(),
@@ -292,6 +319,7 @@ impl<'m> Wiring<'m> {
     fn forward(&mut self) -> Result<Vec<Visit>, Refusal> {
         for at in 0..self.chain.len() {
             self.met[at].reads = self.read(at)?;
+            self.met[at].choice = self.choice(at)?;
             if !self.is_visited_once(at) {
                 self.met[at].writes = self.write(at);
                 if self.lowest.is_some_and(|lowest| at >= lowest) {

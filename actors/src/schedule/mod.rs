@@ -15,6 +15,7 @@
 //! What a layer needs and leaves stands in its [`RingStep`]s alone.
 
 mod boundary;
+mod choice;
 mod deal;
 mod device_visits;
 mod fetches;
@@ -41,6 +42,7 @@ use std::fmt;
 use std::ops::Range;
 
 pub use boundary::{Boundary, Encoding, Role};
+pub use choice::ChosenBy;
 pub use deal::{deal, deal_groups, devices_of_groups};
 pub use device_visits::DeviceVisit;
 pub use fetches::{Fetch, Share};

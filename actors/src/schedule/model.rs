@@ -41,16 +41,11 @@ impl RingModel {
             };
             let needs = vec![BlockId(number as u32)];
             let saves = None;
-            let step = RingStep {
-                kind,
-                needs,
-                reads,
-                writes,
-                saves,
-                keeps: false,
-                keys: false,
-                asks: None,
-            };
+            let chosen_by = None;
+            let keeps = false;
+            let keys = false;
+            let asks = None;
+            let step = RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, keys, asks };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
@@ -92,6 +87,10 @@ pub struct RingStep {
     pub kind: VisitKind,
     /// Blocks it needs. A block that several layers need is trained by one of them at most.
     pub needs: Vec<BlockId>,
+    /// The role of the boundary by which rows choose parts of the blocks: an earlier step of the
+    /// layer writes it. What no row of a visit chose is neither uploaded nor downloaded. `None`:
+    /// each row uses all of the blocks.
+    pub chosen_by: Option<Role>,
     /// The inputs: of each role, the boundary that an earlier step wrote last.
     pub reads: Vec<Input>,
     /// The outputs.
@@ -149,6 +148,10 @@ pub struct Selection {
     pub frozen: Vec<BlockId>,
     /// Groups of micro-batches: see [`Schedule::groups`](super::Schedule).
     pub groups: Vec<Range<MicroBatch>>,
+    /// True if uploads of the forward pass wait until it is known which parts of a block rows
+    /// choose. That pays where a step has so few rows that they choose few parts. The backward pass
+    /// knows it without a wait.
+    pub waits_for_choice: bool,
 }
 
 /// `count` groups of about as many of these ranges each: a range begins at each of `firsts`, and the
@@ -165,7 +168,9 @@ impl Selection {
     pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
         let groups = std::iter::once(0..micro_batches.len() as MicroBatch).collect();
-        Selection { layers, micro_batches, runs: Vec::new(), frozen: Vec::new(), groups }
+        let runs = Vec::new();
+        let frozen = Vec::new();
+        Selection { layers, micro_batches, runs, frozen, groups, waits_for_choice: false }
     }
 
     /// Cuts the micro-batches into `count` groups that are as equal as can be. None is empty, and

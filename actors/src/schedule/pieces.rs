@@ -2,13 +2,17 @@
 //!
 //! **The upload lane's order.** Inputs of each visit in order. The blocks of a coming visit stand
 //! (a) behind the last input of the visit that last used their slot, (b) behind the last input of
-//! the visit `visit credits` before their own, (c) never before their own step. An entry can
+//! the visit `visit credits` before their own, (c) never before their own step, (d) if they wait
+//! for what rows choose of them, behind the last input of the visit that writes it. An entry can
 //! complete without those in front of it, so the list cannot end in a circle. Within these rules, a
 //! block stands behind as many inputs of the running visit as the pool fetches ahead: the lane is
 //! in order, and a whole block in front of them would starve the compute lane. A block is one
 //! piece. If long visits with few stash slots ask for it, a piece becomes a share, and this list is
 //! the one place that changes.
 
+use std::ops::Range;
+
+use super::choice::ChosenBy;
 use super::device_visits::DeviceVisit;
 use super::{MicroBatch, Pools, Schedule};
 
@@ -78,8 +82,29 @@ fn earliest_places(
             let inputs = (pools.ahead / slots).max(1).min(visit.micro_batches.len() as u32);
             (meanwhile, inputs)
         };
-        earliest = place.max(earliest);
+        let choice = chosen_behind(schedule, device_visits, &visits[..own], device_visit);
+        earliest = place.max(choice).max(earliest);
         places.push(earliest);
     }
     places
+}
+
+/// The place behind the last input of the device's visit that writes what rows choose of the blocks
+/// of a visit. `before`: the device's earlier visits.
+fn chosen_behind(
+    schedule: &Schedule,
+    device_visits: &[DeviceVisit],
+    before: &[usize],
+    device_visit: usize,
+) -> (usize, u32) {
+    let visit = |index: usize| &schedule.visits[device_visits[index].visit];
+    let choices = device_visits[device_visit].uploads().filter_map(|residence| residence.chosen_by);
+    let behind = |ChosenBy { boundary, first, end }: ChosenBy| {
+        before.iter().rposition(|&earlier| {
+            let Range { start, end: last } = visit(earlier).micro_batches;
+            visit(earlier).writes.contains(&boundary) && start < end && first < last
+        })
+    };
+    let place = |at: usize| (at, visit(before[at]).micro_batches.len() as u32);
+    choices.filter_map(behind).max().map_or((0, 0), place)
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::choice::{ChosenBy, of_gradient};
 use super::device_visits::DeviceVisit;
 use super::spans::{Join, join};
 use super::{BlockId, DeviceId, GroupId, Schedule, VisitKind};
@@ -28,6 +29,8 @@ pub enum Reduction {
         group: GroupId,
         /// The device that it comes from.
         device: DeviceId,
+        /// What says which parts of it have contributions; `None`: all may.
+        chosen_by: Option<ChosenBy>,
         /// The join with other gradients of the block.
         join: Join,
         /// True when a scatter follows.
@@ -61,7 +64,8 @@ pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> 
                     let join = join(*nth, counts[&block]);
                     *nth += 1;
                     let scattered = scattered.contains(&block);
-                    Reduction::Gradient { block, group, device, join, scattered }
+                    let chosen_by = of_gradient(schedule, visit, block);
+                    Reduction::Gradient { block, group, device, chosen_by, join, scattered }
                 }));
             }
             VisitKind::Scatter => list.push(Reduction::Scatter { visit: index }),

@@ -14,7 +14,7 @@ use super::pieces::Piece;
 use super::plan::DeviceWalk;
 use super::pools::Pools;
 use super::reductions::Reduction;
-use super::{BlockId, BoundaryId, MicroBatch, Refusal, Schedule, Visit};
+use super::{BlockId, BoundaryId, ChosenBy, MicroBatch, Refusal, Schedule, Visit};
 
 /// The lists that the actors of a plan walk.
 #[derive(Clone, Copy)]
@@ -200,6 +200,13 @@ impl<'p> Replay<'p> {
         let tenants = resolved.uploads().filter_map(|residence| of.tenants.get(&residence.slot));
         if !tenants.into_iter().all(is_copied) {
             return waits("other devices, which copy from its slot of pool weights");
+        }
+        let mut choices = resolved.uploads().filter_map(|residence| residence.chosen_by);
+        let is_chosen = |choice: ChosenBy| {
+            choice.micro_batches().all(|m| self.landed[self.cell(choice.boundary, m)])
+        };
+        if !choices.all(is_chosen) {
+            return waits("what rows choose of a block");
         }
         let uploads = resolved.uploads();
         let staged = uploads.filter(|residence| schedule.passes_host_slot(residence.block)).count();

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 
 use super::BlockId;
+use super::choice::ChosenBy;
 
 /// One block of one device visit: where it lies and whether it must be uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +24,9 @@ pub struct Residence {
     pub after: Option<usize>,
     /// True when the slot holds something else, or nothing, after this visit.
     pub last_use: bool,
+    /// What says which parts of the block its visits need, from this upload to the last use.
+    /// `None`: they need all of it.
+    pub chosen_by: Option<ChosenBy>,
 }
 
 /// A slot's tenant while the visits are walked.
@@ -83,7 +87,9 @@ pub(super) fn residency(visits: &[&[BlockId]], slots: u32) -> Vec<Vec<Residence>
             if let Some((visit, at)) = used_at.insert(slot, (now, position)).filter(|_| upload) {
                 all[visit][at].last_use = true;
             }
-            residences.push(Residence { block, slot, upload, after, last_use: false });
+            let last_use = false;
+            let chosen_by = None;
+            residences.push(Residence { block, slot, upload, after, last_use, chosen_by });
         }
         all.push(residences);
     }

@@ -71,7 +71,8 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if met.len() < visit.all_reads().count() + visit.all_writes().count() {
         return Err("names a boundary twice".into());
     }
-    if let Some(id) = met.iter().find(|id| id.0 as usize >= schedule.boundaries.len()) {
+    let named = met.iter().chain(&visit.chosen_by);
+    if let Some(id) = named.into_iter().find(|id| id.0 as usize >= schedule.boundaries.len()) {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.boundaries.len()));
     }
     let is_whole = visit.micro_batches == (0..count);
@@ -161,7 +162,7 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
     let mut written = BTreeMap::new(); // -> (writer, read yet)
     for (index, visit) in schedule.visits.iter().enumerate() {
         for m in visit.micro_batches.clone() {
-            for id in visit.all_reads() {
+            for id in visit.all_reads().chain(visit.chosen_by) {
                 let refused = |what| {
                     let reason = format!("reads {id} of micro-batch {m} {what}");
                     Err(Refusal::at(schedule, index, reason))

@@ -2,7 +2,8 @@
 //!
 //! The visits of a layer's steps follow each other on one device. So the first of them brings a
 //! boundary, or writes it, and the others find it on the device: it takes no other slot, and no
-//! lane copies it again.
+//! lane copies it again. What says which parts of a block rows choose goes to the stash as well:
+//! uploads and downloads look there.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +15,8 @@ use super::{Boundary, BoundaryId, Copied, Encoding, Schedule, Visit};
 pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
     let mut readers: BTreeMap<BoundaryId, usize> = BTreeMap::new();
     let all = legs.forward.iter().chain(&legs.backward);
-    all.flat_map(|visit| &visit.reads).for_each(|id| *readers.entry(*id).or_default() += 1);
+    let read = all.flat_map(|visit| visit.reads.iter().chain(&visit.chosen_by));
+    read.for_each(|id| *readers.entry(*id).or_default() += 1);
     for legs in [&mut legs.forward, &mut legs.backward] {
         let is_one_layer = |a: &Visit, b: &Visit| (a.layer, a.place) == (b.layer, b.place);
         for visits in legs.chunk_by_mut(is_one_layer).filter(|visits| visits.len() > 1) {
@@ -26,7 +28,7 @@ pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
 }
 
 /// Keeps a boundary on the device between the visits of one layer. `readers` is the number of all
-/// visits that read it.
+/// its readers, on the device or on the host.
 fn stay_between(
     boundaries: &mut Vec<Boundary>,
     visits: &mut [Visit],

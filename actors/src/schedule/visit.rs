@@ -97,6 +97,9 @@ pub struct Visit {
     pub keys: bool,
     /// The blocks that the layer declares for this step.
     pub blocks: Vec<BlockId>,
+    /// The boundary by which rows choose parts of the blocks, where the stash has it in time.
+    /// `None`: the visit needs all of them.
+    pub chosen_by: Option<BoundaryId>,
     /// Boundaries that each micro-batch brings.
     pub reads: Vec<BoundaryId>,
     /// Boundaries that each micro-batch leaves behind.

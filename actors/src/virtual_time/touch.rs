@@ -2,8 +2,8 @@
 
 use crate::operation::Operation;
 use crate::schedule::{
-    BlockId, BoundaryId, DeviceId, DeviceVisit, GroupId, LayerId, MicroBatch, Phase, Shard, Share,
-    StepPlan, Version, Visit,
+    BlockId, BoundaryId, ChosenBy, DeviceId, DeviceVisit, GroupId, LayerId, MicroBatch, Phase,
+    Shard, Share, StepPlan, Version, Visit,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
@@ -94,7 +94,8 @@ impl Touch {
             &Work::Stage { block, stored, slot, .. } => {
                 touch.stage(block, now, stored, slot, &count);
             }
-            &Work::UploadBlock { block, version, master, weights, shard } => {
+            &Work::UploadBlock { block, version, master, weights, shard, chosen_by } => {
+                touch.read_choice(chosen_by, now);
                 let label = Label::Block(block, version);
                 touch.read(master_cell(block, master, Cell::Read), label);
                 touch.write(Cell::Weights(device, weights, shard.index), label);
@@ -125,7 +126,8 @@ impl Touch {
                 touch.place(std::slice::from_ref(outputs), *m, now, output, false);
                 touch.write_stash(&[outputs.boundary], *m, now);
             }
-            &Work::DownloadGradient { block, group, gradients, reduced } => {
+            &Work::DownloadGradient { block, group, gradients, reduced, chosen_by } => {
+                touch.read_choice(chosen_by, now);
                 let label = Label::Gradient(block, now, of_groups(plan, block, Some(group)));
                 touch.read(Cell::Gradient(device, gradients), label);
                 touch.write(Cell::Landing(reduced), label);
@@ -222,6 +224,12 @@ impl Touch {
     fn read_stash(&mut self, boundaries: &[BoundaryId], m: MicroBatch, now: Version) {
         let cell = |&id: &BoundaryId| (Cell::Stash(id, m), Label::Boundary(id, m, now));
         self.reads.extend(boundaries.iter().map(cell));
+    }
+
+    fn read_choice(&mut self, chosen_by: Option<ChosenBy>, now: Version) {
+        if let Some(choice) = chosen_by {
+            choice.micro_batches().for_each(|m| self.read_stash(&[choice.boundary], m, now));
+        }
     }
 
     fn write_stash(&mut self, boundaries: &[BoundaryId], m: MicroBatch, now: Version) {

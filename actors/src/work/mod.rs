@@ -13,7 +13,7 @@ pub use kind::WorkKind;
 pub use lane::{Lane, Queue};
 
 use crate::schedule::{
-    BlockId, BoundaryId, GroupId, MicroBatch, Phase, Schedule, Shard, Share, Version,
+    BlockId, BoundaryId, ChosenBy, GroupId, MicroBatch, Phase, Schedule, Shard, Share, Version,
 };
 
 /// A boundary of a micro-batch and its slot.
@@ -86,7 +86,15 @@ pub enum Work {
     /// File: reads the stored data of a staged block into a staging slot.
     Stage { block: BlockId, version: Version, stored: Stored, slot: u32 },
     /// Upload: copies a shard of a published block of this version into a weight slot.
-    UploadBlock { block: BlockId, version: Version, master: MasterAt, weights: u32, shard: Shard },
+    /// Without the parts that no row chose, if `chosen_by` says which parts rows choose.
+    UploadBlock {
+        block: BlockId,
+        version: Version,
+        master: MasterAt,
+        weights: u32,
+        shard: Shard,
+        chosen_by: Option<ChosenBy>,
+    },
     /// Peer: copies the shards of a block that other devices uploaded, each from a weight slot of
     /// its device, into the slot `weights` of this device, which uploaded `shard`.
     CopyShards {
@@ -109,8 +117,15 @@ pub enum Work {
     },
     /// Download: copies a boundary from an output slot into the stash.
     DownloadBoundary { micro_batch: MicroBatch, outputs: Placed },
-    /// Download: copies a group's gradient into a landing block.
-    DownloadGradient { block: BlockId, group: GroupId, gradients: u32, reduced: u32 },
+    /// Download: copies a group's gradient into a landing block. The parts that no row chose are
+    /// zero there, if `chosen_by` says which parts rows choose.
+    DownloadGradient {
+        block: BlockId,
+        group: GroupId,
+        gradients: u32,
+        reduced: u32,
+        chosen_by: Option<ChosenBy>,
+    },
     /// Host: takes what layers measured of one micro-batch.
     Measure { visit: usize, micro_batch: MicroBatch },
     /// Exchange: adds what all processes measured in the step.
@@ -318,7 +333,7 @@ impl Work {
     }
 
     /// Bytes it moves: to or from a device, or between host and file; 0 for work that stays where
-    /// it is.
+    /// it is. What rows choose of a block counts as all of it.
     pub fn bytes(&self, schedule: &Schedule) -> u64 {
         self.row().bytes(schedule)
     }

@@ -22,10 +22,12 @@ pub fn boundary(role: Role) -> Boundary {
 pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Role]) -> RingLayer {
     let writes = writes.iter().copied().map(boundary).collect();
     let reads = reads.to_vec();
+    let chosen_by = None;
     let saves = None;
     let keeps = false;
     let keys = false;
-    let step = RingStep { kind, needs, reads, writes, saves, keeps, keys, asks: None };
+    let asks = None;
+    let step = RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, keys, asks };
     RingLayer { steps: vec![step] }
 }
 
@@ -134,6 +136,40 @@ pub fn attending(mut model: RingModel, attends: impl Fn(usize) -> bool) -> RingM
     for (number, layer) in model.layers.iter_mut().enumerate() {
         let first = &mut layer.steps[0];
         first.keys = first.kind == VisitKind::Layer && attends(number);
+    }
+    model
+}
+
+/// The same model, in which stack layers of some numbers have a step for their block, whose rows
+/// choose parts of two further blocks, each of a step of its own.
+pub fn choosing(mut model: RingModel, chooses: impl Fn(usize) -> bool) -> RingModel {
+    let own = |number| input(Role::Own(number), Role::OwnGradient(number));
+    let sum = Input { once: true, ..own(2) };
+    for (number, layer) in model.layers.iter_mut().enumerate() {
+        let [first] = &mut layer.steps[..] else { panic!("a layer of one step") };
+        if first.kind != VisitKind::Layer || !chooses(number) {
+            continue;
+        }
+        let block = model.blocks[first.needs[0].0 as usize];
+        let parts = [(); 2].map(|()| {
+            model.blocks.push(block);
+            RingStep {
+                needs: vec![BlockId(model.blocks.len() as u32 - 1)],
+                chosen_by: Some(Role::Own(1)),
+                reads: vec![own(0), own(1), sum],
+                writes: vec![boundary(Role::Own(2))],
+                saves: None,
+                asks: None,
+                ..first.clone()
+            }
+        });
+        let writes = [0, 1, 2].map(|number| boundary(Role::Own(number))).to_vec();
+        let writes = std::mem::replace(&mut first.writes, writes);
+        let others = first.reads.split_off(1);
+        layer.steps.extend(parts);
+        let last = &mut layer.steps[2];
+        last.writes = writes;
+        last.reads.extend(others);
     }
     model
 }

@@ -103,7 +103,10 @@ impl Case {
         let model = keeping(model, |number| self.seed >> (number % 64) & 1 == 1);
         let model = measuring(model, self.answers(), |number| self.seed >> (number % 61) & 2 == 0);
         let model = attending(model, |number| self.seed >> (number % 59) & 3 != 0);
+        // Rows of some layers choose parts of blocks, and uploads of some schedules wait for it.
+        let model = choosing(model, |number| self.seed >> (number % 59) & 5 == 5);
         let mut selection = everything(&model, self.micro_batches);
+        selection.waits_for_choice = self.seed & 2 == 0;
         selection.set_groups(self.groups);
         let blocks = model.blocks.len() as u32;
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();

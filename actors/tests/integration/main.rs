@@ -4,6 +4,7 @@
 //! program of its own: it counts the threads of its process and replaces the panic hook.
 
 mod bounds;
+mod choice;
 mod closed_forms;
 #[path = "../common/mod.rs"]
 mod common;

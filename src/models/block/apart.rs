@@ -106,6 +106,7 @@ impl TransformerBlock {
             }
             steps.push(LayerStep {
                 blocks: blocks.collect(),
+                chosen_by: Some(Role::Own(CHOSEN)),
                 reads,
                 writes,
                 saves: None,

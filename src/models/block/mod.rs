@@ -10,6 +10,8 @@ mod routing;
 mod saved;
 mod tensors;
 
+use std::ops::Range;
+
 pub(crate) use apart::PASSED_ON;
 
 use self::backward::ChunkGradients;
@@ -191,6 +193,15 @@ impl Layer for TransformerBlock {
         let Some(experts) = self.experts() else { return 0 };
         let of_expert = self.expert_tensors(experts, 0);
         self.experts_of(step).len() * of_expert.iter().filter(|tensor| !tensor.joined).count()
+    }
+
+    fn parts_of_block(&self, block: usize) -> Range<usize> {
+        let bundle = block.checked_sub(1).and_then(|behind| self.bundles().nth(behind));
+        bundle.unwrap_or_default()
+    }
+
+    fn chosen_parts(&self, choice: &[f32]) -> Vec<bool> {
+        self.experts().map_or_else(Vec::new, |experts| routing::with_rows(experts, choice))
     }
 
     fn products(&self) -> usize {

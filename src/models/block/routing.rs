@@ -3,9 +3,9 @@
 use l2l_actors::schedule::Role;
 
 use super::chunk::ChunkPass;
-use crate::kernels::{LimitExperts, MeasureRoutes, RouteSlopes};
+use crate::kernels::{DROPPED, LimitExperts, MeasureRoutes, RouteSlopes};
 use crate::models::ports::PortViews;
-use crate::models::{Balance, BalanceOf};
+use crate::models::{Balance, BalanceOf, Experts};
 use crate::tensor::{Scratch, View};
 
 /// The place of the draws of second choices among the random numbers of a block.
@@ -23,7 +23,8 @@ pub(super) struct RoutingViews {
 }
 
 impl RoutingViews {
-    pub(super) const NONE: RoutingViews = RoutingViews { measured: None, accumulate: false, slopes: None };
+    pub(super) const NONE: RoutingViews =
+        RoutingViews { measured: None, accumulate: false, slopes: None };
 
     pub(super) fn of_forward(ports: &PortViews<'_>) -> RoutingViews {
         let accumulate = ports.chunk.first_position() > ports.held.first_position();
@@ -33,6 +34,17 @@ impl RoutingViews {
     pub(super) fn of_backward(ports: &PortViews<'_>) -> RoutingViews {
         RoutingViews { slopes: ports.read(Role::Balance), ..RoutingViews::NONE }
     }
+}
+
+/// For each expert, whether it has a row: from the choice of some rows, (R, 2 k).
+pub(super) fn with_rows(experts: Experts, choice: &[f32]) -> Vec<bool> {
+    let Experts { count, per_token, .. } = experts;
+    let mut has_rows = vec![false; count];
+    for row in choice.chunks_exact(2 * per_token) {
+        let kept = row[..per_token].iter().map(|expert| expert.to_bits());
+        kept.filter(|bits| bits & DROPPED == 0).for_each(|bits| has_rows[bits as usize] = true);
+    }
+    has_rows
 }
 
 impl ChunkPass<'_> {

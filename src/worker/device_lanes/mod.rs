@@ -23,7 +23,7 @@ use crate::config::{Config, GradientDtype, NonFinite};
 use crate::devices::Device;
 use crate::error::Error;
 use crate::kernels::Kernels;
-use crate::models::{self, BlockViews, ModelLayer, Port, Save, VisitArgs};
+use crate::models::{self, BlockTensors, BlockViews, ModelLayer, Port, Save, VisitArgs};
 use crate::plan::Purpose;
 use crate::tensor::{Dtype, Packing, Slots, View, packed_bf16, widen};
 
@@ -97,15 +97,20 @@ impl DeviceLanes {
         let host = shared.memory.lease();
         let side = self.side(operation);
         match *operation.work() {
-            Work::UploadBlock { block, version, master, weights, shard } => {
+            Work::UploadBlock { block, version, master, weights, shard, chosen_by } => {
                 let slot = side.weights.slot(weights, shared.published_len(block));
-                let range = floats_of(shard, slot);
-                let to = slot.part(range.clone());
+                let dtype = shared.plan.dtype();
+                let needed = shared
+                    .needed(operation, block, chosen_by, |tensors| tensors.published_ranges(dtype));
+                if needed.is_some() {
+                    side.fill_unread(slot)?;
+                }
+                let ranges = needed.unwrap_or_else(|| vec![floats_of(shard, slot)]);
                 match master {
-                    MasterAt::Slot(read) => side.upload(to, &host.read_slot(read)[range], None),
+                    MasterAt::Slot(read) => side.upload_parts(slot, host.read_slot(read), &ranges),
                     MasterAt::Memory => {
                         let lease = shared.eps.memory().read(block, version);
-                        side.upload(to, &lease.parameters[range], None)
+                        side.upload_parts(slot, &lease.parameters, &ranges)
                     }
                 }
             }
@@ -150,15 +155,19 @@ impl DeviceLanes {
         let host = shared.memory.lease();
         let side = self.side(operation);
         match *operation.work() {
-            Work::DownloadGradient { block, gradients, reduced, .. } => {
+            Work::DownloadGradient { block, gradients, reduced, chosen_by, .. } => {
                 let len = shared.trained_len(block);
                 let gradient = side.gradients.slot(gradients, len);
+                let needed =
+                    shared.needed(operation, block, chosen_by, BlockTensors::gradient_ranges);
+                let whole = 0..len;
+                let needed = needed.unwrap_or_else(|| vec![whole]);
                 let landing = host.landing(reduced, len);
                 match shared.plan.gradient_dtype() {
-                    GradientDtype::F32 => side.download(landing, gradient, None),
+                    GradientDtype::F32 => side.download_parts(landing, gradient, &needed, None),
                     GradientDtype::Bf16 => {
                         let packed = &mut landing[len - packed_bf16(len)..];
-                        side.download(packed, gradient, Some(Packing::bf16(len)))
+                        side.download_parts(packed, gradient, &needed, Some(Packing::bf16))
                     }
                 }
             }

@@ -1,5 +1,6 @@
 //! One device: the pools of its slots, and copies whose bytes are counted.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -12,6 +13,10 @@ use crate::plan::{Holder, Plan, Side};
 use crate::tensor::{Packing, Slots, View};
 use crate::worker::Used;
 use crate::worker::counts::LinkUsed;
+
+/// What a slot holds where nothing was uploaded, in builds with debug assertions: NaN, also as two
+/// numbers of 16 bits. So a kernel that reads it changes the results of tests.
+const UNREAD: f32 = f32::from_bits(0x7fff_7fff);
 
 /// A device, and where its slots lie.
 pub(super) struct DeviceSide {
@@ -98,6 +103,48 @@ impl DeviceSide {
             Some(packing) => self.device.download_packed(to, from, packing)?,
         }
         self.count_download(to.len());
+        Ok(())
+    }
+
+    /// Fills a slot, of which only parts will be uploaded: see [`UNREAD`].
+    pub(super) fn fill_unread(&self, slot: View) -> Result<(), BoxedError> {
+        if cfg!(debug_assertions) && self.device.shared().is_some() {
+            self.device.upload(slot, &vec![UNREAD; slot.len()])?;
+        }
+        Ok(())
+    }
+
+    /// Copies these ranges of a block to its slot.
+    pub(super) fn upload_parts(
+        &self,
+        slot: View,
+        block: &[f32],
+        ranges: &[Range<usize>],
+    ) -> Result<(), BoxedError> {
+        for range in ranges {
+            self.upload(slot.part(range.clone()), &block[range.clone()], None)?;
+        }
+        Ok(())
+    }
+
+    /// Copies these ranges of a gradient from the device, and sets the others to 0. `packing`: that
+    /// of so many numbers, if the host has them packed.
+    pub(super) fn download_parts(
+        &self,
+        to: &mut [f32],
+        gradient: View,
+        ranges: &[Range<usize>],
+        packing: Option<fn(usize) -> Packing>,
+    ) -> Result<(), BoxedError> {
+        let place = |number: usize| packing.map_or(number, |packing| packing(number).floats(1));
+        let mut end = 0;
+        for range in ranges {
+            to[place(end)..place(range.start)].fill(0.0);
+            let part = &mut to[place(range.start)..place(range.end)];
+            self.download(part, gradient.part(range.clone()), packing.map(|of| of(range.len())))?;
+            end = range.end;
+        }
+        to[place(end)..].fill(0.0);
         Ok(())
     }
 
