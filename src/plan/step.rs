@@ -139,6 +139,7 @@ pub(crate) fn schedule_of(
     let ring = ring_model(config, model, of_units, is_cut, kept, states, share);
     let mut selection = Selection::all(&ring, units.sizes());
     selection.groups = units.groups(groups);
+    selection.last_chunk = units.last_chunk();
     selection.runs = units.runs;
     selection.waits_for_choice = may_wait && pays_a_wait(config, model, shape, share);
     if let Some(layers) = layers {

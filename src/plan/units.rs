@@ -93,6 +93,12 @@ impl Units {
         equal_groups(&firsts, self.all.len() as MicroBatch, count)
     }
 
+    /// Tokens of the longest last chunk of a run, if there are runs.
+    pub(crate) fn last_chunk(&self) -> Option<u32> {
+        let last = |run: &Range<MicroBatch>| self.of(run.end - 1).chunk.as_ref().map(Range::len);
+        self.runs.iter().filter_map(last).max().map(|tokens| tokens as u32)
+    }
+
     /// Sequences, or chunks, in each unit.
     pub(crate) fn sizes(&self) -> Vec<u32> {
         self.all.iter().map(|unit| unit.sequences.len() as u32).collect()
@@ -127,6 +133,7 @@ mod tests {
         assert_eq!(units_of.runs, [1..4, 5..7]);
         assert_eq!([0, 3, 4, 6].map(|m| units_of.whole(m)), [0..4, 0..4, 4..5, 5..7]);
         assert_eq!(units_of.groups(2), [0..4, 4..7]);
+        assert_eq!(units_of.last_chunk(), Some(44));
         assert_eq!((units_of.sizes(), units_of.positions), (vec![1, 1, 1, 1, 2, 1, 1], 128));
     }
 

@@ -149,6 +149,7 @@ impl<'m> Wiring<'m> {
             positions: model.positions,
             micro_batches: micro_batches.clone(),
             runs: runs.clone(),
+            last_chunk: selection.last_chunk.unwrap_or(model.positions),
             groups: groups.clone(),
             shards: 1,
             ranks: Ranks::ONE,

@@ -106,6 +106,8 @@ pub struct Schedule {
     /// Micro-batches that are the chunks of one sequence, in order: sorted, disjoint, of two or
     /// more, each inside one group.
     pub runs: Vec<Range<MicroBatch>>,
+    /// Tokens of the longest last chunk of a run: it moves fewer bytes.
+    pub last_chunk: u32,
     /// The groups of micro-batches, in order, none empty. Each group has gradients of its own,
     /// which the Reducer adds in pairs, by a tree that depends on the number of groups alone.
     pub groups: Vec<Range<MicroBatch>>,
@@ -154,7 +156,9 @@ impl Schedule {
     /// longest.
     pub fn stashed_bytes(&self, id: BoundaryId, micro_batch: MicroBatch) -> u64 {
         let sequences = u64::from(self.micro_batches[micro_batch as usize]);
-        let tokens = sequences.saturating_mul(u64::from(self.positions));
+        let is_last = self.run_of(micro_batch).is_some_and(|run| micro_batch + 1 == run.end);
+        let positions = if is_last { self.last_chunk } else { self.positions };
+        let tokens = sequences.saturating_mul(u64::from(positions));
         self.boundary(id).stashed_bytes(sequences, tokens)
     }
 

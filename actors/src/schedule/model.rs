@@ -144,6 +144,8 @@ pub struct Selection {
     pub micro_batches: Vec<u32>,
     /// Micro-batches that are the chunks of one sequence: see [`Schedule::runs`](super::Schedule).
     pub runs: Vec<Range<MicroBatch>>,
+    /// Tokens of the longest last chunk of a run; `None`: as many as other chunks have.
+    pub last_chunk: Option<u32>,
     /// Blocks that compute no gradient this step.
     pub frozen: Vec<BlockId>,
     /// Groups of micro-batches: see [`Schedule::groups`](super::Schedule).
@@ -168,9 +170,15 @@ impl Selection {
     pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
         let groups = std::iter::once(0..micro_batches.len() as MicroBatch).collect();
-        let runs = Vec::new();
-        let frozen = Vec::new();
-        Selection { layers, micro_batches, runs, frozen, groups, waits_for_choice: false }
+        Selection {
+            layers,
+            micro_batches,
+            runs: Vec::new(),
+            last_chunk: None,
+            frozen: Vec::new(),
+            groups,
+            waits_for_choice: false,
+        }
     }
 
     /// Cuts the micro-batches into `count` groups that are as equal as can be. None is empty, and
