@@ -126,8 +126,8 @@ impl PlanSpec<'_> {
         add(Holder::Gradients, gradients, sizes.gradient);
         add(Holder::Inputs, pools.inputs as usize, schedules.boundary);
         add(Holder::Outputs, pools.outputs as usize, schedules.boundary);
-        add(Holder::ChunkState, 1, chunk_state);
         add(Holder::Workspace, 1, workspace);
+        regions.add_if_any(Holder::ChunkState, Side::Device, chunk_state);
         regions.add_if_any(Holder::Widened, Side::Device, widened + cached);
         regions.add_if_any(Holder::Overhead, Side::Device, overhead.next_multiple_of(ALIGNED));
     }

@@ -89,11 +89,12 @@ pub(crate) struct Regions {
 }
 
 /// Names of the terms of each place, in the order in which plans show them.
-pub(crate) const DEVICE_TERMS: [&str; 8] = [
+pub(crate) const DEVICE_TERMS: [&str; 9] = [
     "weights",
     "gradients",
     "inputs",
     "outputs",
+    "keys_and_values",
     "workspace",
     "stash",
     "device_overhead",
@@ -123,7 +124,8 @@ impl Holder {
             Holder::Weights => "weights",
             Holder::Gradients => "gradients",
             Holder::Inputs => "inputs",
-            Holder::Outputs | Holder::ChunkState => "outputs",
+            Holder::Outputs => "outputs",
+            Holder::ChunkState => "keys_and_values",
             Holder::Workspace | Holder::Widened => "workspace",
             Holder::Overhead => "device_overhead",
             Holder::Stash | Holder::Kept => "stash",
@@ -283,8 +285,11 @@ mod tests {
         assert_eq!((regions.device_floats(), regions.arena(Side::Host).floats), (176, 32));
         let [device, host, file] = regions.terms();
         let named: Vec<_> = device.iter().map(|term| (term.name, term.bytes)).collect();
-        // Regions of one term are summed, and a term of an empty region is listed.
-        assert_eq!(named, [("weights", 384), ("outputs", 320), ("stash", 0)]);
+        // A term of an empty region is listed.
+        assert_eq!(
+            named,
+            [("weights", 384), ("outputs", 192), ("keys_and_values", 128), ("stash", 0)]
+        );
         assert_eq!(device.iter().map(|term| term.bytes).sum::<u64>(), 176 * FLOAT);
         assert_eq!(host.len() + file.len(), 2);
         assert_eq!(regions.copied_bytes(), (32 + 80) * FLOAT);

@@ -1,7 +1,7 @@
 //! Sequences that are longer than a chunk: the numbers of transformers, which computes them whole
 //! (`goldens/chunked.py`), the same bits in every schedule, documents, and prompts.
 
-use l2l::Config;
+use l2l::{Config, Plan, model_of, shape_of};
 use l2l::config::{Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
 use proptest::prelude::*;
@@ -158,5 +158,31 @@ async fn prompts_are_read_in_chunks() {
         let cut = greedy(config.clone(), &prompts, 12).await;
         config.step.chunk_positions = 3 * CHUNK;
         assert_eq!(greedy(config, &prompts, 12).await, cut, "{name}");
+    }
+}
+
+/// What a device holds of a step, in bytes: what grows with the length, and all else.
+fn held(preset: &str, length: usize) -> [u64; 2] {
+    let sizes = "model.layers = 3\nmodel.hidden = 64\nmodel.heads = 4\nmodel.vocabulary = 97";
+    let mut config = crate::packing::config(&format!("model.preset = \"{preset}\"\n{sizes}"), 2);
+    (config.model.positions, config.data.sequence_length) = (Some(length), Some(length));
+    config.step.chunk_positions = CHUNK;
+    let model = model_of(&config, shape_of(&config).expect("a shape of ours"));
+    let plan = Plan::new(&config, &model.expect("a model of ours"), &config.update_rule());
+    let plan = plan.expect("a plan");
+    let keys = plan.device.iter().find(|term| term.name == "keys_and_values");
+    let keys = keys.map_or(0, |term| term.bytes);
+    [keys, plan.device_bytes() - keys]
+}
+
+#[test]
+fn devices_grow_with_the_length_by_keys_and_values_alone() {
+    for preset in ["llama-1b", "qwen", "moe-small"] {
+        let lengths = [2, 16, 64, 1024].map(|chunks| held(preset, chunks * CHUNK));
+        let [keys, rest] = lengths[0];
+        for (chunks, [more_keys, same]) in [2, 16, 64, 1024].into_iter().zip(lengths) {
+            assert_eq!(same, rest, "{preset}: {chunks} chunks");
+            assert_eq!(more_keys * 2, keys * chunks, "{preset}: {chunks} chunks");
+        }
     }
 }
