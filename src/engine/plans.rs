@@ -35,7 +35,8 @@ pub(super) struct StepPlans {
 }
 
 impl StepPlans {
-    /// The plan of a step of this shape, with these units and layers. `make` makes it if it is not kept.
+    /// The plan of a step of this shape, with these units and layers. `make` makes it if it is not
+    /// kept.
     ///
     /// # Errors
     /// `make` failed.

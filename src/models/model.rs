@@ -401,8 +401,9 @@ impl Model {
         }
     }
 
-    /// FLOPs of the products of a visit: of these positions of sequences at a layer that saves these
-    /// activations. A position attends to all before it, and to those of its own visit. In a head, all positions count. The steps of a layer have the same share of it.
+    /// FLOPs of the products of a visit: of these positions of sequences, at a layer that saves
+    /// these activations. A position attends to all before it, and to those of its own visit. In a
+    /// head, all positions count. The steps of a layer have the same share of it.
     pub(crate) fn visit_flops(
         &self,
         layer: usize,

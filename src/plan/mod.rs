@@ -30,7 +30,7 @@ pub(crate) use share::DealtStep;
 pub use share::RankShare;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 pub use traffic::{FabricBytes, LinkBytes, PlannedTraffic};
-pub(crate) use units::{Unit, Units, most_positions};
+pub(crate) use units::{RingUnit, Units, most_positions};
 
 use self::config::Settings;
 use self::room::KvCache;

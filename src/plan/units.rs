@@ -15,7 +15,7 @@ use crate::models::Model;
 
 /// A micro-batch of the ring: sequences of a step's batch, or a chunk of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Unit {
+pub(crate) struct RingUnit {
     pub(crate) sequences: Range<usize>,
     /// The positions of a chunk; `None`: the sequences are whole.
     pub(crate) chunk: Option<Range<usize>>,
@@ -24,7 +24,7 @@ pub(crate) struct Unit {
 /// The micro-batches of a step in the ring.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Units {
-    all: Vec<Unit>,
+    all: Vec<RingUnit>,
     /// The chunks of each long sequence.
     pub(crate) runs: Vec<Range<MicroBatch>>,
     /// The units of each micro-batch of `step.micro_batch` sequences.
@@ -54,7 +54,7 @@ impl Units {
             let sequences = first..lengths.len().min(first + micro_batch);
             let begin = units.all.len() as MicroBatch;
             if lengths[sequences.clone()].iter().all(|&length| length <= positions) {
-                units.all.push(Unit { sequences, chunk: None });
+                units.all.push(RingUnit { sequences, chunk: None });
             } else {
                 sequences.for_each(|sequence| units.add(sequence, lengths[sequence]));
             }
@@ -67,7 +67,7 @@ impl Units {
     fn add(&mut self, sequence: usize, length: usize) {
         let begin = self.all.len();
         let chunks = (0..length).step_by(self.positions);
-        self.all.extend(chunks.map(|from| Unit {
+        self.all.extend(chunks.map(|from| RingUnit {
             sequences: sequence..sequence + 1,
             chunk: Some(from..length.min(from + self.positions)),
         }));
@@ -76,7 +76,7 @@ impl Units {
         }
     }
 
-    pub(crate) fn of(&self, m: MicroBatch) -> &Unit {
+    pub(crate) fn of(&self, m: MicroBatch) -> &RingUnit {
         &self.all[m as usize]
     }
 
@@ -86,8 +86,8 @@ impl Units {
         self.whole[at].clone()
     }
 
-    /// The units in `count` groups. A group has whole micro-batches of the config, so that processes
-    /// and devices deal the same sequences however long they are.
+    /// The units in `count` groups. A group has whole micro-batches of the config, so that
+    /// processes and devices deal the same sequences however long they are.
     pub(crate) fn groups(&self, count: u32) -> Vec<Range<MicroBatch>> {
         let firsts: Vec<MicroBatch> = self.whole.iter().map(|units| units.start).collect();
         equal_groups(&firsts, self.all.len() as MicroBatch, count)

@@ -13,7 +13,7 @@ use crate::data::Batch;
 use crate::fabric::parts::Parts;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, SequenceChunk};
 use crate::optimizers::LearningRate;
-use crate::plan::{Purpose, Unit, Units};
+use crate::plan::{Purpose, RingUnit, Units};
 use crate::stash::StashLayout;
 
 /// The data of a step.
@@ -112,7 +112,7 @@ impl StepState {
 
     /// The sequences and rows of a micro-batch in the step's batch.
     pub(super) fn range(&self, m: MicroBatch) -> MicroBatchRange {
-        let Unit { sequences, chunk } = self.input.units.of(m);
+        let RingUnit { sequences, chunk } = self.input.units.of(m);
         let [first, end] = [sequences.start, sequences.end].map(|at| self.input.batch.starts[at]);
         let rows = match chunk {
             Some(Range { start, end }) => first + start..first + end,
@@ -129,7 +129,7 @@ impl StepState {
 
     /// The positions of each sequence that a micro-batch has.
     pub(super) fn positions(&self, m: MicroBatch) -> impl Iterator<Item = Range<usize>> {
-        let Unit { sequences, chunk } = self.input.units.of(m);
+        let RingUnit { sequences, chunk } = self.input.units.of(m);
         let positions =
             |sequence| chunk.clone().unwrap_or_else(|| 0..self.input.batch.length(sequence));
         sequences.clone().map(positions)
@@ -137,7 +137,7 @@ impl StepState {
 
     /// A micro-batch as layers see it. `seed` is the run's, for dropout.
     pub(super) fn view(&self, m: MicroBatch, seed: u64) -> BatchView<'_> {
-        let Unit { sequences, chunk } = self.input.units.of(m).clone();
+        let RingUnit { sequences, chunk } = self.input.units.of(m).clone();
         let whole = self.metadata(sequences, seed).view();
         match chunk {
             Some(Range { start: from, end: to }) => {

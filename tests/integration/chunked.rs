@@ -1,9 +1,9 @@
 //! Sequences that are longer than a chunk: the numbers of transformers, which computes them whole
 //! (`goldens/chunked.py`), the same bits in every schedule, documents, and prompts.
 
-use l2l::{Config, Plan, model_of, shape_of};
 use l2l::config::{Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
+use l2l::{Config, Plan, model_of, shape_of};
 use proptest::prelude::*;
 use serde_json::Value;
 

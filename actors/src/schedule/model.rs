@@ -156,8 +156,8 @@ pub struct Selection {
     pub waits_for_choice: bool,
 }
 
-/// `count` groups of about as many of these ranges each: a range begins at each of `firsts`, and the
-/// last one ends at `end`. No group is empty, so there are at most as many as ranges.
+/// `count` groups of about as many of these ranges each: a range begins at each of `firsts`, and
+/// the last one ends at `end`. No group is empty, so there are at most as many as ranges.
 pub fn equal_groups(firsts: &[MicroBatch], end: MicroBatch, count: u32) -> Vec<Range<MicroBatch>> {
     let all = firsts.len() as u64;
     let count = u64::from(count).clamp(1, all.max(1));
