@@ -1,17 +1,18 @@
 //! Sequences that are longer than a chunk: the numbers of transformers, which computes them whole
 //! (`goldens/chunked.py`), the same bits in every schedule, documents, and prompts.
 
-use l2l::config::{Recompute, ScheduleKind, StashPlace};
+use l2l::config::{Deal, Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
 use l2l::{Config, Plan, model_of, shape_of};
 use proptest::prelude::*;
 use serde_json::Value;
 
 use crate::balanced::Routers;
-use crate::exact::{self, Case, Ways, baseline, planned, run};
+use crate::exact::{self, Case, SMALL, Ways, baseline, planned, run};
 use crate::packing::{packed, steps, texts};
 use crate::plan::limit;
 use crate::pytorch::{case, check};
+use crate::ranks::{Task, on_ranks};
 use crate::rotary::greedy;
 use crate::whole;
 
@@ -158,6 +159,43 @@ async fn prompts_are_read_in_chunks() {
         let cut = greedy(config.clone(), &prompts, 12).await;
         config.step.chunk_positions = 3 * CHUNK;
         assert_eq!(greedy(config, &prompts, 12).await, cut, "{name}");
+    }
+}
+
+/// Chunks on ranks and devices, with losses that depend on whole sequences. The last micro-batch
+/// has one sequence.
+#[test]
+fn ranks_and_devices_share_long_sequences() {
+    for routers in [Routers::OfSequences, Routers::OfStep] {
+        let case = Case {
+            layers: 2,
+            batch: 5,
+            micro_batch: 2,
+            groups: 3,
+            experts: Some([5, 2]),
+            routers,
+            ..SMALL.clone()
+        };
+        let of = |ways: Ways| Task::new(config(&case, &ways, 300), 2);
+        let relay = Ways { kind: ScheduleKind::Relay, place: StashPlace::Host, ..baseline() };
+        let first = match routers {
+            Routers::OfStep => relay.clone(),
+            _ => baseline(),
+        };
+        let (expected, reference) = of(first).run(None).expect("a case of ours");
+        for (ranks, devices, deal) in [
+            (1, 3, Deal::Layers),
+            (2, 1, Deal::Layers),
+            (2, 2, Deal::Layers),
+            (1, 2, Deal::Sequences),
+        ] {
+            let ways = Ways { devices, deal, recompute: true.into(), ..relay.clone() };
+            for (seen, _) in on_ranks(ranks, |_| of(ways.clone())) {
+                let (bits, summary) = seen.expect("a case of ours");
+                assert_eq!(bits, expected, "{routers:?}: {ranks} × {devices}, {deal:?}");
+                assert_eq!(summary.weights_digest, reference.weights_digest);
+            }
+        }
     }
 }
 
