@@ -176,7 +176,7 @@ fn ranks_and_devices_share_long_sequences() {
             routers,
             ..SMALL.clone()
         };
-        let of = |ways: Ways| Task::new(config(&case, &ways, 300), 2);
+        let of = |ways: Ways| Task { evaluates: true, ..Task::new(config(&case, &ways, 300), 2) };
         let relay = Ways { kind: ScheduleKind::Relay, place: StashPlace::Host, ..baseline() };
         let first = match routers {
             Routers::OfStep => relay.clone(),
