@@ -59,11 +59,12 @@ impl PlanSpec<'_> {
         Ok(regions)
     }
 
-    /// The rows that the metadata of a micro-batch describes at most: those of these sequences, or
-    /// of the longest one, of which a chunk is computed.
+    /// The rows that the metadata of a micro-batch describes at most: those of whole sequences, of
+    /// which a chunk is computed.
     fn described(&self, rows: Rows) -> Rows {
-        let longest = self.steps[0].positions.div_ceil(rows.sequences);
-        Rows { positions: rows.positions.max(longest), ..rows }
+        let most = self.settings.config.step.micro_batch.min(self.steps[0].sequences);
+        let sequences = rows.sequences.max(most);
+        Rows { sequences, positions: rows.positions.max(self.steps[0].positions) }
     }
 
     fn block_sizes(&self) -> BlockSizes {

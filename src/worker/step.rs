@@ -135,13 +135,23 @@ impl StepState {
         sequences.clone().map(positions)
     }
 
-    /// A micro-batch as layers see it. `seed` is the run's, for dropout.
+    /// The sequences of all units of a micro-batch of the config.
+    pub(super) fn sequences_of(&self, units: &Range<MicroBatch>) -> Range<usize> {
+        let [first, last] = [units.start, units.end - 1].map(|m| &self.input.units.of(m).sequences);
+        first.start..last.end
+    }
+
+    /// A micro-batch as layers see it. `seed` is the run's, for dropout. Also of a chunk, the
+    /// metadata are those of a whole micro-batch of the config: rotary frequencies may follow its
+    /// longest sequence.
     pub(super) fn view(&self, m: MicroBatch, seed: u64) -> BatchView<'_> {
-        let RingUnit { sequences, chunk } = self.input.units.of(m).clone();
-        let whole = self.metadata(sequences, seed).view();
-        match chunk {
+        let RingUnit { sequences, chunk } = self.input.units.of(m);
+        let all = self.sequences_of(&self.input.units.whole(m));
+        let sequence = sequences.start - all.start;
+        let whole = self.metadata(all, seed).view();
+        match *chunk {
             Some(Range { start: from, end: to }) => {
-                whole.chunk_of(SequenceChunk { sequence: 0, from, to })
+                whole.chunk_of(SequenceChunk { sequence, from, to })
             }
             None => whole,
         }

@@ -201,7 +201,8 @@ fn ranks_and_devices_share_long_sequences() {
 
 /// What a device holds of a step, in bytes: what grows with the length, and all else.
 fn held(preset: &str, length: usize) -> [u64; 2] {
-    let sizes = "model.layers = 3\nmodel.hidden = 64\nmodel.heads = 4\nmodel.vocabulary = 97";
+    let sizes = "model.layers = 3\nmodel.hidden = 64\nmodel.heads = 4\nmodel.kv_heads = 2\n\
+                 model.vocabulary = 97";
     let mut config = crate::packing::config(&format!("model.preset = \"{preset}\"\n{sizes}"), 2);
     (config.model.positions, config.data.sequence_length) = (Some(length), Some(length));
     config.step.chunk_positions = CHUNK;

@@ -72,7 +72,9 @@ impl DeviceLanes {
     ) -> Result<(), BoxedError> {
         let step = operation.step();
         for (what, (role, _)) in CHECKED.into_iter().enumerate() {
-            let Some(view) = args.written(role) else { continue };
+            // A GPU's kernel reads elements of its dtype. A sum in floats ends in such elements.
+            let is_read = |view: &View| view.dtype == args.dtype;
+            let Some(view) = args.written(role).filter(is_read) else { continue };
             let written = Written { step: step.number, device_visit, what };
             if !self.device_of(operation).is_finite(view, written.mark())? {
                 let kernel = self.first_kernel(operation, device_visit, batch, args)?;

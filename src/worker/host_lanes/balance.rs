@@ -60,10 +60,10 @@ impl HostLanes {
         let mut answers: Vec<&mut [f32]> =
             writes.iter().map(|&boundary| at.stashed_mut(boundary, m)).collect();
         let units = at.state.input.units.whole(m);
-        let [first, last] = [units.start, units.end - 1].map(|unit| at.state.range(unit).sequences);
+        let all = at.state.sequences_of(&units);
         let own = at.state.range(m).sequences;
         let batch = &at.state.input.batch;
-        let rows: Vec<usize> = (first.start..last.end).map(|one| batch.length(one)).collect();
+        let rows: Vec<usize> = all.clone().map(|one| batch.length(one)).collect();
         let measures = self.measures(at, units.clone());
         let measures: Vec<Measures<'_>> = measures.iter().map(Vec::as_slice).collect();
         let rows_of_step = at.state.rows_of_step();
@@ -78,7 +78,7 @@ impl HostLanes {
                 let Some(answer) = layer.checked_sub(unanswered).map(|at| &mut answers[at]) else {
                     return;
                 };
-                let sequence = first.start + sequence;
+                let sequence = all.start + sequence;
                 if own.contains(&sequence) {
                     let to = &mut answer[(sequence - own.start) * width..][..width];
                     to.iter_mut().zip(slopes).for_each(|(to, slope)| *to = (slope * scale) as f32);

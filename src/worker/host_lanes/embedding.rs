@@ -57,7 +57,12 @@ impl HostLanes {
         let alpha = self.neftune_alpha;
         let noise = (alpha > 0.0 && at.state.input.purpose.trains())
             .then(|| at.state.view(m, self.shared.seed));
-        let noise = noise.map(|batch| move |row: usize| batch.noise(row, alpha, channels));
+        // Noise depends on the length of the whole sequence.
+        let noise = noise.map(|batch| {
+            let first = batch.row_range().start;
+            let whole = batch.metadata().view();
+            move |row: usize| whole.noise(first + row, alpha, channels)
+        });
         let packing = self.shared.packing(schedule.boundary(boundary));
         self.shared.threads.install(|| rows.write(x, packing, noise));
     }
