@@ -117,6 +117,7 @@ impl Case {
         }
         let generate = if self.resident { resident } else { relay };
         selection.runs = if self.resident { Vec::new() } else { self.runs() };
+        selection.set_groups(self.groups);
         let schedule = generate(&model, &selection).expect("a model of ours has a schedule");
         if self.by_groups {
             let mut dealt = deal_groups(schedule, &vec![1; self.devices as usize]);
