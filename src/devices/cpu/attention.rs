@@ -209,7 +209,7 @@ impl<'a> Head<'a> {
             || {
                 for (index, row) in p.chunks_mut(TILE).take(queries.len()).enumerate() {
                     let query = (queries.from - self.before + index) as u32;
-                    let mask = Row::of_query(dropout, self.sequence, self.head, query);
+                    let mask = Row::new(dropout, self.sequence, (self.head as u32) << 20 | query);
                     mask.apply(&mut row[..keys.len()], keys.from);
                 }
             },

@@ -61,7 +61,8 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// The mask of one row of one sequence. `row` is a position relative to the first one.
+    /// The mask of one row of one sequence. `row` is a position, or a head and a query, relative to
+    /// the first position.
     #[inline(always)]
     pub(super) fn new(dropout: &Dropout<'_>, sequence: usize, row: u32) -> Row {
         let Dropout { probability, seed, step, site, first_sequence, first_position, .. } =
@@ -74,20 +75,6 @@ impl Row {
             threshold: (f64::from(probability) * 4_294_967_296.0) as u32,
             scale: 1.0 / (1.0 - probability),
         }
-    }
-
-    /// The mask of a query of a head. `query` is relative to the first position.
-    ///
-    /// A head has numbers for 2²⁰ positions. The upper bits of later positions go to the word of
-    /// the sequence: a step has fewer than 2²⁰ sequences that are so long.
-    #[inline(always)]
-    pub(super) fn of_query(dropout: &Dropout<'_>, sequence: usize, head: usize, query: u32) -> Row {
-        const POSITIONS: u32 = 1 << 20;
-        let mut of_position = Row::new(dropout, sequence, query);
-        let [position, of_sequence, _] = &mut of_position.counter;
-        *of_sequence ^= *position / POSITIONS * POSITIONS;
-        *position = (head as u32 * POSITIONS) | (*position % POSITIONS);
-        of_position
     }
 
     /// [`DRAWN`] columns from `column`, a multiple of 4: 0 or the scale.
@@ -210,25 +197,6 @@ mod tests {
         let of_each = Dropout { rows: MaskRows::Sequences, ..from_two };
         let first = dropped(Level::best(), 2, 10, of_each);
         assert_eq!([&first[..10], &first[10..]], [&all[100..110], &all[150..160]]);
-    }
-
-    /// The factors of a query of a head, whose keys are those of no other head or position.
-    #[test]
-    fn queries_behind_a_million_have_masks_of_their_own() {
-        const MILLION: u32 = 1 << 20;
-        let starts = [0, 1];
-        let of = |first_position: u32, head: usize, query: u32| {
-            let dropout = Dropout { first_position, ..dropout(0.5, &starts) };
-            Row::of_query(&dropout, 3, head, query).factors(8)
-        };
-        let before = Row::new(&dropout(0.5, &starts), 3, (2 << 20) | 5).factors(8);
-        assert_eq!(of(0, 2, 5), before, "as rows of a head and a query");
-        assert_eq!(of(MILLION - 2, 0, 1), of(0, 0, MILLION - 1));
-        assert_eq!(of(MILLION - 2, 1, 7), of(0, 1, MILLION + 5), "chunks change nothing");
-        let far = [(0, MILLION + 5), (1, 5), (0, 5), (1, MILLION + 5), (0, 3 * MILLION + 5)];
-        let far = far.map(|(head, query)| of(0, head, query).map(f32::to_bits));
-        let all: std::collections::BTreeSet<_> = far.into_iter().collect();
-        assert_eq!(all.len(), far.len());
     }
 
     #[test]

@@ -37,8 +37,8 @@ fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
             let total: f64 = scores.iter().map(|(_, score)| score.exp()).sum();
             for (key, score) in scores {
                 let factor = size.dropout.map_or(1.0, |dropout| {
-                    let row = Row::of_query(&dropout, sequence, head, query as u32);
-                    let factors = row.factors(key / 4 * 4);
+                    let row = (head as u32) << 20 | query as u32;
+                    let factors = Row::new(&dropout, sequence, row).factors(key / 4 * 4);
                     f64::from(factors[key % 4])
                 });
                 for (i, v) in at(key, 2).iter().enumerate() {

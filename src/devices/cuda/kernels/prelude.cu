@@ -257,30 +257,17 @@ __device__ inline Draws philox(Draws counter, unsigned key_0, unsigned key_1) {
     return counter;
 }
 
-// The four columns of a counter: 0 or the scale.
-__device__ inline Four mask_factors(const Dropout& dropout, const Draws& counter) {
+// Four columns from `column`, a multiple of 4, of a row of a sequence of this micro-batch: 0 or the scale.
+__device__ inline Four dropout_factors(const Dropout& dropout, unsigned sequence, unsigned row,
+                                       unsigned column) {
+    const Draws counter = {column / 4, dropout.first_position + row, dropout.first_sequence + sequence,
+                           dropout.site};
     const Draws draws = philox(counter, dropout.key[0], dropout.key[1]);
     Four factors;
     for (int i = 0; i < 4; ++i) {
         factors.of[i] = draws.of[i] < dropout.threshold ? 0.0f : dropout.scale;
     }
     return factors;
-}
-
-// Four columns from `column`, a multiple of 4, of a row of a sequence of this micro-batch.
-__device__ inline Four dropout_factors(const Dropout& dropout, unsigned sequence, unsigned row,
-                                       unsigned column) {
-    return mask_factors(dropout, {column / 4, dropout.first_position + row,
-                                  dropout.first_sequence + sequence, dropout.site});
-}
-
-// Four keys from `key`, a multiple of 4, of a query of a head. The upper bits of a position behind the first 2^20 go to
-// the word of the sequence.
-__device__ inline Four attention_factors(const Dropout& dropout, unsigned sequence, unsigned head,
-                                         unsigned query, unsigned key) {
-    const unsigned position = dropout.first_position + query, low = (1u << 20) - 1;
-    return mask_factors(dropout, {key / 4, head << 20 | (position & low),
-                                  (dropout.first_sequence + sequence) ^ (position & ~low), dropout.site});
 }
 
 // ---- Sizes. ----

@@ -160,8 +160,9 @@ struct Head {
         }
         for (int index = threadIdx.x; index < queries * (keys / 4); index += blockDim.x) {
             const unsigned query = first_query - size.past + index / (keys / 4);
+            const unsigned row = static_cast<unsigned>(head) << 20 | query;
             const int key = first_key + index % (keys / 4) * 4;
-            const Four factors = attention_factors(size.dropout, sequence, head, query, key);
+            const Four factors = dropout_factors(size.dropout, sequence, row, key);
             unsigned bits = 0;
             for (int i = 0; i < 4; ++i) {
                 bits |= static_cast<unsigned>(factors.of[i] != 0.0f) << i;
