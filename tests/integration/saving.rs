@@ -305,31 +305,11 @@ async fn a_run_without_its_last_checkpoint_ends_with_the_error() {
     assert!(folder.path().join("step-00000004/l2l.json").exists());
 }
 
-/// Says after step 2 that the checkpoint of step 1 is being written, and waits for ever.
-struct Waits {
-    folder: PathBuf,
-    says: Option<tokio::sync::oneshot::Sender<()>>,
-}
-
-impl Waits {
-    /// True once the checkpoint has a directory, under any name.
-    fn has_begun(&self) -> bool {
-        let mut entries = fs::read_dir(&self.folder).expect("a folder of ours").flatten();
-        entries.any(|entry| entry.file_name().to_string_lossy().starts_with("step-"))
-    }
-}
-
-#[async_trait]
-impl Callbacks for Waits {
-    async fn step(&mut self, _: &mut Trainer, it: &StepReport) -> Result<ControlFlow<()>, Error> {
-        if it.step == 2 {
-            while !self.has_begun() {
-                tokio::task::yield_now().await;
-            }
-            _ = self.says.take().expect("it is said once").send(());
-            std::future::pending::<()>().await;
-        }
-        Ok(ControlFlow::Continue(()))
+/// Waits until a directory has a checkpoint, under any name.
+async fn a_checkpoint_has_begun(directory: &Path) {
+    let is_one = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with("step-");
+    while !fs::read_dir(directory).expect("a folder of ours").flatten().any(is_one) {
+        tokio::task::yield_now().await;
     }
 }
 
@@ -342,11 +322,10 @@ fn dropped_while_writing(rate: &str, and_then: impl FnOnce(&Path, Config)) {
     config.checkpoint.every_steps = Some(1);
     config.eps.disk_rate = Some(rate.into());
     runtime.block_on(async {
-        let (says, said) = tokio::sync::oneshot::channel();
-        let mut waits = Waits { folder: folder.path().into(), says: Some(says) };
+        let mut no_callbacks = ();
         tokio::select! {
-            ended = Trainer::fit(config.clone()).run(&mut waits) => panic!("it waits: {ended:?}"),
-            said = said => said.expect("it comes to step 2"),
+            ended = Trainer::fit(config.clone()).run(&mut no_callbacks) => panic!("{ended:?}"),
+            () = a_checkpoint_has_begun(folder.path()) => {}
         }
     });
     and_then(folder.path(), config);
@@ -361,18 +340,17 @@ fn a_dropped_run_keeps_its_directory_until_its_checkpoint_is_complete() {
         let error = Keeper::open(folder, 1).expect_err("it is being written").to_string();
         assert!(error.contains("another run has it"), "{error}");
     });
-    dropped_while_writing("1GB/s", |folder, mut config| {
+    dropped_while_writing("1GB/s", |folder, config| {
         let mut opened = Keeper::open(folder, 1);
         while opened.is_err() {
             std::thread::yield_now();
             opened = Keeper::open(folder, 1);
         }
         drop(opened);
-        config.step.steps = Some(3);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let fit = Trainer::fit(config).resume_strictly();
         let fitted = runtime.expect("a runtime").block_on(fit.run(&mut ()));
-        assert_eq!(fitted.expect("a whole checkpoint").summary.steps, 3);
+        assert_eq!(fitted.expect("a whole checkpoint").summary.steps, STEPS);
     });
 }
 
