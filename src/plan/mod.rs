@@ -213,6 +213,12 @@ impl Plan {
         StepSpec { shape, units, layers, states, share, file, kept, may_wait: true }
     }
 
+    /// The chunks that a longest sequence is cut into in a step that trains.
+    pub(crate) fn chunks(&self, model: &Model) -> usize {
+        let most = most_positions(&self.settings.config, model, Purpose::Train);
+        most.map_or(1, |most| self.batch.positions.div_ceil(most).max(1))
+    }
+
     pub(crate) fn stash_floats(&self) -> usize {
         let place = if self.stash_on_device() { Side::Device } else { Side::Host };
         self.regions.slots(Holder::Stash, place).floats()
