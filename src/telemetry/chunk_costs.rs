@@ -1,8 +1,9 @@
-//! What each chunk of a long sequence costs beside the mean chunk: a later one attends to more keys.
+//! What each chunk of a long sequence costs beside the mean chunk: a later one attends to more
+//! keys.
 
 use std::collections::HashMap;
 
-use l2l_actors::schedule::{LayerId, MicroBatch, Phase, Schedule};
+use l2l_actors::schedule::{LayerId, MicroBatch, Phase, Schedule, Visit};
 
 use crate::models::Model;
 use crate::plan::Plan;
@@ -34,10 +35,11 @@ impl ChunkCosts {
         ChunkCosts(costs)
     }
 
-    /// Of a micro-batch at a layer: 1 if it is no chunk.
-    pub(super) fn share(&self, schedule: &Schedule, m: MicroBatch, at: (u32, Phase)) -> f64 {
+    /// Of a micro-batch in a visit: 1 if it is no chunk.
+    pub(super) fn share(&self, schedule: &Schedule, m: MicroBatch, visit: &Visit) -> f64 {
         let nth = schedule.run_of(m).map(|run| (m - run.start) as usize);
-        let share = nth.and_then(|nth| self.0.get(&at)?.get(nth).copied());
+        let of_visit = self.0.get(&(visit.layer.0, visit.phase));
+        let share = nth.zip(of_visit).and_then(|(nth, shares)| shares.get(nth).copied());
         share.unwrap_or(1.0)
     }
 }

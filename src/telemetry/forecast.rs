@@ -235,7 +235,7 @@ impl Rates {
             (_, &Work::Compute { device_visit, micro_batch, phase, .. }) => {
                 let key = (plan.visit(device_visit).layer.0, phase);
                 let mean = self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch);
-                mean * costs.share(&plan.schedule, micro_batch, key)
+                mean * costs.share(&plan.schedule, micro_batch, plan.visit(device_visit))
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];

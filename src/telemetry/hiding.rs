@@ -49,7 +49,8 @@ impl Hiding {
         rates: &Rates,
         deferred: bool,
     ) -> Result<Hiding, Error> {
-        // In a relay of one sequence, or of one chunk of it, each layer has one visit forward and one backward.
+        // In a relay of one sequence, or of one chunk of it, each layer has one visit forward and
+        // one backward.
         let mut config = config.clone();
         config.schedule.kind = ScheduleKind::Relay;
         let most = most_positions(&config, model, Purpose::Train).unwrap_or(usize::MAX);
