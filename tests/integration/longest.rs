@@ -4,6 +4,7 @@
 use l2l::config::{Dtype, ScheduleKind, StashDtype, StashPlace};
 use l2l::models::Model;
 use l2l::plan::LengthEnd;
+use l2l::telemetry::{Forecast, Lane, Rates, Slice};
 use l2l::{Config, Plan, model_of, shape_of};
 
 const CHUNK: usize = 128;
@@ -136,6 +137,39 @@ fn what_cannot_be_cut_ends_at_a_chunk() {
     let (plan, _) = plan(&config, CHUNK);
     let found = plan.longest_sequence(&model(&config), &config.update_rule(), None, Some(1 << 40));
     assert_eq!(found.expect("a plan for training").first_end(), (CHUNK, LengthEnd::Model));
+}
+
+/// In virtual time one sequence of 16 chunks is shared by four devices, and a chunk that attends to
+/// more keys takes longer.
+#[test]
+fn devices_share_one_sequence_in_virtual_time() {
+    let forecast = |devices: u32| {
+        let mut config = config("preset = \"llama-1b\"", 16 * CHUNK);
+        config.model.layers = Some(16);
+        config.step.batch = 1;
+        config.data.sequence_length = Some(16 * CHUNK);
+        config.device.flop_rate = Some("1GFLOP/s".into()); // of each device
+        set_devices(&mut config, devices);
+        let model = model(&config);
+        let rates = Rates::of(&config, &model, 1e9, 1e12, 1e12);
+        Forecast::of(&config, &model, &rates).expect("a schedule of ours")
+    };
+    let alone = forecast(1);
+    let four = forecast(4);
+    assert!(alone.seconds > 3.4 * four.seconds, "{} {}", alone.seconds, four.seconds);
+    let is_first = |slice: &&Slice| {
+        let is_forward = slice.phase == Some("forward");
+        slice.lane == Lane::Compute && slice.layer == Some(5) && is_forward
+    };
+    let times: Vec<_> = four.slices.iter().filter(is_first).map(Slice::took).collect();
+    assert_eq!(times.len(), 16);
+    assert!(times.windows(2).all(|pair| pair[0] < pair[1]), "{times:?}");
+    // Each layer takes as long in all as it does on one device.
+    let sum = |forecast: &Forecast| -> std::time::Duration {
+        let compute = forecast.slices.iter().filter(|slice| slice.lane == Lane::Compute);
+        compute.map(Slice::took).sum()
+    };
+    assert!(sum(&alone).abs_diff(sum(&four)).as_secs_f64() < 1e-3 * alone.seconds);
 }
 
 /// The command says the length, and a refusal says it with the bytes of a token.
