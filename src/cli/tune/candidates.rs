@@ -236,10 +236,11 @@ mod tests {
             |config: &Config, longest: usize| chunks(config, &model, Settings::of(config), longest);
         assert_eq!(tried(&config, 2048), [512, 256, 128]);
         assert_eq!(tried(&config, 300), [128]);
-        assert_eq!(tried(&config, 128), []);
+        let none: [usize; 0] = [];
+        assert_eq!(tried(&config, 128), none);
         config.step.batch = 16;
-        assert_eq!(tried(&config, 2048), [], "sixteen sequences for four devices");
+        assert_eq!(tried(&config, 2048), none, "sixteen sequences for four devices");
         (config.step.batch, config.device.count) = (1, None);
-        assert_eq!(tried(&config, 2048), []);
+        assert_eq!(tried(&config, 2048), none);
     }
 }
