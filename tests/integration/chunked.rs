@@ -217,7 +217,8 @@ async fn labels_at_the_edges_of_chunks_count_once() {
             config.step.chunk_positions = chunk;
             // Beside another whose labels are all there.
             let short = texts(&[40], 1, Predicts::Next).remove(0);
-            steps(config, |_| vec![sequence.clone(), short.clone()], Predicts::Next)
+            let both = vec![sequence.clone(), short];
+            steps(config, move |_| both.clone(), Predicts::Next)
         };
         let whole = run(3 * CHUNK).await;
         let cut = run(CHUNK).await;
