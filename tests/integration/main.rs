@@ -57,6 +57,7 @@ mod idle;
 mod kills;
 #[cfg(feature = "cli")]
 mod limits;
+mod longest;
 mod lora;
 #[cfg(feature = "tokenizers")]
 mod multi_label;
