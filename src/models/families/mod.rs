@@ -308,3 +308,21 @@ pub fn write(shape: &Shape, source: &Value) -> Value {
     rotary::keep_rotary(shape, source, &mut config);
     config
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_written_config_keeps_the_name_of_an_activation_function() {
+        for name in ["gelu_new", "gelu_pytorch_tanh", "silu"] {
+            let text = include_str!("../../../tests/goldens/starcoder2/config.json");
+            let mut source: Value = serde_json::from_str(text).expect("it is JSON");
+            source["hidden_act"] = name.into();
+            let mut shape = read(&source).expect("it is a model");
+            assert_eq!(write(&shape, &source)["hidden_act"], name);
+            shape.activation = Activation::Relu;
+            assert_eq!(write(&shape, &source)["hidden_act"], "relu");
+        }
+    }
+}
