@@ -7,7 +7,7 @@ use super::spec::PlanSpec;
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::Model;
+use crate::models::{Balance, BalanceOf, Experts, IdleExperts, Model};
 use crate::tensor::{Dtype, Packing};
 
 impl PlanSpec<'_> {
@@ -62,7 +62,31 @@ impl PlanSpec<'_> {
             );
             return Err(Error::config(key, problem));
         }
-        Ok(())
+        self.check_idle_experts(&experts)
+    }
+
+    /// Refuses to leave idle experts alone where that is not built.
+    fn check_idle_experts(&self, experts: &Experts) -> Result<(), Error> {
+        if experts.idle == IdleExperts::Update {
+            return Ok(());
+        }
+        let Balance { of, second_at_random, .. } = experts.balance;
+        let why = if self.share.ranks > 1 {
+            "each of several processes counts its own tokens: start one process"
+        } else if self.settings.compression().is_some() {
+            "an expert without tokens has a compressed gradient: what compression kept of earlier \
+             ones. Leave out compression.kind"
+        } else if of == BalanceOf::FirstChoice {
+            "with experts.balance_of = \"first-choice\" a step counts first choices alone: set \
+             \"each-layer\""
+        } else if second_at_random {
+            "with experts.second_at_random a step does not count the choices that are left: set it \
+             to false"
+        } else {
+            return Ok(());
+        };
+        let problem = format_args!("is \"keep\", and {why}, or set experts.idle = \"update\"");
+        Err(Error::config("experts.idle", problem))
     }
 
     /// Refuses a dtype or an encoding of the stash that does not fit the model's width.
