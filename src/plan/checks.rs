@@ -7,7 +7,7 @@ use super::spec::PlanSpec;
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::{Balance, BalanceOf, Experts, IdleExperts, Model};
+use crate::models::{Balance, BalanceOf, BlockTensors, Model};
 use crate::tensor::{Dtype, Packing};
 
 impl PlanSpec<'_> {
@@ -62,15 +62,17 @@ impl PlanSpec<'_> {
             );
             return Err(Error::config(key, problem));
         }
-        self.check_idle_experts(&experts)
+        Ok(())
     }
 
     /// Refuses to leave idle experts alone where that is not built.
-    fn check_idle_experts(&self, experts: &Experts) -> Result<(), Error> {
-        if experts.idle == IdleExperts::Update {
+    pub(super) fn check_idle_experts(&self) -> Result<(), Error> {
+        let mut trained = self.model.blocks.iter().flat_map(BlockTensors::trained);
+        if !self.settings.trains || trained.all(|tensor| tensor.kept_with.is_none()) {
             return Ok(());
         }
-        let Balance { of, second_at_random, .. } = experts.balance;
+        let balance = self.model.shape.experts.map_or_else(Balance::default, |one| one.balance);
+        let Balance { of, second_at_random, .. } = balance;
         let why = if self.share.ranks > 1 {
             "each of several processes counts its own tokens: start one process"
         } else if self.settings.compression().is_some() {
