@@ -251,7 +251,8 @@ async fn every_resumed_run_is_the_unbroken_one() {
 
 #[test]
 fn what_is_not_built_is_refused() {
-    let refusal = |ranks: u32, change: fn(&mut Config)| {
+    type Change = fn(&mut Config);
+    let refusal = |ranks: u32, change: Change| {
         let mut config = config(&case(), &baseline());
         config.eps.tier = EpsTier::Memory;
         config.parallel.groups = 2;
@@ -262,7 +263,7 @@ fn what_is_not_built_is_refused() {
             planned.and_then(|model| Plan::of_rank(&config, &model, &config.update_rule(), share));
         planned.map(drop).expect_err("it is refused").to_string()
     };
-    let cases: [(u32, fn(&mut Config), &str); 5] = [
+    let cases: [(u32, Change, &str); 5] = [
         (2, |_| {}, "each of several processes counts its own tokens: start one process"),
         (
             1,
