@@ -29,6 +29,7 @@ impl Layer for Adapter {
             init,
             joined: false,
             stacked: false,
+            kept_with: None,
         };
         let c = self.channels;
         let n = self.bottleneck;

@@ -28,6 +28,7 @@ impl Composed for Gated {
             init,
             joined: false,
             stacked: false,
+            kept_with: None,
         };
         let c = self.channels;
         let d = self.head_size;

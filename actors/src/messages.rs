@@ -120,6 +120,9 @@ pub enum Reduced {
         landing: Option<Held>,
         /// The operation that put it there.
         reduced: Fence,
+        /// The last operation that takes what layers measured in the step, if they did: by these
+        /// measures an update may leave parts of the block alone.
+        measured: Option<Fence>,
     },
     /// The loss of one micro-batch.
     Loss(Fence),

@@ -77,8 +77,9 @@ impl Optimizer {
                 Flow::Datum(Reduced::Gradient { block, reduced, .. }) if self.deferred => {
                     squares.insert(block, reduced);
                 }
-                Flow::Datum(Reduced::Gradient { block, landing, reduced }) => {
-                    let complete = Complete { landing, waits: vec![reduced], norm: None };
+                Flow::Datum(Reduced::Gradient { block, landing, reduced, measured }) => {
+                    let waits = [reduced].into_iter().chain(measured).collect();
+                    let complete = Complete { landing, waits, norm: None };
                     squares.insert(block, self.update(step, block, complete).await?);
                 }
                 Flow::End(ends) => break ends,

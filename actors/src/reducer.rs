@@ -37,6 +37,8 @@ pub(crate) struct Reducer {
     pub(crate) part_slots: Pool,
     /// For each block, the gradients that are kept for later groups, the youngest last.
     pub(crate) kept: BTreeMap<BlockId, Vec<Held>>,
+    /// The last operation of the step that takes what layers measured.
+    pub(crate) measured: Option<Fence>,
     /// True when updates wait for the norm.
     pub(crate) deferred: bool,
 }
@@ -65,6 +67,7 @@ impl Actor for Reducer {
 impl Reducer {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         self.reduced.send(Flow::Begin(step.clone()));
+        self.measured = None;
         for reduction in &step.plan.reductions {
             match *reduction {
                 Reduction::Gradient { block, group, device, chosen_by, join, scattered } => {
@@ -260,6 +263,7 @@ impl Reducer {
             let work = Work::Measure { visit: index, micro_batch };
             measured.push(self.context.queue(Order::at(step, visit, work)));
         }
+        self.measured = measured.last().cloned();
         let is_exchanged =
             schedule.ranks.dealt && visit.kind == VisitKind::Balance { of_step: true };
         let exchanged = is_exchanged.then(|| {
@@ -354,7 +358,8 @@ impl Reducer {
     }
 
     fn send(&self, block: BlockId, landing: Option<Held>, reduced: Fence) {
-        self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced }));
+        let measured = self.measured.clone();
+        self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced, measured }));
     }
 
     /// Waits until all that a host visit reads has landed.

@@ -100,7 +100,9 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let context = context_of(ActorName::Reducer);
     let reduced = to_optimizer;
     let kept = BTreeMap::new();
-    let reducer = Reducer { context, gradients, reduced, landing, part_slots, kept, deferred };
+    let measured = None;
+    let reducer =
+        Reducer { context, gradients, reduced, landing, part_slots, kept, measured, deferred };
     tasks.push(task(ActorName::Reducer, &ring, lanes, reducer));
     let (fetcher, inbox) = mailbox("steps", SIGNALS);
     let context = context_of(ActorName::Fetcher);

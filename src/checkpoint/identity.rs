@@ -66,9 +66,10 @@ impl Difference {
 
     /// True for a setting that the optimizer's states depend on.
     fn is_of_states(&self) -> bool {
-        const KEYS: [&str; 7] = [
+        const KEYS: [&str; 8] = [
             "compression.kind",
             "compression.rank",
+            "experts.idle",
             "optimizer.block_size",
             "optimizer.ema",
             "optimizer.groups",

@@ -305,6 +305,7 @@ mod tests {
             init: Init::Zeros,
             joined: false,
             stacked: false,
+            kept_with: None,
         };
         shapes.iter().enumerate().map(tensor).collect()
     }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::OnResume;
 use super::check::{is_not_negative, must};
 use crate::error::Error;
-use crate::models::{BalanceOf, BalanceOver};
+use crate::models::{BalanceOf, BalanceOver, IdleExperts};
 
 /// `[experts]`. The presets `switch-small` and `gshard-small` have values of their own where a key
 /// is absent.
@@ -39,6 +39,13 @@ pub struct ExpertsConfig {
     /// In training, a token keeps the second of its two choices with a probability of twice its
     /// weight (GShard). When absent: `false`.
     pub second_at_random: Option<bool>,
+    /// What an update does to an expert that no token of its step chose. `update`: the gradient is
+    /// zero, and weight decay and moments go on, as in transformers 5, where the experts of a block
+    /// are one parameter. `keep`: the expert is left alone, with its moments and the count of its
+    /// updates, as PyTorch leaves a parameter without a gradient (transformers 4, where each expert
+    /// is a module). For one process, without `compression`; not with `balance_of =
+    /// "first-choice"` or `second_at_random`.
+    pub idle: IdleExperts,
 }
 
 /// The largest factor of capacity: every expert then has room for all tokens of any sequence.
@@ -75,6 +82,7 @@ impl ExpertsConfig {
             ("experts.z_loss", self.z_loss.is_some()),
             ("experts.capacity_factor", self.capacity_factor.is_some()),
             ("experts.second_at_random", self.second_at_random.is_some()),
+            ("experts.idle", self.idle != IdleExperts::default()),
         ];
         keys.into_iter().find(|(_, is_set)| *is_set).map(|(key, _)| key)
     }

@@ -74,6 +74,11 @@ pub struct Tensor {
     /// True when files have one tensor for all tensors of this name, such as the experts of a
     /// block. Its first size counts them.
     pub stacked: bool,
+    /// The expert that the tensor belongs to, if a step that gives this expert no row leaves the
+    /// tensor alone, with its states and the count of its updates. Experts of
+    /// [`TransformerBlock`](super::TransformerBlock) set it where
+    /// [`Experts::idle`](super::Experts::idle) says so. `None`: each update changes the tensor.
+    pub kept_with: Option<usize>,
 }
 
 impl Kind {
@@ -86,7 +91,15 @@ impl Kind {
 impl Tensor {
     /// A tensor that is not joined to the tensor before.
     pub fn new(name: impl Into<String>, shape: Vec<usize>, kind: Kind, init: Init) -> Tensor {
-        Tensor { name: name.into(), shape, kind, init, joined: false, stacked: false }
+        Tensor {
+            name: name.into(),
+            shape,
+            kind,
+            init,
+            joined: false,
+            stacked: false,
+            kept_with: None,
+        }
     }
 
     /// The sizes in a file, of the tensor or of one of its states. Tensors of one name are joined

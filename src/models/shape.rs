@@ -1,6 +1,8 @@
 //! The shape of a model as plain data: its sizes, and its choice among the parts that families
 //! share.
 
+use serde::{Deserialize, Serialize};
+
 use super::balance::Balance;
 use super::families::Names;
 use crate::kernels::{
@@ -110,6 +112,20 @@ pub struct Experts {
     /// The most bundles that one visit has beside no other block. `None`: one visit has the whole
     /// layer. Results are the same, bit for bit.
     pub bundles: Option<usize>,
+    /// What an update does to an expert that had no row in its step.
+    pub idle: IdleExperts,
+}
+
+/// What an update does to an expert that no row of its step chose.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum IdleExperts {
+    /// Its gradient is zero, and it is updated like every other tensor.
+    #[default]
+    Update,
+    /// It is left alone: weights, states of the optimizer, and the count of updates.
+    Keep,
 }
 
 impl Experts {

@@ -6,6 +6,7 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
+use super::states::count_update;
 use super::{BlockStates, CHUNK, Masters, SplitMasters, Update, UpdateRule, rounding};
 use crate::models::{MasterFormat, Tensor, tensor_ranges};
 use crate::tensor::{Dtype, narrow};
@@ -44,6 +45,9 @@ pub(crate) struct BlockUpdate<'a, 's> {
     /// The places of each tensor's states in the runs.
     pub(crate) layout: &'a BlockStates,
     pub(crate) gradient: &'a [f32],
+    /// For each expert of the block's layer, whether the update leaves it alone. Empty: it leaves
+    /// none alone.
+    pub(crate) idle: &'a [bool],
     /// Holds the masters of one tensor as f32, where they are stored otherwise.
     pub(crate) room: &'a mut [f32],
 }
@@ -70,15 +74,22 @@ impl BlockUpdate<'_, '_> {
         rule: &dyn UpdateRule,
         at: usize,
         range: Range<usize>,
-        update: Update,
+        mut update: Update,
     ) {
         let tensor = &self.tensors[at];
         let gradient = &self.gradient[range.clone()];
         let runs = self.states.iter_mut().zip(self.layout.of_tensor(at));
         let mut states: Vec<&mut [f32]> =
             runs.map(|(run, (_, range))| &mut run[range.clone()]).collect();
-        let mut apply =
-            |masters: Masters<'_>| rule.apply(tensor, masters, &mut states, gradient, update);
+        let is_left = tensor.kept_with.is_some_and(|expert| self.idle.get(expert) == Some(&true));
+        if tensor.kept_with.is_some() {
+            let count = states.pop().expect("the count of updates is the last state");
+            update.step = count_update(count, is_left);
+        }
+        let mut apply = |masters: Masters<'_>| match is_left {
+            true => rule.leave(tensor, masters, &mut states, update),
+            false => rule.apply(tensor, masters, &mut states, gradient, update),
+        };
         match &mut self.masters {
             BlockMasters::Plain(masters) => apply(Masters::F32(&mut masters[range])),
             BlockMasters::Split(SplitMasters { published, remainder }) => {

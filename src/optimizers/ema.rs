@@ -38,6 +38,20 @@ fn move_towards(averages: &mut [f32], masters: &Masters<'_>, share: f32) {
     }
 }
 
+impl Ema {
+    /// Moves the average of a tensor towards its masters, after an update of its block.
+    fn average(&self, average: &mut [f32], masters: Masters<'_>, update: Update) {
+        let share = if update.block_updates == 0 { 1.0 } else { (1.0 - self.decay) as f32 };
+        let masters = masters.chunks(CHUNK).into_par_iter();
+        average.par_chunks_mut(CHUNK).zip(masters).for_each(|(average, masters)| {
+            update.level.run(
+                #[inline(always)]
+                || move_towards(average, &masters, share),
+            );
+        });
+    }
+}
+
 impl UpdateRule for Ema {
     fn states(&self) -> usize {
         self.rule.states() + 1
@@ -67,14 +81,20 @@ impl UpdateRule for Ema {
     ) {
         let (average, states) = states.split_last_mut().expect("the average");
         self.rule.apply(tensor, masters.reborrow(), states, gradient, update);
-        let share = if update.step == 0 { 1.0 } else { (1.0 - self.decay) as f32 };
-        let masters = masters.chunks(CHUNK).into_par_iter();
-        average.par_chunks_mut(CHUNK).zip(masters).for_each(|(average, masters)| {
-            update.level.run(
-                #[inline(always)]
-                || move_towards(average, &masters, share),
-            );
-        });
+        self.average(average, masters, update);
+    }
+
+    /// The average follows the steps of the run, as PyTorch's does.
+    fn leave(
+        &self,
+        tensor: &Tensor,
+        mut masters: Masters<'_>,
+        states: &mut [&mut [f32]],
+        update: Update,
+    ) {
+        let (average, states) = states.split_last_mut().expect("the average");
+        self.rule.leave(tensor, masters.reborrow(), states, update);
+        self.average(average, masters, update);
     }
 
     fn joins_masters(&self) -> bool {

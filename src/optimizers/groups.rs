@@ -61,6 +61,16 @@ impl UpdateRule for Groups {
         rule.apply(tensor, masters, states, gradient, update);
     }
 
+    fn leave(
+        &self,
+        tensor: &Tensor,
+        masters: Masters<'_>,
+        states: &mut [&mut [f32]],
+        update: Update,
+    ) {
+        self.rule_of(tensor).0.leave(tensor, masters, states, update);
+    }
+
     fn joins_masters(&self) -> bool {
         self.rules().any(UpdateRule::joins_masters)
     }

@@ -92,8 +92,11 @@ pub(crate) fn sum_of_chunks(tensors: &[Tensor], squares: &[f64]) -> f64 {
 /// The arguments of an update, beside the gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
-    /// The number of updates that the block had before this one.
+    /// The number of updates that the tensor had before this one.
     pub step: u64,
+    /// The number of updates that its block had. It differs for tensors that some of them
+    /// [left alone](Tensor::kept_with).
+    pub(crate) block_updates: u64,
     /// The learning rate of the step.
     pub learning_rate: f64,
     /// The factor of the gradient. It is below 1 when the gradient is clipped.
@@ -157,6 +160,18 @@ pub trait UpdateRule: Send + Sync {
         update: Update,
     );
 
+    /// Called in place of [`apply`](UpdateRule::apply) for a tensor that an update
+    /// [leaves alone](Tensor::kept_with). A rule whose states follow the steps of the run, and not
+    /// the updates of the tensor, may change them here. A rule that wraps another passes it on.
+    fn leave(
+        &self,
+        _tensor: &Tensor,
+        _masters: Masters<'_>,
+        _states: &mut [&mut [f32]],
+        _update: Update,
+    ) {
+    }
+
     /// Whether [`apply`](UpdateRule::apply) may call [`Masters::join`]. For a rule that does not,
     /// the plan holds no memory for joined masters.
     fn joins_masters(&self) -> bool {
@@ -196,6 +211,16 @@ impl UpdateRule for Box<dyn UpdateRule> {
         update: Update,
     ) {
         (**self).apply(tensor, masters, states, gradient, update);
+    }
+
+    fn leave(
+        &self,
+        tensor: &Tensor,
+        masters: Masters<'_>,
+        states: &mut [&mut [f32]],
+        update: Update,
+    ) {
+        (**self).leave(tensor, masters, states, update);
     }
 
     fn joins_masters(&self) -> bool {

@@ -56,11 +56,18 @@ pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error
         init: Init::Zeros,
         joined: false,
         stacked: false,
+        kept_with: None,
     };
     let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);
     let seconds = best(threads, |step| {
-        let update =
-            Update { step, learning_rate: 1e-4, scale: 1.0, level: Level::best(), seed: 0 };
+        let update = Update {
+            step,
+            block_updates: step,
+            learning_rate: 1e-4,
+            scale: 1.0,
+            level: Level::best(),
+            seed: 0,
+        };
         let masters = if split {
             Masters::Split { halves: SplitMasters::of(&mut masters), room: &mut [] }
         } else {

@@ -1,7 +1,8 @@
 //! The states that an update rule keeps of each tensor, and their places in memory.
 //!
 //! A rule declares its states by name, dtype and sizes. The plan, the EPS, its file, checkpoints
-//! and digests follow from the declaration.
+//! and digests follow from the declaration. A tensor that some updates leave alone has one more
+//! state: the count of its updates.
 
 use std::ops::Range;
 
@@ -60,6 +61,27 @@ impl RuleState {
     }
 }
 
+/// The states of a tensor: those of its rule, and behind them the number of its updates if it does
+/// not have all updates of its block.
+fn states_of(rule: &dyn UpdateRule, tensor: &Tensor) -> Vec<RuleState> {
+    const UPDATES: &str = "updates";
+    let mut states = rule.state_layout(tensor);
+    if tensor.kept_with.is_some() {
+        let is_free = states.iter().all(|state| state.name != UPDATES);
+        assert!(is_free, "a rule has a state of the name {UPDATES:?}, which means a count here");
+        states.push(RuleState { name: UPDATES, dtype: StateDtype::U8, shape: vec![8] });
+    }
+    states
+}
+
+/// Adds an update to a count, unless the update leaves the tensor alone. Returns the count before.
+pub(super) fn count_update(count: &mut [f32], is_left: bool) -> u64 {
+    let bytes: &mut [u8] = bytemuck::cast_slice_mut(count);
+    let before = u64::from_ne_bytes((&*bytes).try_into().expect("eight bytes"));
+    bytes.copy_from_slice(&(before + u64::from(!is_left)).to_ne_bytes());
+    before
+}
+
 /// States begin at a multiple of this number of floats, as tensors do.
 const ALIGNED: usize = 16;
 
@@ -74,11 +96,11 @@ pub(crate) struct BlockStates {
 }
 
 impl BlockStates {
-    /// The states that a rule keeps of these tensors.
+    /// The states of these tensors under a rule.
     pub(crate) fn new(rule: &dyn UpdateRule, tensors: &[Tensor]) -> BlockStates {
         let mut lens: Vec<usize> = Vec::new();
         let mut of_tensor = |tensor: &Tensor| {
-            let states = rule.state_layout(tensor);
+            let states = states_of(rule, tensor);
             lens.resize(lens.len().max(states.len()), 0);
             let place = |(len, state): (&mut usize, RuleState)| {
                 let range = *len..*len + state.floats();

@@ -61,13 +61,15 @@ struct Trained<'a> {
     layout: BlockStates,
     states: Vec<Vec<f32>>,
     level: Level,
+    /// The experts that updates leave alone.
+    idle: &'a [bool],
 }
 
 impl<'a> Trained<'a> {
     fn new(rule: &'a dyn UpdateRule, tensors: &'a [Tensor], level: Level) -> Trained<'a> {
         let layout = BlockStates::new(rule, tensors);
         let states = layout.lens().iter().map(|&len| vec![0.0; len]).collect();
-        Trained { rule, tensors, layout, states, level }
+        Trained { rule, tensors, layout, states, level, idle: &[] }
     }
 
     /// An update by half of the gradient.
@@ -86,9 +88,17 @@ impl<'a> Trained<'a> {
             states: &mut states,
             layout: &self.layout,
             gradient,
+            idle: self.idle,
             room: &mut room,
         };
-        let update = Update { step, learning_rate, scale: 1.0, level: self.level, seed: 0 };
+        let update = Update {
+            step,
+            block_updates: step,
+            learning_rate,
+            scale: 1.0,
+            level: self.level,
+            seed: 0,
+        };
         block.run(self.rule, update, &|_| 0.5);
     }
 }
@@ -190,5 +200,63 @@ fn no_rule_depends_on_threads() {
             (p, states)
         };
         assert!(run(1) == run(3));
+    }
+}
+
+/// An update that leaves a tensor alone is none: masters and states have the bits of a run without
+/// it, and so have later updates, whose corrections follow the count of the tensor's own updates.
+/// Only an average moves on.
+#[test]
+fn updates_that_leave_a_tensor_alone_change_nothing_of_it() {
+    let kept = Tensor { kept_with: Some(1), ..tensor("w", &[12, 5], Kind::Weight) };
+    let own = [tensor("w", &[12, 5], Kind::Weight)];
+    let beside = [kept, tensor("b", &[7], Kind::Bias)];
+    let len = crate::models::block_len(&beside);
+    let value = |at: usize| (at as f32 * 0.7).sin();
+    let begin = || (0..len).map(value).collect::<Vec<f32>>();
+    let mut rules = golden_rules();
+    let decay = WeightDecay { rate: 0.1, except: Vec::new() };
+    let adamw = AdamW { betas: BETAS, epsilon: EPSILON, decay };
+    rules.push(("average", Box::new(Ema { decay: 0.9, rule: Box::new(adamw) })));
+    for (name, rule) in rules {
+        let mut p = begin();
+        let mut alone = Trained::new(&*rule, &own, Level::best());
+        let mut q = begin();
+        let mut left = Trained::new(&*rule, &beside, Level::best());
+        let mut average = Vec::new();
+        for step in 0..6 {
+            let gradient: Vec<f32> = (0..len).map(|at| value(3 * at + step)).collect();
+            let is_idle = [true, false, true, true, false, false][step];
+            left.idle = if is_idle { &[false, true] } else { &[true, false] };
+            left.update(step as u64, BlockMasters::Plain(&mut q), &gradient, 0.01);
+            if !is_idle {
+                let updates = [0, 0, 1, 1, 1, 2][step];
+                let masters = BlockMasters::Plain(&mut p[..60]);
+                alone.update(updates, masters, &gradient[..60], 0.01);
+            }
+            assert_eq!(p[..60], q[..60], "{name} {step}");
+            average.resize(60, 0.0);
+            let share = if step == 0 { 1.0 } else { (1.0 - 0.9_f64) as f32 };
+            for (average, q) in average.iter_mut().zip(&q) {
+                *average = if step == 0 { *q } else { *average + (q - *average) * share };
+            }
+        }
+        let counts = left.layout.of_tensor(0).last().expect("the count");
+        assert_eq!((counts.0.name, counts.0.bytes()), ("updates", 8), "{name}");
+        assert_eq!(
+            left.layout.of_tensor(1).len(),
+            Trained::new(&*rule, &beside[1..], Level::best()).layout.of_tensor(0).len()
+        );
+        let states = left.layout.of_tensor(0).iter().zip(&left.states).zip(&alone.states);
+        for (((state, range), left), alone) in states {
+            let expected = if state.name == Ema::NAME { &average } else { alone };
+            let [left, expected] = [left, expected].map(|run| {
+                bytemuck::cast_slice::<f32, u8>(&run[range.clone()]) // some are codes
+            });
+            assert!(left == expected, "{name} {}", state.name);
+        }
+        let at = counts.1.clone();
+        let run = left.layout.of_tensor(0).len() - 1;
+        assert_eq!(bytemuck::cast_slice::<f32, u8>(&left.states[run][at]), 3_u64.to_ne_bytes());
     }
 }

@@ -7,7 +7,7 @@ use super::spec::PlanSpec;
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::Model;
+use crate::models::{Balance, BalanceOf, BlockTensors, Model};
 use crate::tensor::{Dtype, Packing};
 
 impl PlanSpec<'_> {
@@ -63,6 +63,32 @@ impl PlanSpec<'_> {
             return Err(Error::config(key, problem));
         }
         Ok(())
+    }
+
+    /// Refuses to leave idle experts alone where that is not built.
+    pub(super) fn check_idle_experts(&self) -> Result<(), Error> {
+        let mut trained = self.model.blocks.iter().flat_map(BlockTensors::trained);
+        if !self.settings.trains || trained.all(|tensor| tensor.kept_with.is_none()) {
+            return Ok(());
+        }
+        let balance = self.model.shape.experts.map_or_else(Balance::default, |one| one.balance);
+        let Balance { of, second_at_random, .. } = balance;
+        let why = if self.share.ranks > 1 {
+            "each of several processes counts its own tokens: start one process"
+        } else if self.settings.compression().is_some() {
+            "an expert without tokens has a compressed gradient: what compression kept of earlier \
+             ones. Leave out compression.kind"
+        } else if of == BalanceOf::FirstChoice {
+            "with experts.balance_of = \"first-choice\" a step counts first choices alone: set \
+             \"each-layer\""
+        } else if second_at_random {
+            "with experts.second_at_random a step does not count the choices that are left: set it \
+             to false"
+        } else {
+            return Ok(());
+        };
+        let problem = format_args!("is \"keep\", and {why}, or set experts.idle = \"update\"");
+        Err(Error::config("experts.idle", problem))
     }
 
     /// Refuses a dtype or an encoding of the stash that does not fit the model's width.

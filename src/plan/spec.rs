@@ -122,6 +122,7 @@ impl<'a> PlanSpec<'a> {
         check_sizes(config, self.model, self.steps[0])?;
         self.share.check(config, self.model, self.rule)?;
         self.check_routers()?;
+        self.check_idle_experts()?;
         if self.settings.trains {
             config.check_training()?;
         }

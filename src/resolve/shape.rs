@@ -201,7 +201,7 @@ fn set_experts(model: &ModelConfig, shape: &mut Shape) -> Result<(), Error> {
     Ok(())
 }
 
-/// Gives the routers the config's losses and limits. Where it says nothing, they keep those of the
+/// Gives experts and routers what `[experts]` says. Where it says nothing, they keep those of the
 /// preset or directory.
 ///
 /// # Errors
@@ -233,6 +233,7 @@ fn set_balance(config: &ExpertsConfig, shape: &mut Shape) -> Result<(), Error> {
         capacity_millionths: config.capacity_millionths().or(own.capacity_millionths),
         second_at_random,
     };
+    experts.idle = config.idle;
     Ok(())
 }
 

@@ -138,6 +138,12 @@ impl RouterDesk {
         self.of_step.clone().unwrap_or_else(own)
     }
 
+    /// The counts of a layer over this rank's rows; `None`: it measured nothing.
+    pub(super) fn counts(&self, layer: LayerId) -> Option<&[u64]> {
+        let at = self.layers.iter().position(|one| *one == layer)?;
+        self.sums.get(at).map(|sums| &sums.counts[..])
+    }
+
     /// Takes what a micro-batch's layers measured.
     pub(super) fn add(&mut self, measures: &[Measures<'_>], experts: usize) {
         self.sums.resize_with(measures.len(), RouterSums::default);

@@ -8,7 +8,7 @@ use std::path::Path;
 use l2l::config::{ExpertsConfig, ScheduleKind};
 use l2l::data::Batches;
 use l2l::inference::{Generator, Room, Sampling, Then};
-use l2l::models::{BalanceOf, BalanceOver};
+use l2l::models::{BalanceOf, BalanceOver, IdleExperts};
 use l2l::telemetry::samples;
 use l2l::{Config, Plan, StepReport, Trainer, model_of, shape_of};
 use serde_json::Value;
@@ -25,20 +25,26 @@ pub(crate) enum Routers {
     OfStep,
     /// Of the step, with capacities and random second choices.
     Limited,
+    /// No losses and limits; idle experts are left alone.
+    Kept,
 }
 
 impl Routers {
-    pub(crate) const ALL: [Routers; 5] = [
+    pub(crate) const ALL: [Routers; 6] = [
         Routers::Plain,
         Routers::OfMicroBatches,
         Routers::OfSequences,
         Routers::OfStep,
         Routers::Limited,
+        Routers::Kept,
     ];
 
     pub(crate) fn config(self, per_token: usize) -> ExpertsConfig {
         let (balance_of, balance_over) = match self {
             Routers::Plain => return ExpertsConfig::default(),
+            Routers::Kept => {
+                return ExpertsConfig { idle: IdleExperts::Keep, ..ExpertsConfig::default() };
+            }
             Routers::OfMicroBatches => (BalanceOf::AllLayers, BalanceOver::MicroBatch),
             Routers::OfSequences => (BalanceOf::EachLayer, BalanceOver::Sequence),
             Routers::OfStep => (BalanceOf::AllLayers, BalanceOver::Step),
@@ -52,6 +58,7 @@ impl Routers {
             z_loss: (self != Routers::OfMicroBatches).then_some(0.01),
             capacity_factor: is_limited.then_some(0.9),
             second_at_random: (is_limited && per_token == 2).then_some(true),
+            idle: IdleExperts::Update,
         }
     }
 

@@ -11,6 +11,7 @@ use l2l::plan::{FabricBytes, RankShare};
 use l2l::{Config, Plan, shape_of};
 use proptest::prelude::*;
 
+use crate::balanced::Routers;
 use crate::exact::{self, Case, SMALL, baseline, run};
 use crate::pytorch::case;
 use crate::ranks::{Task, on_ranks, refused, relay};
@@ -48,6 +49,9 @@ pub(crate) fn possible(mut case: Case) -> Case {
         *kind = CompressionKind::None;
     } else if *kind == CompressionKind::PowerSgd && !can_have_factors {
         *kind = CompressionKind::Int8;
+    }
+    if *kind != CompressionKind::None && case.routers == Routers::Kept {
+        case.routers = Routers::Plain;
     }
     case
 }

@@ -90,6 +90,7 @@ impl Layer for Bottleneck {
             init,
             joined: false,
             stacked: false,
+            kept_with: None,
         };
         vec![
             tensor("a", &[C, N], Kind::Weight, drawn),

@@ -10,6 +10,7 @@ use l2l::models::Base;
 use l2l::plan::LinkBytes;
 use l2l::{Config, Trainer};
 
+use crate::balanced::Routers;
 use crate::exact::{Case, SMALL, Ways, baseline, config, planned, run};
 use crate::trained::Trained;
 
@@ -81,6 +82,8 @@ fn idle_experts_change_no_bits() {
         plain(),
         Case { clip: true, ..plain() },
         Case { batch: 6, groups: 3, ..plain() },
+        Case { routers: Routers::Kept, ..plain() },
+        Case { routers: Routers::Kept, batch: 6, groups: 3, clip: true, ..plain() },
         Case { gpt_oss: true, experts: Some([9, 2]), ..plain() },
         Case { precision: halves(MasterDtype::Split), ..plain() },
         Case { precision: halves(MasterDtype::Bf16), batch: 7, ..plain() },

@@ -53,6 +53,7 @@ mod hostile_text;
 #[cfg(feature = "cli")]
 mod hostile_weights;
 mod idle;
+mod kept;
 #[cfg(all(feature = "cli", unix))]
 mod kills;
 #[cfg(feature = "cli")]

@@ -97,7 +97,7 @@ fn every_rule_has_the_same_bits_in_every_configuration() {
 }
 
 /// Runs the steps `from..to`.
-async fn steps(trainer: &mut Trainer, from: u64, to: u64) {
+pub(crate) async fn steps(trainer: &mut Trainer, from: u64, to: u64) {
     let config = trainer.config().clone();
     let (data, _) = Dataset::open(&config, &shape_of(&config).expect("ours")).expect("random");
     let mut batches = Batches::start(&config, data, from).expect("a thread");
@@ -107,7 +107,7 @@ async fn steps(trainer: &mut Trainer, from: u64, to: u64) {
     }
 }
 
-fn bytes_of(checkpoint: &Path, file: &str) -> Vec<u8> {
+pub(crate) fn bytes_of(checkpoint: &Path, file: &str) -> Vec<u8> {
     fs::read(checkpoint.join(file)).expect("it was written")
 }
 

@@ -171,7 +171,9 @@ pub(crate) fn shared(case: Case, ways: Ways, [ranks, groups]: [u32; 2], each: us
         (Dtype::Bf16, MasterDtype::Bf16) => (Dtype::Bf16, MasterDtype::Auto),
         precision => precision,
     };
-    let case = Case { batch, groups, rule, base: Base::AsIs, precision, ..case };
+    // Idle experts are left alone by one process.
+    let routers = if case.routers == Routers::Kept { Routers::Plain } else { case.routers };
+    let case = Case { batch, groups, rule, base: Base::AsIs, precision, routers, ..case };
     let ways = ways.for_ranks(&case, ranks);
     Shared { case, ways, ranks }
 }

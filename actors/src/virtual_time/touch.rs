@@ -3,7 +3,7 @@
 use crate::operation::Operation;
 use crate::schedule::{
     BlockId, BoundaryId, ChosenBy, DeviceId, DeviceVisit, GroupId, LayerId, MicroBatch, Phase,
-    Shard, Share, StepPlan, Version, Visit,
+    Shard, Share, StepPlan, Version, Visit, VisitKind,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
@@ -30,6 +30,8 @@ pub(super) enum Cell {
     /// of another layer takes the same cells.
     Keys(DeviceId, u32),
     KeysGradient(DeviceId, u32),
+    /// What the host took of a micro-batch's measures. Each step has its own.
+    Measures(Version, MicroBatch),
 }
 
 /// The content of a cell.
@@ -43,6 +45,7 @@ pub(super) enum Label {
     Keys(Chunk, Pass),
     /// The gradient of a chunk's keys, with the number of later chunks that have added to it.
     KeysGradient(Chunk, usize),
+    Measures,
 }
 
 /// A chunk at one step of a layer.
@@ -132,7 +135,11 @@ impl Touch {
                 touch.read(Cell::Gradient(device, gradients), label);
                 touch.write(Cell::Landing(reduced), label);
             }
-            &Work::Measure { visit, micro_batch } | &Work::Loss { visit, micro_batch } => {
+            &Work::Measure { visit, micro_batch } => {
+                touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
+                touch.write(Cell::Measures(now, micro_batch), Label::Measures);
+            }
+            &Work::Loss { visit, micro_batch } => {
                 touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
             }
             &Work::Answer { visit, micro_batch } => {
@@ -158,6 +165,7 @@ impl Touch {
             &Work::Update { block, version, master, gradient, .. } => {
                 let cell = gradient_cell(block, gradient, master);
                 touch.read(cell, Label::Gradient(block, now, count(cell, block, now)));
+                touch.read_measures(plan, now);
                 touch.publish(master_cell(block, master, Cell::State), block, version);
             }
             &Work::Store { block, version, stored, slot } => {
@@ -229,6 +237,15 @@ impl Touch {
     fn read_choice(&mut self, chosen_by: Option<ChosenBy>, now: Version) {
         if let Some(choice) = chosen_by {
             choice.micro_batches().for_each(|m| self.read_stash(&[choice.boundary], m, now));
+        }
+    }
+
+    /// An update may leave parts of its block alone, by the measures of the whole step.
+    fn read_measures(&mut self, plan: &StepPlan, now: Version) {
+        let is_balance = |visit: &&Visit| matches!(visit.kind, VisitKind::Balance { .. });
+        for visit in plan.schedule.visits.iter().filter(is_balance) {
+            let cell = |m| (Cell::Measures(now, m), Label::Measures);
+            self.reads.extend(visit.micro_batches.clone().map(cell));
         }
     }
 

@@ -1,12 +1,15 @@
 //! What layers may declare: several blocks, several steps, boundaries of their own, activations
 //! that some save. A declaration that does not fit its neighbours is refused by name.
 
+use std::time::Duration;
+
 use crate::common::*;
+use l2l_actors::Operation;
 use l2l_actors::schedule::{
     BlockId, Boundary, BoundaryId, Input, LayerId, Phase, Pipeline, RingModel, RingStep, Role,
     Schedule, StepPlan, Visit, VisitKind, deal, pipeline, relay, resident,
 };
-use l2l_actors::work::WorkKind;
+use l2l_actors::work::{Work, WorkKind};
 
 /// A model of three layers, whose middle one is visited in two steps, with a boundary of its own
 /// between them, and needs three blocks.
@@ -31,14 +34,18 @@ fn handed_up() -> RingModel {
     model
 }
 
-/// A step of the ring that runs to its end: the versions of all blocks, and how many micro-batches
-/// were computed.
+/// A step of the ring that runs to its end: how many micro-batches were computed.
 fn run(schedule: &Schedule, deferred: bool) -> usize {
+    run_in(schedule, deferred, |_| ticks(1))
+}
+
+/// The same, where operations take these times.
+fn run_in(schedule: &Schedule, deferred: bool, times: fn(&Operation) -> Duration) -> usize {
     let config = config(schedule, &depths(1, 1, 1, 1), deferred);
     let schedule = schedule.clone();
     let (_, records) = l2l_actors::virtual_time::run(
         config,
-        |_: &l2l_actors::Operation| ticks(1),
+        times,
         async move |mut relay: l2l_actors::Relay<_>| {
             for _ in 0..2 {
                 step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
@@ -195,6 +202,23 @@ fn the_host_answers_between_forward_and_backward() {
             let schedule = generated(answers);
             let dealt = deal(schedule.clone(), 3);
             assert_eq!(run(&schedule, deferred), run(&dealt, deferred));
+        }
+    }
+}
+
+/// An update may follow from what all layers measured in its step. The last tile has one visit for
+/// both passes, so no loss stands between the measures and the gradients of the layers.
+#[test]
+fn updates_come_behind_all_measures() {
+    let times = |operation: &Operation| match operation.work() {
+        Work::Measure { .. } => ticks(1000),
+        _ => ticks(1),
+    };
+    let model = measuring(model(2, 1, false), Answers::Read, |_| true);
+    for model in [model.clone(), on_file(model)] {
+        let schedule = relay(&model, &everything(&model, 2)).expect("a model of ours");
+        for deferred in [false, true] {
+            assert!(run_in(&schedule, deferred, times) > 0);
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::models::families::Names;
 use crate::models::layer::{Init, Kind, Tensor, block_len};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
-use crate::models::shape::{Experts, NormPlaces, Shape};
+use crate::models::shape::{Experts, IdleExperts, NormPlaces, Shape};
 use crate::tensor::{Scratch, View};
 
 /// A product, with the adapters of its modules.
@@ -388,6 +388,8 @@ impl TransformerBlock {
         let mut all: Vec<Tensor> =
             modules.iter().flat_map(|modules| self.product_tensors(modules)).collect();
         all.extend(self.adapter_tensors(modules.into_iter()));
+        let is_kept = experts.idle == IdleExperts::Keep;
+        all.iter_mut().for_each(|tensor| tensor.kept_with = is_kept.then_some(expert));
         all
     }
 

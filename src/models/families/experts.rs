@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::read::{Keys, flag, given, number, only, size, size_or_none};
-use crate::models::{Balance, BalanceOf, Experts};
+use crate::models::{Balance, BalanceOf, Experts, IdleExperts};
 
 /// Keys of routers and experts that are not built, with the value that stands for "none". DeepSeek,
 /// dots1, GLM and their likes have them.
@@ -30,6 +30,7 @@ pub(super) fn read_experts(keys: &Keys, intermediate: &str) -> Result<Experts, S
         from: 0,
         balance: Balance { loss: balance_loss(keys)?, ..Balance::default() },
         bundles: None,
+        idle: IdleExperts::default(),
     })
 }
 

@@ -91,7 +91,7 @@ fn model_of_run(config: &Config, own: Option<Model>) -> Result<Model, Error> {
         }
         Some(_) if config.experts.first_set().is_some() => {
             let problem = "is for a model that the config names: a model of your own says it in \
-                           Experts::balance of its shape";
+                           the Experts of its shape";
             return Err(Error::config(config.experts.first_set().unwrap_or("experts"), problem));
         }
         Some(mut model) => {

@@ -1,7 +1,7 @@
 //! Losses of routers against plain sums over rows.
 
 use super::*;
-use crate::models::Balance;
+use crate::models::{Balance, IdleExperts};
 
 const EXPERTS: usize = 3;
 
@@ -32,6 +32,7 @@ fn experts(balance: Balance) -> Experts {
         every: 1,
         from: 0,
         bundles: None,
+        idle: IdleExperts::default(),
         router_bias: false,
         balance,
     }

@@ -18,6 +18,8 @@ struct Applied<'a> {
     gradient: &'a [f32],
     factors: &'a Factors<'a>,
     learning_rate: f64,
+    /// For each expert of the block's layer, whether the update leaves it alone.
+    idle: &'a [bool],
 }
 
 impl HostLanes {
@@ -57,7 +59,8 @@ impl HostLanes {
         let squares = self.measure(block, gradient);
         if squares.sum.is_finite() || shared.non_finite != NonFinite::Stop {
             let learning_rate = state.learning_rate;
-            let applied = Applied { block, gradient, factors: &factors, learning_rate };
+            let idle = &self.idle_experts(operation, &state, block);
+            let applied = Applied { block, gradient, factors: &factors, learning_rate, idle };
             if let Some((masters, states)) = staged.split_first_mut() {
                 self.apply(&applied, shared.file().updates_of(block), masters, states);
             } else {
@@ -81,20 +84,40 @@ impl HostLanes {
         masters: &mut [f32],
         states: &mut [&mut [f32]],
     ) {
-        let &Applied { block, gradient, factors, learning_rate } = applied;
+        let &Applied { block, gradient, factors, learning_rate, idle } = applied;
         let shared = &*self.shared;
         let level = shared.threads.level;
-        let update = Update { step, learning_rate, scale: 1.0, level, seed: shared.seed };
+        let seed = shared.seed;
+        let update = Update { step, block_updates: step, learning_rate, scale: 1.0, level, seed };
         let block = BlockUpdate {
             tensors: shared.eps.tensors(block).trained(),
             masters: shared.eps.masters(block, masters),
             states,
             layout: shared.eps.own_states(block),
             gradient,
+            idle,
             room: &mut self.unpacked.lock().expect("nothing panics inside"),
         };
         let scale = |tensor: &Tensor| factors.of(tensor);
         shared.threads.install(|| block.run(&*self.rule, update, &scale));
+    }
+
+    /// For each expert of a block's layer, whether no row of the step chose it. Empty: an update
+    /// changes all tensors of the block.
+    fn idle_experts(&self, operation: &Operation, state: &StepState, block: BlockId) -> Vec<bool> {
+        let shared = &*self.shared;
+        let mut trained = shared.eps.tensors(block).trained().iter();
+        let Some(layer) = operation.layer() else { return Vec::new() };
+        if trained.all(|tensor| tensor.kept_with.is_none()) {
+            return Vec::new();
+        }
+        let desk = state.routers.lock().expect("nothing panics inside");
+        let Some(counts) = desk.counts(layer) else { return Vec::new() };
+        let per_token = shared.model.shape.experts.map_or(0, |experts| experts.per_token);
+        let choices = (per_token * state.rows_of_step()) as u64;
+        let known: u64 = counts.iter().sum();
+        assert_eq!(known, choices, "{block} is updated behind all measures of its step");
+        counts.iter().map(|count| *count == 0).collect()
     }
 
     /// The sum of squares of each parameter group's gradients, once all blocks are measured.
