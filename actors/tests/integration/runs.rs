@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Capacities, LayerId, MicroBatch, Phase, Pipeline, Place, Pools, Refusal, RingModel,
-    Role, Schedule, Selection, StepPlan, Visit, deal, deal_groups, pipeline, relay, resident,
+    ALL_CHUNKS, BlockId, Capacities, LayerId, MicroBatch, Phase, Pipeline, Place, Pools, Refusal,
+    RingModel, Role, Schedule, Selection, StepPlan, Visit, deal, deal_groups, pipeline, relay,
+    resident,
 };
 use l2l_actors::virtual_time;
 use l2l_actors::work::WorkKind;
@@ -74,6 +75,59 @@ fn runs_go_backward_behind_their_keys() {
     assert!(evaluation.visits.iter().all(|visit| visit.phase == Phase::Forward));
 }
 
+/// With a window, keys are computed again just before they are needed.
+#[test]
+fn runs_of_a_window_go_backward_in_parts() {
+    use Phase::{Backward, Keys};
+    let windows = reaching(model(3, 0, false), |number| number as u32);
+    // A run that fits the region of a layer, and one that does not, each before another sequence.
+    let selection = in_chunks(&windows, &[3, 1, 5, 1]);
+    let schedule = relay(&windows, &selection).expect("a model of ours");
+    let one = [
+        (Keys, vec![1]),
+        (Backward, vec![2]),
+        (Keys, vec![0]),
+        (Backward, vec![1, 0]),
+        (Backward, vec![3]),
+        (Keys, vec![7]),
+        (Backward, vec![8]),
+        (Keys, vec![6]),
+        (Backward, vec![7]),
+        (Keys, vec![5]),
+        (Backward, vec![6]),
+        (Keys, vec![4]),
+        (Backward, vec![5, 4]),
+        (Backward, vec![9]),
+    ];
+    assert_eq!(backward(&schedule, 1), one);
+    let two = [
+        (Keys, vec![0, 1]),
+        (Backward, vec![2, 1, 0, 3]),
+        (Keys, vec![6, 7]),
+        (Backward, vec![8]),
+        (Keys, vec![5]),
+        (Backward, vec![7]),
+        (Keys, vec![4]),
+        (Backward, vec![6, 5, 4]),
+        (Backward, vec![9]),
+    ];
+    assert_eq!(backward(&schedule, 2), two);
+    // A window that reaches all chunks is none.
+    let of = |reach: u32| {
+        let model = reaching(model(2, 0, false), |_| reach);
+        let mut schedule = relay(&model, &selection).expect("a model of ours");
+        schedule.visits.iter_mut().for_each(|visit| visit.reach = reach.min(1));
+        schedule
+    };
+    assert_eq!(of(4), of(ALL_CHUNKS));
+    assert_ne!(of(3), of(ALL_CHUNKS));
+    for schedule in [schedule.clone(), deal(schedule, 2)] {
+        for deferred in [false, true] {
+            ends(&schedule, &depths(1, 1, 1, 1), deferred);
+        }
+    }
+}
+
 /// A layer of two steps, of which the first leaves keys: what the steps share stays on the device,
 /// and the keys are computed from it.
 #[test]
@@ -83,7 +137,7 @@ fn the_step_that_leaves_keys_has_them_again() {
     let mut feed = layer.steps[0].clone();
     feed.needs = vec![BlockId(two.blocks.len() as u32)];
     feed.reads.push(input(Role::Own(0), Role::OwnGradient(0)));
-    feed.keys = false;
+    feed.reach = 0;
     layer.steps[0].writes = vec![boundary(Role::Own(0))];
     layer.steps.push(feed);
     two.blocks.push(two.blocks[1]);
@@ -169,7 +223,7 @@ fn runs_are_apart_and_inside_a_group() {
 #[test]
 fn a_visit_cuts_no_run() {
     // Two chunks swapped, in a visit for each.
-    refused(Some(1), "starts at 1, expected 0", |s| {
+    refused(Some(1), "meets 1, expected 0", |s| {
         let one = |m: u32, s: &Schedule| s.visits[1].of_micro_batches(m..m + 1);
         let swapped = [one(1, s), one(0, s), s.visits[1].of_micro_batches(2..5)];
         s.visits.splice(1..2, swapped);
@@ -184,7 +238,7 @@ fn a_visit_cuts_no_run() {
 
 #[test]
 fn the_backward_pass_of_a_run_follows_its_keys() {
-    let without = "begins run 0..3 without its keys: the visit before it on its device must \
+    let without = "begins run 0..3 at 0..3 without its keys: the visit before it on its device must \
                    compute those of 0..2";
     let unused = "the next visit of its device is not the backward pass of their run";
     refused(Some(4), without, |s| _ = s.visits.remove(4));
@@ -208,13 +262,72 @@ fn the_backward_pass_of_a_run_follows_its_keys() {
         s.visits[5].micro_batches = 0..5;
         s.visits.drain(6..8);
     });
-    refused(Some(4), unused, |s| s.visits[5].keys = false);
+    refused(Some(4), unused, |s| s.visits[5].reach = 0);
+}
+
+/// Two layers that attend to one chunk before their own, a run of three. Visits: 0 gather, 1 and 2
+/// forward, 3 loss, then of layer 2: 4 keys of chunk 1, 5 back of chunk 2, 6 keys of chunk 0, 7 back
+/// of the others; of layer 1: 8 to 11; 12 scatter.
+fn windowed() -> Schedule {
+    let model = reaching(model(2, 0, false), |_| 1);
+    relay(&model, &in_chunks(&model, &[3])).expect("a model of ours")
+}
+
+#[test]
+fn parts_of_a_run_follow_each_other_behind_their_keys() {
+    #[track_caller]
+    fn refused(at: usize, reason: &str, change: impl Fn(&mut Schedule)) {
+        let mut schedule = windowed();
+        let pools = Pools::of(&deal(schedule.clone(), 2), &Capacities::default());
+        assert!(StepPlan::new(schedule.clone(), pools).is_ok());
+        change(&mut schedule);
+        let refusal = StepPlan::new(schedule, pools).expect_err("a rule is broken");
+        assert_eq!(refusal.visit, Some(at), "{refusal}");
+        assert!(refusal.reason.contains(reason), "{refusal}");
+    }
+    let last = "begins run 0..3 at 2..3 without its keys: the visit before it on its device must \
+                compute those of 1..2";
+    let others = "begins run 0..3 at 0..2 without its keys: the visit before it on its device must \
+                  compute those of 0..1";
+    // Keys that are missing, of too many chunks, or of the wrong ones.
+    refused(4, last, |s| _ = s.visits.remove(4));
+    refused(5, last, |s| s.visits[4].micro_batches = 0..2);
+    refused(5, last, |s| s.visits[4].micro_batches = 0..1);
+    refused(6, others, |s| _ = s.visits.remove(6));
+    refused(7, others, |s| s.visits[6].micro_batches = 1..2);
+    // Keys that come twice or too early.
+    refused(6, "the next visit of its device is not the backward", |s| {
+        s.visits.insert(6, s.visits[6].clone());
+    });
+    refused(4, "the next visit of its device is not the backward", |s| s.visits.swap(5, 6));
+    // A run whole, where the device has no room for it; parts in a wrong order, or cut further.
+    let part = "a part of run 0..3: a visit has all chunks of a run, or none; with a window";
+    refused(5, "has micro-batches 0..3, a part of run 0..3", |s| {
+        s.visits[5].micro_batches = 0..3;
+        s.visits.drain(6..8);
+    });
+    refused(5, "micro-batch order: meets 1, expected 2", |s| s.visits.swap(5, 7));
+    refused(7, part, |s| {
+        let first = s.visits[7].of_micro_batches(0..1);
+        s.visits[7].micro_batches = 1..2;
+        s.visits.insert(8, first);
+    });
+    refused(5, part, |s| s.visits[5].reach = 2);
+    // Something else between two parts.
+    refused(
+        7,
+        "goes on with run 0..3 at 0..2: the visit before its keys on its device must be",
+        |s| {
+            s.visits[5].place = Place::Device(1);
+            s.visits[4].place = Place::Device(1);
+        },
+    );
 }
 
 #[test]
 fn keys_are_of_layers_and_of_their_inputs() {
     let layers = "leaves keys on a device, and visits no layer of the stack";
-    refused(Some(0), layers, |s| s.visits[0].keys = true);
+    refused(Some(0), layers, |s| s.visits[0].reach = 1);
     refused(Some(12), layers, |s| s.visits[12].phase = Phase::Keys);
     refused(Some(4), "computes keys from no boundary", |s| s.visits[4].reads.clear());
 }
@@ -269,11 +382,8 @@ fn labels_show_runs_that_meet_on_a_device() {
     // Keys that nobody computes again, or that are another layer's.
     let sound = planned(&sound());
     assert!(steps(Arc::new(sound.clone()), false).is_ok());
-    let changes: [fn(&mut Schedule); 3] = [
-        |s| s.visits[4].keys = false,
-        |s| s.visits[4].layer = LayerId(1),
-        |s| s.visits[4].step = 1,
-    ];
+    let changes: [fn(&mut Schedule); 3] =
+        [|s| s.visits[4].reach = 0, |s| s.visits[4].layer = LayerId(1), |s| s.visits[4].step = 1];
     for change in changes {
         let mut plan = sound.clone();
         change(&mut plan.schedule);
@@ -282,9 +392,51 @@ fn labels_show_runs_that_meet_on_a_device() {
     }
 }
 
+/// Regions that are smaller or larger than the schedule was made for, and keys that are missing.
+#[test]
+fn labels_show_keys_that_are_not_in_their_region() {
+    let of = |reach: u32| {
+        let model = reaching(model(2, 0, false), |_| reach);
+        let schedule = relay(&model, &in_chunks(&model, &[4])).expect("a model of ours");
+        let pools = Pools::of(&schedule, &Capacities::default());
+        StepPlan::new(schedule, pools).expect("a schedule of ours")
+    };
+    let all = |reach| move |s: &mut Schedule| s.visits.iter_mut().for_each(|v| v.reach = reach);
+    let of_back = |reach| {
+        move |s: &mut Schedule| {
+            let is_back = |visit: &&mut Visit| visit.phase == Phase::Backward;
+            s.visits.iter_mut().filter(is_back).for_each(|visit| visit.reach = reach);
+        }
+    };
+    let keys_of = |nth, layer| {
+        move |s: &mut Schedule| {
+            let mut keys = s.visits.iter_mut().filter(|visit| visit.phase == Phase::Keys);
+            keys.nth(nth).expect("keys").layer = LayerId(layer);
+        }
+    };
+    let cases: [(u32, Box<dyn Fn(&mut Schedule)>); 7] = [
+        (1, Box::new(all(2))),
+        (1, Box::new(all(ALL_CHUNKS))),
+        (2, Box::new(all(1))),
+        (ALL_CHUNKS, Box::new(all(1))),
+        (1, Box::new(of_back(2))),
+        (1, Box::new(keys_of(1, 1))),
+        (2, Box::new(keys_of(1, 1))),
+    ];
+    for (number, (reach, change)) in cases.into_iter().enumerate() {
+        let mut plan = of(reach);
+        assert!(steps(Arc::new(plan.clone()), false).is_ok());
+        change(&mut plan.schedule);
+        let panic = steps(Arc::new(plan), false).expect_err("its keys are missing");
+        assert!(panic.contains("Keys"), "{number}: {panic}");
+    }
+}
+
 /// Ticks of an operation of one chunk.
 #[derive(Clone, Copy, Debug)]
 struct Costs {
+    /// How many chunks before its own a chunk attends to.
+    reach: u32,
     /// Of the products with weights, forward.
     linear: u64,
     /// Of attention to the chunk before, forward; half of that to the chunk itself.
@@ -297,7 +449,7 @@ struct Costs {
 impl Costs {
     /// Forward, of chunk `c` of its sequence.
     fn forward(self, c: u64) -> u64 {
-        self.linear + self.attention * c + self.attention / 2
+        self.linear + self.attention * c.min(self.reach.into()) + self.attention / 2
     }
 }
 
@@ -320,11 +472,13 @@ fn list_scheduler(devices: usize, layers: usize, sequences: &[u32], costs: Costs
     }
     for layer in (0..layers).rev() {
         for chunks in &mut there {
-            let last = chunks.len() - 1;
-            for _ in 0..last {
-                run(layer, 0, costs.keys);
-            }
+            let mut first = chunks.len() - 1; // of the keys that were computed
             for (c, there) in chunks.iter_mut().enumerate().rev() {
+                let reached = c.saturating_sub(costs.reach as usize);
+                for _ in reached..first {
+                    run(layer, 0, costs.keys);
+                }
+                first = first.min(reached);
                 *there = run(layer, *there, costs.backward * costs.forward(c as u64));
             }
         }
@@ -334,7 +488,7 @@ fn list_scheduler(devices: usize, layers: usize, sequences: &[u32], costs: Costs
 
 /// The same in the ring. Boundaries take `copies` ticks on their way, each way.
 fn makespan(devices: u32, layers: u32, sequences: &[u32], costs: Costs, copies: u64) -> u64 {
-    let model = attending(model(layers, 0, false), |_| true);
+    let model = reaching(model(layers, 0, false), |_| costs.reach);
     let schedule = relay(&model, &in_chunks(&model, sequences)).expect("a model of ours");
     let schedule = deal(schedule, devices);
     let config = config(&schedule, &depths(1000, 1000, 1000, 1000), false);
@@ -370,8 +524,9 @@ proptest! {
         devices in 1..=5_u32, layers in 1..=12_u32,
         sequences in prop::collection::vec(1..=8_u32, 1..=4),
         (linear, attention, keys, backward) in (1..40_u64, 0..10_u64, 0..20_u64, 1..=4_u64),
+        reach in prop::sample::select(vec![1, 2, 3, ALL_CHUNKS]),
     ) {
-        let costs = Costs { linear, attention, keys, backward };
+        let costs = Costs { reach, linear, attention, keys, backward };
         let expected = list_scheduler(devices as usize, layers as usize, &sequences, costs);
         prop_assert_eq!(makespan(devices, layers, &sequences, costs, 0), expected);
     }
@@ -408,7 +563,7 @@ proptest! {
             selection.set_groups(groups);
             let mut schedules = [relay(model, &selection), resident(model, &selection)];
             for schedule in schedules.iter_mut().flatten() {
-                schedule.visits.iter_mut().for_each(|visit| visit.keys = false);
+                schedule.visits.iter_mut().for_each(|visit| visit.reach = 0);
             }
             schedules
         };
@@ -421,7 +576,7 @@ proptest! {
 /// the chunk before, 17 for keys and values. Copies hide, which take an eighth of the least pass.
 #[test]
 fn one_sequence_runs_on_four_devices() {
-    let costs = Costs { linear: 436, attention: 134, keys: 17, backward: 3 };
+    let costs = Costs { reach: ALL_CHUNKS, linear: 436, attention: 134, keys: 17, backward: 3 };
     for layers in [16, 32] {
         for copies in [0, 50] {
             let [one, four] = [1, 4].map(|n| makespan(n, layers, &[16], costs, copies));
@@ -430,4 +585,30 @@ fn one_sequence_runs_on_four_devices() {
             assert!(ratio >= 3.4, "{layers} layers, copies of {copies}: {ratio}");
         }
     }
+}
+
+/// The blocks of the layer below come while the parts of a run are computed, one chunk each.
+#[test]
+fn uploads_hide_behind_the_parts_of_a_run() {
+    const LAYERS: u64 = 6;
+    const CHUNKS: u64 = 12;
+    let model = reaching(model(LAYERS as u32, 0, false), |_| 1);
+    let schedule = relay(&model, &in_chunks(&model, &[CHUNKS as u32])).expect("a model of ours");
+    let config = config(&schedule, &Capacities::default(), false);
+    // Each layer's chunks take 12 ticks forward, and 12 + 11 in the backward pass.
+    let times = |operation: &Operation| {
+        ticks(match operation.work().row().kind {
+            WorkKind::Forward | WorkKind::Keys | WorkKind::Backward => 1,
+            WorkKind::Weights => CHUNKS - 1,
+            _ => 0,
+        })
+    };
+    let run = virtual_time::run(config, times, async move |mut relay| {
+        step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
+        relay.stop().await.expect("nothing fails here");
+    });
+    let (_, records) = run.expect("it ends");
+    let end = records.iter().map(|record| record.end.as_nanos() as u64).max();
+    let first = CHUNKS - 1;
+    assert_eq!(end, Some(first + LAYERS * (CHUNKS + 2 * CHUNKS - 1)));
 }
