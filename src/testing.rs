@@ -119,7 +119,7 @@ impl<'l> Bench<'l> {
 
     /// The walk over the rows, in chunks as short as they can be.
     fn walk(&self) -> Walk<'_> {
-        Walk::new(&self.batch(), self.layer.cuts(0), CHUNK)
+        Walk::new(&self.batch(), self.layer.cuts(0), self.layer.window(), CHUNK)
     }
 
     fn saved(

@@ -293,6 +293,13 @@ pub trait Layer: Send + Sync {
         Cuts::Never
     }
 
+    /// The most positions that a position depends on, its own included. `None`: on all before it.
+    /// With causal cuts, it says which chunks' keys the backward of a chunk finds: those within the
+    /// window.
+    fn window(&self) -> Option<usize> {
+        None
+    }
+
     /// Floats that the chunks of one sequence of `positions` pass on, with or without training, for
     /// elements of this dtype. 0: sequences are not cut, or their chunks pass nothing on.
     fn chunk_state_len(&self, _positions: usize, _trains: bool, _dtype: Dtype) -> usize {
@@ -314,7 +321,9 @@ pub trait Layer: Send + Sync {
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 
     /// Computes the keys and values of a chunk again, to the chunk state. It is called for all
-    /// chunks of a sequence but the last, in their order, before the backward of the last one.
+    /// chunks of a sequence but the last, before the backward of the last chunk that attends to
+    /// them. Before the backward of the sequence's last chunk it is called for the chunks within
+    /// the [`window`](Layer::window), in their order; then for the one below these before each.
     fn keys(&self, _kernels: &dyn Kernels, _pass: &Keys<'_>) {
         unreachable!("a layer whose cuts are causal implements it")
     }

@@ -18,6 +18,7 @@ use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::selection::LayerSelection;
 use super::shape::Shape;
+use super::walk;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
 use crate::tensor::Dtype;
@@ -59,6 +60,11 @@ impl ModelLayer {
             ModelLayer::Classes(classes) => classes.cuts(),
             ModelLayer::Embedding | ModelLayer::Head(_) => Cuts::ByPosition,
         }
+    }
+
+    /// The most positions that a position depends on: see [`Layer::window`].
+    pub fn window(&self) -> Option<usize> {
+        self.stack().and_then(|layer| layer.window())
     }
 
     /// True for a layer that devices compute: the embedding is computed by the host.
@@ -288,8 +294,10 @@ impl Model {
             let steps = steps.map(|(number, step)| {
                 let LayerStep { blocks: needs, chosen_by, reads, writes, saves, asks } = step;
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
-                let keys = layer.cuts(number) == Cuts::Causal;
-                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, keys, asks }
+                let is_causal = layer.cuts(number) == Cuts::Causal;
+                let chunks = walk::reach(layer.window(), self.shape.chunk_positions);
+                let reach = if is_causal { chunks } else { 0 };
+                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks }
             });
             RingLayer { steps: steps.collect() }
         });

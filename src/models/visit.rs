@@ -139,7 +139,8 @@ impl<'r> VisitRun<'r> {
         self.gradients =
             blocks.flat_map(|(tensors, views)| tensors.gradients(views.gradient)).collect();
         let most = self.model.shape.chunk_positions;
-        self.walk(layer, &Walk::new(&self.args.batch, layer.cuts(step), most));
+        let walk = Walk::new(&self.args.batch, layer.cuts(step), layer.window(), most);
+        self.walk(layer, &walk);
         self.copy();
         self.scratch.peak()
     }
