@@ -220,14 +220,16 @@ impl Reference<'_> {
         Some(())
     }
 
-    /// The micro-batch of an operation: a run goes backward in the backward pass.
+    /// The micro-batch of an operation: a run goes backward in the backward pass. With a window, a
+    /// visit has its first chunks, or another one.
     fn nth(&self, visit: usize, operation: u32) -> MicroBatch {
         let own = self.plan.visit(visit);
         let mut order: Vec<MicroBatch> = own.micro_batches.clone().collect();
         let runs = self.plan.schedule.runs.iter().filter(|_| own.phase == Phase::Backward);
         for run in runs.filter(|run| own.micro_batches.contains(&run.start)) {
             let at = (run.start - own.micro_batches.start) as usize;
-            order[at..at + run.len()].reverse();
+            let end = order.len().min(at + run.len());
+            order[at..end].reverse();
         }
         order[operation as usize]
     }

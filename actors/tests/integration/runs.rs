@@ -114,7 +114,7 @@ fn runs_of_a_window_go_backward_in_parts() {
     assert_eq!(backward(&schedule, 2), two);
     // A window that reaches all chunks is none.
     let of = |reach: u32| {
-        let model = reaching(model(2, 0, false), |_| reach);
+        let model = reaching(model(3, 0, false), |_| reach);
         let mut schedule = relay(&model, &selection).expect("a model of ours");
         schedule.visits.iter_mut().for_each(|visit| visit.reach = reach.min(1));
         schedule
@@ -233,7 +233,7 @@ fn a_visit_cuts_no_run() {
         s.visits[1].micro_batches = 0..1;
         s.visits.insert(2, rest);
     });
-    refused(Some(5), "a part of run 0..4", |s| s.runs = vec![0..4; 1]);
+    refused(Some(5), "meets 2, expected 3", |s| s.runs = vec![0..4; 1]);
 }
 
 #[test]
@@ -594,7 +594,7 @@ fn uploads_hide_behind_the_parts_of_a_run() {
     const CHUNKS: u64 = 12;
     let model = reaching(model(LAYERS as u32, 0, false), |_| 1);
     let schedule = relay(&model, &in_chunks(&model, &[CHUNKS as u32])).expect("a model of ours");
-    let config = config(&schedule, &Capacities::default(), false);
+    let config = config(&schedule, &depths(2, 2, 2, 24), false);
     // Each layer's chunks take 12 ticks forward, and 12 + 11 in the backward pass.
     let times = |operation: &Operation| {
         ticks(match operation.work().row().kind {

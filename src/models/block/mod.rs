@@ -26,9 +26,7 @@ use super::layer::{Backward, Cuts, Forward, Keys, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
 use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
-use crate::kernels::{
-    Activation, AttentionShape, BatchView, Dropout, Kernels, Rotary,
-};
+use crate::kernels::{Activation, AttentionShape, BatchView, Dropout, Kernels, Rotary};
 use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
 /// The transformer block of a shape.
