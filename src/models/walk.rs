@@ -25,6 +25,8 @@ pub(crate) struct Walk<'a> {
     chunks: Vec<BatchView<'a>>,
     /// The chunks before its own that a chunk attends to.
     reach: usize,
+    /// The most positions of a chunk.
+    most: usize,
 }
 
 /// The chunks of `most` positions before its own that a chunk attends to, if a position depends on
@@ -51,7 +53,12 @@ impl<'a> Walk<'a> {
         };
         let chunks = rows.chunks(may_be_cut.then_some(most));
         let reach = if cuts == Cuts::Causal { reach(window, most) as usize } else { 0 };
-        Walk { chunks, reach }
+        Walk { chunks, reach, most }
+    }
+
+    /// The positions before a chunk that are there: see [`ChunkMemory`](super::layer::ChunkMemory).
+    pub(crate) fn before(&self) -> usize {
+        self.reach.saturating_mul(self.most)
     }
 
     /// The chunks in the order of the forward.
@@ -92,6 +99,12 @@ impl<'a> Walk<'a> {
     }
 }
 
+/// The positions of a sequence that are there at once, with such a window.
+pub(crate) fn kept_positions(positions: usize, window: Option<usize>, most: usize) -> usize {
+    let before = (reach(window, most) as usize).saturating_mul(most);
+    positions.min(before.saturating_add(most))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,6 +143,8 @@ mod tests {
         let chunks = windows.map(|window| reach(Some(window), 128));
         assert_eq!(chunks, [1, 1, 1, 1, 2, 2, 3, ALL_CHUNKS]);
         assert_eq!(reach(None, 128), ALL_CHUNKS);
+        let kept = [None, Some(1), Some(130)].map(|window| kept_positions(1000, window, 128));
+        assert_eq!(kept, [1000, 256, 384]);
     }
 
     #[test]

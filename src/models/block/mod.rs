@@ -215,7 +215,7 @@ impl Layer for TransformerBlock {
 
     fn chunk_state_len(&self, positions: usize, trains: bool, dtype: Dtype) -> usize {
         let is_cut = self.shape.causal && positions > self.shape.chunk_positions;
-        let numbers = self.kept_positions(positions) * self.kv_width();
+        let numbers = positions * self.kv_width();
         let gradients = if trains { numbers } else { 0 };
         let [values, gradients] =
             [dtype.floats(numbers), gradients].map(|floats| floats.next_multiple_of(ALIGNED));

@@ -10,21 +10,22 @@ use std::ops::Range;
 
 use super::TransformerBlock;
 use crate::kernels::{BatchView, Cast, ChunkKv, Clear, Kernels, SequenceChunk};
-use crate::models::layer::Layer;
-use crate::models::walk;
+use crate::models::layer::{ChunkMemory, Layer};
 use crate::tensor::{Dtype, Scratch, View};
 
 /// The chunk state during a pass over a chunk.
 #[derive(Clone, Copy)]
 pub(super) struct ChunkState {
+    /// Floats.
     memory: View,
+    /// The dtype of keys and values.
     dtype: Dtype,
     /// Positions that it has room for, and numbers of each.
     room: [usize; 2],
     /// Positions of a chunk.
     most: usize,
-    /// Positions that a chunk attends to before its own.
-    reach: usize,
+    /// Positions before a chunk that are there, too.
+    before: usize,
     /// The chunk, and the positions of its sequence.
     chunk: SequenceChunk,
     positions: usize,
@@ -33,31 +34,19 @@ pub(super) struct ChunkState {
 }
 
 impl TransformerBlock {
-    /// The positions of a sequence whose keys and values are there at once.
-    pub(super) fn kept_positions(&self, positions: usize) -> usize {
-        positions.min(self.reach().saturating_add(self.shape.chunk_positions))
-    }
-
-    /// The positions that a chunk attends to before its own: whole chunks.
-    fn reach(&self) -> usize {
-        let chunks = walk::reach(self.window(), self.shape.chunk_positions);
-        (chunks as usize).saturating_mul(self.shape.chunk_positions)
-    }
-
     /// The state for a chunk of a longer sequence, when the pass over the chunk computes attention.
     pub(super) fn chunk_state(
         &self,
         batch: &BatchView<'_>,
-        memory: View,
+        ChunkMemory { memory, before }: ChunkMemory,
         dtype: Dtype,
     ) -> Option<ChunkState> {
         let chunk = batch.chunk()?;
         let positions = batch.metadata().sequence(chunk.sequence).len();
-        let room = [self.kept_positions(positions), self.kv_width()];
-        let reach = self.reach();
-        let first = chunk.from.saturating_sub(reach);
         let most = self.shape.chunk_positions;
-        Some(ChunkState { memory, dtype, room, most, reach, chunk, positions, first })
+        let room = [positions.min(before.saturating_add(most)), self.kv_width()];
+        let first = chunk.from.saturating_sub(before);
+        Some(ChunkState { memory, dtype, room, most, before, chunk, positions, first })
     }
 }
 
@@ -101,7 +90,7 @@ impl ChunkState {
     pub(super) fn move_on(self, k: &dyn Kernels) -> ChunkState {
         if self.first > 0 {
             let kv = self.kv();
-            for to in (0..self.reach).step_by(self.most) {
+            for to in (0..self.before).step_by(self.most) {
                 self.copy(k, kv, to, to + self.most);
             }
         }
@@ -113,13 +102,13 @@ impl ChunkState {
     /// chunk behind it any more.
     pub(super) fn move_back(self, k: &dyn Kernels) -> ChunkState {
         let last = (self.positions - 1) / self.most * self.most;
-        let of_last = last.saturating_sub(self.reach);
+        let of_last = last.saturating_sub(self.before);
         if self.chunk.from >= of_last {
             return ChunkState { first: of_last, ..self };
         }
         let dkv = self.dkv();
         for view in [self.kv(), dkv] {
-            for from in (0..self.reach).step_by(self.most).rev() {
+            for from in (0..self.before).step_by(self.most).rev() {
                 self.copy(k, view, from + self.most, from);
             }
         }
