@@ -6,7 +6,7 @@ use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
 use crate::models::{
     Backward, ChunkMemory, Cuts, Forward, Init, Keys, Layer, PortViews, Save, Shape, SlotWeight,
-    Tensor, Turn, Walk, block_len, kept_positions, tensor_ranges, tensor_views,
+    Tensor, Turn, Walk, block_len, chunk_state_len, tensor_ranges, tensor_views,
 };
 use crate::random;
 use crate::simd::Level;
@@ -79,8 +79,8 @@ impl<'l> Bench<'l> {
         let chunks = (0..rows.positions).step_by(most).map(|at| most.min(rows.positions - at));
         let saved = chunks.map(|rows| layer.saved_len(rows, Save::All, Dtype::F32)).sum::<usize>();
         let saved = place(saved * rows.sequences);
-        let kept = kept_positions(rows.positions, layer.window(), CHUNK);
-        let chunk_state = place(layer.chunk_state_len(kept, true, Dtype::F32));
+        let lengths = [rows.positions, CHUNK];
+        let chunk_state = place(chunk_state_len(layer, lengths, true, Dtype::F32));
         let at = end;
         let kinds = (0..count).map(|row| (row % 2) as u8).collect();
         let empty = Arena::new(0).expect("nothing is little");

@@ -310,9 +310,10 @@ pub trait Layer: Send + Sync {
         None
     }
 
-    /// Floats that the chunks of one sequence pass on, with or without training, for elements of this
-    /// dtype. They have room for `positions`: those of the sequence, or as many as its
-    /// [`window`](Layer::window) needs at once. 0: sequences are not cut, or their chunks pass nothing on.
+    /// Floats that the chunks of one sequence pass on, with or without training, for elements of
+    /// this dtype. They have room for `positions`: those of the sequence, or as many as its
+    /// [`window`](Layer::window) needs at once. 0: sequences are not cut, or their chunks pass
+    /// nothing on.
     fn chunk_state_len(&self, _positions: usize, _trains: bool, _dtype: Dtype) -> usize {
         0
     }

@@ -49,4 +49,4 @@ pub use shape::{Dropouts, Experts, Head, Shape, Window};
 pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};
-pub(crate) use walk::{Turn, Walk, kept_positions};
+pub(crate) use walk::{Turn, Walk, chunk_state_len};

@@ -62,11 +62,6 @@ impl ModelLayer {
         }
     }
 
-    /// The most positions that a position depends on: see [`Layer::window`].
-    pub fn window(&self) -> Option<usize> {
-        self.stack().and_then(|layer| layer.window())
-    }
-
     /// True for a layer that devices compute: the embedding is computed by the host.
     pub fn is_on_device(&self) -> bool {
         !matches!(self, ModelLayer::Embedding)
@@ -290,13 +285,13 @@ impl Model {
                 ModelLayer::Stack(_) => VisitKind::Layer,
                 ModelLayer::Head(_) | ModelLayer::Classes(_) => VisitKind::Tile,
             };
+            let window = layer.stack().and_then(|layer| layer.window());
             let steps = self.steps(layer, blocks, context).into_iter().enumerate();
             let steps = steps.map(|(number, step)| {
                 let LayerStep { blocks: needs, chosen_by, reads, writes, saves, asks } = step;
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
-                let is_causal = layer.cuts(number) == Cuts::Causal;
-                let chunks = walk::reach(layer.window(), self.shape.chunk_positions);
-                let reach = if is_causal { chunks } else { 0 };
+                let most = self.shape.chunk_positions;
+                let reach = walk::reach(layer.cuts(number), window, most);
                 RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks }
             });
             RingLayer { steps: steps.collect() }

@@ -140,7 +140,8 @@ impl<'r> VisitRun<'r> {
         self.gradients =
             blocks.flat_map(|(tensors, views)| tensors.gradients(views.gradient)).collect();
         let most = self.model.shape.chunk_positions;
-        let walk = Walk::new(&self.args.batch, layer.cuts(step), layer.window(), most);
+        let window = layer.stack().and_then(|layer| layer.window());
+        let walk = Walk::new(&self.args.batch, layer.cuts(step), window, most);
         self.walk(layer, &walk);
         self.copy();
         self.scratch.peak()

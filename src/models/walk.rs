@@ -10,8 +10,9 @@ use std::ops::Range;
 
 use l2l_actors::schedule::ALL_CHUNKS;
 
-use super::layer::Cuts;
+use super::layer::{Cuts, Layer};
 use crate::kernels::BatchView;
+use crate::tensor::Dtype;
 
 /// What a backward visit does with a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,9 +32,13 @@ pub(crate) struct Walk<'a> {
 
 /// The chunks of `most` positions before its own that a chunk attends to, if a position depends on
 /// `window` positions, its own included.
-pub(crate) fn reach(window: Option<usize>, most: usize) -> u32 {
+pub(crate) fn reach(cuts: Cuts, window: Option<usize>, most: usize) -> u32 {
     let chunks = |window: usize| window.saturating_sub(1).div_ceil(most).max(1);
-    window.map_or(ALL_CHUNKS, |window| u32::try_from(chunks(window)).unwrap_or(ALL_CHUNKS))
+    match window {
+        _ if cuts != Cuts::Causal => 0,
+        None => ALL_CHUNKS,
+        Some(window) => u32::try_from(chunks(window)).unwrap_or(ALL_CHUNKS),
+    }
 }
 
 impl<'a> Walk<'a> {
@@ -52,8 +57,7 @@ impl<'a> Walk<'a> {
             Cuts::Causal => !has_cached(),
         };
         let chunks = rows.chunks(may_be_cut.then_some(most));
-        let reach = if cuts == Cuts::Causal { reach(window, most) as usize } else { 0 };
-        Walk { chunks, reach, most }
+        Walk { chunks, reach: reach(cuts, window, most) as usize, most }
     }
 
     /// The positions before a chunk that are there: see [`ChunkMemory`](super::layer::ChunkMemory).
@@ -99,10 +103,15 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The positions of a sequence that are there at once, with such a window.
-pub(crate) fn kept_positions(positions: usize, window: Option<usize>, most: usize) -> usize {
-    let before = (reach(window, most) as usize).saturating_mul(most);
-    positions.min(before.saturating_add(most))
+/// Floats that the chunks, of `most` positions, of a sequence pass on in a layer.
+pub(crate) fn chunk_state_len(
+    layer: &dyn Layer,
+    [positions, most]: [usize; 2],
+    trains: bool,
+    dtype: Dtype,
+) -> usize {
+    let chunks = (reach(Cuts::Causal, layer.window(), most) as usize).saturating_add(1);
+    layer.chunk_state_len(positions.min(chunks.saturating_mul(most)), trains, dtype)
 }
 
 #[cfg(test)]
@@ -140,11 +149,10 @@ mod tests {
     #[test]
     fn a_window_reaches_whole_chunks() {
         let windows = [0, 1, 2, 129, 130, 257, 258, usize::MAX];
-        let chunks = windows.map(|window| reach(Some(window), 128));
+        let chunks = windows.map(|window| reach(Cuts::Causal, Some(window), 128));
         assert_eq!(chunks, [1, 1, 1, 1, 2, 2, 3, ALL_CHUNKS]);
-        assert_eq!(reach(None, 128), ALL_CHUNKS);
-        let kept = [None, Some(1), Some(130)].map(|window| kept_positions(1000, window, 128));
-        assert_eq!(kept, [1000, 256, 384]);
+        assert_eq!(reach(Cuts::Causal, None, 128), ALL_CHUNKS);
+        assert_eq!(reach(Cuts::ByPosition, Some(130), 128), 0);
     }
 
     #[test]

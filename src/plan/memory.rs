@@ -100,10 +100,9 @@ impl PlanSpec<'_> {
         let longest = Rows { sequences: 1, positions: self.steps[0].positions };
         let layers = self.model.layers.iter().filter_map(ModelLayer::stack);
         let most = self.model.shape.chunk_positions;
-        let chunk_state = layers.map(|layer| {
-            let kept = models::kept_positions(longest.positions, layer.window(), most);
-            layer.chunk_state_len(kept, trains, dtype)
-        });
+        let lengths = [longest.positions, most];
+        let chunk_state =
+            layers.map(|layer| models::chunk_state_len(layer, lengths, trains, dtype));
         let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(ALIGNED);
         let is_frozen = |block: &BlockTensors| !block.frozen().is_empty();
         let measured = Measured {

@@ -101,8 +101,8 @@ pub struct RingStep {
     /// True if these stay on the device: see [`Visit::keeps`](super::Visit).
     pub keeps: bool,
     /// How many chunks of a long sequence before its own a chunk attends to, by the keys and values
-    /// that these leave on the device: see [`Visit::reach`](super::Visit). If it attends to any, the
-    /// backward pass has visits that compute them again.
+    /// that these leave on the device: see [`Visit::reach`](super::Visit). If it attends to any,
+    /// the backward pass has visits that compute them again.
     pub reach: u32,
     /// What the forward visit measures for the host in a step that trains, and the answer.
     pub asks: Option<Question>,

@@ -96,8 +96,9 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
     ),
 ];
 
-/// With this number of keys of a sequence, counted over all key heads, the gradient of keys has enough blocks for
-/// a large GPU. With half of it, some multiprocessors have no block.
+/// With this number of keys of a sequence, counted over all key heads, the gradient of keys has
+/// enough blocks for a large GPU. With half of it, some multiprocessors have no block. Keys behind
+/// a window count, too: whether they are there must not change the order of a sum.
 const ENOUGH_KEYS: usize = 16_896;
 
 /// The number of shares into which the query heads of a key head are split. Each share is a block
