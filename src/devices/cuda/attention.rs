@@ -144,7 +144,7 @@ impl On<'_> {
         let starts = self.metadata.starts(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
         let sizes = attention_words(shape);
-        let kv = self.from_first_position(kv, shape);
+        let kv = self.at_first_position(kv, shape);
         let arguments = arguments!(self; y, lse, qkv, kv, starts, documents, sizes);
         self.tiles(forward, shape, shape.batch.longest(), shape.heads, arguments);
     }
@@ -159,11 +159,11 @@ impl On<'_> {
         let arguments = arguments!(self; delta, y, dy, starts, sizes);
         let grid = [delta.len().div_ceil(8), 1, 1];
         self.queue.launch("attention_delta", grid, [256, 1, 1], 0, arguments);
-        let kv = self.from_first_position(chunk_kv.map(|one| one.kv), shape);
+        let kv = self.at_first_position(chunk_kv.map(|one| one.kv), shape);
         let shares = shares_of(shape);
         let dkv = match chunk_kv {
             _ if shares > 1 => self.at(parts).before(first * shape.kv_width()),
-            chunk => self.from_first_position(chunk.map(|one| one.dkv), shape),
+            chunk => self.at_first_position(chunk.map(|one| one.dkv), shape),
         };
         let has_sum = chunk_kv.is_some_and(|one| one.accumulate);
         let accumulate = has_sum && shares == 1;
@@ -187,7 +187,7 @@ impl On<'_> {
 
     /// Where the first position of the sequence would lie in a chunk's tensor of keys and values,
     /// or of their gradients: kernels count positions from there.
-    fn from_first_position(&self, kv: Option<View>, shape: &AttentionShape<'_>) -> Place {
+    fn at_first_position(&self, kv: Option<View>, shape: &AttentionShape<'_>) -> Place {
         let place = |kv: View| self.at(kv).before(shape.first_kept(kv) * shape.kv_width());
         kv.map_or(Place::NULL, place)
     }
