@@ -22,9 +22,9 @@ GOLDENS = ROOT / "tests/goldens"
 sys.path.insert(0, str(GOLDENS))
 from peft_loads import KINDS, compare  # noqa: E402
 
-MODELS = ["tied", "gemma3_text", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3", "bert", "roberta", "distilbert",
-          "mixtral", "qwen2_moe", "qwen3_moe"]
-NO_TOKENS = ["gemma3_text-tokens", "opt-tokens"]  # transformers has no such model
+MODELS = ["tied", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3",
+          "starcoder2", "bert", "roberta", "distilbert", "mixtral", "qwen2_moe", "qwen3_moe"]
+NO_TOKENS = ["gemma3_text-tokens", "olmo2-tokens", "olmo3-tokens", "opt-tokens"]  # transformers has no such model
 # PEFT makes one parameter of a layer's experts, whose adapters l2l does not read. PEFT 0.21.2 leaves those of
 # Qwen2-MoE out.
 EXPERTS = ["mixtral", "qwen3_moe"]

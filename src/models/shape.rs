@@ -130,6 +130,36 @@ impl Experts {
     }
 }
 
+/// Where the norms of a block stand, beside its branches: attention and the feed-forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormPlaces {
+    /// The input of each branch is normed (GPT-2, Llama).
+    Before,
+    /// So is its output, before it is added to the residual stream (Gemma 3).
+    Around,
+    /// The output of each branch is normed before it is added, and its input is not (OLMo 2).
+    Behind,
+    /// The sum of a branch and the residual stream is normed (BERT).
+    BehindSums,
+}
+
+impl NormPlaces {
+    /// True when the inputs of branches are normed.
+    pub(crate) fn are_before(self) -> bool {
+        matches!(self, NormPlaces::Before | NormPlaces::Around)
+    }
+
+    /// True when the outputs of branches are normed.
+    pub(crate) fn are_behind(self) -> bool {
+        matches!(self, NormPlaces::Around | NormPlaces::Behind)
+    }
+
+    /// True when sums are normed.
+    pub(crate) fn are_behind_sums(self) -> bool {
+        self == NormPlaces::BehindSums
+    }
+}
+
 /// A transformer of one of the families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
@@ -159,6 +189,8 @@ pub struct Shape {
     pub token_types: usize,
     /// Rotary positions.
     pub rotary: Option<Rotary>,
+    /// The last of every so many blocks has no rotary positions. 0: all blocks have them.
+    pub rotary_but_every: usize,
     /// True when a position sees no later one.
     pub causal: bool,
     /// Rotary positions of the blocks with a window, if they differ from those of other blocks.
@@ -167,10 +199,8 @@ pub struct Shape {
     pub window: Option<Window>,
     /// True for a norm by root mean square alone (Zhang and Sennrich 2019).
     pub rms_norm: bool,
-    /// True when a norm follows each sum; false when it precedes each branch.
-    pub post_norm: bool,
-    /// True when a branch's output is normed before it is added to the residual stream.
-    pub branch_norm: bool,
+    /// Where the norms of a block stand.
+    pub norms: NormPlaces,
     /// Added to the scales of norms: 1 if they are stored as differences from 1.
     pub norm_offset: f32,
     /// Added to the variance, or the mean square, of a norm.
@@ -291,6 +321,11 @@ impl Shape {
             }
             _ => self.dropout.classifier,
         }
+    }
+
+    /// True if a block has rotary positions, if the model has any.
+    pub(crate) fn rotates(&self, block: usize) -> bool {
+        self.rotary_but_every == 0 || !(block + 1).is_multiple_of(self.rotary_but_every)
     }
 
     /// How a gated feed-forward's gate and up projection become one.

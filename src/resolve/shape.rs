@@ -50,7 +50,7 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
         let problem = format_args!("has no effect: the model has model.max_layers = {layers}");
         return Err(Error::config("depth.stack_at", problem));
     }
-    if *new_layers == NewLayers::ZeroResidual && shape.post_norm {
+    if *new_layers == NewLayers::ZeroResidual && shape.norms.are_behind_sums() {
         let problem = "is \"zero-residual\", but such a layer would change the hidden states that \
                        pass it: this model has norms behind the residual branches. Use \"copy\"";
         return Err(Error::config("depth.new_layers", problem));

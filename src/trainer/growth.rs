@@ -80,7 +80,7 @@ impl Trainer {
             );
             return Err(Error::argument(what));
         }
-        if self.run.model.shape.post_norm && new.iter().any(|new| new.zero_residual) {
+        if self.run.model.shape.norms.are_behind_sums() && new.iter().any(|new| new.zero_residual) {
             let what = "a new layer with zeroed residual branches must pass hidden states on \
                         unchanged, and this model's norms behind the branches change them: copy \
                         layers";

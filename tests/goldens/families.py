@@ -14,8 +14,8 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, OPTConfig,
-    Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Olmo2Config,
+    Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig, SmolLM3Config, Starcoder2Config,
 )
 
 STEPS, RATE, DECAY, BATCH, VOCABULARY = 10, 3e-3, 0.1, 5, 61
@@ -73,9 +73,19 @@ OPT = dict(vocab_size=VOCABULARY, hidden_size=42, num_hidden_layers=2, num_atten
            eos_token_id=None)
 FAMILIES["opt"] = OPTConfig(**OPT)
 CLASSES["opt-classes"] = FAMILIES["opt-classes"] = OPTConfig(**OPT, num_labels=3)
-WINDOWED = {"gemma3_text", "mistral", "qwen2", "mistral-classes", "phi3"}
+FAMILIES["olmo2"] = Olmo2Config(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3, attention_bias=True)
+FAMILIES["olmo3"] = Olmo3Config(
+    **DECODER, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=3, sliding_window=5,
+    rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "original_max_position_embeddings": 8,
+                                        "attention_factor": 1.2},
+                     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}})
+FAMILIES["smollm3"] = SmolLM3Config(**DECODER, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+                                    no_rope_layers=[1, 0, 1, 0])
+FAMILIES["starcoder2"] = Starcoder2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                          sliding_window=5)
+WINDOWED = {"gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
-CAUSAL = {"gemma3_text", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"}
+CAUSAL = {"gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
 
 
 def sequences(family, generator):

@@ -14,7 +14,8 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, OPTConfig, Qwen2MoeConfig, Qwen3Config,
+    AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
+    Qwen3Config, SmolLM3Config, Starcoder2Config,
 )
 
 LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
@@ -44,6 +45,10 @@ FAMILIES = {
     "opt": OPTConfig(**ALL, hidden_size=42, num_hidden_layers=2, num_attention_heads=3, ffn_dim=24,
                      init_std=0.2, max_position_embeddings=96, dropout=0.0,
                      activation_function="gelu", tie_word_embeddings=False),
+    "olmo3": Olmo3Config(**DECODER, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=3, sliding_window=7),
+    "smollm3": SmolLM3Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             no_rope_layer_interval=2),
+    "starcoder2": Starcoder2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}

@@ -46,6 +46,8 @@ CASES = {
                          layers_pattern="layers", exclude_modules=["q_proj"]),
     # Of gpt-oss, all linear layers are those of attention.
     "gpt_oss": dict(r=3, lora_alpha=30, target_modules=ALL),
+    "olmo2": dict(r=3, lora_alpha=4, target_modules=ALL),
+    "starcoder2": dict(r=2, lora_alpha=5, target_modules=["k_proj", "c_fc", "c_proj"]),
 }
 
 

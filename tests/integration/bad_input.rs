@@ -407,20 +407,39 @@ fn checkpoints_of_other_models() {
 }
 
 /// Keys of real configs that are not built, or cannot be right.
+/// A config of a golden's model, whose `config.json` is changed.
+fn of_family(folder: &TempDir, family: &str, change: impl Fn(&mut Value)) -> String {
+    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(family);
+    let text = fs::read_to_string(goldens.join("config.json")).expect("it is committed");
+    let mut value: Value = serde_json::from_str(&text).expect("it is JSON");
+    change(&mut value);
+    let at = folder.path().join("model");
+    fs::create_dir_all(&at).expect("a directory of ours");
+    fs::write(at.join("config.json"), value.to_string()).expect("a directory of ours");
+    format!("model.path = \"{}\"\ndata.train = \"random\"\n", at.display())
+}
+
+type Change = fn(&mut Value);
+
+#[test]
+fn configs_of_smollm3_and_olmo() {
+    let folder = folder();
+    let cases: [(&str, Change, &str); 6] = [
+        ("smollm3", |c| c["no_rope_layers"] = json!([0, 1, 1, 0]), "in the last of every few"),
+        ("smollm3", |c| c["no_rope_layers"] = json!([1, 2, 1, 0]), "no_rope_layers has 2"),
+        ("smollm3", |c| c["use_sliding_window"] = json!(true), "use_sliding_window is true"),
+        ("olmo2", |c| c["num_key_value_heads"] = json!(1), "one norm spans all heads"),
+        ("olmo2", |c| c["rope_parameters"] = json!({ "x": {} }), "gemma3_text and olmo3 have"),
+        ("olmo3", |c| c["rope_parameters"] = json!({ "rope_theta": 5 }), "must have two objects"),
+    ];
+    for (family, change, says) in cases {
+        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
+    }
+}
+
 #[test]
 fn configs_of_other_families() {
     let folder = folder();
-    let of = |family: &str, change: &dyn Fn(&mut Value)| {
-        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(family);
-        let text = fs::read_to_string(goldens.join("config.json")).expect("it is committed");
-        let mut value: Value = serde_json::from_str(&text).expect("it is JSON");
-        change(&mut value);
-        let at = folder.path().join("model");
-        fs::create_dir_all(&at).expect("a directory of ours");
-        fs::write(at.join("config.json"), value.to_string()).expect("a directory of ours");
-        format!("model.path = \"{}\"\ndata.train = \"random\"\n", at.display())
-    };
-    type Change = fn(&mut Value);
     let cases: [(&str, Change, &str); 21] = [
         (
             "llama",
@@ -457,12 +476,12 @@ fn configs_of_other_families() {
         ("bert-classes", |c| c["problem_type"] = json!("regression"), "of 3 labels"),
     ];
     for (family, change, says) in cases {
-        refused(&folder, &of(family, &change), &["config.json", says]);
+        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
     }
-    let tokens = of("opt", &|_| ()) + "model.task = \"token-classification\"\n";
+    let tokens = of_family(&folder, "opt", |_| ()) + "model.task = \"token-classification\"\n";
     let says = "the family opt can only do causal-lm or sequence-classification";
     refused(&folder, &tokens, &["model.task", says]);
-    let text = of("bert", &|_| ()).replace("random", "built-in");
+    let text = of_family(&folder, "bert", |_| ()).replace("random", "built-in");
     refused(&folder, &text, &["no tokenizer.json in"]);
 }
 

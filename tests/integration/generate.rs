@@ -54,7 +54,18 @@ async fn generated(
 
 #[tokio::test]
 async fn greedy_text_is_transformers() {
-    for family in ["gpt2", "gpt_oss", "llama", "mistral", "opt", "qwen2_moe", "qwen3"] {
+    for family in [
+        "gpt2",
+        "gpt_oss",
+        "llama",
+        "mistral",
+        "olmo3",
+        "opt",
+        "qwen2_moe",
+        "qwen3",
+        "smollm3",
+        "starcoder2",
+    ] {
         let (prompts, greedy) = golden(family);
         let found = generated(config(family), &prompts, Sampling::default(), &[]).await;
         for ((found, ended), expected) in found.iter().zip(&greedy) {

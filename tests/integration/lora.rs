@@ -16,7 +16,7 @@ use crate::pytorch::{self, check, golden_of};
 
 /// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 19] = [
+const CASES: [&str; 21] = [
     "tied",
     "llama",
     "mistral",
@@ -35,6 +35,8 @@ const CASES: [&str; 19] = [
     "llama-patterns",
     "bert-patterns",
     "qwen2-layers",
+    "olmo2",
+    "starcoder2",
     "gpt_oss",
 ];
 

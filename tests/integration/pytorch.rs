@@ -105,7 +105,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 23] = [
+pub(crate) const FAMILIES: [&str; 27] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -121,6 +121,8 @@ pub(crate) const FAMILIES: [&str; 23] = [
     "llama-tokens",
     "mistral",
     "mistral-classes",
+    "olmo2",
+    "olmo3",
     "opt",
     "opt-classes",
     "phi3",
@@ -129,6 +131,8 @@ pub(crate) const FAMILIES: [&str; 23] = [
     "qwen3-classes",
     "roberta",
     "roberta-classes",
+    "smollm3",
+    "starcoder2",
 ];
 
 /// Models with experts: each row's choices are far from ties in f32.

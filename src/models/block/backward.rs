@@ -10,6 +10,7 @@ use crate::kernels::{
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
+use crate::models::shape::NormPlaces;
 use crate::tensor::{Scratch, View};
 
 /// The arguments of a chunk's backward, beside those of its forward.
@@ -134,7 +135,7 @@ impl ChunkPass<'_> {
         let ChunkPass { block, w, ref saved, hidden, ref batch, .. } = *self;
         let mlp = parts[0].w;
         let Some(sum) = saved.feed_forward_sum else {
-            if block.shape.branch_norm && g.save.is_none() {
+            if block.shape.norms.are_behind() && g.save.is_none() {
                 self.branch(buffers.dbranch, activated, &mlp.down, FEED_FORWARD);
             }
             return g.dy;
@@ -170,23 +171,20 @@ impl ChunkPass<'_> {
         scratch: &Scratch<'_>,
     ) {
         let ChunkPass { block, k, w, ref saved, .. } = *self;
-        let post_norm = block.shape.post_norm;
-        let dbranch = buffers.dbranch;
-        let (d, w, statistics) = if post_norm {
-            k.residual(&Residual { y: dbranch, a: dsum, x: dbranch, dropout: None });
-            (g.d.norm1, w.norm1, saved.norm1)
-        } else {
-            (g.d.norm2, w.norm2, saved.norm2)
+        let norms = block.shape.norms;
+        let Buffers { dbranch, dattention_sum: dx } = buffers;
+        let sum = |y| k.residual(&Residual { y, a: dsum, x: dbranch, dropout: None });
+        let (d, w, statistics) = match norms {
+            NormPlaces::Behind => return sum(dx),
+            NormPlaces::BehindSums => {
+                sum(dbranch);
+                (g.d.norm1, w.norm1, saved.norm1)
+            }
+            NormPlaces::Before | NormPlaces::Around => (g.d.norm2, w.norm2, saved.norm2),
         };
-        let op = AffineBackward {
-            dx: buffers.dattention_sum,
-            d,
-            dy: dbranch,
-            x: saved.attention_sum,
-            statistics,
-            w,
-            residual: (!post_norm).then_some(dsum),
-        };
+        let residual = norms.are_before().then_some(dsum);
+        let x = saved.attention_sum;
+        let op = AffineBackward { dx, d, dy: dbranch, x, statistics, w, residual };
         self.norm_backward(g, &op, scratch);
     }
 
@@ -295,7 +293,7 @@ impl ChunkPass<'_> {
             activate: None,
             accumulate: g.accumulate,
         };
-        if block.shape.post_norm {
+        if !block.shape.norms.are_before() {
             self.products.backward(&product, scratch);
             k.residual(&Residual { y: g.dx, a: dattention_sum, x: dbranch, dropout: None });
             return;

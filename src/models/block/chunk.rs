@@ -8,11 +8,12 @@ use super::saved::{Activations, Branch, Positive};
 use super::state::ChunkState;
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
-    Attention, BatchView, CachedAttention, HeadNorm, Kernels, PackPositive, Residual, Rotate, Sink,
-    UnpackPositive, WriteKv,
+    Attention, BatchView, CachedAttention, Cast, HeadNorm, Kernels, PackPositive, Residual, Rotate,
+    Sink, UnpackPositive, WriteKv,
 };
 use crate::models::layer::KvCache;
 use crate::models::norms::Affine;
+use crate::models::shape::NormPlaces;
 use crate::tensor::{Scratch, View};
 
 /// The indices of attention and of the feed-forward among the branches.
@@ -123,8 +124,14 @@ impl ChunkPass<'_> {
         self.branch(hidden, saved.attention_output, &w.projection, ATTENTION);
         let y = saved.attention_sum;
         let dropout = block.attention_dropout(batch);
-        let (statistics, norm) = self.feed_forward_norm();
-        self.norm_sum(hidden, statistics, &Residual { y, a, x: hidden, dropout }, norm);
+        let sum = Residual { y, a, x: hidden, dropout };
+        match self.feed_forward_norm() {
+            Some((statistics, norm)) => self.norm_sum(hidden, statistics, &sum, norm),
+            None => {
+                self.k.residual(&sum);
+                self.norm_saved_sum();
+            }
+        }
     }
 
     /// Computes attention's activations, from the chunk's input to attention's output.
@@ -147,7 +154,7 @@ impl ChunkPass<'_> {
     pub(super) fn project_qkv(&self) -> View {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let mut input = x;
-        if !block.shape.post_norm {
+        if block.shape.norms.are_before() {
             self.norm(hidden, saved.norm1, x, w.norm1);
             input = hidden;
         }
@@ -186,14 +193,21 @@ impl ChunkPass<'_> {
 
     /// Computes the feed-forward's input from attention's sum, which was saved.
     pub(super) fn norm_saved_sum(&self) {
-        let (statistics, norm) = self.feed_forward_norm();
-        self.norm(self.hidden, statistics, self.saved.attention_sum, norm);
+        let x = self.saved.attention_sum;
+        match self.feed_forward_norm() {
+            Some((statistics, norm)) => self.norm(self.hidden, statistics, x, norm),
+            None => self.k.cast(&Cast { y: self.hidden, x }),
+        }
     }
 
-    /// The norm in front of the feed-forward.
-    fn feed_forward_norm(&self) -> (View, Affine<View>) {
+    /// The norm in front of the feed-forward, if there is one.
+    fn feed_forward_norm(&self) -> Option<(View, Affine<View>)> {
         let ChunkPass { block, w, ref saved, .. } = *self;
-        if block.shape.post_norm { (saved.norm1, w.norm1) } else { (saved.norm2, w.norm2) }
+        match block.shape.norms {
+            NormPlaces::BehindSums => Some((saved.norm1, w.norm1)),
+            NormPlaces::Before | NormPlaces::Around => Some((saved.norm2, w.norm2)),
+            NormPlaces::Behind => None,
+        }
     }
 
     /// The input of the ReLU, from the positive numbers that were saved. All others become 0: ReLU

@@ -65,7 +65,7 @@ impl TransformerBlock {
 
     fn rotary(&self) -> Option<&Rotary> {
         let own = self.shape.window_rotary.as_ref().filter(|_| self.window().is_some());
-        own.or(self.shape.rotary.as_ref())
+        own.or(self.shape.rotary.as_ref()).filter(|_| self.shape.rotates(self.number))
     }
 
     fn attention<'a>(&self, batch: &BatchView<'a>) -> AttentionShape<'a> {

@@ -107,8 +107,11 @@ impl TransformerBlock {
                 let width = packed_row(shape.intermediate, room, scratch.dtype());
                 Positive { packed: places.take_floats(true, width), room }
             }),
-            feed_forward_sum: shape.post_norm.then(|| places.take(true, shape.hidden)),
-            branches: shape.branch_norm.then(|| {
+            feed_forward_sum: shape
+                .norms
+                .are_behind_sums()
+                .then(|| places.take(true, shape.hidden)),
+            branches: shape.norms.are_behind().then(|| {
                 [(); 2].map(|()| Branch {
                     output: places.take(true, shape.hidden),
                     statistics: places.take_floats(true, 2),
@@ -135,9 +138,9 @@ impl TransformerBlock {
         let shape = &self.shape;
         let [of_queries, of_keys, _] = shape.normed_heads();
         let heads = if shape.qk_norm { of_queries + of_keys } else { 0 };
-        let feed_forward_sum = if shape.post_norm { shape.hidden } else { 0 };
+        let feed_forward_sum = if shape.norms.are_behind_sums() { shape.hidden } else { 0 };
         let [branches, of_branches] =
-            if shape.branch_norm { [2 * shape.hidden, 4] } else { [0, 0] };
+            if shape.norms.are_behind() { [2 * shape.hidden, 4] } else { [0, 0] };
         let [attention, statistics] = match save {
             Save::All => [shape.qkv() + shape.attention_width(), heads + shape.heads],
             Save::AllButAttention => [0, 0],
@@ -153,7 +156,7 @@ impl TransformerBlock {
         let token_bytes = (numbers * dtype.size() + floats * size_of::<f32>()) as u64;
         // Each of at most fourteen views of a chunk is aligned by itself. The padding is counted by
         // sequence.
-        let views = 9 + if shape.branch_norm { 4 } else { 0 } + usize::from(experts > 0);
+        let views = 9 + if shape.norms.are_behind() { 4 } else { 0 } + usize::from(experts > 0);
         let padding = chunks * views * ALIGNED;
         let aligned = Boundary::of_sequences(Role::SavedActivations, padding, size_of::<f32>());
         Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned }

@@ -11,7 +11,7 @@ use crate::models::families::Names;
 use crate::models::layer::{Init, Kind, Tensor, block_len};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
-use crate::models::shape::{Experts, Shape};
+use crate::models::shape::{Experts, NormPlaces, Shape};
 use crate::tensor::{Scratch, View};
 
 /// A product, with the adapters of its modules.
@@ -97,7 +97,8 @@ pub(super) struct Tensors<V, E> {
     pub(super) projection: Product<V>,
     pub(super) norm2: Affine<V>,
     pub(super) feed_forward: FeedForward<V, E>,
-    /// The norms of the outputs of attention and of the feed-forward.
+    /// The norms of the outputs of attention and of the feed-forward. Without norms of their
+    /// inputs they are `norm1` and `norm2`.
     pub(super) branch_norms: Option<[Affine<V>; 2]>,
     /// The sinks of attention's heads.
     pub(super) sinks: Option<V>,
@@ -369,7 +370,8 @@ impl TransformerBlock {
         let common = self.common_modules().into_iter().flatten();
         all.extend(common.flat_map(|modules| self.product_tensors(&modules)));
         all.extend(shared.map(|_| self.routing_tensor(names.shared_gate, 1)));
-        let of_branches = names.branch_norms.iter().filter(|_| self.shape.branch_norm);
+        let of_branches =
+            names.branch_norms.iter().filter(|_| self.shape.norms == NormPlaces::Around);
         all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, !rms_norm)));
         let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
         all.extend(of_heads.flat_map(|name| self.norm_tensors(name, of_norm, false)));
@@ -435,7 +437,7 @@ impl TransformerBlock {
     /// Sorts the tensors of a step with the base block, or their gradients, by name. `experts` are
     /// those of experts.
     pub(super) fn sorted<V: Copy, E: Copy>(&self, views: &[V], experts: &[E]) -> Tensors<V, E> {
-        let Shape { rms_norm, qk_norm, biases, branch_norm, sinks, .. } = self.shape;
+        let Shape { rms_norm, qk_norm, biases, norms, sinks, .. } = self.shape;
         let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
         let norm1 = next.affine(!rms_norm);
         let qkv = next.affine(biases[0]);
@@ -445,7 +447,11 @@ impl TransformerBlock {
         let common = self.common_modules();
         let mlp = common.as_ref().map(|_| [(); 2].map(|()| next.affine(biases[2])));
         let gate = mlp.as_ref().and(router).map(|_| next.view());
-        let branch_norms = branch_norm.then(|| [(); 2].map(|()| next.affine(!rms_norm)));
+        let branch_norms = match norms {
+            NormPlaces::Around => Some([(); 2].map(|()| next.affine(!rms_norm))),
+            NormPlaces::Behind => Some([norm1, norm2]),
+            NormPlaces::Before | NormPlaces::BehindSums => None,
+        };
         let qk_norm = qk_norm.then(|| [next.view(), next.view()]);
         let sinks = sinks.then(|| next.view());
         let [of_qkv, of_projection] = self.attention_modules();

@@ -7,7 +7,7 @@ use super::read::{
     Keys, SIZES, activation, architecture, flag, number, only, read_head, size, sizes, write_keys,
 };
 use super::{NONE, Names, gpt2};
-use crate::models::{Dropouts, Head, Shape};
+use crate::models::{Dropouts, Head, NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "bert",
@@ -46,7 +46,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
         names,
         token_types: size(keys, "type_vocab_size")?,
         causal: false,
-        post_norm: true,
+        norms: NormPlaces::BehindSums,
         norm_epsilon: number(keys, "layer_norm_eps", 1e-12)?,
         activation: activation(keys, "hidden_act", "gelu")?,
         transposed: true,

@@ -8,7 +8,7 @@ use super::read::{
 };
 use super::{NONE, Names, gpt2};
 use crate::kernels::Activation;
-use crate::models::{Dropouts, Head, Shape};
+use crate::models::{Dropouts, Head, NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "distilbert",
@@ -48,7 +48,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     Ok(Shape {
         names: &NAMES,
         causal: false,
-        post_norm: true,
+        norms: NormPlaces::BehindSums,
         norm_epsilon: 1e-12,
         activation: activation(keys, "activation", "gelu")?,
         transposed: true,

@@ -2,17 +2,16 @@
 //! norms stored as their differences from 1, scaled embeddings, norms of queries and keys, and a
 //! sliding window, with rotary positions of its own, in five of six blocks.
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{
     Keys, activation, flag, given, number, only, size_or_none, sliding_window, window_of_most,
-    write_layer_types, wrong,
+    write_layer_types,
 };
-use super::rotary::{rotary_by_layer, rotary_keys};
-use crate::kernels::Rotary;
-use crate::models::{Head, Shape, Window};
+use super::rotary::{ROPE, rotary_by_kind, write_rotary_by_kind};
+use crate::models::{Head, NormPlaces, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
     family: "gemma3_text",
@@ -48,13 +47,14 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         ));
     }
     let bias = flag(keys, "attention_bias", false)?;
-    let (rotary, window_rotary) = rotaries(keys)?;
+    let thetas = [THETAS[0], number(keys, "rope_local_base_freq", THETAS[1])?];
+    let [rotary, window_rotary] = rotary_by_kind(keys, thetas)?.map(Some);
     Ok(Shape {
         head_size,
-        rotary: Some(rotary),
-        window_rotary: Some(window_rotary),
+        rotary,
+        window_rotary,
         window: window(keys)?,
-        branch_norm: true,
+        norms: NormPlaces::Around,
         norm_offset: 1.0,
         qk_norm: true,
         biases: [bias, bias, false],
@@ -63,33 +63,6 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         tied: flag(keys, "tie_word_embeddings", true)?,
         ..shape
     })
-}
-
-/// The keys of rotary positions by kind of layer, and of the layers without a window.
-const ROPE: [&str; 2] = ["rope_parameters", "rope_scaling"];
-
-/// The rotary positions of blocks without a window and of those with one.
-fn rotaries(keys: &Keys) -> Result<(Rotary, Rotary), String> {
-    let object = |keys: &Keys, key: &str| {
-        let object = |value: &Value| {
-            value.as_object().cloned().ok_or_else(|| wrong(key, value, "an object"))
-        };
-        given(keys, key).map_or_else(|| Ok(Keys::new()), object)
-    };
-    let [parameters, scaling] = ROPE.map(|key| object(keys, key));
-    let both = parameters?;
-    if let Some((key, _)) = both.iter().find(|(_, value)| !value.is_object() && !value.is_null()) {
-        return Err(format!(
-            "rope_parameters has {key:?}: it must have two objects, full_attention and \
-             sliding_attention, with such keys"
-        ));
-    }
-    let mut full = object(&both, "full_attention")?;
-    full.extend(scaling?);
-    let slides = object(&both, "sliding_attention")?;
-    let theta = number(keys, "rope_theta", THETAS[0])?;
-    let local = number(keys, "rope_local_base_freq", THETAS[1])?;
-    Ok((rotary_by_layer(keys, &full, theta)?, rotary_by_layer(keys, &slides, local)?))
 }
 
 /// The window. The last of every few blocks has none.
@@ -102,13 +75,8 @@ fn window(keys: &Keys) -> Result<Option<Window>, String> {
 fn write(shape: &Shape) -> Value {
     let of_tokens = matches!(shape.head, Head::Tokens);
     let mut config = write_shared(shape, if of_tokens { "Gemma3" } else { "Gemma3Text" });
-    let rotary = shape.rotary.as_ref();
-    let window = shape.window_rotary.as_ref();
-    config["rope_parameters"] = json!({
-        "full_attention": rotary.map(rotary_keys),
-        "sliding_attention": window.map(rotary_keys),
-    });
-    config["rope_local_base_freq"] = window.map(|rotary| rotary.theta).into();
+    write_rotary_by_kind(shape, &mut config);
+    config["rope_local_base_freq"] = shape.window_rotary.map(|rotary| rotary.theta).into();
     config["attention_bias"] = shape.biases[0].into();
     config["hidden_activation"] = shape.activation.name().into();
     config["query_pre_attn_scalar"] = shape.head_size.into();

@@ -8,7 +8,7 @@ use super::read::{
 };
 use super::{NONE, Names};
 use crate::kernels::Activation;
-use crate::models::{Dropouts, Head, Shape};
+use crate::models::{Dropouts, Head, NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "gpt2",
@@ -46,11 +46,11 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         token_types: 0,
         rotary: None,
         causal: true,
+        rotary_but_every: 0,
         window_rotary: None,
         window: None,
         rms_norm: false,
-        post_norm: false,
-        branch_norm: false,
+        norms: NormPlaces::Before,
         norm_offset: 0.0,
         norm_epsilon: 1e-5,
         qk_norm: false,

@@ -10,6 +10,8 @@ mod gpt_oss;
 mod llama;
 mod mistral;
 mod mixtral;
+mod olmo2;
+mod olmo3;
 mod olmoe;
 mod opt;
 mod phi3;
@@ -21,6 +23,8 @@ mod qwen3_moe;
 mod read;
 mod roberta;
 mod rotary;
+mod smollm3;
+mod starcoder2;
 
 use serde_json::{Map, Value};
 
@@ -184,7 +188,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 16] = [
+static FAMILIES: [&Names; 20] = [
     &bert::NAMES,
     &distilbert::NAMES,
     &gemma3::NAMES,
@@ -193,6 +197,8 @@ static FAMILIES: [&Names; 16] = [
     &llama::NAMES,
     &mistral::NAMES,
     &mixtral::NAMES,
+    &olmo2::NAMES,
+    &olmo3::NAMES,
     &olmoe::NAMES,
     &opt::NAMES,
     &phi3::NAMES,
@@ -201,6 +207,8 @@ static FAMILIES: [&Names; 16] = [
     &qwen3::NAMES,
     &qwen3_moe::NAMES,
     &roberta::NAMES,
+    &smollm3::NAMES,
+    &starcoder2::NAMES,
 ];
 
 pub use gpt2::gpt2;

@@ -30,17 +30,48 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
     let own = scaling.or(parameters).unwrap_or(&none);
     if let Some((kind, _)) = own.iter().find(|(_, value)| value.is_object()) {
         return Err(format!(
-            "rope_parameters has {kind:?}: only layers of gemma3_text have rotary positions by \
-             their kind. Give one set of keys, without {kind:?}"
+            "rope_parameters has {kind:?}: only layers of gemma3_text and olmo3 have rotary \
+             positions by their kind. Give one set of keys, without {kind:?}"
         ));
     }
     let theta = number(keys, "rope_theta", default_theta)?;
     read_scaling(&Scaling { all: keys, own, by_layer: false }, theta)
 }
 
-/// Reads the rotary positions of one kind of layers, from its own keys.
-pub(super) fn rotary_by_layer(all: &Keys, own: &Keys, theta: f32) -> Result<Rotary, String> {
-    read_scaling(&Scaling { all, own, by_layer: true }, theta)
+/// The keys of rotary positions by kind of layer, and of the layers without a window.
+pub(super) const ROPE: [&str; 2] = ["rope_parameters", "rope_scaling"];
+
+/// Reads the rotary positions of layers without a window and of those with one. `thetas`: their
+/// bases, if no key gives them.
+pub(super) fn rotary_by_kind(keys: &Keys, thetas: [f32; 2]) -> Result<[Rotary; 2], String> {
+    let object = |keys: &Keys, key: &str| {
+        let object = |value: &Value| {
+            value.as_object().cloned().ok_or_else(|| wrong(key, value, "an object"))
+        };
+        given(keys, key).map_or_else(|| Ok(Keys::new()), object)
+    };
+    let [parameters, scaling] = ROPE.map(|key| object(keys, key));
+    let both = parameters?;
+    if let Some((key, _)) = both.iter().find(|(_, value)| !value.is_object() && !value.is_null()) {
+        return Err(format!(
+            "rope_parameters has {key:?}: it must have two objects, full_attention and \
+             sliding_attention, with such keys"
+        ));
+    }
+    let mut full = object(&both, "full_attention")?;
+    full.extend(scaling?);
+    let slides = object(&both, "sliding_attention")?;
+    let theta = number(keys, "rope_theta", thetas[0])?;
+    let read = |own: &Keys, theta| read_scaling(&Scaling { all: keys, own, by_layer: true }, theta);
+    Ok([read(&full, theta)?, read(&slides, thetas[1])?])
+}
+
+/// Writes the keys that [`rotary_by_kind`] reads.
+pub(super) fn write_rotary_by_kind(shape: &Shape, config: &mut Value) {
+    config["rope_parameters"] = json!({
+        "full_attention": shape.rotary.as_ref().map(rotary_keys),
+        "sliding_attention": shape.window_rotary.as_ref().map(rotary_keys),
+    });
 }
 
 fn read_scaling(keys: &Scaling<'_>, theta: f32) -> Result<Rotary, String> {
@@ -262,8 +293,8 @@ fn given_divisors(divisors: &[f32; PAIRS]) -> impl Iterator<Item = &f32> {
     divisors.iter().take_while(|divisor| **divisor > 0.0)
 }
 
-/// The keys that [`rotary_by_layer`] reads, with which [`rotary`] reads the same.
-pub(super) fn rotary_keys(rotary: &Rotary) -> Value {
+/// The keys of one kind of positions, with which [`rotary`] reads the same.
+fn rotary_keys(rotary: &Rotary) -> Value {
     let mut keys = match rotary.scaling {
         RotaryScaling::None => json!({ "rope_type": "default" }),
         RotaryScaling::Linear(factor) => json!({ "rope_type": "linear", "factor": factor }),

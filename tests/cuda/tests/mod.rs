@@ -304,6 +304,7 @@ fn models_are_pytorchs() {
         "qwen2",
         "qwen3",
         "gpt_oss",
+        "olmo2",
         "qwen2_moe",
         "qwen3_moe-idle",
         "bert",
