@@ -5,8 +5,8 @@ use std::ops::Range;
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
 use crate::models::{
-    Backward, Cuts, Forward, Init, Keys, Layer, PortViews, Save, Shape, SlotWeight, Tensor, Turn,
-    Walk, block_len, tensor_ranges, tensor_views,
+    Backward, ChunkMemory, Cuts, Forward, Init, Keys, Layer, PortViews, Save, Shape, SlotWeight,
+    Tensor, Turn, Walk, block_len, chunk_state_len, tensor_ranges, tensor_views,
 };
 use crate::random;
 use crate::simd::Level;
@@ -79,7 +79,8 @@ impl<'l> Bench<'l> {
         let chunks = (0..rows.positions).step_by(most).map(|at| most.min(rows.positions - at));
         let saved = chunks.map(|rows| layer.saved_len(rows, Save::All, Dtype::F32)).sum::<usize>();
         let saved = place(saved * rows.sequences);
-        let chunk_state = place(layer.chunk_state_len(rows.positions, true, Dtype::F32));
+        let lengths = [rows.positions, CHUNK];
+        let chunk_state = place(chunk_state_len(layer, lengths, true, Dtype::F32));
         let at = end;
         let kinds = (0..count).map(|row| (row % 2) as u8).collect();
         let empty = Arena::new(0).expect("nothing is little");
@@ -119,7 +120,7 @@ impl<'l> Bench<'l> {
 
     /// The walk over the rows, in chunks as short as they can be.
     fn walk(&self) -> Walk<'_> {
-        Walk::new(&self.batch(), self.layer.cuts(0), CHUNK)
+        Walk::new(&self.batch(), self.layer.cuts(0), self.layer.window(), CHUNK)
     }
 
     fn saved(
@@ -157,7 +158,7 @@ impl<'l> Bench<'l> {
                 ports: PortViews::NONE,
                 saved: self.saved(&walk, &chunk, keeps),
                 kv_cache: None,
-                chunk_state: self.chunk_state,
+                chunk_state: ChunkMemory { memory: self.chunk_state, before: walk.before() },
                 scratch: &scratch.nested(),
             };
             self.layer.forward(&kernels, &pass);
@@ -178,7 +179,7 @@ impl<'l> Bench<'l> {
         for (turn, batch) in walk.backward() {
             let saved = self.saved(&walk, &batch, keeps);
             let x = batch.rows_of(self.x);
-            let chunk_state = self.chunk_state;
+            let chunk_state = ChunkMemory { memory: self.chunk_state, before: walk.before() };
             let scratch = &scratch.nested();
             if turn == Turn::Keys {
                 let pass = Keys { batch, weights, stored, x, saved, chunk_state, scratch };

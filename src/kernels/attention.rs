@@ -8,6 +8,9 @@ use crate::tensor::{Dtype, View};
 /// The most channels of a head that kernels have room for.
 pub const HEAD_LIMIT: usize = 256;
 
+/// Positions of the largest tile of keys on any device.
+const KEY_TILE: usize = 128;
+
 /// The layout of queries, keys and values, and the keys that each query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape<'a> {
@@ -57,9 +60,23 @@ impl<'a> AttentionShape<'a> {
         self.width() + self.kv_width()
     }
 
-    /// Rows of a chunk's keys and values, from the sequence's first position on: before + R.
-    pub(crate) fn kv_rows(&self) -> usize {
+    /// Positions up to the last of a chunk: before + R.
+    pub(crate) fn positions(&self) -> usize {
         self.batch.same_positions_before() + self.rows()
+    }
+
+    /// The first position that a chunk's tensor of keys and values has. Those behind a window may
+    /// be missing.
+    pub(crate) fn first_kept(&self, kv: View) -> usize {
+        self.positions() - kv.rows
+    }
+
+    /// True if a tensor has the keys and values that the queries of a chunk see, in whole tiles.
+    fn are_kept(&self, kv: View) -> bool {
+        let seen = |window: usize| (self.batch.same_positions_before() + 1).saturating_sub(window);
+        let seen = self.window.map_or(0, seen);
+        let first = self.positions().checked_sub(kv.rows);
+        first.is_some_and(|first| first <= seen && first.is_multiple_of(KEY_TILE))
     }
 }
 
@@ -73,8 +90,9 @@ pub struct Attention<'a> {
     pub lse: View,
     /// Queries, keys and values side by side. (R, (H + 2 K) D).
     pub qkv: View,
-    /// For a chunk: keys and values of its sequence up to its last position. A chunk is causal, and
-    /// the positions before it are whole tiles of 64. (before + R, 2 K D).
+    /// For a chunk: keys and values of its sequence up to its last position; with a window, those
+    /// that lie behind it may be missing, in whole tiles of 128. A chunk is causal, and the
+    /// positions before it are whole tiles of 64. (P, 2 K D) for the last P of before + R.
     pub kv: Option<View>,
     /// Sizes.
     pub shape: AttentionShape<'a>,
@@ -83,9 +101,9 @@ pub struct Attention<'a> {
 /// The keys and values of a chunk's sequence up to the chunk's last position, and their gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkKv {
-    /// Keys and values. (before + R, 2 K D).
+    /// Keys and values, as [`Attention`] has them. (P, 2 K D).
     pub kv: View,
-    /// Floats: their gradients. (before + R, 2 K D).
+    /// Floats: their gradients. (P, 2 K D).
     pub dkv: View,
     /// True when `dkv` already holds the contributions of later queries.
     pub accumulate: bool,
@@ -110,6 +128,8 @@ pub struct AttentionBackward<'a> {
     pub shape: AttentionShape<'a>,
 }
 
+const MISSING: &str = "the chunk's keys and values are not those that its queries see";
+
 impl KernelOperation for Attention<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let Attention { y, lse, qkv, kv, shape } = *self;
@@ -119,7 +139,8 @@ impl KernelOperation for Attention<'_> {
         views.writes("lse", lse, [rows, shape.heads], Dtype::F32);
         views.reads("qkv", qkv, [rows, shape.qkv_width()], dtype);
         if let Some(kv) = kv {
-            views.reads("kv", kv, [shape.kv_rows(), shape.kv_width()], dtype);
+            views.reads("kv", kv, [kv.rows, shape.kv_width()], dtype);
+            views.rule(shape.are_kept(kv), MISSING);
         }
     }
 }
@@ -132,7 +153,8 @@ impl KernelOperation for AttentionBackward<'_> {
         match chunk_kv {
             None => views.writes("dqkv", dqkv, [rows, shape.qkv_width()], dtype),
             Some(ChunkKv { kv, dkv, .. }) => {
-                let all = [shape.kv_rows(), shape.kv_width()];
+                let all = [kv.rows, shape.kv_width()];
+                views.rule(shape.are_kept(kv), MISSING);
                 // The columns of keys and values are written later, from `dkv`.
                 views.writes_opaque("dqkv", dqkv, [rows, shape.qkv_width()], dtype);
                 views.writes("dkv", dkv, all, Dtype::F32);

@@ -222,6 +222,29 @@ fn wrong_views_of_a_chunks_keys_and_values_are_found() {
     }
 }
 
+/// What lies behind a window may be missing, in whole tiles.
+#[test]
+fn keys_and_values_that_queries_see_are_not_missing() {
+    let batch = BatchMetadata::plain(&[0, 400]).view();
+    let chunk = batch.chunk_of(SequenceChunk { sequence: 0, from: 256, to: 400 });
+    let check = |window, first: usize| {
+        let shape = AttentionShape { window, ..AttentionShape::causal(chunk, [2, 1, 4]) };
+        let y = element(144, shape.width());
+        let lse = float(144, shape.heads);
+        let qkv = element(144, shape.qkv_width());
+        let kv = Some(element(400 - first, shape.kv_width()));
+        Attention { y, lse, qkv, kv, shape }.check();
+    };
+    for (window, firsts) in [(129, &[0, 128][..]), (130, &[0]), (1, &[0, 128, 256])] {
+        for first in [0, 64, 127, 128, 192, 256, 300] {
+            let is_refused = panics(|| check(Some(window), first));
+            assert_eq!(is_refused, !firsts.contains(&first), "{window}, {first}");
+        }
+    }
+    check(None, 0);
+    assert!(panics(|| check(None, 128)));
+}
+
 #[test]
 fn wrong_views_of_sinks_are_found() {
     let shape = shape();

@@ -143,9 +143,8 @@ pub struct Forward<'a> {
     pub saved: Option<(Save, View)>,
     /// The KV cache, when tokens come a few at a time.
     pub kv_cache: Option<KvCache>,
-    /// State that the chunks of a sequence pass on, of [`chunk_state_len`](Layer::chunk_state_len)
-    /// floats.
-    pub chunk_state: View,
+    /// What the chunks of a sequence pass on.
+    pub chunk_state: ChunkMemory,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
@@ -157,6 +156,17 @@ pub struct KvCache {
     pub new: View,
     /// Keys and values of earlier positions, if there are any. (B P, 2 K D).
     pub cached: Option<View>,
+}
+
+/// The state that the chunks of a sequence pass on.
+#[derive(Clone, Copy, Debug)]
+pub struct ChunkMemory {
+    /// [`chunk_state_len`](Layer::chunk_state_len) floats.
+    pub memory: View,
+    /// Positions before a chunk that it has room for, beside those of the chunk: whole chunks, as
+    /// far as the layer's [`window`](Layer::window) reaches. Without a window: more than a sequence
+    /// can have.
+    pub before: usize,
 }
 
 /// The arguments of [`Layer::keys`] on one chunk.
@@ -172,8 +182,8 @@ pub struct Keys<'a> {
     pub x: View,
     /// The activations that were saved; `None`: keys and values are computed from `x`.
     pub saved: Option<(Save, View)>,
-    /// Where keys and values go, as in [`Forward`].
-    pub chunk_state: View,
+    /// Where keys and values go.
+    pub chunk_state: ChunkMemory,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
@@ -204,8 +214,8 @@ pub struct Backward<'a> {
     /// All boundaries that the step's backward reads and writes, by role: inputs of the forward,
     /// gradients of its outputs, and gradients of its inputs.
     pub ports: PortViews<'a>,
-    /// State that the chunks of a sequence pass on, as in [`Forward`].
-    pub chunk_state: View,
+    /// What the chunks of a sequence pass on.
+    pub chunk_state: ChunkMemory,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
@@ -306,8 +316,17 @@ pub trait Layer: Send + Sync {
         Cuts::Never
     }
 
-    /// Floats that the chunks of one sequence of `positions` pass on, with or without training, for
-    /// elements of this dtype. 0: sequences are not cut, or their chunks pass nothing on.
+    /// The most positions that a position depends on, its own included, of a layer with causal cuts
+    /// that keeps no more between chunks: see [`ChunkMemory::before`]. `None`: all of them. A layer
+    /// that wraps another passes it on, or leaves it: then nothing is dropped.
+    fn window(&self) -> Option<usize> {
+        None
+    }
+
+    /// Floats that the chunks of one sequence pass on, with or without training, for elements of
+    /// this dtype. They have room for `positions`: those of the sequence, or as many as its
+    /// [`window`](Layer::window) needs at once. 0: sequences are not cut, or their chunks pass
+    /// nothing on.
     fn chunk_state_len(&self, _positions: usize, _trains: bool, _dtype: Dtype) -> usize {
         0
     }
@@ -327,7 +346,9 @@ pub trait Layer: Send + Sync {
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 
     /// Computes the keys and values of a chunk again, to the chunk state. It is called for all
-    /// chunks of a sequence but the last, in their order, before the backward of the last one.
+    /// chunks of a sequence but the last, before the backward of the last chunk that attends to
+    /// them. Before the backward of the sequence's last chunk it is called for the chunks within
+    /// the [`window`](Layer::window), in their order; then for the one below these before each.
     fn keys(&self, _kernels: &dyn Kernels, _pass: &Keys<'_>) {
         unreachable!("a layer whose cuts are causal implements it")
     }

@@ -36,8 +36,8 @@ pub use ends::{Final, Stem};
 pub use frozen::{Base, StoredWeight};
 pub(crate) use frozen::{WeightFormat, WeightPiece};
 pub use layer::{
-    Backward, Cuts, Forward, Init, Keys, Kind, KvCache, Layer, Save, Tensor, block_len,
-    tensor_ranges, tensor_views,
+    Backward, ChunkMemory, Cuts, Forward, Init, Keys, Kind, KvCache, Layer, Save, Tensor,
+    block_len, tensor_ranges, tensor_views,
 };
 pub use lora::Lora;
 pub use masters::MasterFormat;
@@ -49,4 +49,4 @@ pub use shape::{Dropouts, Experts, Head, IdleExperts, NormPlaces, Shape, Window}
 pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};
-pub(crate) use walk::{Turn, Walk};
+pub(crate) use walk::{Turn, Walk, chunk_state_len};

@@ -18,6 +18,7 @@ use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::selection::LayerSelection;
 use super::shape::Shape;
+use super::walk;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
 use crate::tensor::Dtype;
@@ -284,12 +285,14 @@ impl Model {
                 ModelLayer::Stack(_) => VisitKind::Layer,
                 ModelLayer::Head(_) | ModelLayer::Classes(_) => VisitKind::Tile,
             };
+            let window = layer.stack().and_then(|layer| layer.window());
             let steps = self.steps(layer, blocks, context).into_iter().enumerate();
             let steps = steps.map(|(number, step)| {
                 let LayerStep { blocks: needs, chosen_by, reads, writes, saves, asks } = step;
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
-                let keys = layer.cuts(number) == Cuts::Causal;
-                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, keys, asks }
+                let most = self.shape.chunk_positions;
+                let reach = walk::reach(layer.cuts(number), window, most);
+                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks }
             });
             RingLayer { steps: steps.collect() }
         });

@@ -11,8 +11,8 @@ use l2l_actors::schedule::{BlockId, BoundaryId, Phase, Role, Visit};
 pub(crate) use self::measured::{Measured, workspace};
 use crate::kernels::{BatchView, Cast, Kernels};
 use crate::models::{
-    Backward, BlockTensors, FirstPorts, Forward, Keys, KvCache, Layer, Model, ModelLayer, Port,
-    PortViews, Save, SlotWeight, Turn, Walk,
+    Backward, BlockTensors, ChunkMemory, FirstPorts, Forward, Keys, KvCache, Layer, Model,
+    ModelLayer, Port, PortViews, Save, SlotWeight, Turn, Walk,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -98,6 +98,7 @@ struct Part<'p> {
     ports: PortViews<'p>,
     /// The place of saved activations, and which they are.
     saved: Option<(Save, View)>,
+    chunk_state: ChunkMemory,
     /// True to add gradients to their accumulators; false to overwrite those.
     accumulate: bool,
     scratch: Scratch<'p>,
@@ -139,7 +140,9 @@ impl<'r> VisitRun<'r> {
         self.gradients =
             blocks.flat_map(|(tensors, views)| tensors.gradients(views.gradient)).collect();
         let most = self.model.shape.chunk_positions;
-        self.walk(layer, &Walk::new(&self.args.batch, layer.cuts(step), most));
+        let window = layer.stack().and_then(|layer| layer.window());
+        let walk = Walk::new(&self.args.batch, layer.cuts(step), window, most);
+        self.walk(layer, &walk);
         self.copy();
         self.scratch.peak()
     }
@@ -182,7 +185,8 @@ impl<'r> VisitRun<'r> {
             ports.saved(|| walk.saved(&batch, |rows| layer.saved_len(rows, save, dtype)))
         });
         let saved = saved.map(|view| (save, view));
-        Part { batch, ports, saved, accumulate, scratch: self.scratch.nested() }
+        let chunk_state = ChunkMemory { memory: self.args.chunk_state, before: walk.before() };
+        Part { batch, ports, saved, chunk_state, accumulate, scratch: self.scratch.nested() }
     }
 
     fn forward(&self, layer: &ModelLayer, part: &Part<'_>) {
@@ -202,7 +206,7 @@ impl<'r> VisitRun<'r> {
             stored: &self.stored,
             x: part.read(self.first_ports().read),
             saved: part.saved,
-            chunk_state: self.args.chunk_state,
+            chunk_state: part.chunk_state,
             scratch: &part.scratch,
         };
         layer.keys(self.k, &pass);
@@ -241,7 +245,7 @@ impl<'r> VisitRun<'r> {
     }
 
     fn layer_forward(&self, layer: &dyn Layer, part: &Part<'_>) {
-        let Part { batch, ports, saved, ref scratch, .. } = *part;
+        let Part { batch, ports, saved, chunk_state, ref scratch, .. } = *part;
         let first = self.first_ports();
         let kv_cache = ports.written(Role::NewKv).map(|new| {
             let cached = ports.read(Role::CachedKv).map(|view| view.with_columns(new.columns));
@@ -257,14 +261,14 @@ impl<'r> VisitRun<'r> {
             ports,
             saved,
             kv_cache,
-            chunk_state: self.args.chunk_state,
+            chunk_state,
             scratch,
         };
         layer.forward(self.k, &pass);
     }
 
     fn layer_backward(&self, layer: &dyn Layer, part: &Part<'_>) {
-        let Part { batch, ports, saved, accumulate, ref scratch } = *part;
+        let Part { batch, ports, saved, chunk_state, accumulate, ref scratch } = *part;
         let FirstPorts { read, written } = self.first_ports();
         let gradient = |role| match role {
             Role::Own(number) => Role::OwnGradient(number),
@@ -284,7 +288,7 @@ impl<'r> VisitRun<'r> {
             dy: given(of_head.or_else(|| ports.read(gradient(written)))),
             dx: ports.written(gradient(read)),
             ports,
-            chunk_state: self.args.chunk_state,
+            chunk_state,
             scratch,
         };
         layer.backward(self.k, &pass);

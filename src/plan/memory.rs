@@ -99,8 +99,10 @@ impl PlanSpec<'_> {
         let dtype = config.device.dtype;
         let longest = Rows { sequences: 1, positions: self.steps[0].positions };
         let layers = self.model.layers.iter().filter_map(ModelLayer::stack);
+        let most = self.model.shape.chunk_positions;
+        let lengths = [longest.positions, most];
         let chunk_state =
-            layers.map(|layer| layer.chunk_state_len(longest.positions, trains, dtype));
+            layers.map(|layer| models::chunk_state_len(layer, lengths, trains, dtype));
         let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(ALIGNED);
         let is_frozen = |block: &BlockTensors| !block.frozen().is_empty();
         let measured = Measured {

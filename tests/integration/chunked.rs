@@ -1,11 +1,15 @@
 //! Sequences that are longer than a chunk: the numbers of transformers, which computes them whole
 //! (`goldens/chunked.py`), the same bits in every schedule, documents, and prompts.
 
+use std::fs;
+use std::path::Path;
+
 use l2l::config::{Deal, EpsTier, Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
 use l2l::{Config, Plan, model_of, shape_of};
 use proptest::prelude::*;
 use serde_json::Value;
+use tempfile::TempDir;
 
 use crate::balanced::Routers;
 use crate::exact::{self, Case, SMALL, Ways, baseline, check_links, run};
@@ -108,7 +112,7 @@ proptest! {
         case in exact::cases(),
         ways in exact::ways(),
         relays in prop::bool::weighted(0.7),
-        length in prop::sample::select(vec![129, 256, 300]),
+        length in prop::sample::select(vec![129, 256, 300, 560]),
     ) {
         const STEPS: usize = 2;
         let case = long_case(case);
@@ -324,8 +328,15 @@ fn ranks_and_devices_share_long_sequences() {
 fn held(preset: &str, length: usize) -> [u64; 2] {
     let sizes = "model.layers = 3\nmodel.hidden = 64\nmodel.heads = 4\nmodel.kv_heads = 2\n\
                  model.vocabulary = 97";
-    let mut config = crate::packing::config(&format!("model.preset = \"{preset}\"\n{sizes}"), 2);
-    (config.model.positions, config.data.sequence_length) = (Some(length), Some(length));
+    let config = crate::packing::config(&format!("model.preset = \"{preset}\"\n{sizes}"), 2);
+    held_of(config, length)
+}
+
+fn held_of(mut config: Config, length: usize) -> [u64; 2] {
+    if config.model.path.is_none() {
+        config.model.positions = Some(length);
+    }
+    config.data.sequence_length = Some(length);
     config.step.chunk_positions = CHUNK;
     let model = model_of(&config, shape_of(&config).expect("a shape of ours"));
     let plan = Plan::new(&config, &model.expect("a model of ours"), &config.update_rule());
@@ -343,6 +354,89 @@ fn devices_grow_with_the_length_by_keys_and_values_alone() {
         for (chunks, [more_keys, same]) in [2, 16, 64, 1024].into_iter().zip(lengths) {
             assert_eq!(same, rest, "{preset}: {chunks} chunks");
             assert_eq!(more_keys * 2, keys * chunks, "{preset}: {chunks} chunks");
+        }
+    }
+}
+
+/// With windows in all layers nothing grows: keys and values of the window's chunks are there. One
+/// layer without a window keeps those of all.
+#[test]
+fn devices_do_not_grow_with_the_length_if_all_layers_have_windows() {
+    let folder = TempDir::new().expect("a directory");
+    let held = |name: &str, window, chunks: usize, kind| {
+        let mut config = windowed(name, window, folder.path());
+        config.schedule.kind = kind;
+        held_of(config, chunks * CHUNK)
+    };
+    let relay = ScheduleKind::Relay;
+    for (window, places) in [(1, 2), (129, 2), (130, 3), (300, 4)] {
+        let lengths = [2, 4, 16, 64].map(|chunks| held("mistral", window, chunks, relay));
+        assert_eq!(lengths[1..], [lengths[3]; 3][..], "{window}");
+        let [few, same] = lengths[0];
+        assert_eq!(lengths[3], [few * places / 2, same], "{window}");
+        let visited =
+            [4, 16, 64].map(|chunks| held("mistral", window, chunks, ScheduleKind::Resident)[0]);
+        assert_eq!(visited, [lengths[3][0]; 3], "{window}");
+    }
+    for name in ["gemma3_text", "gpt_oss"] {
+        let [(few, rest), (many, same)] =
+            [4, 64].map(|chunks| held(name, 40, chunks, relay)).map(|[keys, rest]| (keys, rest));
+        assert_eq!((few * 16, rest), (many, same), "{name}");
+    }
+}
+
+/// A model of this family in `chunked`, with windows of this length and room for long sequences.
+fn windowed(name: &str, window: usize, folder: &Path) -> Config {
+    let (mut config, _) = long(name);
+    let from = config.model.path.take().expect("a case has one");
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(from.join(file), folder.join(file)).expect("it is committed");
+    }
+    let path = folder.join("config.json");
+    let text = fs::read_to_string(&path).expect("it was copied");
+    let mut keys: Value = serde_json::from_str(&text).expect("JSON");
+    keys["sliding_window"] = window.into();
+    keys["max_position_embeddings"] = (64 * CHUNK).into();
+    fs::write(&path, keys.to_string()).expect("a directory of ours");
+    config.model.path = Some(folder.into());
+    config.data.train = "random".into();
+    config.data.sequence_length = Some(LONGEST);
+    (config.step.batch, config.step.micro_batch) = (2, 2);
+    config
+}
+
+/// Positions of six chunks, the last of them ragged.
+const LONGEST: usize = 700;
+
+/// Windows that end inside a chunk, at its end, and behind several: the numbers of sequences that
+/// are computed whole, and the same bits wherever chunks are computed.
+#[test]
+fn windows_are_those_of_whole_sequences() {
+    let windows = [("gemma3_text", 40), ("mistral", 130), ("gpt_oss", 129)];
+    let others =
+        if whole() { &[("mistral", 1), ("mistral", 300), ("qwen2", 257)][..] } else { &[] };
+    for &(name, window) in windows.iter().chain(others) {
+        let folder = TempDir::new().expect("a directory");
+        let config = windowed(name, window, folder.path());
+        let mut whole = config.clone();
+        whole.step.chunk_positions = LONGEST.next_multiple_of(CHUNK);
+        let numbers = |bits: &[(u64, u64)]| -> Vec<f64> {
+            bits.iter().flat_map(|&(loss, norm)| [loss, norm].map(f64::from_bits)).collect()
+        };
+        let (bits, relay) = run(config.clone(), 2);
+        let of_whole = numbers(&run(whole, 2).0);
+        for (one, other) in numbers(&bits).into_iter().zip(of_whole) {
+            assert!((one - other).abs() <= 2e-5 * other, "{name}, {window}: {one} {other}");
+        }
+        let mut ways = vec![config.clone(); 3];
+        ways[0].schedule.kind = ScheduleKind::Resident;
+        (ways[1].device.count, ways[1].schedule.recompute) = (Some(2), true.into());
+        ways[2].schedule.recompute = false.into();
+        ways[2].stash.place = StashPlace::Device;
+        for way in ways {
+            let (other, summary) = run(way, 2);
+            assert_eq!(other, bits, "{name}, {window}");
+            assert_eq!(summary.weights_digest, relay.weights_digest, "{name}, {window}");
         }
     }
 }

@@ -261,7 +261,7 @@ impl<'m> Wiring<'m> {
             phase,
             place: if kind.on_device() { Place::Device(0) } else { Place::Host },
             micro_batches: 0..self.schedule.micro_batches.len() as MicroBatch,
-            keys: step.keys && kind.on_device(),
+            reach: if kind.on_device() { step.reach } else { 0 },
             blocks: step.needs.clone(),
             chosen_by: self.met[at].choice.filter(|_| self.knows_choice(phase)),
             reads,
@@ -422,7 +422,7 @@ impl<'m> Wiring<'m> {
 
 /// A visit of the host at a layer, which needs none of the layer's blocks.
 fn on_host(kind: VisitKind, visit: Visit) -> Visit {
-    Visit { kind, place: Place::Host, blocks: Vec::new(), keys: false, ..visit }
+    Visit { kind, place: Place::Host, blocks: Vec::new(), reach: 0, ..visit }
 }
 
 /// The steps of the selected layers, in forward order.

@@ -59,7 +59,7 @@ pub use shards::Shard;
 pub use spans::{Join, group_spans, sums_of_spans};
 pub use stages::pipeline;
 pub use traffic::Traffic;
-pub use visit::{Copied, DeviceId, Phase, Place, Visit, VisitKind};
+pub use visit::{ALL_CHUNKS, Copied, DeviceId, Phase, Place, Visit, VisitKind};
 
 /// Parameters that move and update together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

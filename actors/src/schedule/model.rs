@@ -43,9 +43,10 @@ impl RingModel {
             let saves = None;
             let chosen_by = None;
             let keeps = false;
-            let keys = false;
+            let reach = 0;
             let asks = None;
-            let step = RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, keys, asks };
+            let step =
+                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
@@ -99,9 +100,10 @@ pub struct RingStep {
     pub saves: Option<Boundary>,
     /// True if these stay on the device: see [`Visit::keeps`](super::Visit).
     pub keeps: bool,
-    /// True if the chunks of a long sequence leave keys and values on the device, to which later
-    /// chunks attend. Then the backward pass has a visit that computes them again.
-    pub keys: bool,
+    /// How many chunks of a long sequence before its own a chunk attends to, by the keys and values
+    /// that these leave on the device: see [`Visit::reach`](super::Visit). If it attends to any,
+    /// the backward pass has visits that compute them again.
+    pub reach: u32,
     /// What the forward visit measures for the host in a step that trains, and the answer.
     pub asks: Option<Question>,
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use super::choice::ChosenBy;
 use super::device_visits::DeviceVisit;
-use super::{MicroBatch, Pools, Schedule};
+use super::{MicroBatch, Pools, Schedule, Visit};
 
 /// One entry of a Prefetcher's list. Device visits are indices in
 /// [`StepPlan::device_visits`](super::StepPlan::device_visits).
@@ -77,16 +77,36 @@ fn earliest_places(
         let place = if meanwhile >= own {
             (own, 0)
         } else {
-            let visit = &schedule.visits[device_visits[visits[meanwhile]].visit];
-            let slots = visit.reads.len().max(1) as u32;
-            let inputs = (pools.ahead / slots).max(1).min(visit.micro_batches.len() as u32);
-            (meanwhile, inputs)
+            let all = visits.iter().map(|&at| &schedule.visits[device_visits[at].visit]);
+            let (further, inputs) = behind_inputs(pools.ahead, all.take(own).skip(meanwhile));
+            (meanwhile + further, inputs)
         };
         let choice = chosen_behind(schedule, device_visits, &visits[..own], device_visit);
         earliest = place.max(choice).max(earliest);
         places.push(earliest);
     }
     places
+}
+
+/// The place behind as many inputs as are fetched ahead, and at least one. They are those of the
+/// first of these visits, and of further ones as long as they meet the same blocks.
+fn behind_inputs<'v>(ahead: u32, visits: impl Iterator<Item = &'v Visit>) -> (usize, u32) {
+    let mut place = (0, 1);
+    let mut left = ahead;
+    let mut visits = visits.enumerate().peekable();
+    while let Some((at, visit)) = visits.next() {
+        let slots = visit.reads.len().max(1) as u32;
+        let all = visit.micro_batches.len() as u32;
+        let inputs = (left / slots).min(all);
+        left -= inputs * slots;
+        if inputs > 0 {
+            place = (at, inputs);
+        }
+        if inputs < all || visits.peek().is_some_and(|(_, next)| next.blocks != visit.blocks) {
+            break;
+        }
+    }
+    place
 }
 
 /// The place behind the last input of the device's visit that writes what rows choose of the blocks

@@ -1,7 +1,9 @@
 //! Pools: how many slots of each kind a ring has, and whether they suffice for a schedule.
 
+use std::collections::BTreeMap;
+
 use super::spans::{kept_gradients, open_gradients};
-use super::{Refusal, Schedule, Visit};
+use super::{Phase, Refusal, Schedule, Visit};
 
 /// Channel depths as a user sets them, each at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,8 +80,9 @@ impl Pools {
             ranks: schedule.ranks.count,
             weights,
             // One visit runs, and the blocks of the others come; more than three ahead only queue
-            // up in front of the inputs of the visit that runs.
-            visits: weights.clamp(2, 4),
+            // up in front of the inputs of the visit that runs. Visits that are parts of one pass
+            // bring blocks once.
+            visits: (weights.clamp(2, 4) - 1).saturating_mul(parts_of_a_pass(schedule)) + 1,
             inputs: reads.saturating_add(ahead),
             ahead,
             outputs: writes.saturating_add(writes.max(ahead)),
@@ -172,6 +175,16 @@ impl Pools {
         }
         Ok(())
     }
+}
+
+/// The most visits of a device that are one backward pass of a layer: visits of keys, each with the
+/// visit that needs them.
+fn parts_of_a_pass(schedule: &Schedule) -> u32 {
+    let mut parts: BTreeMap<_, u32> = BTreeMap::new();
+    for visit in schedule.device_visits().filter(|visit| visit.phase == Phase::Keys) {
+        *parts.entry((visit.device(), visit.layer)).or_default() += 2;
+    }
+    parts.into_values().max().unwrap_or(1)
 }
 
 /// The most blocks that one visit of the device takes from staging slots.

@@ -111,7 +111,7 @@ fn shape(visit: &Visit) -> Result<(), String> {
         return Err("keeps a boundary on a device, and runs on the host".into());
     }
     let is_keys = visit.phase == Phase::Keys;
-    if (visit.keys || is_keys) && visit.kind != VisitKind::Layer {
+    if (visit.reach > 0 || is_keys) && visit.kind != VisitKind::Layer {
         return Err("leaves keys on a device, and visits no layer of the stack".into());
     }
     if is_keys && visit.all_reads().next().is_none() {
@@ -201,19 +201,21 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
     }
 }
 
-/// Checks that a layer meets its micro-batches in order, once a phase. Gradients are summed in this
-/// order. Keys are met where runs are.
+/// Checks that a layer meets its micro-batches in order, once a phase; on a device in the backward
+/// pass, each run from its end. Gradients are summed in this order. Keys are met where runs are.
 fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = BTreeMap::new();
     let visits = schedule.visits.iter().enumerate();
     for (index, visit) in visits.filter(|(_, visit)| visit.phase != Phase::Keys) {
-        let expected = next.entry((visit.layer, visit.step, visit.phase, visit.kind)).or_insert(0);
-        if visit.micro_batches.start != *expected {
-            let start = visit.micro_batches.start;
-            let reason = format!("micro-batch order: starts at {start}, expected {expected}");
-            return Err(Refusal::at(schedule, index, reason));
+        let met = next.entry((visit.layer, visit.step, visit.phase, visit.kind)).or_insert(0);
+        for unit in schedule.units(visit) {
+            let expected = schedule.in_order(visit, *met);
+            if unit != expected {
+                let reason = format!("micro-batch order: meets {unit}, expected {expected}");
+                return Err(Refusal::at(schedule, index, reason));
+            }
+            *met += 1;
         }
-        *expected = visit.micro_batches.end;
     }
     Ok(())
 }

@@ -7,8 +7,14 @@
 //! Before that, a visit of [`Phase::Keys`] fills the region again: by then other layers have used
 //! it.
 //!
-//! The region is why the rules here are strict: a visit has a run whole, or nothing of it, and
-//! nothing else of a device stands between the keys of a run and its backward pass.
+//! A layer with a window does not attend to all earlier chunks: [`Visit::reach`] says to how many.
+//! Its region has room for these and one more, however long the run is. The forward pass drops the
+//! first chunk that is there when it goes on. The backward pass of such a run is cut in parts: the
+//! keys of the last chunks, the last chunk, the keys of the next chunk below, the next to last
+//! chunk, and so on; the first chunks, which fit the region together, are one part.
+//!
+//! The region is why the rules here are strict: a visit has a run or a part whole, or nothing of
+//! it, and nothing else of a device stands between the keys of a run and its backward pass.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -25,19 +31,32 @@ impl Schedule {
     /// the backward pass, each run from its end.
     pub fn units(&self, visit: &Visit) -> impl Iterator<Item = MicroBatch> + use<'_> {
         let is_reversed = is_reversed(visit);
-        visit.micro_batches.clone().map(move |m| self.mirrored(m, is_reversed))
+        let all = visit.micro_batches.clone();
+        all.clone().map(move |m| self.mirrored(m, &all, is_reversed))
     }
 
     /// The `nth` of [`units`](Schedule::units), found without the ones before it.
     pub(crate) fn unit(&self, visit: &Visit, nth: usize) -> MicroBatch {
-        self.mirrored(visit.micro_batches.start + nth as MicroBatch, is_reversed(visit))
+        let all = &visit.micro_batches;
+        self.mirrored(all.start + nth as MicroBatch, all, is_reversed(visit))
     }
 
-    /// The micro-batch in whose turn a visit runs `m`, if it takes runs from their ends.
-    fn mirrored(&self, m: MicroBatch, is_reversed: bool) -> MicroBatch {
+    /// The micro-batch in whose turn a visit of `all` runs `m`, if it takes runs from their ends.
+    fn mirrored(&self, m: MicroBatch, all: &Range<MicroBatch>, is_reversed: bool) -> MicroBatch {
         match self.run_of(m) {
-            Some(run) if is_reversed => run.start + (run.end - 1 - m),
+            Some(run) if is_reversed => {
+                let part = run.start.max(all.start)..run.end.min(all.end);
+                part.start + (part.end - 1 - m)
+            }
             _ => m,
+        }
+    }
+
+    /// The micro-batch that comes at this place when visits such as this one have met all.
+    pub(super) fn in_order(&self, visit: &Visit, place: MicroBatch) -> MicroBatch {
+        match self.run_of(place) {
+            Some(run) if is_reversed(visit) => run.start + (run.end - 1 - place),
+            _ => place,
         }
     }
 }
@@ -63,21 +82,39 @@ fn run_of(runs: &[Range<MicroBatch>], m: MicroBatch) -> Option<Range<MicroBatch>
     runs.get(at).filter(|run| run.contains(&m)).cloned()
 }
 
-/// The visits of a backward leg in one group. Where the layer leaves keys, each run begins a visit,
-/// behind the visit of its keys; micro-batches behind a run join its visit.
+/// The visits of a backward leg in one group. Where the layer leaves keys, each part of a run
+/// begins a visit, behind the visit of its keys; micro-batches behind a run of one part join its
+/// visit.
 pub(super) fn with_keys(schedule: &Schedule, leg: Visit) -> Vec<Visit> {
     if !meets_keys(&leg) {
         return vec![leg];
     }
     let Range { start, end } = leg.micro_batches;
     let runs = met(&schedule.runs, &leg.micro_batches);
-    let first = runs.first().map_or(end, |run| run.start);
-    let before = (start < first).then(|| leg.of_micro_batches(start..first));
-    let ends = runs.iter().skip(1).map(|run| run.start).chain([end]);
-    let each = runs.iter().zip(ends).flat_map(|(run, end)| {
-        [keys_of(schedule, &leg, run), leg.of_micro_batches(run.start..end)]
-    });
-    before.into_iter().chain(each).collect()
+    let mut visits = Vec::new();
+    let mut next = start;
+    for run in runs {
+        visits.extend((next < run.start).then(|| leg.of_micro_batches(next..run.start)));
+        for part in parts(run, leg.reach) {
+            visits.push(keys_of(schedule, &leg, run, &part));
+            visits.push(leg.of_micro_batches(part));
+        }
+        next = run.end;
+        if let Some(last) = visits.last_mut().filter(|last| last.micro_batches == *run) {
+            next = runs.iter().map(|run| run.start).find(|&start| start >= next).unwrap_or(end);
+            last.micro_batches.end = next;
+        }
+    }
+    visits.extend((next < end).then(|| leg.of_micro_batches(next..end)));
+    visits
+}
+
+/// The parts of a run that the backward pass of a layer with this reach takes one by one. The
+/// region has room for the first chunks, which are the last part.
+fn parts(run: &Range<MicroBatch>, reach: u32) -> impl Iterator<Item = Range<MicroBatch>> + use<> {
+    let Range { start, end } = *run;
+    let together = start.saturating_add(reach).saturating_add(1).min(end);
+    (together..end).rev().map(|m| m..m + 1).chain(std::iter::once(start..together))
 }
 
 /// The runs that have a chunk in this range.
@@ -89,19 +126,28 @@ fn met<'r>(runs: &'r [Range<MicroBatch>], range: &Range<MicroBatch>) -> &'r [Ran
 
 /// True for a visit that needs the keys of a run on its device before it begins the run.
 fn meets_keys(visit: &Visit) -> bool {
-    visit.keys && visit.phase == Phase::Backward
+    visit.reach > 0 && visit.phase == Phase::Backward
 }
 
-/// The visit that fills the keys of a run again. It reads the activations that the backward visit
-/// recomputes from. No chunk stands behind the last one and needs its keys.
-fn keys_of(schedule: &Schedule, backward: &Visit, run: &Range<MicroBatch>) -> Visit {
+/// The visit that computes the keys again which a part of a run attends to and which are not on the
+/// device. It reads the activations that the backward visit recomputes from. No chunk stands behind
+/// the last one of a run and needs its keys.
+fn keys_of(
+    schedule: &Schedule,
+    backward: &Visit,
+    run: &Range<MicroBatch>,
+    part: &Range<MicroBatch>,
+) -> Visit {
+    let last = part.end - 1;
+    let first = run.start.max(last.saturating_sub(backward.reach));
+    let end = if part.end == run.end { last } else { first + 1 };
     let activations = |ids: &[BoundaryId]| -> Vec<BoundaryId> {
         let all = ids.iter().copied();
         all.filter(|&id| schedule.boundary(id).role.has_gradient()).collect()
     };
     Visit {
         phase: Phase::Keys,
-        micro_batches: run.start..run.end - 1,
+        micro_batches: first..end,
         reads: activations(&backward.reads),
         kept: activations(&backward.kept),
         writes: Vec::new(),
@@ -142,51 +188,67 @@ pub(super) fn check_groups(schedule: &Schedule) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Checks that no visit cuts a run, and that the keys of a run are on a device when its backward
-/// pass begins there.
+/// Checks that no visit cuts a run, or a part of it, and that its keys are on a device when its
+/// backward pass begins there.
 pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
-    let mut latest: BTreeMap<DeviceId, usize> = BTreeMap::new(); // the visit before, by device
-    for (index, visit) in schedule.visits.iter().enumerate() {
-        let run = begins(schedule, visit).map_err(|why| Refusal::at(schedule, index, why))?;
-        let before = visit.device().and_then(|device| latest.insert(device, index));
-        let keys = before.filter(|&before| schedule.visits[before].phase == Phase::Keys);
-        match (keys, run) {
-            (None, None) => {}
-            (Some(keys), None) => return Err(Refusal::at(schedule, keys, UNUSED)),
-            (keys, Some(run)) => {
-                let expected = keys_of(schedule, visit, run);
-                if keys.is_none_or(|keys| schedule.visits[keys] != expected) {
-                    let range = expected.micro_batches;
-                    let reason = format!(
-                        "begins run {run:?} without its keys: the visit before it on its device \
-                         must compute those of {range:?}, from the same blocks and activations"
-                    );
-                    return Err(Refusal::at(schedule, index, reason));
-                }
+    let visits = &schedule.visits;
+    let mut latest: BTreeMap<DeviceId, [Option<usize>; 2]> = BTreeMap::new(); // its last two visits
+    for (index, visit) in visits.iter().enumerate() {
+        let begun = begins(schedule, visit).map_err(|why| Refusal::at(schedule, index, why))?;
+        let own = visit.device().map(|device| latest.entry(device).or_default());
+        let [before, last] = own.as_ref().map_or([None; 2], |own| **own);
+        let keys = last.filter(|&last| visits[last].phase == Phase::Keys);
+        own.into_iter().for_each(|own| *own = [last, Some(index)]);
+        let Some((run, part)) = begun else {
+            match keys {
+                Some(keys) => return Err(Refusal::at(schedule, keys, UNUSED)),
+                None => continue,
             }
+        };
+        let expected = keys_of(schedule, visit, run, &part);
+        if keys.is_none_or(|keys| visits[keys] != expected) {
+            let range = expected.micro_batches;
+            let reason = format!(
+                "begins run {run:?} at {part:?} without its keys: the visit before it on its \
+                 device must compute those of {range:?}, from the same blocks and activations"
+            );
+            return Err(Refusal::at(schedule, index, reason));
+        }
+        let behind = visit.of_micro_batches(part.end..part.end + 1);
+        if part.end < run.end && before.is_none_or(|before| visits[before] != behind) {
+            let reason = format!(
+                "goes on with run {run:?} at {part:?}: the visit before its keys on its device \
+                 must be the backward pass of {:?}",
+                behind.micro_batches
+            );
+            return Err(Refusal::at(schedule, index, reason));
         }
     }
-    let is_unused = |&last: &usize| schedule.visits[last].phase == Phase::Keys;
-    let unused = latest.into_values().find(is_unused);
+    let last = latest.into_values().filter_map(|[_, last]| last);
+    let unused = last.into_iter().find(|&last| visits[last].phase == Phase::Keys);
     unused.map_or(Ok(()), |keys| Err(Refusal::at(schedule, keys, UNUSED)))
 }
 
 const UNUSED: &str = "computes keys, and the next visit of its device is not the backward pass of \
                       their run: the device has one region for keys";
 
-/// The run whose keys a visit needs on its device before it begins, or why it may not meet its
-/// runs as it does.
-fn begins<'s>(
-    schedule: &'s Schedule,
-    visit: &Visit,
-) -> Result<Option<&'s Range<MicroBatch>>, String> {
+/// A run, and the part of it that a visit has.
+type Begun<'s> = (&'s Range<MicroBatch>, Range<MicroBatch>);
+
+/// The part of a run whose keys a visit needs on its device before it begins, or why it may not
+/// meet its runs as it does.
+fn begins<'s>(schedule: &'s Schedule, visit: &Visit) -> Result<Option<Begun<'s>>, String> {
     if visit.phase == Phase::Keys {
         return Ok(None);
     }
     let all = &visit.micro_batches;
     let runs = met(&schedule.runs, all);
-    if let Some(run) = runs.iter().find(|run| run.start < all.start || run.end > all.end) {
-        let rule = "a visit has all chunks of a run, or none";
+    let part = |run: &Range<MicroBatch>| all.start.max(run.start)..all.end.min(run.end);
+    let reach = if meets_keys(visit) { visit.reach } else { u32::MAX };
+    let is_cut = |run: &&Range<MicroBatch>| parts(run, reach).all(|one| one != part(run));
+    if let Some(run) = runs.iter().find(is_cut) {
+        let rule = "a visit has all chunks of a run, or none; with a window, the chunks that the \
+                    device has room for";
         return Err(format!("has micro-batches {all:?}, a part of run {run:?}: {rule}"));
     }
     if !meets_keys(visit) {
@@ -197,6 +259,6 @@ fn begins<'s>(
             "has run {run:?} behind other micro-batches: its keys come directly before it, so it \
              begins a visit"
         )),
-        None => Ok(runs.first()),
+        None => Ok(runs.first().map(|run| (run, part(run)))),
     }
 }

@@ -77,6 +77,9 @@ impl fmt::Display for Phase {
     }
 }
 
+/// The reach of a layer without a window: a chunk attends to all chunks before it.
+pub const ALL_CHUNKS: u32 = u32::MAX;
+
 /// One stay of a device, or of the host lane, at one layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Visit {
@@ -92,9 +95,9 @@ pub struct Visit {
     pub place: Place,
     /// The micro-batches. [`Schedule::units`](super::Schedule::units) gives their order.
     pub micro_batches: Range<MicroBatch>,
-    /// True if each micro-batch leaves keys and values on the device, to which the later chunks of
-    /// its run attend.
-    pub keys: bool,
+    /// How many chunks of its run before its own a micro-batch attends to, by the keys and values
+    /// that these left on the device. 0: none; [`ALL_CHUNKS`]: all.
+    pub reach: u32,
     /// The blocks that the layer declares for this step.
     pub blocks: Vec<BlockId>,
     /// The boundary by which rows choose parts of the blocks, where the stash has it in time.

@@ -26,8 +26,9 @@ pub(super) enum Cell {
     Region(BlockId),
     Master(BlockId),
     Stash(BoundaryId, MicroBatch),
-    /// The keys of a chunk, by its place in its run. A device has one region for them, so the run
-    /// of another layer takes the same cells.
+    /// The keys of a chunk, by its place in the region that a device has for them. With a window,
+    /// chunks behind it have left their places to others. The run of another layer takes the same
+    /// cells.
     Keys(DeviceId, u32),
     KeysGradient(DeviceId, u32),
     /// What the host took of a micro-batch's measures. Each step has its own.
@@ -121,7 +122,7 @@ impl Touch {
                 touch.place(inputs, *m, now, input, false);
                 touch.place(outputs, *m, now, output, true);
                 blocks.iter().for_each(|of| touch.compute(plan, device, of, now, &count));
-                if visit.keys {
+                if visit.reach > 0 {
                     touch.attend(plan, device, visit, *m, now);
                 }
             }
@@ -301,13 +302,14 @@ impl Touch {
     }
 
     /// The region of a device for the keys of a run, and for their gradients. A chunk attends to
-    /// those before it; in the backward pass it adds to the gradients of their keys, and its own
-    /// keys' gradient is complete by then. A sequence that is no run is a run of one chunk.
+    /// those before it that the layer reaches; in the backward pass it adds to the gradients of
+    /// their keys, and its own keys' gradient is complete by then. A sequence that is no run is a
+    /// run of one chunk.
     fn attend(
         &mut self,
         plan: &StepPlan,
         device: DeviceId,
-        &Visit { layer, step, phase, .. }: &Visit,
+        &Visit { layer, step, phase, reach, .. }: &Visit,
         m: MicroBatch,
         now: Version,
     ) {
@@ -315,12 +317,13 @@ impl Touch {
         let is_last = m + 1 == run.end;
         let pass = if phase.is_backward() { Pass::Backward } else { Pass::Forward };
         let chunk = |micro_batch| Chunk { layer, step, micro_batch, version: now };
-        let keys = |c| (Cell::Keys(device, c - run.start), Label::Keys(chunk(c), pass));
-        let gradient = |c, count| {
-            (Cell::KeysGradient(device, c - run.start), Label::KeysGradient(chunk(c), count))
-        };
+        let place = |c| (c - run.start) % reach.saturating_add(1);
+        let keys = |c| (Cell::Keys(device, place(c)), Label::Keys(chunk(c), pass));
+        let gradient =
+            |c, count| (Cell::KeysGradient(device, place(c)), Label::KeysGradient(chunk(c), count));
+        let earlier = run.start.max(m.saturating_sub(reach))..m;
         if phase != Phase::Keys {
-            self.reads.extend((run.start..m).map(keys));
+            self.reads.extend(earlier.clone().map(keys));
         }
         let (cell, label) = keys(m);
         if phase != Phase::Backward || is_last {
@@ -331,11 +334,15 @@ impl Touch {
         if phase != Phase::Backward {
             return;
         }
-        let behind = (run.end - 1 - m) as usize;
-        self.reads.extend((!is_last).then(|| gradient(m, behind)));
-        self.writes.extend((run.start..m).map(|c| {
-            let (cell, after) = gradient(c, behind + 1);
-            let before = (!is_last).then(|| gradient(c, behind).1);
+        // The chunks behind this one that attend to a chunk.
+        let behind = |c: MicroBatch| {
+            let last = (run.end - 1).min(c.saturating_add(reach));
+            last.saturating_sub(m) as usize
+        };
+        self.reads.extend((!is_last).then(|| gradient(m, behind(m))));
+        self.writes.extend(earlier.map(|c| {
+            let (cell, after) = gradient(c, behind(c) + 1);
+            let before = (behind(c) > 0).then(|| gradient(c, behind(c)).1);
             (cell, before, after)
         }));
     }

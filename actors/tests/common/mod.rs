@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use l2l_actors::ports::Ports;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, Question, RingLayer, RingModel,
-    RingStep, Role, Schedule, Selection, VisitKind, deal_groups, relay,
+    ALL_CHUNKS, Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, Question, RingLayer,
+    RingModel, RingStep, Role, Schedule, Selection, VisitKind, deal_groups, relay,
 };
 use l2l_actors::{Relay, Resolved, RingConfig, RingError};
 
@@ -25,9 +25,9 @@ pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Ro
     let chosen_by = None;
     let saves = None;
     let keeps = false;
-    let keys = false;
+    let reach = 0;
     let asks = None;
-    let step = RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, keys, asks };
+    let step = RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks };
     RingLayer { steps: vec![step] }
 }
 
@@ -132,10 +132,16 @@ pub fn keeping(mut model: RingModel, keeps: impl Fn(usize) -> bool) -> RingModel
 }
 
 /// The same model, whose stack layers leave keys for later chunks where `attends` of their number.
-pub fn attending(mut model: RingModel, attends: impl Fn(usize) -> bool) -> RingModel {
+pub fn attending(model: RingModel, attends: impl Fn(usize) -> bool) -> RingModel {
+    reaching(model, |number| if attends(number) { ALL_CHUNKS } else { 0 })
+}
+
+/// The same model, whose stack layers attend to as many chunks before their own as `reach` says of
+/// their number.
+pub fn reaching(mut model: RingModel, reach: impl Fn(usize) -> u32) -> RingModel {
     for (number, layer) in model.layers.iter_mut().enumerate() {
         let first = &mut layer.steps[0];
-        first.keys = first.kind == VisitKind::Layer && attends(number);
+        first.reach = if first.kind == VisitKind::Layer { reach(number) } else { 0 };
     }
     model
 }

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Capacities, Pipeline, Pools, Ranks, Schedule, StepPlan, deal, deal_groups, pipeline,
-    relay, resident,
+    ALL_CHUNKS, BlockId, Capacities, Pipeline, Pools, Ranks, Schedule, StepPlan, deal, deal_groups,
+    pipeline, relay, resident,
 };
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
 use l2l_actors::work::Queue;
@@ -102,7 +102,8 @@ impl Case {
         // Some layers keep on the device what they save, by bits of the seed.
         let model = keeping(model, |number| self.seed >> (number % 64) & 1 == 1);
         let model = measuring(model, self.answers(), |number| self.seed >> (number % 61) & 2 == 0);
-        let model = attending(model, |number| self.seed >> (number % 59) & 3 != 0);
+        let reach = [0, 1, 2, ALL_CHUNKS];
+        let model = reaching(model, |number| reach[self.seed as usize >> (number % 59) & 3]);
         // Rows of some layers choose parts of blocks, and uploads of some schedules wait for it.
         let model = choosing(model, |number| self.seed >> (number % 59) & 5 == 5);
         let mut selection = everything(&model, self.micro_batches);

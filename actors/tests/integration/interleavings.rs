@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::common::*;
 use l2l_actors::Relay;
-use l2l_actors::schedule::{BlockId, Phase, Schedule, deal, relay, resident};
+use l2l_actors::schedule::{ALL_CHUNKS, BlockId, Phase, Schedule, deal, relay, resident};
 use l2l_actors::virtual_time::{Move, VirtualLanes, World};
 
 /// Replays a path from the start.
@@ -140,21 +140,25 @@ fn all_interleavings_of_small_rings_are_sound() {
     println!("{} states, {} moves", total.0, total.1);
 }
 
-/// A sequence in two chunks, through a layer that leaves keys for the second: each chunk finds
-/// what it attends to, in every order.
+/// A sequence in two chunks, through a layer that leaves keys for the second, and one in three,
+/// through a layer that attends to one chunk before its own: each chunk finds what it attends to,
+/// in every order.
 #[test]
 fn all_interleavings_of_a_run_are_sound() {
     if !whole() {
         return;
     }
-    let model = attending(model(1, 0, false), |_| true);
-    let mut selection = in_chunks(&model, &[2]);
-    selection.frozen = vec![BlockId(0)];
-    let schedule = relay(&model, &selection).expect("a model of ours");
-    assert!(schedule.visits.iter().any(|visit| visit.phase == Phase::Keys));
-    for deferred in [false, true] {
-        let (states, transitions) = explore(schedule.clone(), deferred, 1);
-        println!("{states} states, {transitions} moves");
+    for (chunks, reach) in [(2, ALL_CHUNKS), (3, 1)] {
+        let model = reaching(model(1, 0, false), |_| reach);
+        let mut selection = in_chunks(&model, &[chunks]);
+        selection.frozen = vec![BlockId(0)];
+        let schedule = relay(&model, &selection).expect("a model of ours");
+        let keys = schedule.visits.iter().filter(|visit| visit.phase == Phase::Keys);
+        assert_eq!(keys.count() as u32, chunks - 1);
+        for deferred in [false, true] {
+            let (states, transitions) = explore(schedule.clone(), deferred, 1);
+            println!("{chunks} chunks: {states} states, {transitions} moves");
+        }
     }
 }
 

@@ -20,3 +20,4 @@ mod reports;
 mod rules;
 mod runs;
 mod serial;
+mod windows;

@@ -121,7 +121,7 @@ fn micro_batches_come_in_order() {
     }
     let refusal = StepPlan::new(swapped, pools).expect_err("micro-batch 1 comes first");
     assert_eq!(refusal.visit, Some(1));
-    assert!(refusal.reason.contains("micro-batch order: starts at 1, expected 0"), "{refusal}");
+    assert!(refusal.reason.contains("micro-batch order: meets 1, expected 0"), "{refusal}");
 }
 
 #[test]

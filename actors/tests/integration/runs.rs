@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Capacities, LayerId, MicroBatch, Phase, Pipeline, Place, Pools, Refusal, RingModel,
-    Role, Schedule, Selection, StepPlan, Visit, deal, deal_groups, pipeline, relay, resident,
+    ALL_CHUNKS, BlockId, Capacities, LayerId, MicroBatch, Phase, Pipeline, Place, Pools, Refusal,
+    RingModel, Role, Schedule, Selection, StepPlan, Visit, deal, deal_groups, pipeline, relay,
+    resident,
 };
 use l2l_actors::virtual_time;
 use l2l_actors::work::WorkKind;
@@ -24,7 +25,7 @@ fn mixed() -> (RingModel, Selection) {
 }
 
 /// The backward visits of a layer, each with its micro-batches in their order.
-fn backward(schedule: &Schedule, layer: u32) -> Vec<(Phase, Vec<MicroBatch>)> {
+pub(crate) fn backward(schedule: &Schedule, layer: u32) -> Vec<(Phase, Vec<MicroBatch>)> {
     let of_layer = |visit: &&Visit| visit.layer == LayerId(layer) && visit.phase.is_backward();
     let visits = schedule.device_visits().filter(of_layer);
     visits.map(|visit| (visit.phase, schedule.units(visit).collect())).collect()
@@ -83,7 +84,7 @@ fn the_step_that_leaves_keys_has_them_again() {
     let mut feed = layer.steps[0].clone();
     feed.needs = vec![BlockId(two.blocks.len() as u32)];
     feed.reads.push(input(Role::Own(0), Role::OwnGradient(0)));
-    feed.keys = false;
+    feed.reach = 0;
     layer.steps[0].writes = vec![boundary(Role::Own(0))];
     layer.steps.push(feed);
     two.blocks.push(two.blocks[1]);
@@ -106,7 +107,7 @@ fn the_step_that_leaves_keys_has_them_again() {
 }
 
 /// Runs two steps, in which every operation finds what it asks for.
-fn ends(schedule: &Schedule, depths: &Capacities, deferred: bool) {
+pub(crate) fn ends(schedule: &Schedule, depths: &Capacities, deferred: bool) {
     let config = config(schedule, depths, deferred);
     let plan = StepPlan::new(schedule.clone(), config.pools).expect("pools were made for it");
     assert!(steps(Arc::new(plan), deferred).is_ok());
@@ -114,7 +115,7 @@ fn ends(schedule: &Schedule, depths: &Capacities, deferred: bool) {
 
 /// Two steps of a plan. The panic of an operation that finds something else than it asks for is an
 /// error.
-fn steps(plan: Arc<StepPlan>, deferred: bool) -> Result<u64, String> {
+pub(crate) fn steps(plan: Arc<StepPlan>, deferred: bool) -> Result<u64, String> {
     let mut config = config(&plan.schedule, &Capacities::default(), deferred);
     config.pools = plan.pools;
     let main = async move |mut relay: Relay<_>| {
@@ -169,7 +170,7 @@ fn runs_are_apart_and_inside_a_group() {
 #[test]
 fn a_visit_cuts_no_run() {
     // Two chunks swapped, in a visit for each.
-    refused(Some(1), "starts at 1, expected 0", |s| {
+    refused(Some(1), "meets 1, expected 0", |s| {
         let one = |m: u32, s: &Schedule| s.visits[1].of_micro_batches(m..m + 1);
         let swapped = [one(1, s), one(0, s), s.visits[1].of_micro_batches(2..5)];
         s.visits.splice(1..2, swapped);
@@ -179,12 +180,12 @@ fn a_visit_cuts_no_run() {
         s.visits[1].micro_batches = 0..1;
         s.visits.insert(2, rest);
     });
-    refused(Some(5), "a part of run 0..4", |s| s.runs = vec![0..4; 1]);
+    refused(Some(5), "meets 2, expected 3", |s| s.runs = vec![0..4; 1]);
 }
 
 #[test]
 fn the_backward_pass_of_a_run_follows_its_keys() {
-    let without = "begins run 0..3 without its keys: the visit before it on its device must \
+    let without = "run 0..3 at 0..3 without its keys: the visit before it on its device must \
                    compute those of 0..2";
     let unused = "the next visit of its device is not the backward pass of their run";
     refused(Some(4), without, |s| _ = s.visits.remove(4));
@@ -208,13 +209,13 @@ fn the_backward_pass_of_a_run_follows_its_keys() {
         s.visits[5].micro_batches = 0..5;
         s.visits.drain(6..8);
     });
-    refused(Some(4), unused, |s| s.visits[5].keys = false);
+    refused(Some(4), unused, |s| s.visits[5].reach = 0);
 }
 
 #[test]
 fn keys_are_of_layers_and_of_their_inputs() {
     let layers = "leaves keys on a device, and visits no layer of the stack";
-    refused(Some(0), layers, |s| s.visits[0].keys = true);
+    refused(Some(0), layers, |s| s.visits[0].reach = 1);
     refused(Some(12), layers, |s| s.visits[12].phase = Phase::Keys);
     refused(Some(4), "computes keys from no boundary", |s| s.visits[4].reads.clear());
 }
@@ -269,11 +270,8 @@ fn labels_show_runs_that_meet_on_a_device() {
     // Keys that nobody computes again, or that are another layer's.
     let sound = planned(&sound());
     assert!(steps(Arc::new(sound.clone()), false).is_ok());
-    let changes: [fn(&mut Schedule); 3] = [
-        |s| s.visits[4].keys = false,
-        |s| s.visits[4].layer = LayerId(1),
-        |s| s.visits[4].step = 1,
-    ];
+    let changes: [fn(&mut Schedule); 3] =
+        [|s| s.visits[4].reach = 0, |s| s.visits[4].layer = LayerId(1), |s| s.visits[4].step = 1];
     for change in changes {
         let mut plan = sound.clone();
         change(&mut plan.schedule);
@@ -285,6 +283,8 @@ fn labels_show_runs_that_meet_on_a_device() {
 /// Ticks of an operation of one chunk.
 #[derive(Clone, Copy, Debug)]
 struct Costs {
+    /// How many chunks before its own a chunk attends to.
+    reach: u32,
     /// Of the products with weights, forward.
     linear: u64,
     /// Of attention to the chunk before, forward; half of that to the chunk itself.
@@ -297,7 +297,7 @@ struct Costs {
 impl Costs {
     /// Forward, of chunk `c` of its sequence.
     fn forward(self, c: u64) -> u64 {
-        self.linear + self.attention * c + self.attention / 2
+        self.linear + self.attention * c.min(self.reach.into()) + self.attention / 2
     }
 }
 
@@ -320,11 +320,13 @@ fn list_scheduler(devices: usize, layers: usize, sequences: &[u32], costs: Costs
     }
     for layer in (0..layers).rev() {
         for chunks in &mut there {
-            let last = chunks.len() - 1;
-            for _ in 0..last {
-                run(layer, 0, costs.keys);
-            }
+            let mut first = chunks.len() - 1; // of the keys that were computed
             for (c, there) in chunks.iter_mut().enumerate().rev() {
+                let reached = c.saturating_sub(costs.reach as usize);
+                for _ in reached..first {
+                    run(layer, 0, costs.keys);
+                }
+                first = first.min(reached);
                 *there = run(layer, *there, costs.backward * costs.forward(c as u64));
             }
         }
@@ -334,7 +336,7 @@ fn list_scheduler(devices: usize, layers: usize, sequences: &[u32], costs: Costs
 
 /// The same in the ring. Boundaries take `copies` ticks on their way, each way.
 fn makespan(devices: u32, layers: u32, sequences: &[u32], costs: Costs, copies: u64) -> u64 {
-    let model = attending(model(layers, 0, false), |_| true);
+    let model = reaching(model(layers, 0, false), |_| costs.reach);
     let schedule = relay(&model, &in_chunks(&model, sequences)).expect("a model of ours");
     let schedule = deal(schedule, devices);
     let config = config(&schedule, &depths(1000, 1000, 1000, 1000), false);
@@ -370,8 +372,9 @@ proptest! {
         devices in 1..=5_u32, layers in 1..=12_u32,
         sequences in prop::collection::vec(1..=8_u32, 1..=4),
         (linear, attention, keys, backward) in (1..40_u64, 0..10_u64, 0..20_u64, 1..=4_u64),
+        reach in prop::sample::select(vec![1, 2, 3, ALL_CHUNKS]),
     ) {
-        let costs = Costs { linear, attention, keys, backward };
+        let costs = Costs { reach, linear, attention, keys, backward };
         let expected = list_scheduler(devices as usize, layers as usize, &sequences, costs);
         prop_assert_eq!(makespan(devices, layers, &sequences, costs, 0), expected);
     }
@@ -408,7 +411,7 @@ proptest! {
             selection.set_groups(groups);
             let mut schedules = [relay(model, &selection), resident(model, &selection)];
             for schedule in schedules.iter_mut().flatten() {
-                schedule.visits.iter_mut().for_each(|visit| visit.keys = false);
+                schedule.visits.iter_mut().for_each(|visit| visit.reach = 0);
             }
             schedules
         };
@@ -421,7 +424,7 @@ proptest! {
 /// the chunk before, 17 for keys and values. Copies hide, which take an eighth of the least pass.
 #[test]
 fn one_sequence_runs_on_four_devices() {
-    let costs = Costs { linear: 436, attention: 134, keys: 17, backward: 3 };
+    let costs = Costs { reach: ALL_CHUNKS, linear: 436, attention: 134, keys: 17, backward: 3 };
     for layers in [16, 32] {
         for copies in [0, 50] {
             let [one, four] = [1, 4].map(|n| makespan(n, layers, &[16], costs, copies));

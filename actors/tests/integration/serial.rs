@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::*;
-use l2l_actors::schedule::{Schedule, deal, deal_groups, relay, resident};
+use l2l_actors::schedule::{ALL_CHUNKS, Schedule, deal, deal_groups, relay, resident};
 use l2l_actors::work::{Lane, Work};
 use l2l_actors::{serial, virtual_time};
 
@@ -71,8 +71,9 @@ fn the_ring_does_the_work_of_the_serial_walk() {
             for (saves, keeps) in [(false, false), (true, false), (true, true)] {
                 let model = saving(model(4, 3, tied), |_| saves);
                 let model = keeping(model, |number| keeps && number > 2);
-                let model = attending(model, |number| number != 2);
-                let mut in_runs = in_chunks(&model, &[3, 1, 2]);
+                let reach = [1, ALL_CHUNKS, 0];
+                let model = reaching(model, |number| reach[number % 3]);
+                let mut in_runs = in_chunks(&model, &[4, 1, 2]);
                 in_runs.set_groups(2);
                 let chunks = relay(&model, &in_runs).expect("a model of ours");
                 check(chunks.clone(), deferred);

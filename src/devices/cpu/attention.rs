@@ -37,8 +37,9 @@ fn small(
 struct Head<'a> {
     size: &'a AttentionShape<'a>,
     before: usize,
-    /// True if keys and values are in a tensor of their own, not beside their queries.
-    own_kv: bool,
+    /// The first position of keys and values that are in a tensor of their own. `None`: they are
+    /// beside their queries.
+    first_kept: Option<usize>,
     sequence: usize,
     /// The row of the first query.
     first_row: usize,
@@ -69,12 +70,17 @@ impl Span {
 }
 
 impl<'a> Head<'a> {
-    fn new(size: &'a AttentionShape<'a>, own_kv: bool, sequence: usize, head: usize) -> Head<'a> {
+    fn new(
+        size: &'a AttentionShape<'a>,
+        first_kept: Option<usize>,
+        sequence: usize,
+        head: usize,
+    ) -> Head<'a> {
         let before = positions_before(size);
         let rows = size.batch.sequence(sequence);
         let first_row = rows.start;
         let end = before + rows.len();
-        Head { size, before, own_kv, sequence, first_row, end, head }
+        Head { size, before, first_kept, sequence, first_row, end, head }
     }
 
     fn channels(&self) -> usize {
@@ -103,15 +109,19 @@ impl<'a> Head<'a> {
 
     /// The distance, in floats, from one position's keys to the next position's.
     fn stride(&self) -> usize {
-        if self.own_kv { self.size.kv_width() } else { self.size.qkv_width() }
+        match self.first_kept {
+            Some(_) => self.size.kv_width(),
+            None => self.size.qkv_width(),
+        }
     }
 
     /// The begin of this head's key (0) or value (1) of a position.
     fn at_key(&self, position: usize, which: usize) -> usize {
         let AttentionShape { heads, kv_heads, head_size, .. } = *self.size;
-        let queries = if self.own_kv { 0 } else { heads };
+        let queries = if self.first_kept.is_some() { 0 } else { heads };
         let head = queries + which * kv_heads + self.head * kv_heads / heads;
-        (self.first_row + position) * self.stride() + head * head_size
+        let row = self.first_row + position - self.first_kept.unwrap_or(0);
+        row * self.stride() + head * head_size
     }
 
     /// Queries of some positions.
@@ -225,21 +235,30 @@ fn positions_before(size: &AttentionShape<'_>) -> usize {
 }
 
 /// Calls `of` in parallel for the first head of each group of `group` heads of each sequence.
-fn each_head(size: &AttentionShape<'_>, own_kv: bool, group: usize, of: impl Fn(Head<'_>) + Sync) {
+fn each_head(
+    size: &AttentionShape<'_>,
+    first_kept: Option<usize>,
+    group: usize,
+    of: impl Fn(Head<'_>) + Sync,
+) {
     let of_sequence = size.heads / group;
     let tasks = size.batch.sequences() * of_sequence;
     (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
         let sequence = task / of_sequence;
         let head = task % of_sequence * group;
-        of(Head::new(size, own_kv, sequence, head));
+        of(Head::new(size, first_kept, sequence, head));
     });
 }
 
 /// Calls `of` in parallel for each head of each sequence and each tile of its queries.
-fn each_tile(size: &AttentionShape<'_>, own_kv: bool, of: impl Fn(Head<'_>, Span) + Sync) {
+fn each_tile(
+    size: &AttentionShape<'_>,
+    first_kept: Option<usize>,
+    of: impl Fn(Head<'_>, Span) + Sync,
+) {
     let heads = (0..size.batch.sequences() * size.heads).into_par_iter().with_max_len(1);
     heads.for_each(|task| {
-        let head = Head::new(size, own_kv, task / size.heads, task % size.heads);
+        let head = Head::new(size, first_kept, task / size.heads, task % size.heads);
         let tiles = Span::tiles(head.before, head.end).into_par_iter().with_max_len(1);
         tiles.for_each(|tile| of(head, Span::tile(tile, head.end)));
     });
@@ -253,8 +272,8 @@ impl Compute for Attention<'_> {
         let qkv = call.read(self.qkv);
         let kv = call.read(self.kv.unwrap_or(self.qkv));
         let d = shape.head_size;
-        let own_kv = self.kv.is_some();
-        each_tile(shape, own_kv, |head, queries| {
+        let first_kept = self.kv.map(|kv| shape.first_kept(kv));
+        each_tile(shape, first_kept, |head, queries| {
             let mut p = [0.0_f32; TILE * TILE];
             let mut output = [0.0_f32; TILE * HEAD_LIMIT];
             let mut most = [f32::NEG_INFINITY; TILE];
@@ -316,7 +335,7 @@ impl ComputeIn for AttentionBackward<'_> {
         };
         let dqkv = Scattered::new(call.write(self.dqkv));
         let d = shape.head_size;
-        let own_kv = chunk_kv.is_some();
+        let first_kept = chunk_kv.map(|chunk| shape.first_kept(chunk.kv));
         let accumulate = chunk_kv.is_some_and(|chunk| chunk.accumulate);
         let dkv = chunk_kv.map_or(dqkv, |chunk| Scattered::new(call.write(chunk.dkv)));
         let write = |head: &Head<'_>, which: usize, span: Span, values: &[f32]| {
@@ -331,7 +350,7 @@ impl ComputeIn for AttentionBackward<'_> {
             }
         };
         let group = shape.heads / shape.kv_heads;
-        each_head(shape, own_kv, group, |first| {
+        each_head(shape, first_kept, group, |first| {
             let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
             let heads = || (first.head..first.head + group).map(|head| Head { head, ..first });
             for (head, position) in
@@ -340,7 +359,8 @@ impl ComputeIn for AttentionBackward<'_> {
                 // SAFETY: this task alone has the queries of these heads.
                 unsafe { dqkv.piece(head.at_query(position), d) }.fill(0.0);
             }
-            for keys in Span::tiles(0, first.end).map(|tile| Span::tile(tile, first.end)) {
+            let tiles = Span::tiles(first_kept.unwrap_or(0), first.end);
+            for keys in tiles.map(|tile| Span::tile(tile, first.end)) {
                 let mut dk = [0.0; TILE * HEAD_LIMIT];
                 let mut dv = [0.0; TILE * HEAD_LIMIT];
                 for head in heads() {
@@ -389,7 +409,7 @@ struct Inputs<'a> {
 fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size: &AttentionShape<'_>) {
     let delta = Scattered::new(delta);
     let d = size.head_size;
-    each_head(size, false, 1, |head| {
+    each_head(size, None, 1, |head| {
         let queries = head.positions();
         // SAFETY: this task alone has this head of this sequence.
         let delta = unsafe { delta.piece(head.statistic(queries.start), queries.len()) };

@@ -1,8 +1,8 @@
 //! Attention in tiles.
 
-use super::driver::Argument;
+use super::driver::{Argument, Place};
 use super::kernels::{On, arguments};
-use super::launches::attention_words;
+use super::launches::{attention_words, attention_words_from};
 use super::texts::AMPERE;
 use crate::kernels::{Attention, AttentionBackward, AttentionShape, ChunkKv};
 use crate::tensor::{Scratch, View};
@@ -96,14 +96,15 @@ const CORES_IN_64K: [(usize, Passes); 4] = [
     ),
 ];
 
-/// With this number of keys, counted over all key heads, the gradient of keys has enough blocks for
-/// a large GPU. With half of it, some multiprocessors have no block.
+/// With this number of keys of a sequence, counted over all key heads, the gradient of keys has
+/// enough blocks for a large GPU. With half of it, some multiprocessors have no block. Keys behind
+/// a window count, too: whether they are there must not change the order of a sum.
 const ENOUGH_KEYS: usize = 16_896;
 
 /// The number of shares into which the query heads of a key head are split. Each share is a block
 /// of its own. With few keys there are several shares, and their gradients are summed afterwards.
 fn shares_of(shape: &AttentionShape<'_>) -> usize {
-    let keys = shape.kv_rows() * shape.kv_heads;
+    let keys = shape.positions() * shape.kv_heads;
     let group = shape.heads / shape.kv_heads;
     if keys >= ENOUGH_KEYS / 2 {
         return 1;
@@ -117,7 +118,8 @@ fn shares_of(shape: &AttentionShape<'_>) -> usize {
 /// micro-batches.
 pub(super) fn backward_scratch(op: &AttentionBackward<'_>, scratch: &Scratch<'_>) -> [View; 2] {
     let shape = &op.shape;
-    let keys = (shape.kv_rows() * shape.kv_heads).min(ENOUGH_KEYS / 2);
+    let kept = op.chunk_kv.map_or(shape.positions(), |chunk| chunk.kv.rows);
+    let keys = (kept * shape.kv_heads).min(ENOUGH_KEYS / 2);
     let group = shape.heads / shape.kv_heads;
     let of_shares = if group > 1 { group * keys } else { 0 };
     let delta = scratch.take_floats(shape.rows(), shape.heads);
@@ -142,6 +144,7 @@ impl On<'_> {
         let starts = self.metadata.starts(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
         let sizes = attention_words(shape);
+        let kv = self.at_first_position(kv, shape);
         let arguments = arguments!(self; y, lse, qkv, kv, starts, documents, sizes);
         self.tiles(forward, shape, shape.batch.longest(), shape.heads, arguments);
     }
@@ -149,19 +152,23 @@ impl On<'_> {
     pub(super) fn attention_backward(&self, op: &AttentionBackward<'_>, [delta, parts]: [View; 2]) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
         let [_, to_keys, to_queries] = self.passes(shape.head_size);
-        let sizes = attention_words(shape);
+        let first = chunk_kv.map_or(0, |chunk| shape.first_kept(chunk.kv));
+        let sizes = attention_words_from(shape, first);
         let starts = self.metadata.starts(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
         let arguments = arguments!(self; delta, y, dy, starts, sizes);
         let grid = [delta.len().div_ceil(8), 1, 1];
         self.queue.launch("attention_delta", grid, [256, 1, 1], 0, arguments);
-        let kv = chunk_kv.map(|one| one.kv);
+        let kv = self.at_first_position(chunk_kv.map(|one| one.kv), shape);
         let shares = shares_of(shape);
-        let dkv = if shares > 1 { Some(parts) } else { chunk_kv.map(|one| one.dkv) };
+        let dkv = match chunk_kv {
+            _ if shares > 1 => self.at(parts).before(first * shape.kv_width()),
+            chunk => self.at_first_position(chunk.map(|one| one.dkv), shape),
+        };
         let has_sum = chunk_kv.is_some_and(|one| one.accumulate);
         let accumulate = has_sum && shares == 1;
         let queries = shape.batch.longest();
-        let keys = shape.batch.same_positions_before() + queries;
+        let keys = shape.batch.same_positions_before() + queries - first;
         let arguments = arguments!(
             self; dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, sizes, accumulate, shares
         );
@@ -176,6 +183,13 @@ impl On<'_> {
         }
         let arguments = arguments!(self; dqkv, dy, lse, delta, qkv, kv, starts, documents, sizes);
         self.tiles(to_queries, shape, queries, shape.heads, arguments);
+    }
+
+    /// Where the first position of the sequence would lie in a chunk's tensor of keys and values,
+    /// or of their gradients: kernels count positions from there.
+    fn at_first_position(&self, kv: Option<View>, shape: &AttentionShape<'_>) -> Place {
+        let place = |kv: View| self.at(kv).before(shape.first_kept(kv) * shape.kv_width());
+        kv.map_or(Place::NULL, place)
     }
 
     /// Launches a block for each tile of positions of each head. Heads come first in the grid, so

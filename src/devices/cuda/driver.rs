@@ -116,6 +116,11 @@ impl Place {
     pub(super) fn behind(self, elements: usize) -> Place {
         Place { at: self.at + (elements * self.dtype.size()) as Address, ..self }
     }
+
+    /// The place of what would lie so many elements before the tensor. It is never read.
+    pub(super) fn before(self, elements: usize) -> Place {
+        Place { at: self.at.wrapping_sub((elements * self.dtype.size()) as Address), ..self }
+    }
 }
 
 /// A matrix of a product, row by row.

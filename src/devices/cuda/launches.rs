@@ -107,7 +107,12 @@ fn mask_words(dropout: Dropout<'_>) -> [u32; 7] {
 }
 
 /// The text's `Attention`.
-pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<16> {
+pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<17> {
+    attention_words_from(shape, 0)
+}
+
+/// The text's `Attention` for a chunk whose keys and values are there from a position on.
+pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize) -> Words<17> {
     let words = [
         shape.batch.sequences(),
         shape.rows(),
@@ -117,11 +122,12 @@ pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<16> {
         shape.head_size,
         usize::from(shape.causal),
         shape.window.unwrap_or(0),
+        first_kept,
     ];
-    let mut all = [0; 16];
-    all[..8].copy_from_slice(&words.map(|word| u32::try_from(word).expect("sizes are checked")));
-    all[8] = (1.0 / (shape.head_size as f32).sqrt()).to_bits();
-    all[9..].copy_from_slice(&shape.dropout.map_or([0; 7], mask_words));
+    let mut all = [0; 17];
+    all[..9].copy_from_slice(&words.map(|word| u32::try_from(word).expect("sizes are checked")));
+    all[9] = (1.0 / (shape.head_size as f32).sqrt()).to_bits();
+    all[10..].copy_from_slice(&shape.dropout.map_or([0; 7], mask_words));
     Words { name: "Attention", words: all }
 }
 

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use l2l_actors::schedule::{Boundary, Input, Role};
 
+use super::chunk::KvViews;
 use super::experts::{Closed, ExpertGradients, ExpertPass, Opened, PassedDown};
 use super::routing::RoutingViews;
 use super::tensors::FeedForward;
@@ -123,7 +124,8 @@ impl TransformerBlock {
         let FeedForward::Experts(experts) = &weights.feed_forward else {
             unreachable!("the block has experts")
         };
-        let kv = self.kv_views(&batch, kv_cache, chunk_state, scratch.dtype());
+        let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
+        let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)));
         let routing = RoutingViews::of_forward(&ports);
         let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
         let pass = self.chunk_pass(k, &inputs, scratch);

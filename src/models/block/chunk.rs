@@ -5,11 +5,13 @@ use super::TransformerBlock;
 use super::products::Products;
 use super::routing::RoutingViews;
 use super::saved::{Activations, Branch, Positive};
+use super::state::ChunkState;
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
     Attention, BatchView, CachedAttention, Cast, HeadNorm, Kernels, PackPositive, Residual, Rotate,
     Sink, UnpackPositive, WriteKv,
 };
+use crate::models::layer::KvCache;
 use crate::models::norms::Affine;
 use crate::models::shape::NormPlaces;
 use crate::tensor::{Scratch, View};
@@ -26,8 +28,20 @@ pub(super) struct KvViews {
     pub(super) new: [Option<View>; 2],
     /// Keys and values of earlier positions, in the KV cache. (B P, 2 K D).
     pub(super) cached: Option<View>,
-    /// For a chunk: keys and values of its sequence up to its last position. (before + T, 2 K D).
+    /// For a chunk: keys and values of the positions that it attends to, its own included.
+    /// (P, 2 K D).
     pub(super) chunk: Option<View>,
+}
+
+impl KvViews {
+    /// Those of a pass that computes attention. A chunk's are passed on to later chunks.
+    pub(super) fn new(kv_cache: Option<KvCache>, state: Option<ChunkState>) -> KvViews {
+        KvViews {
+            new: [kv_cache.map(|cache| cache.new), state.map(|state| state.own())],
+            cached: kv_cache.and_then(|cache| cache.cached),
+            chunk: state.map(|state| state.seen()),
+        }
+    }
 }
 
 /// A pass over a chunk, which forward and backward share.

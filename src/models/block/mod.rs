@@ -8,6 +8,7 @@ mod experts;
 mod products;
 mod routing;
 mod saved;
+mod state;
 mod tensors;
 
 use std::ops::Range;
@@ -18,15 +19,14 @@ use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;
 use self::routing::RoutingViews;
+use self::state::ChunkState;
 use self::tensors::Weights;
 use super::adapters::Adapters;
-use super::layer::{Backward, Cuts, Forward, Keys, KvCache, Layer, Save, Tensor};
+use super::layer::{Backward, Cuts, Forward, Keys, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
 use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
-use crate::kernels::{
-    Activation, AttentionShape, BatchView, ChunkKv, Dropout, Kernels, Rotary, SequenceChunk,
-};
+use crate::kernels::{Activation, AttentionShape, BatchView, Dropout, Kernels, Rotary};
 use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
 /// The transformer block of a shape.
@@ -63,60 +63,20 @@ impl TransformerBlock {
         TransformerBlock { index, number, shape, adapters: None, relu_room: None }
     }
 
-    /// The views of keys and values: those of a chunk are passed on to later chunks.
-    fn kv_views(
-        &self,
-        batch: &BatchView<'_>,
-        kv_cache: Option<KvCache>,
-        chunk_state: View,
-        dtype: Dtype,
-    ) -> KvViews {
-        let of_chunk = batch.chunk().map(|SequenceChunk { sequence, from, to }| {
-            let positions = batch.metadata().sequence(sequence).len();
-            let all = Scratch::new(chunk_state, dtype).take(positions, self.kv_width());
-            [all.row_range(from..to), all.row_range(0..to)]
-        });
-        KvViews {
-            new: [kv_cache.map(|cache| cache.new), of_chunk.map(|[own, _]| own)],
-            cached: kv_cache.and_then(|cache| cache.cached),
-            chunk: of_chunk.map(|[_, seen]| seen),
-        }
-    }
-
-    /// The views of a chunk's keys and values and of their gradients, for the backward.
-    fn chunk_kv(
-        &self,
-        chunk: &BatchView<'_>,
-        kv: View,
-        chunk_state: View,
-        dtype: Dtype,
-    ) -> Option<ChunkKv> {
-        let SequenceChunk { sequence, to, .. } = chunk.chunk()?;
-        let state = Scratch::new(chunk_state, dtype);
-        let positions = chunk.metadata().sequence(sequence).len();
-        state.take(positions, self.kv_width());
-        let dkv = state.take_floats(kv.rows, kv.columns);
-        Some(ChunkKv { kv, dkv, accumulate: to < positions })
-    }
-
-    fn has_window(&self) -> bool {
-        self.shape.window.is_some_and(|window| window.is_of(self.number))
-    }
-
     fn rotary(&self) -> Option<&Rotary> {
-        let own = self.shape.window_rotary.as_ref().filter(|_| self.has_window());
+        let own = self.shape.window_rotary.as_ref().filter(|_| self.window().is_some());
         own.or(self.shape.rotary.as_ref()).filter(|_| self.shape.rotates(self.number))
     }
 
     fn attention<'a>(&self, batch: &BatchView<'a>) -> AttentionShape<'a> {
-        let Shape { heads, kv_heads, head_size, causal, window, dropout, .. } = self.shape;
+        let Shape { heads, kv_heads, head_size, causal, dropout, .. } = self.shape;
         AttentionShape {
             batch: *batch,
             heads,
             kv_heads,
             head_size,
             causal,
-            window: window.filter(|window| window.is_of(self.number)).map(|one| one.positions),
+            window: self.window(),
             dropout: batch.dropout(dropout.attention, self.index, 0),
         }
     }
@@ -244,6 +204,10 @@ impl Layer for TransformerBlock {
         }
     }
 
+    fn window(&self) -> Option<usize> {
+        self.shape.window.filter(|window| window.is_of(self.number)).map(|one| one.positions)
+    }
+
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
         let bytes = self.saved_activations(save, dtype, 1).bytes(1, positions as u64);
         bytes as usize / size_of::<f32>()
@@ -286,7 +250,8 @@ impl Layer for TransformerBlock {
         }
         let Forward { batch, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
         let weights = &self.sorted(pass.weights, pass.stored);
-        let kv = self.kv_views(&batch, kv_cache, chunk_state, scratch.dtype());
+        let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
+        let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)));
         let routing = RoutingViews::of_forward(&pass.ports);
         let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
         self.chunk_pass(k, &inputs, scratch).forward(y, scratch);
@@ -295,7 +260,9 @@ impl Layer for TransformerBlock {
     fn keys(&self, k: &dyn Kernels, pass: &Keys<'_>) {
         let Keys { batch, x, saved, chunk_state, scratch, .. } = *pass;
         let weights = &self.sorted(pass.weights, pass.stored);
-        let kv = self.kv_views(&batch, None, chunk_state, scratch.dtype());
+        let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
+        let own = state.map(|state| state.move_back(k).own());
+        let kv = KvViews { new: [None, own], cached: None, chunk: None };
         let routing = RoutingViews::NONE;
         let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
         let pass = self.chunk_pass(k, &inputs, scratch);
@@ -314,11 +281,11 @@ impl Layer for TransformerBlock {
         let weights = &self.sorted(pass.weights, pass.stored);
         let (base, experts) = pass.gradients.split_at(pass.weights.len());
         let d = &self.sorted(base, experts);
-        let kv = self.kv_views(&batch, None, chunk_state, scratch.dtype());
+        let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
+        let kv = KvViews::new(None, state);
         let routing = RoutingViews::of_backward(&pass.ports);
         let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
-        let chunk_kv =
-            kv.chunk.and_then(|kv| self.chunk_kv(&batch, kv, chunk_state, scratch.dtype()));
+        let chunk_kv = state.as_ref().map(ChunkState::seen_in_backward);
         let of_chunk = self.chunk_pass(k, &inputs, scratch);
         let dx = dx.unwrap_or_else(|| scratch.take_like(x));
         let passed = self.is_apart().then(|| {

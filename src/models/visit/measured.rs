@@ -8,7 +8,7 @@ use l2l_actors::schedule::{
 
 use super::{BlockViews, VisitArgs, run};
 use crate::kernels::{BatchMetadata, DropoutKey, Kernels, Rows};
-use crate::models::{Model, Port, Save};
+use crate::models::{Model, Port, Save, chunk_state_len};
 use crate::tensor::{Dtype, View};
 
 /// The visits for which workspace is measured.
@@ -136,8 +136,9 @@ impl Measured<'_> {
         let copies = ports(&mut visit.copies.iter().map(|copied| copied.to));
         let copies = copies.into_iter().map(|port| port.view).collect();
         let layer = model.layers[visit.layer.0 as usize].stack();
-        let chunk_state =
-            layer.map_or(0, |layer| layer.chunk_state_len(rows.positions, backward, dtype));
+        let most = model.shape.chunk_positions;
+        let chunk_state = |layer| chunk_state_len(layer, [rows.positions, most], backward, dtype);
+        let chunk_state = layer.map_or(0, chunk_state);
         let args = VisitArgs {
             batch: batch.view(),
             targets: &targets,

@@ -88,9 +88,10 @@ class Case:
         sequence, head, query, key = np.indices(shape, sparse=True)
         return np.broadcast_to(self.dropout(device).factors(sequence, head << 20 | query, key), shape)
 
-    def size(self, device, sequences, rows, past=0, dropout=None):
+    def size(self, device, sequences, rows, past=0, dropout=None, first_kept=0):
         sizes = sequences, rows, self.heads, self.kv_heads, self.head_size
-        return device.Attention.of(*sizes, past, int(self.causal), self.window, dropout or self.dropout(device))
+        masks = int(self.causal), self.window, dropout or self.dropout(device)
+        return device.Attention.of(*sizes, past, *masks, first_kept)
 
 
 def oracle(case, factors, qkv, dy):
@@ -217,7 +218,7 @@ def check_stretches(device, case, way, inputs, outputs, expected_dq, expected_dk
             device.same(y, outputs[0].bits[first + start : first + end])
             device.same(lse, all_lse[:, start:end])
             device.launch("attention_delta", delta, y, few_dy, None, size)
-            dkv = device.floats(so_far[:end], changes=True)
+            before, dkv = so_far[:end].copy(), device.floats(so_far[:end], changes=True)
             inputs = [few_dy, lse, delta, few, kv, *of_keys, size]
             device.launch(backward_keys, None, dkv, *inputs, int(end < length), 1)
             for shares in case.shares():
@@ -228,8 +229,37 @@ def check_stretches(device, case, way, inputs, outputs, expected_dq, expected_dk
             device.launch(backward_queries, dq, *inputs)
             assert np.isnan(dq.wide[:, width:]).all(), "keys and values are apart"
             expect(device, device.elements(dq.wide[:, :width]), expected_dq[sequence, start:end])
+            kept = max(start + 1 - case.window, 0) // 128 * 128 if case.window else 0
+            if kept:
+                size = case.size(device, 1, end - start, start, dropout, kept)
+                inputs = [few, few_dy, kv, of_keys, size, before, end < length]
+                check_kept(device, case, way, inputs, [y, lse, delta, dq, dkv])
         expected = expected_dkv[sequence, :length]
         expect(device, device.floats(so_far), expected, OFF_EACH[device.element])
+
+
+def check_kept(device, case, way, inputs, outputs):
+    """A stretch without the keys and values behind its window: the same bits."""
+    (few, dy, kv, of_keys, size, before, has_sum), (y, lse, delta, dq, dkv) = inputs, outputs
+    forward, backward_keys, backward_queries = names(device, case, way)
+    first = size.first_kept
+    behind = lambda buffer: device.Before(buffer, first)
+    kept = device.elements(kv.wide[first:])
+    there = device.out(*y.bits.shape), device.floats_out(*lse.bits.shape)
+    device.launch(forward, *there, few, behind(kept), *of_keys, size)
+    device.same(there[0], y.bits)
+    device.same(there[1], lse.bits)
+    inputs = [dy, lse, delta, few, behind(kept), *of_keys, size]
+    of_kept = device.floats(before[first:], changes=True)
+    device.launch(backward_keys, None, behind(of_kept), *inputs, int(has_sum), 1)
+    device.same(of_kept, dkv.bits[first:])
+    for shares in case.shares():
+        parts = device.floats_out(shares, *of_kept.bits.shape)
+        device.launch(backward_keys, None, behind(parts), *inputs, 0, shares)
+        expect_sum(device, parts, dkv.wide[first:] - (before[first:] if has_sum else 0))
+    of_queries = device.out(*dq.bits.shape)
+    device.launch(backward_queries, of_queries, *inputs)
+    device.same(of_queries, dq.bits)
 
 
 def check_scores(device, random, count, vocabulary, tile, has_bias, smoothing=0.0, scale=0.37):
@@ -304,6 +334,9 @@ def checks():
         case(2, 300, 1, 1, 64, shorter=200, stretch=64),  # whole tiles less
         case(1, 67, 1, 1, 130, causal=False, spread=3.0),
         case(2, 67, 4, 1, 24, probability=0.1, stretch=64),
+        case(2, 400, 2, 1, 64, window=40, every=(70, 30), probability=0.1, shorter=70, stretch=128),
+        case(1, 300, 4, 2, 128, window=20, stretch=64),
+        case(1, 200, 1, 1, 256, window=65, stretch=64),
     ]
     scores = [(1, 1, 1), (3, 7, 7), (6, 11, 3), (40, 20, 8), (5, 1030, 1030), (4, 5003, 2048)]
     return [

@@ -354,15 +354,15 @@ class Dropout(ctypes.Structure):
 class Attention(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ["sequences", "rows", "past", "heads", "kv_heads"]),
-        *((name, ctypes.c_int) for name in ["head_size", "causal", "window"]),
+        *((name, ctypes.c_int) for name in ["head_size", "causal", "window", "first_kept"]),
         ("scale", ctypes.c_float),
         ("dropout", Dropout),
     ]
 
     @staticmethod
-    def of(sequences, rows, heads, kv_heads, head_size, past=0, causal=1, window=0, dropout=None):
+    def of(sequences, rows, heads, kv_heads, head_size, past=0, causal=1, window=0, dropout=None, first_kept=0):
         scale = 1 / math.sqrt(head_size)
-        sizes = [sequences, rows, past, heads, kv_heads, head_size, causal, window]
+        sizes = [sequences, rows, past, heads, kv_heads, head_size, causal, window, first_kept]
         return Attention(*sizes, scale, dropout or Dropout.of(0))
 
     @property
@@ -391,6 +391,10 @@ class Buffer:
         self.is_written = np.zeros(self.bits.nbytes, bool) if is_output else None
 
     @property
+    def address(self):
+        return self.bits.ctypes.data
+
+    @property
     def wide(self):
         """What it holds, in float64."""
         with np.errstate(invalid="ignore"):
@@ -407,6 +411,13 @@ class Buffer:
         assert same.all(), what
 
 
+class Before:
+    """A pointer to what would lie `rows` rows before a buffer."""
+
+    def __init__(self, buffer, rows):
+        self.address = buffer.address - rows * buffer.bits.shape[-1] * buffer.bits.itemsize
+
+
 def to_bfloat(values):
     bits = np.asarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -416,7 +427,7 @@ def to_bfloat(values):
 class Device:
     """One emulated file of kernels, for the time of one check."""
 
-    Attention, Dropout, Rotary = Attention, Dropout, Rotary
+    Attention, Before, Dropout, Rotary = Attention, Before, Dropout, Rotary
 
     has_hazards = False
 
@@ -471,7 +482,7 @@ class Device:
             if isinstance(argument, Attention):
                 known |= {name: getattr(argument, name) for name, _ in argument._fields_}
             if "*" in parameter:
-                argument = ctypes.c_void_p(argument and argument.bits.ctypes.data)
+                argument = ctypes.c_void_p(argument and argument.address)
             elif not isinstance(argument, ctypes.Structure):
                 kinds = {"long long": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
                 argument = kinds[parameter.rsplit(" ", 1)[0]](argument)

@@ -183,6 +183,27 @@ fn long_sequences_are_computed_in_chunks() {
     }
 }
 
+/// Windows that drop the keys and values of the first of three chunks, beside PyTorch's numbers of
+/// whole sequences.
+#[test]
+fn windows_of_long_sequences_drop_keys_and_values() {
+    if !emulated::instead() {
+        return;
+    }
+    for of in KINDS {
+        let (mut config, expected) = golden("chunked/gemma3_text");
+        config.device.dtype = of;
+        config.data.sequence_length = Some(300);
+        config.step.chunk_positions = 128;
+        let mut resident = config.clone();
+        resident.schedule.kind = ScheduleKind::Resident;
+        let (found, end) = run(config, 2).expect("a case of ours");
+        close(&found, &expected[..2], of, "whole sequences");
+        let (walked, of_walk) = run(resident, 2).expect("a case of ours");
+        assert_eq!((walked, of_walk.digest), (found, end.digest));
+    }
+}
+
 /// In f16, too, relay and resident end with the same bits, close to the CPU's f16. A loss scale
 /// that is too high costs steps, as many as there, and nothing else.
 #[test]

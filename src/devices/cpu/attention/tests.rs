@@ -3,7 +3,7 @@
 use super::*;
 use crate::devices::cpu::oracle::{Bench, close, differences, noise};
 use crate::kernels::{
-    BatchMetadata, ChunkKv, Document, DropoutKey, Kernels, ReadKv, SequenceChunk, WriteKv,
+    BatchMetadata, ChunkKv, Clear, Document, DropoutKey, Kernels, ReadKv, SequenceChunk, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -144,8 +144,8 @@ impl Pass {
     }
 }
 
-/// Walks chunks of one tile from the end, with keys and values in a tensor of their own. The
-/// results equal those of attention at once.
+/// Walks chunks of one tile from the end, with keys and values in a tensor of their own, of which
+/// kernels get what does not lie behind a window. The results equal those of attention at once.
 fn check_chunks(bench: &mut Bench, level: Level, all: Pass, size: AttentionShape<'_>) {
     for sequence in 0..size.batch.sequences() {
         let rows = size.batch.sequence(sequence);
@@ -158,16 +158,22 @@ fn check_chunks(bench: &mut Bench, level: Level, all: Pass, size: AttentionShape
         let [kv, dkv] = [(); 2].map(|()| bench.nan(t, size.kv_width()));
         let qkv = all.qkv.row_range(rows.clone());
         bench.run(level, |k, _| k.write_kv(&WriteKv { kv, qkv, shape: chunk(0, t) }));
+        let mut first_written = t;
         for from in (0..t).step_by(TILE).rev() {
             let to = t.min(from + TILE);
             let of = |view: View| view.row_range(rows.start + from..rows.start + to);
             let [y, lse, dqkv] =
                 [all.y, all.lse, all.dqkv].map(|view| bench.nan(to - from, view.columns));
             let few = Pass { y, lse, dqkv, qkv: of(all.qkv), dy: of(all.dy) };
-            let [before, dbefore] = [kv, dkv].map(|view| view.row_range(0..to));
+            let behind = size.window.map_or(0, |window| (from + 1).saturating_sub(window));
+            let first = behind / 128 * 128;
+            let [before, dbefore] = [kv, dkv].map(|view| view.row_range(first..to));
+            let new = dkv.row_range(first..first_written.max(first));
+            first_written = first_written.min(first);
             let chunk_kv = ChunkKv { kv: before, dkv: dbefore, accumulate: to < t };
             let shape = chunk(from, to);
             bench.run(level, |k, scratch| {
+                k.clear(&Clear { y: new });
                 few.run(k, scratch, Some(chunk_kv), shape);
                 k.read_kv(&ReadKv { qkv: dqkv, kv: dkv.row_range(from..to), shape });
             });
@@ -200,6 +206,7 @@ fn shared_keys_and_windows_are_the_plain_ones() {
         }
     }
     check([1, 200], [2, 1, 5], true, Some(40), 0.0, &[]);
+    check([1, 400], [2, 1, 5], true, Some(20), 0.2, &[70, 30]);
     check([2, 5], [4, 2, 3], false, None, 0.0, &[]);
 }
 

@@ -293,6 +293,8 @@ impl Batches {
         let long = self.of(&[0, LONG], &[], &[]).view();
         let chunk = SequenceChunk { sequence: 1, from: 64, to: 134 };
         let chunk = self.of(&[0, 5, 139], &[], &[]).view().chunk_of(chunk);
+        let behind = SequenceChunk { sequence: 0, from: 192, to: 230 };
+        let behind = self.of(&[0, 230], &[], &[]).view().chunk_of(behind);
         let mut cases = Cases { dtype, batch: long, all: Vec::new() };
         for batch in small {
             cases.batch = batch.view();
@@ -310,6 +312,7 @@ impl Batches {
             KernelGroup::Attention => {
                 cases.on(wide).of_wide_heads();
                 cases.on(chunk).of_chunks();
+                cases.on(behind).of_windowed_chunk();
             }
             KernelGroup::Losses => cases.on(long).of_tiles(),
         }

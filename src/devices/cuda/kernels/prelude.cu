@@ -276,6 +276,7 @@ __device__ inline Four dropout_factors(const Dropout& dropout, unsigned sequence
 struct Attention {
     int sequences, rows, past, heads, kv_heads, head_size, causal;
     int window; // 0: none
+    int first_kept; // the first position whose keys and values a tensor of their own has
     float scale;
     Dropout dropout;
 };

@@ -159,15 +159,23 @@ impl<'c> Cases<'c> {
     pub(in super::super) fn of_chunks(&mut self) {
         for heads in [[4, 2, 6], [2, 1, 64], [2, 1, 128]] {
             let shape = self.attention(heads);
-            [false, true].into_iter().for_each(|accumulate| self.of_chunk(shape, accumulate));
+            [false, true].into_iter().for_each(|accumulate| self.of_chunk(shape, 0, accumulate));
         }
     }
 
-    fn of_chunk(&mut self, shape: AttentionShape<'c>, accumulate: bool) {
+    /// A case of a chunk behind a tile of keys, which its window does not reach.
+    pub(in super::super) fn of_windowed_chunk(&mut self) {
+        for heads in [[4, 2, 6], [2, 1, 64], [2, 1, 128]] {
+            let shape = AttentionShape { window: Some(40), ..self.attention(heads) };
+            self.of_chunk(shape, 128, true);
+        }
+    }
+
+    fn of_chunk(&mut self, shape: AttentionShape<'c>, first_kept: usize, accumulate: bool) {
         let r = shape.rows();
         let outputs = [r, shape.width()];
         let inputs = [r, shape.qkv_width()];
-        let all = [self.batch.same_positions_before() + r, shape.kv_width()];
+        let all = [self.batch.same_positions_before() + r - first_kept, shape.kv_width()];
         self.case("attention_backward of a chunk", |p| {
             let y = p.output(outputs);
             let lse = p.floats_output([r, shape.heads]);

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #endif
 
 #if COMPILES(KEYS_PASS + 32)
-// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 33792 bytes
+// launch: grid (shares kv_heads, ceil((past + longest - first_kept) / 128), sequences), block (128), shared 33792 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #endif
 
 #if COMPILES(KEYS_PASS + 64)
-// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 58368 bytes
+// launch: grid (shares kv_heads, ceil((past + longest - first_kept) / 128), sequences), block (128), shared 58368 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #endif
 
 #if COMPILES(KEYS_PASS + 128)
-// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 71680 bytes
+// launch: grid (shares kv_heads, ceil((past + longest - first_kept) / 64), sequences), block (128), shared 71680 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #endif
 
 #if COMPILES(KEYS_PASS + 256)
-// launch: grid (2 shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 84992 bytes
+// launch: grid (2 shares kv_heads, ceil((past + longest - first_kept) / 64), sequences), block (128), shared 84992 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)
 
 #if COMPILES(KEYS_PASS + 128)
-// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 53248 bytes
+// launch: grid (shares kv_heads, ceil((past + longest - first_kept) / 64), sequences), block (128), shared 53248 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                     const T* qkv, const T* kv, const int* starts,
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #endif
 
 #if COMPILES(KEYS_PASS + 256)
-// launch: grid (2 shares kv_heads, ceil((past + longest) / 32), sequences), block (64), shared 51072 bytes
+// launch: grid (2 shares kv_heads, ceil((past + longest - first_kept) / 32), sequences), block (64), shared 51072 bytes
 extern "C" __global__ void __launch_bounds__(64)
     attention_backward_keys_256_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                     const T* qkv, const T* kv, const int* starts,

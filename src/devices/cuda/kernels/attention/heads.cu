@@ -56,7 +56,9 @@ struct Head {
     const unsigned* documents;
     bool is_apart; // whether keys and values are in a tensor of their own, and not beside their queries
     int sequence, head, kv_head;
-    Sequence rows; // keys and values in a tensor of their own are of one sequence, from its first position on
+    // Keys and values in a tensor of their own are of one sequence. Pointers to them are to its first position, even
+    // if the tensor begins later.
+    Sequence rows;
 
     __device__ Head(const Attention& size, const int* starts, const unsigned* documents, bool is_apart, int head)
         : size(size), documents(documents), is_apart(is_apart), sequence(blockIdx.z), head(head),
@@ -98,7 +100,7 @@ struct Head {
 
     // Elements of all keys and values, where they are in a tensor of their own.
     __device__ long long all_keys() const {
-        return static_cast<long long>(size.past + size.rows) * key_stride() * size.head_size;
+        return static_cast<long long>(size.past + size.rows - size.first_kept) * key_stride() * size.head_size;
     }
 
     // Index of a query among numbers that are laid out sequence by sequence, head by head.

@@ -247,7 +247,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS * group);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The first keys are seen by the most queries.
-    const Span keys = head.tile(0, blockIdx.y, KEYS), mine = of_warp<STRIPS>(keys);
+    const Span keys = head.tile(size.first_kept, blockIdx.y, KEYS), mine = of_warp<STRIPS>(keys);
     if (keys.count() <= 0) {
         return;
     }

@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
 // dk and dv, summed in order over the query heads that share the key head. They are written to `dkv` (or added to it),
 // or, where it is null, beside the gradients of the queries. With several `shares`, blocks split these query heads, and
 // `dkv` has the gradients of each share, one share after another.
-// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (256), shared 35840 bytes
+// launch: grid (shares kv_heads, ceil((past + longest - first_kept) / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                             const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     const int group = size.heads / size.kv_heads / shares;
     Head head(size, starts, documents, kv != nullptr, blockIdx.x * group);
     const T* const keys_at = kv != nullptr ? kv : qkv;
-    const Span keys = head.tile(0, blockIdx.y, SIDE);
+    const Span keys = head.tile(size.first_kept, blockIdx.y, SIDE);
     if (keys.count() <= 0) {
         return;
     }
