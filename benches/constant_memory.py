@@ -1,13 +1,14 @@
 """Shows that device memory is constant: BERT-Large's shape at any depth and batch.
 
 It also prints the memory of the resident schedule, the L2L paper's comparison at equal ceilings, a deep model under
-64 MiB, and sequences of 2,048 and 8,192 tokens in chunks of 2,048.
+64 MiB, sequences of 2,048 and 8,192 tokens in chunks of 2,048, and one of 131,072 in chunks of 8,192.
 
     cargo build --release
     python3 benches/constant_memory.py table [--train]   # BERT-Large, micro-batches of 4 x 128
     python3 benches/constant_memory.py paper             # at ceilings of 16 GiB and 2 GiB
     python3 benches/constant_memory.py small             # 64 layers under 64 MiB, trained
     python3 benches/constant_memory.py long              # sequences
+    python3 benches/constant_memory.py longest           # a sequence of 131,072 positions, trained
 
 The resident side is PyTorch's memory of the device: all parameters, their gradients and AdamW's two moments, and all
 activations of one micro-batch without recomputation. It is the plan of the resident schedule plus 8 bytes a parameter
@@ -154,7 +155,7 @@ def small():
         "device.memory": "64MiB",
         "step.batch": 16,
         "step.micro_batch": 2,
-        "step.steps": 2,
+        "step.steps": 1,
         "schedule.recompute": "true",
         "channels.gradients": 1,
     }
@@ -208,6 +209,47 @@ def long():
         print(f"| {term} | " + " | ".join(str(of[term]) for of in told.values()) + " |")
 
 
+def longest():
+    """Plans and trains a small model on one sequence: of two chunks, and of sixteen."""
+    told, fixed = {}, set()
+    for positions in (16384, 131072):
+        settings = {
+            "data.train": "random",
+            "model.preset": "llama-1b",
+            "model.layers": 2,
+            "model.hidden": 16,
+            "model.heads": 1,
+            "model.kv_heads": 1,
+            "model.intermediate": 32,
+            "model.vocabulary": 256,
+            "model.positions": positions,
+            "data.sequence_length": positions,
+            "step.batch": 1,
+            "step.micro_batch": 1,
+            "step.steps": 1,
+        }
+        found = plan(settings)
+        terms = found["device_bytes"]["terms"]
+        all_bytes = found["device_bytes"]["total"]
+        fixed.add(all_bytes - terms["keys_and_values"])
+        (step,) = trained(settings)
+        assert step["device_peak_bytes"] <= all_bytes
+        told[f"{positions:,}"] = {
+            "keys_and_values, planned": terms["keys_and_values"],
+            "all other terms of the device, planned": all_bytes - terms["keys_and_values"],
+            "device, planned": all_bytes,
+            "device, high-water mark": step["device_peak_bytes"],
+            "host, planned": found["host_bytes"]["total"],
+            "resident set": step["host_rss_bytes"],
+            "longest sequence here": found["longest_sequence"]["positions"],
+            "trained": f"loss {step['loss']:.4f}, {step['seconds']:.1f} s",
+        }
+    assert len(fixed) == 1, "equal to the byte"
+    print("| positions | " + " | ".join(told) + " |\n|---" * 1 + "|---" * len(told) + "|")
+    for term in told["16,384"]:
+        print(f"| {term} | " + " | ".join(str(of[term]) for of in told.values()) + " |")
+
+
 if __name__ == "__main__":
     what = sys.argv[1] if len(sys.argv) > 1 else ""
     {
@@ -215,4 +257,5 @@ if __name__ == "__main__":
         "paper": paper,
         "small": small,
         "long": long,
+        "longest": longest,
     }.get(what, lambda: sys.exit(__doc__))()

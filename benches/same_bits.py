@@ -35,7 +35,7 @@ GOLDENS = pathlib.Path(__file__).resolve().parent.parent / "tests/goldens"
 MEASURED = {"seconds", "exposed_wait_seconds", "host_rss_bytes", "device_peak_bytes",
             "slowest_device"}
 # Fields with prose, or with numbers of this machine (its free memory).
-MEASURED |= {"why_not", "fits", "largest_micro_batch"}
+MEASURED |= {"why_not", "fits", "largest_micro_batch", "longest_sequence"}
 
 CAUSAL = ["tied", "untied", "clipped", "llama", "mistral", "opt", "qwen2", "qwen3", "phi3",
           "gemma3_text"]

@@ -155,6 +155,41 @@ fn one_forward_one_backward_keeps_few_micro_batches() {
     assert!(4 * alternating(32) < gpipe(32));
 }
 
+/// A run on one long sequence uses the memory of its plan, which differs from that of a shorter one
+/// by keys and values alone.
+#[test]
+fn a_long_sequence_takes_what_was_planned() {
+    let whole = std::env::var("L2L_TESTS").is_ok_and(|tests| tests == "whole");
+    let lengths = if whole { [512, 16_384] } else { [512, 4096] };
+    let held = lengths.map(|length| {
+        let mut config = config(2, 1);
+        config.model.preset = Some("llama-1b".into());
+        (config.model.hidden, config.model.intermediate) = (Some(16), Some(32));
+        (config.model.heads, config.model.kv_heads) = (Some(1), Some(1));
+        (config.model.positions, config.data.sequence_length) = (Some(length), Some(length));
+        (config.step.batch, config.step.micro_batch) = (1, 1);
+        config.step.chunk_positions = 128;
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        runtime.block_on(async {
+            let mut batches = Batches::open(&config).expect("random data");
+            let mut trainer = Trainer::start(config).await.expect("a case of ours");
+            let batch = batches.next().await.expect("random data");
+            let report = trainer.step(batch).await.expect("nothing fails here");
+            assert!(report.loss.is_finite());
+            let planned = trainer.plan().device.clone();
+            assert_eq!(trainer.device_peak(), planned);
+            trainer.stop().await.expect("nothing fails here");
+            planned
+        })
+    });
+    let [short, long] = held;
+    for (short, long) in short.iter().zip(&long) {
+        assert_eq!(short.name, long.name);
+        let times = if short.name == "keys_and_values" { lengths[1] / lengths[0] } else { 1 };
+        assert_eq!(short.bytes * times as u64, long.bytes, "{}", short.name);
+    }
+}
+
 /// Also: not one large allocation from the third step on, in any schedule.
 #[test]
 fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {

@@ -13,6 +13,7 @@ mod export;
 mod fabric;
 mod generate;
 mod layers;
+mod longest;
 mod observe;
 mod other_names;
 mod output;

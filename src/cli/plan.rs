@@ -6,7 +6,7 @@ use std::path::Path;
 use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format, Recompute};
 use l2l::models::Model;
-use l2l::plan::{FabricBytes, Keeping, LinkBytes, RankShare, Term};
+use l2l::plan::{FabricBytes, Keeping, LinkBytes, LongestSequence, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates, Wait};
 use l2l::{
     Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, model_of, optimizers,
@@ -15,7 +15,7 @@ use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
 use super::output::{print, write_file};
-use super::{Exit, PlanArguments, RateArguments, say};
+use super::{Exit, PlanArguments, RateArguments, longest, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, rates } =
@@ -227,6 +227,7 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         least: least.map(|least| least.device_bytes()),
         ceiling,
         most: ceiling.and_then(|ceiling| plan.largest_micro_batch(model, &rule, ceiling)),
+        longest: plan.longest_sequence_here(model, &rule),
         keeps_none: keeps_none(config, plan),
         remark: remark(config).filter(|_| plan.trains()),
     };
@@ -253,6 +254,7 @@ struct Shown<'p> {
     ceiling: Option<u64>,
     /// The number of sequences of the largest micro-batch below the ceiling.
     most: Option<usize>,
+    longest: Option<LongestSequence>,
     /// The reason why no layer keeps its activations, where a run may.
     keeps_none: Option<&'static str>,
     /// What would make the step faster.
@@ -334,6 +336,7 @@ impl Shown<'_> {
             "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
             "smallest_device_bytes": self.least,
             "largest_micro_batch": self.most,
+            "longest_sequence": self.longest.map(longest::field),
             "remark": self.remark,
             "kept_layers": plan.keeping.map(|Keeping { kept, of, next_bytes, ceiling }| {
                 json!({
@@ -451,6 +454,10 @@ impl Shown<'_> {
             }
             (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
             (None, _) => {}
+        }
+        if let Some(found) = self.longest {
+            let words = longest::words(found, self.plan.batch.sequences());
+            number("longest sequence", found.first_end().0 as u64, &words);
         }
         if let Some(Keeping { kept, of, next_bytes, ceiling }) = self.plan.keeping {
             let next = match next_bytes {

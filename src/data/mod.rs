@@ -382,7 +382,7 @@ impl Batch {
     }
 
     /// The number of tokens of the longest sequence.
-    pub(crate) fn longest(&self) -> usize {
+    pub fn longest(&self) -> usize {
         self.lengths().max().unwrap_or(0)
     }
 

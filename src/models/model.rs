@@ -234,7 +234,7 @@ impl Model {
 
     /// True if the chunks of a long sequence can be visited one by one: a token's choice of experts
     /// must not depend on those of later chunks.
-    pub(crate) fn can_be_cut(&self) -> bool {
+    pub fn can_be_cut(&self) -> bool {
         let is_cut = |(layer, steps): (&ModelLayer, &Vec<FirstPorts>)| {
             (0..steps.len()).all(|step| layer.cuts(step) != Cuts::Never)
         };

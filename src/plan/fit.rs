@@ -33,7 +33,7 @@ impl Plan {
         rule: &dyn UpdateRule,
         checkpoints: Option<DiskNeed>,
     ) -> Vec<Misfit> {
-        let memory = [self.device_misfit(model, rule), self.host_misfit(model)];
+        let memory = [self.device_misfit(model, rule), self.host_misfit(model, rule)];
         let on_disk = disk::misfits(self.file_need().into_iter().chain(checkpoints).collect());
         memory.into_iter().flatten().chain(on_disk).chain(files_misfit()).collect()
     }
@@ -67,6 +67,12 @@ impl Plan {
                 (None, None) => String::new(),
             };
         }
+        if largest(&self.device).name == "keys_and_values"
+            && let Some(longest) = self.longest_sequence(model, rule, Some(ceiling), None)
+            && let Some(most @ 1..) = longest.device
+        {
+            what += &format!("; data.sequence_length = {most} would fit");
+        }
         let text = format!(
             "{what}; or give it {needed} bytes, or make step.micro_batch{} or channels smaller{}",
             if cuts { ", step.chunk_positions" } else { "" },
@@ -91,11 +97,9 @@ impl Plan {
         is_cut && largest(&self.device).name == "workspace"
     }
 
-    fn host_misfit(&self, model: &Model) -> Option<Misfit> {
-        // The CPU device's memory is the host's.
+    fn host_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<Misfit> {
         let is_shared = self.settings.config.device.kind == DeviceKind::Cpu;
-        let devices = u64::from(self.devices());
-        let of_devices = if is_shared { self.device_bytes().saturating_mul(devices) } else { 0 };
+        let of_devices = on_host(&self.settings.config, self.device_bytes());
         let planned = of_devices.saturating_add(self.host_bytes());
         let all = planned.saturating_add(program_bytes(&self.settings.config.device));
         let (available, by) = machine::memory_limit()?;
@@ -113,14 +117,7 @@ impl Plan {
             "masters" | "optimizer_states" | "gradient_regions" => {
                 "eps.tier = \"file\" puts it on a disk"
             }
-            "stash" if is_shared => {
-                "a smaller step.batch, data.sequence_length or stash.dtype = \"bf16\" make it \
-                 smaller"
-            }
-            "stash" => {
-                "a smaller step.batch, data.sequence_length or device.dtype = \"bf16\" make \
-                 it smaller"
-            }
+            "stash" => &self.smaller_stash(model, rule, host.bytes),
             _ if is_shared && self.has_smaller_chunks(model) => {
                 "a smaller model, step.micro_batch or step.chunk_positions would do"
             }
@@ -144,6 +141,26 @@ impl Plan {
             available,
             text,
         })
+    }
+
+    /// What makes a stash of the host smaller, and how long a sequence fits.
+    fn smaller_stash(&self, model: &Model, rule: &dyn UpdateRule, bytes: u64) -> String {
+        let config = &self.settings.config;
+        let tokens = self.batch.sequences as u64 * self.batch.positions as u64;
+        let each = bytes.div_ceil(tokens);
+        let longest = self.longest_sequence(model, rule, None, host_bytes(config));
+        let fits = match longest.and_then(|longest| longest.host) {
+            Some(0) => ", and not even one position fits".to_string(),
+            Some(most) if most < self.batch.positions => {
+                format!(", and data.sequence_length = {most} would fit")
+            }
+            _ => String::new(),
+        };
+        let key = if config.device.kind == DeviceKind::Cpu { "stash" } else { "device" };
+        format!(
+            "the stash takes {each} bytes for each token of a step{fits}; a smaller step.batch or \
+             {key}.dtype = \"bf16\" make it smaller, too"
+        )
     }
 
     /// The room that the EPS needs on the disk of its file.
@@ -238,6 +255,19 @@ pub(super) fn ceiling(config: &Config, ranks: u32, device: u64, host: u64) -> Op
         }),
     };
     Some(has.map_or(set, |has| set.min(has)))
+}
+
+/// Bytes of the host that devices take which share its memory, if each takes `bytes`.
+pub(super) fn on_host(config: &Config, bytes: u64) -> u64 {
+    match config.device.kind {
+        DeviceKind::Cpu => bytes.saturating_mul(config.devices().into()),
+        DeviceKind::Cuda => 0,
+    }
+}
+
+/// Bytes of the host that a plan may take, if the system says how much this process gets.
+pub(super) fn host_bytes(config: &Config) -> Option<u64> {
+    Some(machine::available_memory()?.saturating_sub(program_bytes(&config.device)))
 }
 
 /// Bytes of the smallest GPU, without those that its driver takes.

@@ -6,6 +6,7 @@ mod config;
 mod disk;
 mod fit;
 mod keep;
+mod longest;
 mod memory;
 mod pipelines;
 mod pools;
@@ -24,6 +25,7 @@ use l2l_actors::schedule::{BlockId, LayerId, Pipeline, Pools};
 
 pub use disk::DiskNeed;
 pub use keep::Keeping;
+pub use longest::{LengthEnd, LongestSequence};
 pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Regions, Side};
 pub use room::Room;
 pub(crate) use share::DealtStep;
@@ -66,6 +68,13 @@ pub struct BatchSizes {
     /// The most sequences of a step.
     pub(crate) sequences: usize,
     pub(crate) most_micro_batches: usize,
+}
+
+impl BatchSizes {
+    /// The most sequences of a step.
+    pub fn sequences(&self) -> usize {
+        self.sequences
+    }
 }
 
 /// What a run will hold and move.
@@ -129,6 +138,21 @@ impl Plan {
         room: Option<Room>,
     ) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
+        let mut steps = Plan::training_steps(config, model, share, positions);
+        let dtype = config.device.dtype;
+        let cache = room.map(|room| KvCache::new(model, room, dtype)).transpose()?;
+        steps.extend(room.into_iter().flat_map(|room| room.steps(model)));
+        let spec = PlanSpec::new(config, model, Some(rule), &steps, share);
+        PlanSpec { cache, ..spec }.plan()
+    }
+
+    /// The steps of a run that trains on sequences of at most this length.
+    fn training_steps(
+        config: &Config,
+        model: &Model,
+        share: RankShare,
+        positions: usize,
+    ) -> Vec<StepShape> {
         let train = StepShape { sequences: config.step.batch, positions, purpose: Purpose::Train };
         // A prompt is scored between steps.
         let sequences = if model.shape.scores_vocabulary() { 1 } else { config.step.batch };
@@ -137,11 +161,7 @@ impl Plan {
         let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
         let mut steps = vec![train, score];
         steps.extend((share.ranks > 1).then_some(evaluate));
-        let dtype = config.device.dtype;
-        let cache = room.map(|room| KvCache::new(model, room, dtype)).transpose()?;
-        steps.extend(room.into_iter().flat_map(|room| room.steps(model)));
-        let spec = PlanSpec::new(config, model, Some(rule), &steps, share);
-        PlanSpec { cache, ..spec }.plan()
+        steps
     }
 
     /// Sums everything that evaluation holds.
@@ -150,8 +170,7 @@ impl Plan {
     /// As [`new`](Plan::new).
     pub fn of_evaluation(config: &Config, model: &Model) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
-        let has_scores = !model.shape.scores_vocabulary();
-        let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
+        let purpose = Purpose::of_evaluation(model);
         let step = StepShape { sequences: config.step.batch, positions, purpose };
         PlanSpec::new(config, model, None, &[step], RankShare::WHOLE).plan()
     }
@@ -192,6 +211,12 @@ impl Plan {
         let layers = None;
         let share = *share;
         StepSpec { shape, units, layers, states, share, file, kept, may_wait: true }
+    }
+
+    /// The chunks that a longest sequence is cut into in a step that trains.
+    pub(crate) fn chunks(&self, model: &Model) -> usize {
+        let most = most_positions(&self.settings.config, model, Purpose::Train);
+        most.map_or(1, |most| self.batch.positions.div_ceil(most).max(1))
     }
 
     pub(crate) fn stash_floats(&self) -> usize {

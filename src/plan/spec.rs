@@ -105,6 +105,17 @@ impl<'a> PlanSpec<'a> {
         Ok(plan)
     }
 
+    /// Bytes of a device and of the host.
+    ///
+    /// # Errors
+    /// What this needs cannot be sized.
+    pub(super) fn memory(&self) -> Result<[u64; 2], Error> {
+        self.check()?;
+        let schedules = self.schedules()?;
+        let [device, host, _] = self.regions(&schedules, &self.pools(&schedules.all))?.terms();
+        Ok([device, host].map(|terms| terms.iter().map(|term| term.bytes).sum()))
+    }
+
     /// Refuses what cannot be planned, before anything is sized by it.
     fn check(&self) -> Result<(), Error> {
         let config = &self.settings.config;

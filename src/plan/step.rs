@@ -38,6 +38,11 @@ pub(crate) enum Purpose {
 }
 
 impl Purpose {
+    /// What steps are for that evaluate this model.
+    pub(super) fn of_evaluation(model: &Model) -> Purpose {
+        if model.shape.scores_vocabulary() { Purpose::Evaluate } else { Purpose::Score }
+    }
+
     /// Whether parameters are updated.
     pub(crate) fn trains(self) -> bool {
         self == Purpose::Train

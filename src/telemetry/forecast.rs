@@ -9,6 +9,7 @@ use l2l_actors::schedule::{LayerId, Phase, Share};
 use l2l_actors::work::{Lane, Work, WorkKind};
 use l2l_actors::{Operation, Record, Relay, virtual_time};
 
+use super::chunk_costs::ChunkCosts;
 use super::{LayerTally, Ledger, Slice, SliceKind, Tally, WaitCause};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
@@ -20,8 +21,10 @@ use crate::resolve::shape_of;
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
-    /// Seconds of one sequence in a layer and a phase.
+    /// Seconds of one sequence in a layer and a phase; of the mean chunk if sequences are cut.
     compute: HashMap<(u32, Phase), f64>,
+    /// The chunks that a sequence was cut into.
+    chunks: usize,
     /// The layers whose seconds are those without recomputation.
     kept: BTreeSet<LayerId>,
     /// The rate of blocks to the device, and of gradients from it.
@@ -33,7 +36,7 @@ pub struct Rates {
     /// The rates of boundaries from the stash to the slots, and back, if the stash is on the
     /// device.
     pub(super) on_device: [f64; 2],
-    /// Seconds of one sequence on the host lane: gathers and losses.
+    /// Seconds of one sequence, or of a chunk, on the host lane: gathers and losses.
     host: f64,
     /// The rate of sums of gradients, and of scatters.
     pub(super) reduce: f64,
@@ -78,7 +81,8 @@ impl Rates {
         let positions = config.sequence_length(&model.shape).unwrap_or(1);
         // The mean chunk of a long sequence, or the whole sequence.
         let most = most_positions(config, model, Purpose::Train).unwrap_or(positions);
-        let parts = positions.div_ceil(most).max(1) as f64;
+        let chunks = positions.div_ceil(most).max(1);
+        let parts = chunks as f64;
         let emulated = config.flops_per_second().ok().flatten();
         let flops = match (emulated, config.device.kind) {
             (Some(emulated), _) => emulated,
@@ -102,6 +106,7 @@ impl Rates {
         }
         Rates {
             compute,
+            chunks,
             kept: BTreeSet::new(),
             link: [link; 2],
             peers: link,
@@ -184,10 +189,14 @@ impl Rates {
         }
     }
 
-    /// The same rates in a plan whose layers may keep other activations. The seconds of a backward
-    /// pass change as its FLOPs do.
+    /// The same rates in a plan whose chunks may have another length, and whose layers may keep
+    /// other activations. The seconds of a backward pass change as its FLOPs do.
     pub(super) fn in_plan(&self, model: &Model, plan: &Plan) -> Rates {
         let mut rates = self.clone();
+        rates.chunks = plan.chunks(model);
+        let shorter = self.chunks as f64 / rates.chunks as f64;
+        rates.compute.values_mut().for_each(|seconds| *seconds *= shorter);
+        rates.host *= shorter;
         for &layer in self.kept.symmetric_difference(&plan.kept) {
             let flops = |save| {
                 let positions = iter::once(0..plan.batch.positions);
@@ -208,7 +217,7 @@ impl Rates {
     }
 
     /// The duration of an operation.
-    fn time(&self, operation: &Operation, on_device: bool) -> Duration {
+    fn time(&self, operation: &Operation, costs: &ChunkCosts, on_device: bool) -> Duration {
         let plan = &operation.step().plan;
         let row = operation.work().row();
         let bytes = row.bytes(&plan.schedule) as f64;
@@ -225,7 +234,8 @@ impl Rates {
             (WorkKind::Output, _) => bytes / boundaries[1],
             (_, &Work::Compute { device_visit, micro_batch, phase, .. }) => {
                 let key = (plan.visit(device_visit).layer.0, phase);
-                self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch)
+                let mean = self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch);
+                mean * costs.share(&plan.schedule, micro_batch, plan.visit(device_visit))
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];
@@ -355,10 +365,11 @@ impl Forecast {
         let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
         let schedule = schedule_of(config, model, step)?;
         let rates = rates.in_plan(model, plan);
+        let costs = ChunkCosts::of(model, plan, &schedule);
         let on_device = plan.stash_on_device();
         let run = virtual_time::run(
             ring_config(model, plan, None),
-            move |operation| rates.time(operation, on_device),
+            move |operation| rates.time(operation, &costs, on_device),
             async move |mut relay: Relay<_>| {
                 let observer = relay.observer();
                 let plan = relay.plan(schedule)?;

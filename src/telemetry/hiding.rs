@@ -49,7 +49,8 @@ impl Hiding {
         rates: &Rates,
         deferred: bool,
     ) -> Result<Hiding, Error> {
-        // In a relay of one sequence, each layer has one visit forward and one backward.
+        // In a relay of one sequence, or of one chunk of it, each layer has one visit forward and
+        // one backward.
         let mut config = config.clone();
         config.schedule.kind = ScheduleKind::Relay;
         let most = most_positions(&config, model, Purpose::Train).unwrap_or(usize::MAX);
@@ -86,7 +87,7 @@ impl Hiding {
         let all = (0..2).flat_map(|phase| (0..LANES.len()).map(move |lane| (phase, lane)));
         let most = all.map(needed).max_by(|one, other| one.0.total_cmp(&other.0));
         let (sequences, phase, lane) = most.expect("there are lanes");
-        let tokens = (sequences * plan.batch.positions as f64).ceil();
+        let tokens = (sequences * positions as f64).ceil();
         Ok(Hiding {
             lane: LANES[lane],
             phase: ["forward", "backward"][phase],

@@ -10,6 +10,7 @@
 //! Each operation becomes a [`Slice`] as it ends, and the ledger adds it up. A program takes a
 //! [`RunView`] of the run through its [`Watch`]. Reading telemetry never delays a lane.
 
+mod chunk_costs;
 #[cfg(feature = "prometheus")]
 mod door;
 #[cfg(feature = "prometheus")]

@@ -1,7 +1,7 @@
 //! Sequences that are longer than a chunk: the numbers of transformers, which computes them whole
 //! (`goldens/chunked.py`), the same bits in every schedule, documents, and prompts.
 
-use l2l::config::{Deal, Recompute, ScheduleKind, StashPlace};
+use l2l::config::{Deal, EpsTier, Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
 use l2l::{Config, Plan, model_of, shape_of};
 use proptest::prelude::*;
@@ -12,8 +12,9 @@ use crate::exact::{self, Case, SMALL, Ways, baseline, check_links, run};
 use crate::packing::{packed, steps, texts};
 use crate::plan::limit;
 use crate::pytorch::{case, check};
-use crate::ranks::{Task, on_ranks};
+use crate::ranks::{Shared, Task, on_ranks, shared};
 use crate::rotary::greedy;
+use crate::trained::Trained;
 use crate::whole;
 
 const CHUNK: usize = 128;
@@ -81,31 +82,152 @@ fn config(case: &Case, ways: &Ways, length: usize) -> Config {
     config
 }
 
+/// Rows are many here, so layers are few and the vocabulary is small.
+fn long_case(case: Case) -> Case {
+    let routers = match case.routers {
+        Routers::Limited => Routers::OfStep, // limits need whole sequences
+        routers => routers,
+    };
+    Case { layers: case.layers.min(3), tied_tiles: false, routers, ..case }
+}
+
+fn long_ways(ways: Ways, relays: bool) -> Ways {
+    Ways { kind: if relays { ScheduleKind::Relay } else { ways.kind }, ..ways }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        ..ProptestConfig::with_cases(if whole() { 100 } else { 8 })
+        ..ProptestConfig::with_cases(if whole() { 300 } else { 8 })
     })]
 
+    /// Of every recomputation, stash, tier, clipping, adapter, base, group and device. Most are
+    /// relays, in which chunks are micro-batches.
     #[test]
     fn every_way_gives_the_same_bits(
         case in exact::cases(),
         ways in exact::ways(),
+        relays in prop::bool::weighted(0.7),
         length in prop::sample::select(vec![129, 256, 300]),
     ) {
         const STEPS: usize = 2;
-        // Rows are many here, so layers are few and the vocabulary is small.
-        let mut case = Case { layers: case.layers.min(3), tied_tiles: false, ..case };
-        if case.routers == Routers::Limited {
-            case.routers = Routers::OfStep; // limits need whole sequences
-        }
-        let ways = ways.for_case(&case);
+        let case = long_case(case);
+        let ways = long_ways(ways, relays).for_case(&case);
         let (expected, reference) = run(config(&case, &baseline(), length), STEPS);
         let config = config(&case, &ways, length);
         let (bits, summary) = run(config.clone(), STEPS);
         prop_assert_eq!(bits, expected);
         prop_assert_eq!(&summary.weights_digest, &reference.weights_digest);
         check_links(&config, STEPS as u64, &summary.links);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(if whole() { 100 } else { 4 })
+    })]
+
+    #[test]
+    fn every_number_of_ranks_gives_the_same_bits(
+        case in exact::cases(),
+        ways in exact::ways(),
+        (ranks, groups, each) in (2..=3_u32, 2..=4_u32, 1..=2_usize),
+        length in prop::sample::select(vec![129, 256, 300]),
+    ) {
+        let case = Case { micro_batch: case.micro_batch.min(2), ..long_case(case) };
+        let ways = long_ways(ways, true);
+        let Shared { case, ways, ranks } = shared(case, ways, [ranks, groups], each);
+        let folder = tempfile::tempdir().expect("a place for files");
+        let task = |ways: &Ways| {
+            let mut config = config(&case, ways, length);
+            config.eps.path = ways.on_file.then(|| folder.path().into());
+            Task { evaluates: true, ..Task::new(config, 2) }
+        };
+        let (expected, reference) = task(&baseline()).run(None).expect("a case of ours");
+        for (seen, _) in on_ranks(ranks, |_| task(&ways)) {
+            let (bits, summary) = seen.expect("a case of ours");
+            prop_assert_eq!(&bits, &expected);
+            prop_assert_eq!(summary.weights_digest, reference.weights_digest.clone());
+        }
+    }
+}
+
+/// A run of long sequences goes on from a checkpoint, or from its files, with other numbers of
+/// ranks and devices.
+#[test]
+fn a_run_of_long_sequences_is_interrupted() {
+    for (trained, on_file) in [(Trained::All, true), (Trained::Adapters, false)] {
+        let case =
+            Case { layers: 2, batch: 4, micro_batch: 1, groups: 4, trained, ..SMALL.clone() };
+        let folder = tempfile::tempdir().expect("a place for files");
+        let of = |devices: u32, steps: usize| {
+            let kind = ScheduleKind::Relay;
+            let place = StashPlace::Host;
+            let ways = Ways { kind, place, devices, on_file, recompute: true.into(), ..baseline() };
+            let mut config = config(&case, &ways, 300);
+            config.eps.path = on_file.then(|| folder.path().join("eps"));
+            Task { evaluates: true, ..Task::new(config, steps) }
+        };
+        let mut alone = of(1, 4);
+        (alone.config.eps.tier, alone.config.eps.path) = (EpsTier::Memory, None);
+        let (bits, reference) = alone.run(None).expect("a case of ours");
+        let layouts = [(2, 1), (1, 2), (2, 2), (1, 1)];
+        for (nth, (ranks, devices)) in layouts.into_iter().enumerate() {
+            // Files are those of one number of ranks, so each layout has some of its own.
+            let place = |nth: usize| folder.path().join(format!("after-{nth}"));
+            let mut task = Task {
+                from: nth,
+                resumes: nth.checked_sub(1).map(place),
+                leaves: Some(place(nth)),
+                ..of(devices, 1)
+            };
+            let path = &mut task.config.eps.path;
+            *path = path.take().map(|path| path.join(nth.to_string()));
+            for (seen, _) in on_ranks(ranks, |_| task.clone()) {
+                let (found, summary) = seen.expect("a case of ours");
+                assert_eq!(found, bits[nth..=nth], "{trained:?}: {ranks} × {devices}");
+                if nth == 3 {
+                    assert_eq!(summary.weights_digest, reference.weights_digest);
+                }
+            }
+        }
+    }
+}
+
+/// A label at a chunk's edge belongs to the position before it, which may be of another chunk; and
+/// each label weighs as much as any other, however many its chunk has.
+#[tokio::test]
+async fn labels_at_the_edges_of_chunks_count_once() {
+    let sizes = "model.layers = 2\nmodel.hidden = 32\nmodel.heads = 4\nmodel.vocabulary = 64\n\
+                 model.positions = 300\nmodel.preset = \"llama-1b\"\nmodel.kv_heads = 2";
+    let only = |labelled: &dyn Fn(usize) -> bool| {
+        let mut one = texts(&[300], 3, Predicts::Next).remove(0);
+        let others = one.labels.iter_mut().enumerate().filter(|(at, _)| !labelled(*at));
+        others.for_each(|(_, label)| *label = -100);
+        one
+    };
+    let edges = [1, 127, 128, 129, 255, 256, 257, 299];
+    let mut all: Vec<_> = edges.iter().map(|&edge| only(&|at| at == edge)).collect();
+    // One label in the first chunk, none in the second, and all of the third.
+    all.push(only(&|at| at == 5 || at >= 2 * CHUNK));
+    for (nth, sequence) in all.into_iter().enumerate() {
+        let run = |chunk: usize| {
+            let mut config = crate::packing::config(sizes, 2);
+            config.step.chunk_positions = chunk;
+            // Beside another whose labels are all there.
+            let short = texts(&[40], 1, Predicts::Next).remove(0);
+            let both = vec![sequence.clone(), short];
+            steps(config, move |_| both.clone(), Predicts::Next)
+        };
+        let whole = run(3 * CHUNK).await;
+        let cut = run(CHUNK).await;
+        for (whole, cut) in whole.iter().zip(&cut) {
+            let close = |a: f64, b: f64| (a - b).abs() <= 2e-5 * a.abs().max(1.0);
+            assert!(close(whole.loss, cut.loss), "{nth}: {} {}", whole.loss, cut.loss);
+            let norms = [whole.grad_norm, cut.grad_norm];
+            assert!(close(norms[0], norms[1]), "{nth}: {norms:?}");
+        }
     }
 }
 

@@ -58,6 +58,7 @@ mod kept;
 mod kills;
 #[cfg(feature = "cli")]
 mod limits;
+mod longest;
 mod lora;
 #[cfg(feature = "tokenizers")]
 mod multi_label;

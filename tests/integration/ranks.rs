@@ -146,6 +146,38 @@ pub(crate) fn on_ranks(
     })
 }
 
+/// A case that several ranks can run.
+pub(crate) struct Shared {
+    pub(crate) case: Case,
+    pub(crate) ways: Ways,
+    pub(crate) ranks: u32,
+}
+
+/// The nearest case and way, and the nearest numbers of ranks and groups, with `each` micro-batches
+/// for a group.
+pub(crate) fn shared(case: Case, ways: Ways, [ranks, groups]: [u32; 2], each: usize) -> Shared {
+    // Blocks as small as these have two parts whatever is trained of them.
+    let most = if let Trained::All = case.trained { groups } else { 2 };
+    let ranks = ranks.min(groups).min(most);
+    // With compression, each rank computes one group.
+    let groups = if case.encodings.2 == CompressionKind::None { groups } else { ranks };
+    // The last micro-batch has one sequence.
+    let batch = (groups as usize * each - 1) * case.micro_batch + 1;
+    let rule = match case.rule {
+        rule @ (OptimizerKind::Adam | OptimizerKind::Sgd | OptimizerKind::Lion) => rule,
+        _ => OptimizerKind::Adamw, // others need whole tensors
+    };
+    let precision = match case.precision {
+        (Dtype::Bf16, MasterDtype::Bf16) => (Dtype::Bf16, MasterDtype::Auto),
+        precision => precision,
+    };
+    // Idle experts are left alone by one process.
+    let routers = if case.routers == Routers::Kept { Routers::Plain } else { case.routers };
+    let case = Case { batch, groups, rule, base: Base::AsIs, precision, routers, ..case };
+    let ways = ways.for_ranks(&case, ranks);
+    Shared { case, ways, ranks }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
@@ -160,25 +192,7 @@ proptest! {
         packs in prop::bool::weighted(0.2),
     ) {
         const STEPS: usize = 3;
-        // Blocks as small as these have two parts whatever is trained of them.
-        let most = if let Trained::All = case.trained { groups } else { 2 };
-        let ranks = ranks.min(groups).min(most);
-        // With compression, each rank computes one group.
-        let groups = if case.encodings.2 == CompressionKind::None { groups } else { ranks };
-        // The last micro-batch has one sequence.
-        let batch = (groups as usize * each - 1) * case.micro_batch + 1;
-        let rule = match case.rule {
-            rule @ (OptimizerKind::Adam | OptimizerKind::Sgd | OptimizerKind::Lion) => rule,
-            _ => OptimizerKind::Adamw, // others need whole tensors
-        };
-        let precision = match case.precision {
-            (Dtype::Bf16, MasterDtype::Bf16) => (Dtype::Bf16, MasterDtype::Auto),
-            precision => precision,
-        };
-        // Idle experts are left alone by one process.
-        let routers = if case.routers == Routers::Kept { Routers::Plain } else { case.routers };
-        let case = Case { batch, groups, rule, base: Base::AsIs, precision, routers, ..case };
-        let ways = ways.for_ranks(&case, ranks);
+        let Shared { case, ways, ranks } = shared(case, ways, [ranks, groups], each);
         let folder = tempfile::tempdir().expect("a place for files");
         let of = |ways: &Ways| {
             let mut config = config(&case, ways);

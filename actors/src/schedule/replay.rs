@@ -266,8 +266,8 @@ impl<'p> Replay<'p> {
         if of.gradient_slots + opens > pools.gradients {
             return Err(self.waits(resolved.visit, "a gradient", "a slot of pool gradients"));
         }
-        let m = self.walks.schedule.units(visit).nth(of.operation);
-        self.land(&visit.writes, m.expect("the visit has not ended"));
+        let m = self.walks.schedule.unit(visit, of.operation);
+        self.land(&visit.writes, m);
         let of = &mut self.devices[device];
         of.gradient_slots += opens;
         if !visit.reads.is_empty() {

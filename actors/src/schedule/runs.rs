@@ -24,11 +24,21 @@ impl Schedule {
     /// The micro-batches of a visit in the order in which it runs them: ascending; on a device in
     /// the backward pass, each run from its end.
     pub fn units(&self, visit: &Visit) -> impl Iterator<Item = MicroBatch> + use<'_> {
-        let is_reversed = visit.phase == Phase::Backward && visit.on_device();
-        visit.micro_batches.clone().map(move |m| match self.run_of(m) {
+        let is_reversed = is_reversed(visit);
+        visit.micro_batches.clone().map(move |m| self.mirrored(m, is_reversed))
+    }
+
+    /// The `nth` of [`units`](Schedule::units), found without the ones before it.
+    pub(crate) fn unit(&self, visit: &Visit, nth: usize) -> MicroBatch {
+        self.mirrored(visit.micro_batches.start + nth as MicroBatch, is_reversed(visit))
+    }
+
+    /// The micro-batch in whose turn a visit runs `m`, if it takes runs from their ends.
+    fn mirrored(&self, m: MicroBatch, is_reversed: bool) -> MicroBatch {
+        match self.run_of(m) {
             Some(run) if is_reversed => run.start + (run.end - 1 - m),
             _ => m,
-        })
+        }
     }
 }
 
@@ -41,6 +51,11 @@ pub(super) fn refuse(selection: &Selection, order: &str) -> Result<(), Refusal> 
             "{order} takes sequences whole, and run {run:?} is the chunks of one: use the relay"
         ))),
     }
+}
+
+/// Whether a visit takes each run from its end.
+fn is_reversed(visit: &Visit) -> bool {
+    visit.phase == Phase::Backward && visit.on_device()
 }
 
 fn run_of(runs: &[Range<MicroBatch>], m: MicroBatch) -> Option<Range<MicroBatch>> {

@@ -16,7 +16,7 @@ const DEEP: usize = 8;
 /// none, or if the settings work for one depth alone (a schedule's file).
 pub(super) fn of(config: &Config, model: &Model, settings: Settings) -> Vec<Term> {
     let at = |layers: usize| {
-        let shape = Shape { layers, ..model.shape };
+        let shape = Shape { layers, chunk_positions: settings.chunk, ..model.shape };
         let deeper = model_of(config, shape).ok()?;
         let mut settings = settings;
         // A device of a pipeline holds all its layers, also those that a deeper model adds.

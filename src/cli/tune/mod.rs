@@ -1,5 +1,6 @@
 //! `l2l tune`: finds the best settings on this machine: channel depths, micro-batch, place of the
-//! stash and, with several devices, the way in which they share a step.
+//! stash and, with several devices, the way in which they share a step, and the chunks of a
+//! sequence too long for one micro-batch to keep them busy.
 //!
 //! A first trial measures the speed of each lane. A simulation in virtual time with those rates
 //! finds settings that could be better. These are tried in turns with the user's own. A setting
@@ -7,6 +8,7 @@
 //! the one with less memory wins. A setting whose device memory grows with depth must be faster by
 //! 5 %.
 
+mod candidates;
 mod growth;
 mod tell;
 mod trial;
@@ -15,30 +17,20 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use l2l::config::{Format, StashPlace};
+use l2l::config::Format;
 use l2l::data::{Batch, Batches};
 use l2l::models::Model;
 use l2l::plan::Keeping;
-use l2l::telemetry::{Forecast, Observe, Rates, Slice};
+use l2l::telemetry::{Observe, Rates, Slice};
 use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of, model_of};
 
 use super::common::BUILT_IN;
 use super::output::{OutputFile, has_ended, lose, print};
 use super::runtime::Runtime;
 use super::{RateArguments, TuneArguments, plan, say};
+use candidates::candidates;
 use tell::{conclude, tell, tuned};
-use trial::{Layout, Settings, Trial, best_of};
-
-/// Depths (weights, gradients, reduced, stash) that are large enough for any run, and smaller ones
-/// to try.
-const GENEROUS: [u32; 4] = [3, 3, 4, 16];
-const SMALLER: [&[u32]; 4] = [&[1, 2], &[1, 2], &[1, 2], &[1, 2, 4, 8]];
-
-/// Simulated times that differ by less than this factor count as equal.
-const EQUAL: f64 = 1.01;
-
-/// Candidates that are tried, besides the user's own settings.
-const CANDIDATES: usize = 4;
+use trial::{Settings, Trial, best_of};
 
 pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let TuneArguments { common, to, steps, rounds } = arguments;
@@ -118,7 +110,8 @@ impl Search<'_> {
         if let Some(Keeping { ceiling, .. }) = plan.keeping {
             planned.device.memory = ceiling.into();
         }
-        for (settings, predicted) in candidates(&planned, model, &rates, own) {
+        let longest = self.batches.iter().map(Batch::longest).max().unwrap_or(0);
+        for (settings, predicted) in candidates(&planned, model, &rates, own, longest) {
             if self.has_ended() {
                 return Ok(None);
             }
@@ -232,125 +225,4 @@ struct Tried {
     slices: Vec<Slice>,
     /// Seconds of a checkpoint.
     checkpoint: Option<f64>,
-}
-
-/// The best settings by simulation, with their predicted times. For each micro-batch, layout and
-/// place they have the smallest depths that are as fast as generous ones and fit the ceiling.
-fn candidates(
-    config: &Config,
-    model: &Model,
-    rates: &Rates,
-    own: Settings,
-) -> Vec<(Settings, f64)> {
-    let fits = |settings: &Settings| {
-        let config = settings.on(config);
-        config.check().ok()?;
-        let plan = Plan::new(&config, model, &config.update_rule()).ok()?;
-        plan.misfits(model, &config.update_rule(), None).is_empty().then(|| plan.device_bytes())
-    };
-    let predict = |settings: &Settings| -> Option<f64> {
-        fits(settings)?;
-        Some(Forecast::of(&settings.on(config), model, rates).ok()?.seconds)
-    };
-    let mut sizes = vec![own.micro_batch, own.micro_batch / 2, own.micro_batch * 2];
-    sizes.retain(|&size| (1..=config.step.batch).contains(&size));
-    let places = [StashPlace::Host, StashPlace::Device];
-    let of_place = |layout| places.into_iter().map(move |place| (layout, place));
-    let ways: Vec<(Layout, StashPlace)> =
-        Layout::all(config).into_iter().flat_map(of_place).collect();
-    let mut found: Vec<(Settings, f64, u64)> = Vec::new();
-    for micro_batch in sizes {
-        for &(layout, place) in &ways {
-            let mut depths = GENEROUS;
-            if layout.kind.is_pipeline() {
-                depths[0] = model.layers.len() as u32; // a device holds all its layers
-            }
-            let mut at = Settings { micro_batch, place, depths, layout };
-            let mut best = predict(&at);
-            if best.is_none() {
-                // Generous depths do not fit; the user's own may.
-                at.depths = own.depths;
-                best = predict(&at);
-            }
-            let Some(mut best) = best else { continue };
-            let limit = best * EQUAL;
-            for (index, smaller) in SMALLER.iter().enumerate() {
-                for &depth in smaller.iter().filter(|&&depth| depth < at.depths[index]) {
-                    let mut less = at;
-                    less.depths[index] = depth;
-                    if let Some(seconds) = predict(&less).filter(|&seconds| seconds <= limit) {
-                        (at, best) = (less, seconds);
-                        break;
-                    }
-                }
-            }
-            if at != own {
-                found.extend(fits(&at).map(|bytes| (at, best, bytes)));
-            }
-        }
-    }
-    found.sort_by(|a, b| a.1.total_cmp(&b.1).then(a.2.cmp(&b.2)));
-    // If the memory of all candidates grows with depth, one whose memory does not is tried, too.
-    let grows = |settings| !growth::of(config, model, settings).is_empty();
-    if found.iter().take(CANDIDATES).all(|(settings, ..)| grows(*settings)) {
-        let constant = found.iter().skip(CANDIDATES).find(|(settings, ..)| !grows(*settings));
-        if let Some(&constant) = constant {
-            found[CANDIDATES - 1] = constant;
-        }
-    }
-    found.truncate(CANDIDATES);
-    found.into_iter().map(|(settings, seconds, _)| (settings, seconds)).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn config() -> Config {
-        let mut config = Config::default();
-        config.data.train = "random".into();
-        config.model.layers = Some(4);
-        config.model.hidden = Some(32);
-        config.model.heads = Some(4);
-        config.data.sequence_length = Some(16);
-        (config.step.batch, config.step.micro_batch) = (4, 2);
-        let channels = &mut config.channels;
-        (channels.weights, channels.gradients, channels.reduced, channels.stash) = (1, 1, 1, 1);
-        config
-    }
-
-    /// Whether the link, updates or kernels limit a step: the first candidate is as fast as the
-    /// best of all depths.
-    #[test]
-    fn virtual_time_leads_to_the_best_depths() {
-        let config = config();
-        let own = Settings::of(&config);
-        let model = Model::new(largest_shape_of(&config).expect("a shape of ours"));
-        for (name, flops, link, host) in [
-            ("link", 1e11, 2e7, 1e10),
-            ("update", 1e11, 1e10, 1e8),
-            ("compute", 1e8, 1e10, 1e10),
-            ("balanced", 5e9, 2e8, 4e9),
-        ] {
-            let rates = Rates::of(&config, &model, flops, link, host);
-            let time = |settings: &Settings| {
-                let forecast = Forecast::of(&settings.on(&config), &model, &rates);
-                forecast.expect("a schedule of ours").seconds
-            };
-            let found = candidates(&config, &model, &rates, own);
-            let (first, predicted) = found.first().copied().unwrap_or((own, time(&own)));
-            let mut best = f64::MAX;
-            for weights in 1..=3 {
-                for gradients in 1..=3 {
-                    for reduced in [1, 2, 4] {
-                        for stash in [1, 4, 16] {
-                            let depths = [weights, gradients, reduced, stash];
-                            best = best.min(time(&Settings { depths, ..first }));
-                        }
-                    }
-                }
-            }
-            assert!(predicted <= best * EQUAL * EQUAL, "{name}: {first}: {predicted}, not {best}");
-        }
-    }
 }

@@ -11,12 +11,12 @@ use super::trial::{Choice, Key, Settings, Trial, WORTH_GROWTH, gain};
 
 /// The fields of an event that describe a trial.
 fn event(name: &str, trial: &Trial) -> Value {
-    let Settings { micro_batch, place, depths, layout } = trial.settings;
+    let Settings { micro_batch, chunk, place, depths, layout } = trial.settings;
     let [weights, gradients, reduced, stash] = depths;
     let [schedule, deal, transfer] = layout.names();
     json!({
         "event": name, "weights": weights, "gradients": gradients, "reduced": reduced,
-        "stash": stash, "micro_batch": micro_batch,
+        "stash": stash, "micro_batch": micro_batch, "chunk_positions": chunk,
         "stash_on_device": place == StashPlace::Device,
         "schedule": schedule, "deal": deal, "transfer": transfer,
         "device_bytes": trial.device_bytes,

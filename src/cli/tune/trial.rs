@@ -1,6 +1,7 @@
 //! The settings that `l2l tune` varies, and the comparison of their trials.
 
-use l2l::config::{Deal, ParallelConfig, ScheduleKind, StashPlace, Transfer};
+use l2l::config::{Deal, ParallelConfig, ScheduleKind, StashPlace, StepConfig, Transfer};
+use l2l::models::Shape;
 use l2l::plan::Term;
 use l2l::{Bottleneck, Config};
 use serde_json::json;
@@ -9,6 +10,8 @@ use serde_json::json;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Settings {
     pub(super) micro_batch: usize,
+    /// The most positions of a chunk.
+    pub(super) chunk: usize,
     pub(super) place: StashPlace,
     /// Weights, gradients, reduced, stash.
     pub(super) depths: [u32; 4],
@@ -87,12 +90,14 @@ impl Settings {
         let depths = &config.channels;
         let depths = [depths.weights, depths.gradients, depths.reduced, depths.stash];
         let layout = Layout::of(config);
-        Settings { micro_batch: config.step.micro_batch, place, depths, layout }
+        let StepConfig { micro_batch, chunk_positions: chunk, .. } = config.step;
+        Settings { micro_batch, chunk, place, depths, layout }
     }
 
     pub(super) fn on(&self, config: &Config) -> Config {
         let mut config = config.clone();
         config.step.micro_batch = self.micro_batch;
+        config.step.chunk_positions = self.chunk;
         config.stash.place = self.place;
         (config.schedule.kind, config.parallel.deal) = (self.layout.kind, self.layout.deal);
         config.parallel.transfer = self.layout.transfer;
@@ -102,12 +107,13 @@ impl Settings {
     }
 
     /// The tuned keys with their values.
-    fn keys(&self) -> [Key; 9] {
+    fn keys(&self) -> [Key; 10] {
         let [weights, gradients, reduced, stash] = self.depths.map(i64::from);
         let [kind, deal, transfer] = self.layout.names();
         let key = |section, name, value| Key { section, name, value };
         [
             key("step", "micro_batch", (self.micro_batch as i64).into()),
+            key("step", "chunk_positions", (self.chunk as i64).into()),
             key("stash", "place", self.place_name().into()),
             key("channels", "weights", weights.into()),
             key("channels", "gradients", gradients.into()),
@@ -148,6 +154,9 @@ impl std::fmt::Display for Settings {
             self.place_name(),
             self.micro_batch
         )?;
+        if self.chunk != Shape::CHUNK_POSITIONS {
+            write!(f, ", chunks of {}", self.chunk)?;
+        }
         match (self.layout.kind, self.layout.deal) {
             (ScheduleKind::Relay, Deal::Layers) => Ok(()),
             (_, Deal::Layers) => write!(f, ", {}", self.layout.names()[0]),

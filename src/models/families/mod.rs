@@ -272,12 +272,25 @@ pub(crate) fn shorten(value: &mut Value) {
     }
 }
 
+/// Keeps the source's name of an activation function that has several (`gelu_new`,
+/// `gelu_pytorch_tanh`): transformers computes them differently, and their last bits differ.
+fn keep_activations(source: &Value, own: &mut Value) {
+    let named = |value: &Value| value.as_str().and_then(Activation::named);
+    for (key, value) in own.as_object_mut().into_iter().flatten() {
+        let given = &source[key.as_str()];
+        if named(value).is_some() && named(value) == named(given) {
+            *value = given.clone();
+        }
+    }
+}
+
 /// Writes the `config.json` of a shape. All other keys are kept from `source`, the config that the
 /// model was read with, which may be null.
 pub fn write(shape: &Shape, source: &Value) -> Value {
     let mut config = source.as_object().cloned().unwrap_or_default();
     let mut own = (shape.names.write)(shape);
     shorten(&mut own);
+    keep_activations(source, &mut own);
     config.extend(own.as_object().cloned().unwrap_or_default());
     config.insert("model_type".into(), shape.names.family.into());
     // Weights are written as f32, whatever dtype they were read in.
