@@ -103,11 +103,11 @@ impl Task {
                 builder = builder.resume_file();
             }
             let mut trainer = builder.start().await?;
+            let mut all = Vec::new();
             for _ in 0..self.from {
-                batches.next().await?;
+                all.push(batches.next().await?);
             }
             let mut bits = Vec::new();
-            let mut all = Vec::new();
             for _ in 0..self.steps {
                 let batch = batches.next().await?;
                 all.push(batch.clone());

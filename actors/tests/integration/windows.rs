@@ -145,7 +145,8 @@ fn labels_show_keys_that_are_not_in_their_region() {
             keys.nth(nth).expect("keys").layer = LayerId(layer);
         }
     };
-    let cases: [(u32, Box<dyn Fn(&mut Schedule)>); 7] = [
+    type Change = Box<dyn Fn(&mut Schedule)>;
+    let cases: [(u32, Change); 7] = [
         (1, Box::new(all(2))),
         (1, Box::new(all(ALL_CHUNKS))),
         (2, Box::new(all(1))),
