@@ -76,8 +76,9 @@ impl Plan {
         let most = model.shape.most_positions();
         let tried = if model.shape.rotary.is_some() { Shape::POSITION_LIMIT } else { most };
         let mut tries = Tries { plan: self, model, rule, sizes: BTreeMap::new() };
-        // The schedule may refuse long sequences, whatever they take.
-        let planned = tries.longest(tried, |_| true);
+        // Experts that drop choices need whole sequences, whatever these take.
+        let drops = model.shape.experts.is_some_and(|experts| experts.balance.drops());
+        let planned = if drops { tried.min(model.shape.chunk_positions) } else { tried };
         let mut within = |ceiling: Option<u64>, of: fn(Sizes) -> u64| {
             ceiling.map(|ceiling| tries.longest(planned, |sizes| of(sizes) <= ceiling))
         };
@@ -119,10 +120,17 @@ impl Tries<'_> {
     fn longest(&mut self, most: usize, fits: impl Fn(Sizes) -> bool) -> usize {
         let chunk = self.model.shape.chunk_positions;
         let mut is_fit = |length| self.sizes(length).is_some_and(&fits);
-        if most == 0 || is_fit(most) {
-            return most;
+        // A plan of more chunks takes longer to make, so lengths grow from one chunk on.
+        let mut unfit = chunk;
+        while unfit < most && is_fit(unfit) {
+            unfit *= 2;
         }
-        let mut unfit = most;
+        if unfit >= most {
+            if most == 0 || is_fit(most) {
+                return most;
+            }
+            unfit = most;
+        }
         for grain in [chunk, Shape::CHUNK_TILE, 1] {
             let mut fit = 0;
             let mut over = unfit.div_ceil(grain);

@@ -116,8 +116,14 @@ fn lengths_below_a_chunk_are_found() {
 /// Rotary positions could be more than those of the model; vectors that are learned could not.
 #[test]
 fn the_first_end_is_found() {
+    const CHUNK: usize = 2048; // to a million positions these are few
+    let config = |preset: &str| {
+        let mut config = config(preset, 8 * CHUNK);
+        config.step.chunk_positions = CHUNK;
+        config
+    };
     let first = |preset: &str, device: u64, host: u64| {
-        let config = config(preset, 8 * CHUNK);
+        let config = config(preset);
         let (plan, _) = plan(&config, CHUNK);
         let rule = config.update_rule();
         let found = plan.longest_sequence(&model(&config), &rule, Some(device), Some(host));
@@ -128,7 +134,7 @@ fn the_first_end_is_found() {
     let whole = (8 * CHUNK, LengthEnd::Model);
     assert_eq!(first("llama-1b", much, much), (whole, 1 << 20));
     assert_eq!(first("gpt-small", much, much), (whole, 8 * CHUNK));
-    let llama = config("llama-1b", 8 * CHUNK);
+    let llama = config("llama-1b");
     let (_, [device, host]) = plan(&llama, 3 * CHUNK);
     assert_eq!(first("llama-1b", device, much).0, (3 * CHUNK, LengthEnd::Device));
     assert_eq!(first("llama-1b", much, host).0, (3 * CHUNK, LengthEnd::Host));
