@@ -455,7 +455,8 @@ impl Shown<'_> {
             (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
             (None, _) => {}
         }
-        if let Some(found) = self.longest {
+        // Where no length fits, the last line says what is missing.
+        if let Some(found) = self.longest.filter(|found| found.first_end().0 > 0) {
             let words = longest::words(found, self.plan.batch.sequences());
             number("longest sequence", found.first_end().0 as u64, &words);
         }
