@@ -65,6 +65,11 @@ impl Head {
     }
 }
 
+/// Whether a block is any but the last of every `but_every` blocks. 0: all blocks are.
+pub(crate) fn is_but_every(block: usize, but_every: usize) -> bool {
+    but_every == 0 || !(block + 1).is_multiple_of(but_every)
+}
+
 /// A window of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
@@ -84,7 +89,7 @@ impl Window {
 
     /// Whether a block has the window.
     pub fn is_of(&self, block: usize) -> bool {
-        block >= self.from && (self.but_every == 0 || !(block + 1).is_multiple_of(self.but_every))
+        block >= self.from && is_but_every(block, self.but_every)
     }
 }
 
@@ -341,7 +346,7 @@ impl Shape {
 
     /// True if a block has rotary positions, if the model has any.
     pub(crate) fn rotates(&self, block: usize) -> bool {
-        self.rotary_but_every == 0 || !(block + 1).is_multiple_of(self.rotary_but_every)
+        is_but_every(block, self.rotary_but_every)
     }
 
     /// How a gated feed-forward's gate and up projection become one.

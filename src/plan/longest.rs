@@ -18,7 +18,8 @@ pub struct LongestSequence {
     pub device: Option<usize>,
     /// For which the host has memory. `None`: the system does not say how much it has.
     pub host: Option<usize>,
-    /// The positions of the model.
+    /// The positions of the model; at most a chunk if its experts drop choices, for which
+    /// sequences must be whole.
     pub model: usize,
     /// No longer sequence was tried: the most positions that any model may have, or those of this
     /// one if it learns a vector for each.

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use crate::kernels::{Activation, ProblemType};
+use crate::models::shape::is_but_every;
 use crate::models::{Head, Shape, Window};
 
 /// The keys of a `config.json`.
@@ -125,13 +126,19 @@ pub(super) fn window_by_kinds(
     slides: &[bool],
     positions: usize,
 ) -> Result<Window, String> {
-    let full = slides.iter().position(|slides| !slides);
-    let but_every = full.map_or(0, |block| block + 1);
-    let found = Window { but_every, ..Window::of_all(positions) };
-    if slides.iter().enumerate().any(|(block, slides)| found.is_of(block) != *slides) {
-        return Err(format!("{key}: only full_attention in the last of every few blocks is built"));
-    }
-    Ok(found)
+    let but_every = but_every(slides).ok_or_else(|| {
+        format!("{key}: only full_attention in the last of every few blocks is built")
+    })?;
+    Ok(Window { but_every, ..Window::of_all(positions) })
+}
+
+/// The number of which the last of every so many blocks is not as the others; 0: all are alike.
+/// `None`: there is no such number.
+pub(super) fn but_every(blocks: &[bool]) -> Option<usize> {
+    let first = blocks.iter().position(|one| !one);
+    let every = first.map_or(0, |block| block + 1);
+    let is_so = blocks.iter().enumerate().all(|(block, one)| is_but_every(block, every) == *one);
+    is_so.then_some(every)
 }
 
 pub(super) fn write_layer_types(shape: &Shape, config: &mut Value) {

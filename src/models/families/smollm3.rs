@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, given, layer_types, only, size_or_none};
+use super::read::{Keys, but_every, flag, given, layer_types, only, size_or_none};
 use crate::models::Shape;
 
 pub(super) static NAMES: Names = Names { family: "smollm3", read, write, ..SHARED };
@@ -37,13 +37,8 @@ fn rotary_but_every(keys: &Keys, layers: usize) -> Result<usize, String> {
     let list = list.as_array().filter(|list| list.len() >= layers);
     let list = list.ok_or_else(|| format!("no_rope_layers must be a list of {layers} numbers"))?;
     let rotates = list[..layers].iter().map(rotates).collect::<Result<Vec<bool>, String>>()?;
-    let first = rotates.iter().position(|rotates| !rotates);
-    let but_every = first.map_or(0, |block| block + 1);
-    let found = |block: usize| but_every == 0 || !(block + 1).is_multiple_of(but_every);
-    if rotates.iter().enumerate().any(|(block, rotates)| found(block) != *rotates) {
-        return Err("no_rope_layers: only 0 in the last of every few blocks is built".into());
-    }
-    Ok(but_every)
+    but_every(&rotates)
+        .ok_or_else(|| "no_rope_layers: only 0 in the last of every few blocks is built".into())
 }
 
 fn write(shape: &Shape) -> Value {
