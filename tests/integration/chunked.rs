@@ -16,7 +16,7 @@ use crate::exact::{self, Case, SMALL, Ways, baseline, check_links, run};
 use crate::packing::{packed, steps, texts};
 use crate::plan::limit;
 use crate::pytorch::{case, check};
-use crate::ranks::{Shared, Task, on_ranks, shared};
+use crate::ranks::{Shared, Task, check_ranks, on_ranks, shared};
 use crate::rotary::greedy;
 use crate::trained::Trained;
 use crate::whole;
@@ -148,12 +148,7 @@ proptest! {
             config.eps.path = ways.on_file.then(|| folder.path().into());
             Task { evaluates: true, ..Task::new(config, 2) }
         };
-        let (expected, reference) = task(&baseline()).run(None).expect("a case of ours");
-        for (seen, _) in on_ranks(ranks, |_| task(&ways)) {
-            let (bits, summary) = seen.expect("a case of ours");
-            prop_assert_eq!(&bits, &expected);
-            prop_assert_eq!(summary.weights_digest, reference.weights_digest.clone());
-        }
+        check_ranks(ranks, &ways, task);
     }
 }
 

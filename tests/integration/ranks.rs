@@ -178,6 +178,16 @@ pub(crate) fn shared(case: Case, ways: Ways, [ranks, groups]: [u32; 2], each: us
     Shared { case, ways, ranks }
 }
 
+/// Checks that each rank has the bits of one process.
+pub(crate) fn check_ranks(ranks: u32, ways: &Ways, task: impl Fn(&Ways) -> Task + Sync) {
+    let (expected, reference) = task(&baseline()).run(None).expect("a case of ours");
+    for (seen, _) in on_ranks(ranks, |_| task(ways)) {
+        let (bits, summary) = seen.expect("a case of ours");
+        assert_eq!(bits, expected);
+        assert_eq!(summary.weights_digest, reference.weights_digest);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
@@ -201,12 +211,7 @@ proptest! {
             config
         };
         let task = |ways: &Ways| Task { evaluates: true, ..Task::new(of(ways), STEPS) };
-        let (expected, reference) = task(&baseline()).run(None).expect("a case of ours");
-        for (seen, _) in on_ranks(ranks, |_| task(&ways)) {
-            let (bits, summary) = seen.expect("a case of ours");
-            prop_assert_eq!(&bits, &expected);
-            prop_assert_eq!(summary.weights_digest, reference.weights_digest.clone());
-        }
+        check_ranks(ranks, &ways, task);
     }
 }
 
