@@ -9,6 +9,7 @@ mod classes;
 mod composed;
 mod ends;
 pub mod families;
+mod flops;
 mod frozen;
 mod layer;
 mod lora;

@@ -1,11 +1,10 @@
 //! A model: its layers in forward order, its blocks, and its description for the ring.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 
 use l2l_actors::schedule::{
-    Block as BlockSize, BlockId, Boundary, Input, LayerId, Phase, RingLayer, RingModel, RingStep,
-    Role, VisitKind,
+    Block as BlockSize, BlockId, Boundary, Input, LayerId, RingLayer, RingModel, RingStep, Role,
+    VisitKind,
 };
 
 use super::adapters::Adapters;
@@ -16,7 +15,6 @@ use super::ends::{Final, Stem};
 use super::families::Names;
 use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
 use super::ports::{FirstPorts, LayerStep, StepContext};
-use super::selection::LayerSelection;
 use super::shape::Shape;
 use super::walk;
 use crate::error::Error;
@@ -102,17 +100,6 @@ pub struct Model {
     pub loss: Box<dyn Loss>,
     /// ε of [label smoothing](crate::kernels::Smoothing) in training.
     pub label_smoothing: f32,
-}
-
-/// The products of a layer for each token, for counting FLOPs.
-#[derive(Clone, Copy, Debug, Default)]
-struct Products {
-    /// Elements of weights that the token is multiplied by.
-    weights: f64,
-    /// The trained elements among them.
-    trained: f64,
-    /// Channels of causal attention.
-    channels: f64,
 }
 
 /// Bytes of a logit.
@@ -345,104 +332,13 @@ impl Model {
         if self.shape.scores_vocabulary() { Dtype::F32 } else { dtype }
     }
 
-    /// Model FLOPs of training on sequences of these lengths, of which `labelled` positions have a
-    /// label: 6 for each weight and token (for the head: each labelled token), and half of full
-    /// attention. A frozen weight takes 4; below the lowest layer that is trained, weights and
-    /// attention take 2. Recomputation and padding are not counted.
-    pub fn training_flops(&self, lengths: &[usize], labelled: usize) -> f64 {
-        self.training_flops_of(&LayerSelection::default(), lengths, labelled)
-    }
-
-    /// Model FLOPs of a step that uses these layers. The selection must have been checked.
-    pub(crate) fn training_flops_of(
-        &self,
-        layers: &LayerSelection,
-        lengths: &[usize],
-        labelled: usize,
-    ) -> f64 {
-        let tokens: usize = lengths.iter().sum();
-        let pairs: f64 = lengths.iter().map(|&len| (len as f64).powi(2)).sum();
-        let lowest = self.layer_blocks.iter().position(|blocks| self.trains(blocks));
-        let of_layer = |layer: LayerId| {
-            let layer = layer.0 as usize;
-            let Products { weights, trained, channels } = self.products(layer);
-            let positions = if self.layers[layer].is_head() { labelled } else { tokens } as f64;
-            let is_passed = lowest.is_some_and(|lowest| layer >= lowest);
-            let (passes, of_attention) = if is_passed { (4.0, 6.0) } else { (2.0, 2.0) };
-            (passes * weights + 2.0 * trained) * positions + of_attention * channels * pairs
-        };
-        layers.ring_layers(self).into_iter().map(of_layer).sum()
-    }
-
     pub(crate) fn blocks_of(&self, layer: usize) -> impl Iterator<Item = &BlockTensors> {
         self.layer_blocks[layer].iter().map(|id| &self.blocks[id.0 as usize])
     }
 
     /// Whether any of these blocks has a tensor that is trained.
-    fn trains(&self, blocks: &[BlockId]) -> bool {
+    pub(super) fn trains(&self, blocks: &[BlockId]) -> bool {
         blocks.iter().any(|block| !self.blocks[block.0 as usize].trained().is_empty())
-    }
-
-    fn products(&self, layer: usize) -> Products {
-        let weights_of = |tensors: fn(&BlockTensors) -> &[Tensor]| -> f64 {
-            let all = self.blocks_of(layer).flat_map(tensors);
-            let weights = all.filter(|tensor| tensor.kind.is_weight());
-            weights.map(Tensor::len).sum::<usize>() as f64
-        };
-        let [trained, frozen] = [BlockTensors::trained, BlockTensors::frozen].map(weights_of);
-        match &self.layers[layer] {
-            ModelLayer::Embedding => Products::default(),
-            ModelLayer::Stack(layer) => {
-                let weights = layer.products() as f64;
-                let share = if trained > 0.0 { trained / (trained + frozen) } else { 0.0 };
-                let channels = layer.attention_channels() as f64;
-                Products { weights, trained: share * weights, channels }
-            }
-            ModelLayer::Head(_) | ModelLayer::Classes(_) => {
-                Products { weights: trained + frozen, trained, channels: 0.0 }
-            }
-        }
-    }
-
-    /// FLOPs of the products of a visit: of these positions of sequences, at a layer that saves
-    /// these activations. A position attends to all before it, and to those of its own visit. In a
-    /// head, all positions count. The steps of a layer have the same share of it.
-    pub(crate) fn visit_flops(
-        &self,
-        layer: usize,
-        phase: Phase,
-        positions: impl IntoIterator<Item = Range<usize>>,
-        save: Option<Save>,
-    ) -> f64 {
-        let visited = &self.layers[layer];
-        let steps = self.first_ports[layer].len().max(1) as f64;
-        let Products { weights, trained, channels } = self.products(layer);
-        let mut forward = 0.0;
-        let mut of_gradients = 0.0;
-        let mut rows = 0.0;
-        for Range { start, end } in positions {
-            let [start, end] = [start as f64, end as f64];
-            let attention = channels * (end * end - start * start);
-            forward += 2.0 * (weights * (end - start) + attention);
-            of_gradients += 2.0 * (trained * (end - start) + attention);
-            rows += end - start;
-        }
-        let again = match (visited.is_head(), save) {
-            // A head's backward computes its logits, too.
-            (true, _) | (_, None) => 1.0,
-            (_, Some(Save::All)) => 0.0,
-            // Attention has about a third of a block's products.
-            (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
-        };
-        let of_layer = match phase {
-            Phase::Forward => forward,
-            Phase::Keys => {
-                let width = visited.stack().map_or(0, |layer| layer.kv_width());
-                2.0 * (self.shape.hidden * width) as f64 * rows * steps
-            }
-            Phase::Backward => (1.0 + again) * forward + of_gradients,
-        };
-        of_layer / steps
     }
 
     /// Refuses tensors that a checkpoint could not distinguish, and layers whose dropout masks
