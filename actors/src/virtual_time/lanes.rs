@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use tokio::sync::watch;
 
 use super::memory::Memory;
+use super::sharing::{Cost, Progress, share};
 use crate::fence::Done;
 use crate::operation::{Operation, Step};
 use crate::ports::{Lanes, Ports};
@@ -24,7 +25,7 @@ struct InOrder {
 struct Running {
     operation: Operation,
     begin: Duration,
-    end: Duration,
+    progress: Progress,
 }
 
 struct Inner {
@@ -32,10 +33,19 @@ struct Inner {
     queues: BTreeMap<Queue, InOrder>,
     memory: Memory,
     records: Vec<Record>,
-    durations: Box<dyn FnMut(&Operation) -> Duration + Send>,
+    costs: Box<dyn FnMut(&Operation) -> Cost + Send>,
 }
 
-/// Lanes that only count: each operation takes the time it is given.
+impl Inner {
+    /// Sets the speeds of operations that share resources, after one began or ended.
+    fn share(&mut self) {
+        let running = self.queues.values_mut().filter_map(|queue| queue.running.as_mut());
+        share(self.now, running.map(|running| &mut running.progress));
+    }
+}
+
+/// Lanes that only count: each operation takes the time it is given, and longer where it shares a
+/// resource that is full.
 pub struct VirtualLanes {
     inner: Mutex<Inner>,
     /// Operations queued and neither finished nor dropped.
@@ -43,14 +53,16 @@ pub struct VirtualLanes {
 }
 
 impl VirtualLanes {
-    /// Lanes on which each operation takes the time that `durations` says.
-    pub fn new(durations: impl FnMut(&Operation) -> Duration + Send + 'static) -> VirtualLanes {
+    /// Lanes on which each operation costs what `costs` says: a time, or a [`Cost`].
+    pub fn new<C: Into<Cost>>(
+        mut costs: impl FnMut(&Operation) -> C + Send + 'static,
+    ) -> VirtualLanes {
         let inner = Inner {
             now: Duration::ZERO,
             queues: BTreeMap::new(),
             memory: Memory::default(),
             records: Vec::new(),
-            durations: Box::new(durations),
+            costs: Box::new(move |operation| costs(operation).into()),
         };
         VirtualLanes { inner: Mutex::new(inner), left: watch::Sender::new(0) }
     }
@@ -95,13 +107,17 @@ impl VirtualLanes {
         inner.memory.begin(&operation);
         operation.begun();
         let begin = inner.now;
-        let end = begin + (inner.durations)(&operation);
-        queue.running = Some(Running { operation, begin, end });
+        let progress = Progress::new((inner.costs)(&operation), begin);
+        let shares = progress.shares();
+        queue.running = Some(Running { operation, begin, progress });
+        if shares {
+            inner.share();
+        }
     }
 
     /// The time at which the queue's running operation ends.
     pub(super) fn end_of(&self, queue: Queue) -> Option<Duration> {
-        self.lock().queues[&queue].running.as_ref().map(|running| running.end)
+        self.lock().queues[&queue].running.as_ref().map(|running| running.progress.end())
     }
 
     /// Ends the queue's running operation. The clock goes to its end, if it is not there yet.
@@ -109,10 +125,15 @@ impl VirtualLanes {
         let mut guard = self.lock();
         let inner = &mut *guard;
         let queue = inner.queues.get_mut(&queue).expect("end_of was asked");
-        let Running { operation, begin, end } = queue.running.take().expect("end_of was asked");
+        let Running { operation, begin, progress } =
+            queue.running.take().expect("end_of was asked");
+        let end = progress.end();
         inner.now = inner.now.max(end);
         inner.memory.end(&operation);
         inner.records.push(queue.scribe.record(&operation, begin, end));
+        if progress.shares() {
+            inner.share();
+        }
         drop(guard); // finishing wakes tasks and frees slots
         let value = if operation.work().has_value() { 1.0 } else { 0.0 };
         operation.finish(Ok(Done { begin, end, value }));

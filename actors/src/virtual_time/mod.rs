@@ -9,15 +9,16 @@
 
 mod lanes;
 mod memory;
+mod sharing;
 mod touch;
 mod world;
 
 use std::future::Future;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 pub use lanes::VirtualLanes;
 pub use memory::Memory;
+pub use sharing::{Cost, Use};
 pub use world::{Move, World};
 
 use crate::config::RingConfig;
@@ -25,18 +26,19 @@ use crate::operation::Operation;
 pub use crate::record::Record;
 use crate::relay::Relay;
 
-/// Runs a relay in virtual time: `main` drives it, and each operation takes what `durations` says.
-/// Returns the result of `main` and the timeline.
+/// Runs a relay in virtual time: `main` drives it, and each operation costs what `costs` says: a
+/// time, or a [`Cost`] with the resources that it shares. Returns the result of `main` and the
+/// timeline.
 ///
 /// # Errors
 /// Nothing could move, and no operation was left to move the clock. The error names the tasks that
 /// had not ended.
-pub fn run<T: 'static, F: Future<Output = T> + 'static>(
+pub fn run<T: 'static, C: Into<Cost>, F: Future<Output = T> + 'static>(
     config: RingConfig,
-    durations: impl FnMut(&Operation) -> Duration + Send + 'static,
+    costs: impl FnMut(&Operation) -> C + Send + 'static,
     main: impl FnOnce(Relay<VirtualLanes>) -> F,
 ) -> Result<(T, Vec<Record>), Vec<String>> {
-    let lanes = Arc::new(VirtualLanes::new(durations));
+    let lanes = Arc::new(VirtualLanes::new(costs));
     let (relay, tasks) = Relay::wire(config, lanes.clone());
     let mut world = World::new(lanes.clone());
     for task in tasks {
