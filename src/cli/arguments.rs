@@ -152,6 +152,16 @@ pub(super) struct PlanArguments {
     /// `torch.distributed.pipelining`: a row for each device, a layer being a stage.
     #[arg(long, value_name = "FILE")]
     pub(super) csv: Option<PathBuf>,
+    /// Plan for another machine: a file, or the name of one that comes with l2l (see
+    /// docs/machines.md). Several are compared, the fastest first.
+    #[arg(
+        long, value_name = "FILE|NAME", num_args = 1..,
+        conflicts_with_all = ["draw", "ranks", "devices", "forecast", "csv", "RateArguments"]
+    )]
+    pub(super) machine: Vec<String>,
+    /// With `--machine`: try each way in which its devices can share a step.
+    #[arg(long, requires = "machine")]
+    pub(super) layouts: bool,
     #[command(flatten)]
     pub(super) rates: RateArguments,
 }

@@ -14,6 +14,7 @@ mod fabric;
 mod generate;
 mod layers;
 mod longest;
+mod machines;
 mod observe;
 mod other_names;
 mod output;
@@ -62,6 +63,9 @@ pub(crate) fn run() -> Result<Exit, Error> {
         Command::Eval(arguments) => return eval::eval(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
         Command::Chat(arguments) => return chat::chat(&arguments),
+        Command::Plan(arguments) if !arguments.machine.is_empty() => {
+            return machines::compare(&arguments);
+        }
         Command::Plan(arguments) => return plan::plan(&arguments),
         Command::Tune(arguments) => {
             fabric::refuse_ranks("tune")?;

@@ -1,7 +1,7 @@
 //! How a key is checked by itself and beside others. The plan checks what the model and the machine
 //! allow.
 
-use super::ByteSize;
+use super::sizes::bytes_per_second;
 use crate::error::Error;
 
 /// Refuses a key whose value is not what it must be.
@@ -25,12 +25,6 @@ pub(super) fn is_not_negative(value: f64) -> bool {
 /// The value of a key that is a rate, in bytes a second.
 pub(super) fn rate(key: &str, text: Option<&str>) -> Result<Option<f64>, Error> {
     let Some(text) = text else { return Ok(None) };
-    let rate = text.strip_suffix("/s").and_then(|size| size.parse::<ByteSize>().ok());
-    match rate.and_then(|rate| rate.bytes()).filter(|&bytes| bytes > 0) {
-        Some(bytes) => Ok(Some(bytes as f64)),
-        None => {
-            let must = format_args!("must be a rate such as \"12GB/s\", not {text:?}");
-            Err(Error::config(key, must))
-        }
-    }
+    let must = || format!("must be a rate such as \"12GB/s\", not {text:?}");
+    bytes_per_second(text).map(Some).ok_or_else(|| Error::config(key, must()))
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, rate, refuse};
+use super::sizes::flops_per_second;
 use super::{ByteSize, Config, OnResume};
 use crate::error::Error;
 use crate::tensor::Dtype;
@@ -132,12 +133,8 @@ impl Config {
     pub fn flops_per_second(&self) -> Result<Option<f64>, Error> {
         const KEY: &str = "device.flop_rate";
         let Some(text) = self.device.flop_rate.as_deref() else { return Ok(None) };
-        // The prefixes of units are those of bytes.
-        let bytes = text.strip_suffix("FLOP/s").map(|number| format!("{number}B/s"));
-        bytes.and_then(|bytes| rate(KEY, Some(&bytes)).ok()).ok_or_else(|| {
-            let must = format_args!("must be a rate such as \"200GFLOP/s\", not {text:?}");
-            Error::config(KEY, must)
-        })
+        let must = || format!("must be a rate such as \"200GFLOP/s\", not {text:?}");
+        flops_per_second(text).map(Some).ok_or_else(|| Error::config(KEY, must()))
     }
 
     /// The number of devices.

@@ -46,6 +46,7 @@ pub(crate) use resume::OnResume;
 pub use ring::{ChannelsConfig, WatchdogConfig};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
+pub(crate) use sizes::{bytes_per_second, flops_per_second};
 pub use stash::{StashConfig, StashDtype, StashPlace};
 pub use step::StepConfig;
 pub use train::{LoraConfig, TrainConfig};

@@ -112,3 +112,14 @@ impl From<u64> for ByteSize {
         ByteSize(Some(bytes))
     }
 }
+
+/// Bytes a second, from a text such as `12GB/s`.
+pub(crate) fn bytes_per_second(text: &str) -> Option<f64> {
+    let bytes = text.strip_suffix("/s")?.parse::<ByteSize>().ok()?.bytes()?;
+    (bytes > 0).then_some(bytes as f64)
+}
+
+/// FLOP/s, from a text such as `200GFLOP/s`. The prefixes of units are those of bytes.
+pub(crate) fn flops_per_second(text: &str) -> Option<f64> {
+    bytes_per_second(&format!("{}B/s", text.strip_suffix("FLOP/s")?))
+}

@@ -6,10 +6,12 @@ use std::iter;
 use std::time::Duration;
 
 use l2l_actors::schedule::{LayerId, Phase, Share};
+use l2l_actors::virtual_time::Cost;
 use l2l_actors::work::{Lane, Work, WorkKind};
 use l2l_actors::{Operation, Record, Relay, virtual_time};
 
 use super::chunk_costs::ChunkCosts;
+use super::machine::Sharing;
 use super::{LayerTally, Ledger, Slice, SliceKind, Tally, WaitCause};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
@@ -47,6 +49,20 @@ pub struct Rates {
     /// The rate at which data come from the other processes of a run, on each of the two lanes of
     /// exchanges.
     pub(super) fabric: f64,
+    /// What lanes share; `None`: nothing.
+    sharing: Option<Sharing>,
+}
+
+/// The speeds that rates are derived from, a second.
+pub(super) struct Speeds {
+    /// FLOP of products.
+    pub(super) flops: f64,
+    /// Bytes that a layer reads and writes beside its products.
+    pub(super) activations: f64,
+    /// Bytes that a link moves, each way.
+    pub(super) link: f64,
+    /// Bytes that the host's memory moves.
+    pub(super) host: f64,
 }
 
 const PHASES: [Phase; 3] = [Phase::Forward, Phase::Keys, Phase::Backward];
@@ -75,21 +91,32 @@ impl Rates {
         Rates { fabric: rate, ..self }
     }
 
+    /// Takes what operations share into account.
+    pub(super) fn with_sharing(self, sharing: Sharing) -> Rates {
+        Rates { sharing: Some(sharing), ..self }
+    }
+
     /// Derives all rates from three: `flops` of the device a second, and the bytes a second that
     /// the `link` and the `host`'s memory move.
     pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
+        let emulated = config.flops_per_second().ok().flatten();
+        let (flops, activations) = match (emulated, config.device.kind) {
+            (Some(emulated), _) => (emulated, f64::INFINITY),
+            // Devices on one processor share its cores.
+            (None, DeviceKind::Cpu) => (flops / f64::from(config.devices()), host),
+            (None, DeviceKind::Cuda) => (flops, host),
+        };
+        Rates::of_speeds(config, model, Speeds { flops, activations, link, host })
+    }
+
+    /// Derives all rates from the speeds of a device and its host.
+    pub(super) fn of_speeds(config: &Config, model: &Model, speeds: Speeds) -> Rates {
+        let Speeds { flops, activations, link, host } = speeds;
         let positions = config.sequence_length(&model.shape).unwrap_or(1);
         // The mean chunk of a long sequence, or the whole sequence.
         let most = most_positions(config, model, Purpose::Train).unwrap_or(positions);
         let chunks = positions.div_ceil(most).max(1);
         let parts = chunks as f64;
-        let emulated = config.flops_per_second().ok().flatten();
-        let flops = match (emulated, config.device.kind) {
-            (Some(emulated), _) => emulated,
-            // Devices on one processor share its cores.
-            (None, DeviceKind::Cpu) => flops / f64::from(config.devices()),
-            (None, DeviceKind::Cuda) => flops,
-        };
         let mut compute = HashMap::new();
         let bytes = positions as f64 / parts * model.shape.hidden as f64 * size_of::<f32>() as f64;
         let save = config.schedule.recompute.keep();
@@ -99,8 +126,8 @@ impl Rates {
                     |phase| model.visit_flops(layer, phase, iter::once(0..positions), save) / parts;
                 let products = flops_of(phase);
                 // Each product reads and writes memory at least once, in proportion to its FLOPs.
-                let moved = 2.0 * bytes * (products / flops_of(Phase::Forward).max(1.0)) / host;
-                let moved = if emulated.is_some() { 0.0 } else { moved };
+                let share = products / flops_of(Phase::Forward).max(1.0);
+                let moved = 2.0 * bytes * share / activations;
                 compute.insert((layer as u32, phase), products / flops + moved);
             }
         }
@@ -117,6 +144,7 @@ impl Rates {
             update: host / 7.0,
             file: DISK,
             fabric: config.fabric_bytes_per_second().ok().flatten().unwrap_or(FABRIC),
+            sharing: None,
         }
     }
 
@@ -216,7 +244,17 @@ impl Rates {
         rates
     }
 
-    /// The duration of an operation.
+    /// What an operation costs.
+    fn cost(&self, operation: &Operation, costs: &ChunkCosts, on_device: bool) -> Cost {
+        let alone = self.time(operation, costs, on_device);
+        let Some(sharing) = self.sharing else { return alone.into() };
+        let row = operation.work().row();
+        let bytes = row.bytes(&operation.step().plan.schedule) as f64;
+        let uses = sharing.uses(row.kind, operation.device(), bytes / alone.as_secs_f64());
+        Cost { alone, uses }
+    }
+
+    /// The time of an operation that runs alone.
     fn time(&self, operation: &Operation, costs: &ChunkCosts, on_device: bool) -> Duration {
         let plan = &operation.step().plan;
         let row = operation.work().row();
@@ -369,7 +407,7 @@ impl Forecast {
         let on_device = plan.stash_on_device();
         let run = virtual_time::run(
             ring_config(model, plan, None),
-            move |operation| rates.time(operation, &costs, on_device),
+            move |operation| rates.cost(operation, &costs, on_device),
             async move |mut relay: Relay<_>| {
                 let observer = relay.observer();
                 let plan = relay.plan(schedule)?;
@@ -413,21 +451,20 @@ impl Forecast {
         resolved.for_each(|end| ledger.resolves(end));
         let seconds = (ends[STEPS - 1] - ends[STEPS - 2]).as_secs_f64();
         let tally = ledger.tally(ends[STEPS - 1]);
-        let waits = waits(&before, &tally, devices);
+        let waits = waits(&before, &tally);
         Forecast { seconds, slices, tally, waits, devices }
     }
 }
 
 /// The waits between two tallies, the longest first.
-fn waits(before: &Tally, tally: &Tally, devices: u32) -> Vec<Wait> {
+fn waits(before: &Tally, tally: &Tally) -> Vec<Wait> {
     let none = LayerTally::default();
     let mut waits = Vec::new();
     for (layer, of) in tally.layers.iter().enumerate() {
         let before = before.layers.get(layer).unwrap_or(&none);
         for cause in WaitCause::ALL {
             let time = of.waited[cause as usize].saturating_sub(before.waited[cause as usize]);
-            let seconds = time.as_secs_f64() / f64::from(devices);
-            waits.push(Wait { layer, cause, seconds });
+            waits.push(Wait { layer, cause, seconds: time.as_secs_f64() });
         }
     }
     waits.retain(|wait| wait.seconds > 0.0);

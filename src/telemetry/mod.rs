@@ -27,6 +27,7 @@ mod labels;
 mod ledger;
 mod list;
 mod log;
+mod machine;
 mod page;
 mod perfetto;
 #[cfg(feature = "metrics")]
@@ -52,6 +53,7 @@ pub use labels::{LabelValues, label_values};
 pub use ledger::Ledger;
 pub use list::{METRICS, Metric, MetricKind, Unit, samples};
 pub use log::EventLog;
+pub use machine::{MACHINES, Machine};
 pub use page::{Report, live};
 #[cfg(feature = "metrics")]
 pub use publish::{Histograms, describe, publish};

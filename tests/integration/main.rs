@@ -61,6 +61,7 @@ mod limits;
 mod longest;
 mod lora;
 #[cfg(feature = "tokenizers")]
+mod machines;
 mod multi_label;
 #[cfg(feature = "cli")]
 mod observed;

@@ -13,6 +13,8 @@ mod growth;
 mod tell;
 mod trial;
 
+pub(super) use trial::Layout;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;

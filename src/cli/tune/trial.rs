@@ -21,7 +21,7 @@ pub(super) struct Settings {
 
 /// The way in which devices share a step. It does not change the result.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Layout {
+pub(in crate::cli) struct Layout {
     pub(super) kind: ScheduleKind,
     pub(super) deal: Deal,
     pub(super) transfer: Transfer,
@@ -35,7 +35,7 @@ impl Layout {
 
     /// The layouts to try with a config, its own first. A config with keys that belong to one
     /// layout (a file, chunks, weights) keeps its layout.
-    pub(super) fn all(config: &Config) -> Vec<Layout> {
+    pub(in crate::cli) fn all(config: &Config) -> Vec<Layout> {
         let own = Layout::of(config);
         let is_bound = own.kind == ScheduleKind::File
             || config.schedule.chunks.is_some()
@@ -55,6 +55,12 @@ impl Layout {
             all.extend(others.into_iter().filter(|&layout| layout != own));
         }
         all
+    }
+
+    /// Sets a config's layout.
+    pub(in crate::cli) fn set(self, config: &mut Config) {
+        (config.schedule.kind, config.parallel.deal) = (self.kind, self.deal);
+        config.parallel.transfer = self.transfer;
     }
 
     /// The values of `schedule.kind`, `parallel.deal` and `parallel.transfer`, as the config has
@@ -99,8 +105,7 @@ impl Settings {
         config.step.micro_batch = self.micro_batch;
         config.step.chunk_positions = self.chunk;
         config.stash.place = self.place;
-        (config.schedule.kind, config.parallel.deal) = (self.layout.kind, self.layout.deal);
-        config.parallel.transfer = self.layout.transfer;
+        self.layout.set(&mut config);
         let channels = &mut config.channels;
         [channels.weights, channels.gradients, channels.reduced, channels.stash] = self.depths;
         config
@@ -159,12 +164,21 @@ impl std::fmt::Display for Settings {
         }
         match (self.layout.kind, self.layout.deal) {
             (ScheduleKind::Relay, Deal::Layers) => Ok(()),
-            (_, Deal::Layers) => write!(f, ", {}", self.layout.names()[0]),
-            (_, Deal::Sequences) => {
-                let sharded = self.layout.transfer == Transfer::Sharded;
-                let blocks = if sharded { ", blocks in shards" } else { "" };
-                write!(f, ", {}, sequences dealt{blocks}", self.layout.names()[0])
+            _ => write!(f, ", {}", self.layout),
+        }
+    }
+}
+
+impl std::fmt::Display for Layout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.names()[0])?;
+        match (self.kind, self.deal, self.transfer) {
+            (ScheduleKind::Relay, Deal::Layers, _) => f.write_str(", layers dealt"),
+            (_, Deal::Layers, _) => Ok(()),
+            (_, Deal::Sequences, Transfer::Sharded) => {
+                f.write_str(", sequences dealt, blocks in shards")
             }
+            (_, Deal::Sequences, _) => f.write_str(", sequences dealt"),
         }
     }
 }

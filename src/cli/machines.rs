@@ -1,0 +1,221 @@
+//! `l2l plan --machine`: what a run would take on machines that are not at hand.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use l2l::config::Format;
+use l2l::telemetry::{Forecast, MACHINES, Machine, WaitCause};
+use l2l::{Config, Error, Plan, largest_shape_of, model_of};
+use serde_json::json;
+
+use super::output::print;
+use super::tune::Layout;
+use super::{Exit, PlanArguments};
+
+/// Compares machines and, if asked, layouts of each.
+pub(super) fn compare(arguments: &PlanArguments) -> Result<Exit, Error> {
+    let (config, _) = arguments.common.read()?;
+    let machines: Vec<Machine> =
+        arguments.machine.iter().map(|name| find(name)).collect::<Result<_, _>>()?;
+    let mut rows = Vec::new();
+    for machine in &machines {
+        let here = machine.config(&config);
+        let layouts = Layout::all(&here);
+        let count = if arguments.layouts { layouts.len() } else { 1 };
+        for layout in layouts.into_iter().take(count) {
+            let mut here = here.clone();
+            layout.set(&mut here);
+            let found = Found::of(machine, &here);
+            let found = found.unwrap_or_else(Found::Refused);
+            rows.push(Row { machine, layout: layout.to_string(), found });
+        }
+    }
+    if rows.iter().all(|row| matches!(row.found, Found::Refused(_)))
+        && let Some(Row { found: Found::Refused(error), .. }) = rows.pop()
+    {
+        return Err(error);
+    }
+    rows.sort_by(|a, b| b.found.tokens_per_second().total_cmp(&a.found.tokens_per_second()));
+    match config.log.format {
+        Format::Json => rows.iter().for_each(|row| print(row.event())),
+        Format::Pretty => table(&rows),
+    }
+    let fits = rows.iter().any(|row| matches!(row.found, Found::Fits(_)));
+    Ok(if arguments.check && !fits { Exit::DoesNotFit } else { Exit::Well })
+}
+
+/// Reads a machine's file, or finds the one of this name.
+fn find(name: &str) -> Result<Machine, Error> {
+    let parse = |text: &str| {
+        Machine::parse(text)
+            .map_err(|problem| Error::Argument(format!("--machine {name}: {problem}")))
+    };
+    if let Some((_, text)) = MACHINES.iter().find(|(known, _)| *known == name) {
+        return parse(text);
+    }
+    match fs::read_to_string(name) {
+        Ok(text) => parse(&text),
+        Err(error) => {
+            let known = MACHINES.map(|(name, _)| name).join(", ");
+            Err(Error::Argument(format!(
+                "--machine {name}: {error}; it is no name of a machine either: {known}"
+            )))
+        }
+    }
+}
+
+/// A machine and a layout with what was found.
+struct Row<'m> {
+    machine: &'m Machine,
+    layout: String,
+    found: Found,
+}
+
+enum Found {
+    Fits(Answer),
+    Lacks(String),
+    Refused(Error),
+}
+
+/// The run of a plan that fits.
+struct Answer {
+    seconds: f64,
+    tokens_per_second: f64,
+    /// Tokens for one unit of the price.
+    tokens_per_price: Option<f64>,
+    device_bytes: u64,
+    host_bytes: u64,
+    file_bytes: u64,
+    /// The share of a step in which devices compute.
+    computes: f64,
+    /// The shares of the step in which they wait, the largest first.
+    waits: Vec<(WaitCause, f64)>,
+}
+
+impl Found {
+    fn of(machine: &Machine, config: &Config) -> Result<Found, Error> {
+        config.check()?;
+        let model = model_of(config, largest_shape_of(config)?)?;
+        let plan = Plan::of_rank(config, &model, &config.update_rule(), machine.share())?;
+        if let Some(lack) = machine.misfit(&plan) {
+            return Ok(Found::Lacks(lack));
+        }
+        let rates = machine.rates(config, &model)?;
+        let forecast = Forecast::of_plan(config, &model, &plan, &rates)?;
+        let tokens = (config.step.batch * plan.batch.positions) as f64;
+        let seconds = forecast.seconds;
+        let tokens_per_second = tokens / seconds;
+        Ok(Found::Fits(Answer {
+            seconds,
+            tokens_per_second,
+            tokens_per_price: machine.price_per_hour.map(|p| tokens_per_second * 3600.0 / p.0),
+            device_bytes: plan.device_bytes(),
+            host_bytes: plan.host_bytes(),
+            file_bytes: plan.file_bytes(),
+            computes: 1.0 - forecast.exposed_seconds() / seconds,
+            waits: waits(&forecast),
+        }))
+    }
+
+    fn tokens_per_second(&self) -> f64 {
+        match self {
+            Found::Fits(answer) => answer.tokens_per_second,
+            Found::Lacks(_) => 0.0,
+            Found::Refused(_) => -1.0,
+        }
+    }
+}
+
+/// The shares of a step in which devices wait for one cause, the largest first.
+fn waits(forecast: &Forecast) -> Vec<(WaitCause, f64)> {
+    let of = |cause| {
+        let waits = forecast.waits.iter().filter(|wait| wait.cause == cause);
+        (cause, waits.map(|wait| wait.seconds).sum::<f64>() / forecast.seconds)
+    };
+    let mut waits: Vec<_> = WaitCause::ALL.into_iter().map(of).collect();
+    waits.retain(|(_, share)| *share >= 0.005);
+    waits.sort_by(|a, b| b.1.total_cmp(&a.1));
+    waits
+}
+
+impl Row<'_> {
+    fn event(&self) -> serde_json::Value {
+        let mut event = json!({
+            "event": "machine", "machine": self.machine.name, "layout": self.layout,
+            "fits": matches!(self.found, Found::Fits(_)),
+        });
+        match &self.found {
+            Found::Lacks(why) => event["why_not"] = json!(why),
+            Found::Refused(error) => event["why_not"] = json!(error.to_string()),
+            Found::Fits(answer) => {
+                event["step_seconds"] = json!(answer.seconds);
+                event["tokens_per_second"] = json!(answer.tokens_per_second);
+                event["tokens_per_price"] = json!(answer.tokens_per_price);
+                event["device_bytes"] = json!(answer.device_bytes);
+                event["host_bytes"] = json!(answer.host_bytes);
+                event["file_bytes"] = json!(answer.file_bytes);
+                event["computes"] = json!(answer.computes);
+                let waits = answer.waits.iter().map(|(cause, share)| (cause.name(), *share));
+                event["waits"] = json!(waits.collect::<BTreeMap<_, _>>());
+            }
+        }
+        event
+    }
+}
+
+/// Prints the rows, in columns as wide as their widest cell.
+fn table(rows: &[Row<'_>]) {
+    let is_priced = rows.iter().any(|row| row.machine.price_per_hour.is_some());
+    let mut heads = vec!["machine", "layout", "step s", "tokens/s"];
+    heads.extend(is_priced.then_some("tokens/price"));
+    heads.extend(["device GB", "host GB", "computes", "waits"]);
+    let mut lines = vec![heads.into_iter().map(str::to_owned).collect::<Vec<_>>()];
+    for row in rows {
+        let mut line = vec![row.machine.name.clone(), row.layout.clone()];
+        match &row.found {
+            Found::Lacks(why) => line.push(format!("no: {why}")),
+            Found::Refused(error) => line.push(format!("no: {error}")),
+            Found::Fits(answer) => line.extend(answer.cells(is_priced)),
+        }
+        lines.push(line);
+    }
+    let width = |column: usize| {
+        // A refusal is longer than the columns that it takes the place of.
+        let cells = lines.iter().filter(|line| column < 2 || line.len() > 3);
+        cells.filter_map(|line| line.get(column)).map(|cell| cell.chars().count()).max()
+    };
+    for line in &lines {
+        let cells = line.iter().enumerate();
+        let padded = cells.map(|(at, cell)| format!("{cell:<0$}", width(at).unwrap_or(0)));
+        print(padded.collect::<Vec<_>>().join("  ").trim_end());
+    }
+}
+
+impl Answer {
+    fn cells(&self, is_priced: bool) -> Vec<String> {
+        let percent = |share: f64| format!("{:.0} %", 100.0 * share);
+        let gigabytes = |bytes: u64| format!("{:.1}", bytes as f64 / 1e9);
+        let mut cells = vec![format!("{:.3}", self.seconds), in_thousands(self.tokens_per_second)];
+        if is_priced {
+            cells.push(self.tokens_per_price.map_or("-".into(), in_thousands));
+        }
+        let waits =
+            self.waits.iter().map(|(cause, share)| format!("{} {}", cause.name(), percent(*share)));
+        cells.extend([gigabytes(self.device_bytes), gigabytes(self.host_bytes)]);
+        cells.extend([percent(self.computes), waits.collect::<Vec<_>>().join(", ")]);
+        cells
+    }
+}
+
+/// A number with commas between thousands.
+fn in_thousands(number: f64) -> String {
+    let digits = format!("{number:.0}");
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}

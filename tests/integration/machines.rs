@@ -1,0 +1,144 @@
+//! `l2l plan --machine`: forecasts for machines that are not at hand.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::program::{events, good, output};
+
+const SMALL: [&str; 9] = [
+    "plan",
+    EMPTY,
+    "--set",
+    "model.preset=llama-1b",
+    "--set",
+    "device.dtype=f16",
+    "--set",
+    "step.batch=16",
+    "--machine",
+];
+
+/// A config without keys.
+const EMPTY: &str = "/dev/null";
+
+/// The rows of a comparison.
+fn rows(arguments: &[&str]) -> Vec<Value> {
+    events(&good(&[&SMALL[..], arguments, &["--format", "json"]].concat()))
+}
+
+fn number(row: &Value, field: &str) -> f64 {
+    row[field].as_f64().unwrap_or_else(|| panic!("{field} of {row}"))
+}
+
+/// Of an H100 only the rates are given; what was measured is in benches/GPU.md.
+#[test]
+fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
+    let of = |sets: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        let common = ["data.train=random", "device.dtype=bf16", "schedule.recompute=true"];
+        let common: Vec<&str> = common.iter().flat_map(|set| ["--set", *set]).collect();
+        let more = ["--machine", "h100", "--format", "json", "--set", "model.dropout=0"];
+        let row = events(&good(&[&["plan", EMPTY], &sets[..], &common, &more].concat()));
+        [number(&row[0], "tokens_per_second"), 1.0 - number(&row[0], "computes")]
+    };
+    let llama = [
+        "model.preset=llama-7b",
+        "model.intermediate=14336",
+        "model.kv_heads=8",
+        "model.vocabulary=8192",
+        "data.sequence_length=2048",
+        "step.batch=32",
+    ];
+    let bert = ["model.preset=bert-large", "data.sequence_length=128", "step.batch=256"];
+    for (sets, [layers, micro], measured, waits) in [
+        (&llama[..], ["model.layers=16", "step.micro_batch=4"], 19_952.0, 0.05),
+        (&llama, ["model.layers=3", "step.micro_batch=4"], 90_039.0, 0.18),
+        (&llama, ["model.layers=6", "step.micro_batch=8"], 49_649.0, 0.105),
+        (&bert, ["model.layers=24", "step.micro_batch=64"], 105_930.0, 0.126),
+        (&bert, ["model.layers=24", "step.micro_batch=256"], 75_791.0, 0.47),
+    ] {
+        let [speed, waited] = of(&[sets, &[layers, micro]].concat());
+        assert!((speed / measured - 1.0).abs() < 0.1, "{layers} {micro}: {speed} of {measured}");
+        assert!((waited - waits).abs() < 0.12, "{layers} {micro}: waits {waited} of {waits}");
+    }
+}
+
+#[test]
+fn machines_and_layouts_are_compared() {
+    let found = rows(&["8x4090", "h100", "v100-512gb", "8xh100"]);
+    assert_eq!(found.len(), 4);
+    let speeds: Vec<f64> = found.iter().map(|row| number(row, "tokens_per_second")).collect();
+    assert!(speeds.is_sorted_by(|a, b| a >= b), "{speeds:?}");
+    assert_eq!(found[0]["machine"], "8 x H100 80 GB, 2 TB");
+    for row in &found {
+        assert_eq!(row["fits"], true);
+        let shares = row["waits"].as_object().expect("waits").values();
+        let waits: f64 = shares.map(|share| share.as_f64().expect("a share")).sum();
+        let all = number(row, "computes") + waits;
+        // Waits below half a percent are left out.
+        assert!((0.95..1.001).contains(&all), "{row}");
+        assert_eq!(row["tokens_per_price"], Value::Null);
+    }
+    // With layouts: the config's own is among them, and the fastest comes first.
+    let layouts = rows(&["8xh100", "--layouts"]);
+    let own = |row: &&Value| row["layout"] == "relay, layers dealt";
+    let own_row = layouts.iter().find(own).expect("the config's own");
+    assert_eq!(own_row["step_seconds"], found[0]["step_seconds"]);
+    assert!(layouts.len() > 3);
+    assert!(number(&layouts[0], "tokens_per_second") >= speeds[0]);
+    // Eight links ask for more than the host's memory moves.
+    let alone = rows(&["h100"]);
+    let gained = speeds[0] / number(&alone[0], "tokens_per_second");
+    assert!((1.0..8.0).contains(&gained), "{gained}");
+}
+
+#[test]
+fn what_a_machine_lacks_is_said() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let path = folder.path().join("small.toml");
+    let small = include_str!("../../machines/2x4090.toml");
+    let write = |text: String| fs::write(&path, text).expect("written");
+    let path = path.to_str().expect("UTF-8");
+    let one = |text: String| {
+        write(text);
+        rows(&[path, "h100"]).into_iter().find(|row| row["machine"] != "H100 80 GB, 128 GB")
+    };
+    let why = |text: String| one(text).expect("a row")["why_not"].to_string();
+    assert!(why(small.replace("\"120GB\"", "\"2GB\"")).contains("the host needs"));
+    assert!(why(small.replace("\"22.5GB\"", "\"20MB\"")).contains("a device needs"));
+    let no_f16 = why(small.replace("f16 = \"150TFLOP/s\", ", ""));
+    assert!(no_f16.contains("device.products.f16 has no such key"), "{no_f16}");
+    // A price gives tokens for it.
+    let priced = one(small.replace("name =", "price_per_hour = 2.0\nname =")).expect("a row");
+    let expected = number(&priced, "tokens_per_second") * 1800.0;
+    assert!((number(&priced, "tokens_per_price") / expected - 1.0).abs() < 1e-9);
+    // For people, in columns; and a script can ask whether it fits.
+    write(small.replace("\"120GB\"", "\"2GB\""));
+    let text = good(&[&SMALL[..], &[path, "h100"]].concat());
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].starts_with("machine") && lines[0].contains("tokens/s"), "{text}");
+    assert!(lines[2].contains("no: the host needs"), "{text}");
+    let checked = output(&[&SMALL[..], &[path, "--check"]].concat());
+    assert_eq!(checked.status.code(), Some(2));
+    good(&[&SMALL[..], &[path, "h100", "--check"]].concat());
+}
+
+#[test]
+fn bad_machines_are_refused() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let path = folder.path().join("bad.toml");
+    fs::write(&path, "name = \"a\"\nspeed = 3\n").expect("written");
+    let bad = path.to_str().expect("UTF-8");
+    for (arguments, says) in [
+        (&["10xh100"][..], "it is no name of a machine either: h100, 8xh100"),
+        (&[bad], "unknown field `speed`"),
+        (&["h100", "--csv", "a.csv"], "cannot be used with"),
+        (&["h100", "--tflops", "3"], "cannot be used with"),
+        (&["h100", "--set", "step.micro_batch=0"], "step.micro_batch"),
+        (&["v100-512gb", "--set", "device.dtype=bf16"], "device.products.bf16"),
+    ] {
+        let output = output(&[&SMALL[..], arguments].concat());
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && error.contains(says), "{says}: {error}");
+    }
+}
