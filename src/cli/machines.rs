@@ -100,7 +100,7 @@ impl Found {
         if let Some(lack) = machine.misfit(&plan) {
             return Ok(Found::Lacks(lack));
         }
-        let rates = machine.rates(config, &model)?;
+        let rates = machine.rates_of(config, &model)?;
         let forecast = Forecast::of_plan(config, &model, &plan, &rates)?;
         let tokens = (config.step.batch * plan.batch.positions) as f64;
         let seconds = forecast.seconds;
@@ -142,7 +142,7 @@ impl Row<'_> {
     fn event(&self) -> serde_json::Value {
         let mut event = json!({
             "event": "machine", "machine": self.machine.name, "layout": self.layout,
-            "fits": matches!(self.found, Found::Fits(_)),
+            "fits": matches!(self.found, Found::Fits(_)), "rates": self.machine.rates.name(),
         });
         match &self.found {
             Found::Lacks(why) => event["why_not"] = json!(why),
@@ -168,14 +168,14 @@ fn table(rows: &[Row<'_>]) {
     let is_priced = rows.iter().any(|row| row.machine.price_per_hour.is_some());
     let mut heads = vec!["machine", "layout", "step s", "tokens/s"];
     heads.extend(is_priced.then_some("tokens/price"));
-    heads.extend(["device GB", "host GB", "computes", "waits"]);
+    heads.extend(["device GB", "host GB", "computes", "rates", "waits"]);
     let mut lines = vec![heads.into_iter().map(str::to_owned).collect::<Vec<_>>()];
     for row in rows {
         let mut line = vec![row.machine.name.clone(), row.layout.clone()];
         match &row.found {
             Found::Lacks(why) => line.push(format!("no: {why}")),
             Found::Refused(error) => line.push(format!("no: {error}")),
-            Found::Fits(answer) => line.extend(answer.cells(is_priced)),
+            Found::Fits(answer) => line.extend(answer.cells(row.machine, is_priced)),
         }
         lines.push(line);
     }
@@ -192,7 +192,7 @@ fn table(rows: &[Row<'_>]) {
 }
 
 impl Answer {
-    fn cells(&self, is_priced: bool) -> Vec<String> {
+    fn cells(&self, machine: &Machine, is_priced: bool) -> Vec<String> {
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
         let gigabytes = |bytes: u64| format!("{:.1}", bytes as f64 / 1e9);
         let mut cells = vec![format!("{:.3}", self.seconds), in_thousands(self.tokens_per_second)];
@@ -202,7 +202,8 @@ impl Answer {
         let waits =
             self.waits.iter().map(|(cause, share)| format!("{} {}", cause.name(), percent(*share)));
         cells.extend([gigabytes(self.device_bytes), gigabytes(self.host_bytes)]);
-        cells.extend([percent(self.computes), waits.collect::<Vec<_>>().join(", ")]);
+        cells.extend([percent(self.computes), machine.rates.name().to_owned()]);
+        cells.push(waits.collect::<Vec<_>>().join(", "));
         cells
     }
 }

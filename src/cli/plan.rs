@@ -18,10 +18,9 @@ use super::output::{print, write_file};
 use super::{Exit, PlanArguments, RateArguments, longest, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
-    let PlanArguments {
-        common, draw: picture, check, ranks, devices, forecast, csv, rates, ..
-    } = arguments;
-    let given = rates;
+    let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, .. } =
+        arguments;
+    let given = &arguments.rates;
     let (mut config, layers) = common.read()?;
     if let Some(devices) = devices {
         set_devices(&mut config.device, devices.get());

@@ -37,8 +37,8 @@ impl Products {
 impl Model {
     /// Model FLOPs of training on sequences of these lengths, of which `labelled` positions have a
     /// label: 6 for each weight and token (for the head: each labelled token), and half of full
-    /// attention, less what a window leaves out. A frozen weight takes 4; below the lowest layer that is trained, weights and
-    /// attention take 2. Recomputation and padding are not counted.
+    /// attention, less what a window leaves out. A frozen weight takes 4; below the lowest layer
+    /// that is trained, weights and attention take 2. Recomputation and padding are not counted.
     pub fn training_flops(&self, lengths: &[usize], labelled: usize) -> f64 {
         self.training_flops_of(&LayerSelection::default(), lengths, labelled)
     }

@@ -135,8 +135,8 @@ pub(super) fn check_sizes(
 ) -> Result<(), Error> {
     // A schedule of more visits would take gigabytes.
     const VISITS: u128 = 1 << 22;
-    // 64 TiB: more than the memory of any host.
-    const FLOATS: u128 = 1 << 44;
+    // 4 PiB: more than the memory of all hosts of a run.
+    const FLOATS: u128 = 1 << 50;
     let shape = &model.shape;
     let devices = config.devices();
     let layers = model.layers.len() - 1;

@@ -21,6 +21,9 @@ pub struct Machine {
     pub name: String,
     /// The price of an hour of all hosts, in any currency.
     pub price_per_hour: Option<Positive>,
+    /// Where its rates come from.
+    #[serde(default)]
+    pub rates: RateSource,
     /// A host.
     pub host: MachineHost,
     /// The GPUs of a host, which are alike.
@@ -31,14 +34,35 @@ pub struct Machine {
     pub fabric: Option<MachineFabric>,
 }
 
+/// Where the rates of a machine come from.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum RateSource {
+    /// Data sheets, and machines that are alike.
+    #[default]
+    Assumed,
+    /// Runs on it.
+    Measured,
+}
+
+impl RateSource {
+    /// The word of a description.
+    pub fn name(self) -> &'static str {
+        match self {
+            RateSource::Assumed => "assumed",
+            RateSource::Measured => "measured",
+        }
+    }
+}
+
 /// `[host]`
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct MachineHost {
     /// Bytes that a run may use.
-    pub memory: Size,
+    pub memory: Bytes,
     /// Bytes a second that the memory moves: copies to devices, updates and sums share it.
-    pub stream: Rate,
+    pub stream: ByteRate,
 }
 
 /// `[device]`
@@ -48,13 +72,13 @@ pub struct MachineDevices {
     /// GPUs of a host.
     pub count: NonZeroU32,
     /// Bytes of each that a run may use.
-    pub memory: Size,
+    pub memory: Bytes,
     /// Bytes a second of its memory.
-    pub stream: Rate,
+    pub stream: ByteRate,
     /// FLOP/s of products of large matrices, by data type.
     pub products: ProductRates,
     /// Bytes a second between host and device, each way.
-    pub link: Rate,
+    pub link: ByteRate,
     /// Links that share a root.
     pub root: Option<MachineRoot>,
 }
@@ -66,7 +90,7 @@ pub struct MachineRoot {
     /// Devices of one root.
     pub devices: NonZeroU32,
     /// Bytes a second of a root, each way.
-    pub rate: Rate,
+    pub rate: ByteRate,
 }
 
 /// `device.products`
@@ -86,9 +110,9 @@ pub struct ProductRates {
 #[serde(deny_unknown_fields)]
 pub struct MachineDisk {
     /// Bytes that a run may use.
-    pub size: Size,
+    pub size: Bytes,
     /// Bytes a second, read or written.
-    pub rate: Rate,
+    pub rate: ByteRate,
 }
 
 /// `[fabric]`
@@ -98,18 +122,18 @@ pub struct MachineFabric {
     /// Hosts, each with a process.
     pub hosts: NonZeroU32,
     /// Bytes a second that a host receives.
-    pub rate: Rate,
+    pub rate: ByteRate,
 }
 
 /// Bytes, as `"80GB"`.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
 #[serde(try_from = "String")]
-pub struct Size(pub u64);
+pub struct Bytes(pub u64);
 
 /// Bytes a second, as `"55GB/s"`.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
 #[serde(try_from = "String")]
-pub struct Rate(pub f64);
+pub struct ByteRate(pub f64);
 
 /// FLOP/s, as `"400TFLOP/s"`.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
@@ -121,21 +145,21 @@ pub struct FlopRate(pub f64);
 #[serde(try_from = "f64")]
 pub struct Positive(pub f64);
 
-impl TryFrom<String> for Size {
+impl TryFrom<String> for Bytes {
     type Error = String;
 
-    fn try_from(text: String) -> Result<Size, String> {
+    fn try_from(text: String) -> Result<Bytes, String> {
         let bytes = text.parse::<ByteSize>()?.bytes().filter(|&bytes| bytes > 0);
-        bytes.map(Size).ok_or_else(|| format!("{text:?} is no size: write one as \"80GB\""))
+        bytes.map(Bytes).ok_or_else(|| format!("{text:?} is no size: write one as \"80GB\""))
     }
 }
 
-impl TryFrom<String> for Rate {
+impl TryFrom<String> for ByteRate {
     type Error = String;
 
-    fn try_from(text: String) -> Result<Rate, String> {
+    fn try_from(text: String) -> Result<ByteRate, String> {
         let wrong = || format!("{text:?} is no rate: write one as \"55GB/s\"");
-        bytes_per_second(&text).map(Rate).ok_or_else(wrong)
+        bytes_per_second(&text).map(ByteRate).ok_or_else(wrong)
     }
 }
 
@@ -207,7 +231,7 @@ impl Machine {
     ///
     /// # Errors
     /// The device has no products of the config's data type.
-    pub fn rates(&self, config: &Config, model: &Model) -> Result<Rates, Error> {
+    pub fn rates_of(&self, config: &Config, model: &Model) -> Result<Rates, Error> {
         let ProductRates { f32, f16, bf16 } = &self.device.products;
         let dtype = config.device.dtype;
         let products = match dtype {

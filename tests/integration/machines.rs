@@ -78,6 +78,8 @@ fn machines_and_layouts_are_compared() {
         // Waits below half a percent are left out.
         assert!((0.95..1.001).contains(&all), "{row}");
         assert_eq!(row["tokens_per_price"], Value::Null);
+        let is_measured = row["machine"] == "H100 80 GB, 128 GB";
+        assert_eq!(row["rates"], if is_measured { "measured" } else { "assumed" });
     }
     // With layouts: the config's own is among them, and the fastest comes first.
     let layouts = rows(&["8xh100", "--layouts"]);
