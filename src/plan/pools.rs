@@ -45,11 +45,22 @@ impl PlanSpec<'_> {
             let schedule = self.schedule(self.steps[0], share)?;
             let pools = self.pools_of(&schedule);
             if Exchanged::of(&StepPlan::new(schedule, pools)?) != exchanged {
+                let groups = config.parallel.groups;
+                let unlike = "different numbers, and their devices would need blocks in different \
+                              orders: set";
+                let relay = "(a relay with one device a process takes any number)";
+                if groups.is_multiple_of(ranks) {
+                    let whole = groups as usize * config.step.micro_batch;
+                    let problem = format_args!(
+                        "is {}, of whose long sequences {ranks} processes have {unlike} a multiple \
+                         of {whole} {relay}",
+                        config.step.batch
+                    );
+                    return Err(Error::config("step.batch", problem));
+                }
                 let problem = format_args!(
-                    "is {}, of which {ranks} processes have different numbers, and their devices \
-                     would need blocks in different orders: set {ranks}, {} or another {ranks} \
-                     times a power of two (a relay with one device a process takes any number)",
-                    config.parallel.groups,
+                    "is {groups}, of which {ranks} processes have {unlike} {ranks}, {} or another \
+                     {ranks} times a power of two {relay}",
                     2 * ranks
                 );
                 return Err(Error::config("parallel.groups", problem));

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use l2l::config::{Deal, EpsTier, Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
+use l2l::plan::RankShare;
 use l2l::{Config, Plan, model_of, shape_of};
 use proptest::prelude::*;
 use serde_json::Value;
@@ -142,6 +143,9 @@ proptest! {
         let case = Case { micro_batch: case.micro_batch.min(2), ..long_case(case) };
         let ways = long_ways(ways, true);
         let Shared { case, ways, ranks } = shared(case, ways, [ranks, groups], each);
+        // Devices of ranks with different numbers of chunks need blocks in different orders.
+        let count = if ways.devices > 1 { case.micro_batch } else { 1 };
+        let case = Case { batch: case.batch.next_multiple_of(count), ..case };
         let folder = tempfile::tempdir().expect("a place for files");
         let task = |ways: &Ways| {
             let mut config = config(&case, ways, length);
@@ -150,6 +154,28 @@ proptest! {
         };
         check_ranks(ranks, &ways, task);
     }
+}
+
+#[test]
+fn ranks_that_would_exchange_in_different_orders_are_refused() {
+    let problem = |groups: u32, batch: usize| {
+        let mut config = Config::default();
+        (config.model.positions, config.data.sequence_length) = (Some(129), Some(129));
+        (config.step.batch, config.step.micro_batch) = (batch, 2);
+        config.step.chunk_positions = CHUNK;
+        (config.parallel.groups, config.parallel.deal) = (groups, Deal::Sequences);
+        config.device.count = Some(2);
+        let model = model_of(&config, shape_of(&config).expect("a shape")).expect("a model");
+        let share = RankShare { rank: 0, ranks: 2 };
+        let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
+        plan.err().map(|error| error.to_string())
+    };
+    assert_eq!(problem(4, 8), None);
+    let of_batch = problem(4, 7).expect("chunks differ");
+    assert!(of_batch.contains("step.batch is 7") && of_batch.contains("a multiple of 8"));
+    let of_groups = problem(5, 10).expect("groups differ");
+    assert!(of_groups.contains("parallel.groups is 5, of which 2 processes"), "{of_groups}");
+    assert!(of_groups.contains("set 2, 4 or another 2 times a power of two"), "{of_groups}");
 }
 
 /// A run of long sequences goes on from a checkpoint, or from its files, with other numbers of
