@@ -1,6 +1,8 @@
 //! Finds CUDA's libraries, or says what to install. They are loaded when a config asks for CUDA,
 //! and not before.
 
+use std::borrow::Cow;
+use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -26,8 +28,13 @@ const INSTALL: [(&str, &str); 3] = [
     ),
 ];
 
-/// The driver, NVRTC and cuBLASLt, looked for on the loader's path, then in a folder.
+/// The driver, NVRTC and cuBLASLt, looked for on the loader's path, then in a folder. Without one,
+/// it is that of the Python environment which the program is installed in.
 pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
+    let program = env::current_exe().ok();
+    let beside = || program.as_deref().and_then(wheels_beside).map(Cow::Owned);
+    let folder = folder.map(Cow::Borrowed).or_else(beside);
+    let folder = folder.as_deref();
     // SAFETY: loading a library runs its initializers, which are NVIDIA's.
     let present: [fn() -> bool; 3] = unsafe {
         [
@@ -45,6 +52,17 @@ pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
         index += 1;
         Found { name, path: is_there.then(|| loaded(name)).flatten(), version, install }
     })
+}
+
+/// The folder of NVIDIA's wheels in the Python environment of a program: `bin/l2l` beside
+/// `lib/python3.12/site-packages/nvidia`.
+fn wheels_beside(program: &Path) -> Option<PathBuf> {
+    let lib = program.parent()?.parent()?.join("lib");
+    let versions = fs::read_dir(lib).ok()?.flatten();
+    let is_python =
+        |entry: &fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"python");
+    let folders = versions.filter(is_python).map(|entry| entry.path().join("site-packages/nvidia"));
+    folders.filter(|folder| folder.is_dir()).max()
 }
 
 /// The library that NVRTC opens by name when it first compiles. That of CUDA 13.0 does not look for
@@ -147,4 +165,24 @@ pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
         }
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wheels_are_found_beside_the_program() {
+        let environment = tempfile::tempdir().expect("a place for files");
+        let program = environment.path().join("bin/l2l");
+        assert_eq!(wheels_beside(&program), None);
+        let lib = environment.path().join("lib");
+        fs::create_dir_all(lib.join("python3.11/site-packages")).expect("written");
+        fs::create_dir_all(lib.join("other/site-packages/nvidia")).expect("written");
+        assert_eq!(wheels_beside(&program), None);
+        let wheels = lib.join("python3.11/site-packages/nvidia");
+        fs::create_dir(&wheels).expect("written");
+        assert_eq!(wheels_beside(&program), Some(wheels));
+        assert_eq!(wheels_beside(Path::new("l2l")), None);
+    }
 }
