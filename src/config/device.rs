@@ -28,6 +28,7 @@ pub struct DeviceConfig {
     pub ordinals: Option<Vec<usize>>,
     /// Folder with CUDA's libraries if they are not on the loader's path, for instance the one of
     /// the Python wheels `nvidia-cuda-nvrtc` and `nvidia-cublas`. Its subfolders are searched, too.
+    /// When it is absent, the wheels of the Python environment that has `l2l` are found.
     pub cuda_libraries: Option<PathBuf>,
     /// Folder that keeps compiled GPU kernels and the choices of `l2l bench --products` between
     /// runs. The command line sets it to a folder in the user's cache; the library keeps nothing
