@@ -5,10 +5,12 @@
 
 use rayon::prelude::*;
 
-use super::math::{exp, largest, sum_of};
+use super::math::{exp, largest, limit, limit_slope, sum_of};
 use super::product::{Matrix, Product, Start};
 use super::views::{Call, ComputeIn, CpuKernels};
-use crate::kernels::{Logits, RunsIn, STATISTICS, Score, ScoreBackward, Smoothing, label_of};
+use crate::kernels::{
+    LogitForm, Logits, RunsIn, STATISTICS, Score, ScoreBackward, Smoothing, label_of,
+};
 use crate::simd::Level;
 use crate::tensor::{Scratch, View};
 
@@ -25,7 +27,12 @@ impl ComputeIn for Score {
         let out = call.write(self.out);
         out.copy_from_slice(call.read(self.statistics));
         let h = call.read(self.h);
-        let head = Head { w: call.read(self.w), bias: call.read_if(self.bias), channels: c };
+        let head = Head {
+            w: call.read(self.w),
+            bias: call.read_if(self.bias),
+            channels: c,
+            form: self.form,
+        };
         let (gathered, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
         let mut rows = [0; CHUNK];
@@ -52,7 +59,8 @@ impl ComputeIn for Logits {
         let Logits { y, w, .. } = *self;
         let c = self.h.columns;
         let h = call.read(self.h);
-        let head = Head { w: call.read(w), bias: call.read_if(self.bias), channels: c };
+        let head =
+            Head { w: call.read(w), bias: call.read_if(self.bias), channels: c, form: self.form };
         let mut from = 0;
         let mut rows = [0; CHUNK];
         for y in call.write(y).chunks_mut(CHUNK * w.rows) {
@@ -108,7 +116,8 @@ impl CpuKernels<'_> {
             completed.copy_from_slice(known);
         }
         let mut gradients = [op.dw, op.dbias].map(|view| call.write_if(view));
-        let head = Head { w: call.read(op.w), bias: call.read_if(op.bias), channels: c };
+        let head =
+            Head { w: call.read(op.w), bias: call.read_if(op.bias), channels: c, form: op.form };
         let (gathered, workspace) = call.write(memory).split_at_mut(CHUNK * c);
         let (moved, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
@@ -181,6 +190,7 @@ struct Head<'a> {
     /// (V).
     bias: Option<&'a [f32]>,
     channels: usize,
+    form: LogitForm,
 }
 
 impl Head<'_> {
@@ -192,6 +202,18 @@ impl Head<'_> {
         let b = Matrix::rows(self.w, depth).transposed();
         let start = self.bias.map_or(Start::Zero, Start::Bias);
         Product { a, b, rows, depth, columns, start }.run(level, logits);
+        let LogitForm { scale, cap } = self.form;
+        if self.form != LogitForm::PLAIN {
+            logits.par_chunks_mut(columns).for_each(|row| {
+                level.run(
+                    #[inline(always)]
+                    || {
+                        row.iter_mut().for_each(|logit| *logit *= scale);
+                        limit(row, cap);
+                    },
+                );
+            });
+        }
     }
 }
 
@@ -240,25 +262,33 @@ fn slopes(
     rows: &[usize],
     op: &ScoreBackward<'_>,
 ) {
-    let ScoreBackward { loss, smoothing, scale, first, .. } = *op;
+    let ScoreBackward { loss, smoothing, scale, first, form, .. } = *op;
     let v = op.w.rows;
     logits.par_chunks_mut(v).zip(rows).for_each(|(logits, &row)| {
         let of_row = &statistics[row * STATISTICS..][..STATISTICS];
         let lse = of_row[0] + of_row[1].ln();
         let label = label_of(of_row) as usize;
         let [of_lse, of_target] = loss.slopes(lse, of_row[2]).map(|slope| scale * slope);
+        let target = label.checked_sub(first).filter(|&at| at < v);
+        let of_form = |logit: f32| form.scale * form.cap.map_or(1.0, |cap| limit_slope(logit, cap));
+        let slope_of_target = target.map_or(1.0, |at| of_form(logits[at]));
         level.run(
             #[inline(always)]
             || {
+                let each = of_target * smoothing.each;
+                if form != LogitForm::PLAIN {
+                    return logits.iter_mut().for_each(|logit| {
+                        *logit = of_form(*logit) * (of_lse * exp(*logit - lse) + each);
+                    });
+                }
                 logits.iter_mut().for_each(|logit| *logit = of_lse * exp(*logit - lse));
                 if smoothing != Smoothing::NONE {
-                    let each = of_target * smoothing.each;
                     logits.iter_mut().for_each(|logit| *logit += each);
                 }
             },
         );
-        if let Some(at) = label.checked_sub(first).filter(|&at| at < v) {
-            logits[at] += of_target * smoothing.own;
+        if let Some(at) = target {
+            logits[at] += slope_of_target * (of_target * smoothing.own);
         }
     });
 }
@@ -279,11 +309,38 @@ mod tests {
     use super::*;
     use crate::kernels::{CrossEntropy, Loss};
 
+    #[derive(Clone, Copy)]
+    struct Way {
+        smoothing: Smoothing,
+        form: LogitForm,
+    }
+
+    /// With label smoothing and without, and the other forms of logits.
+    fn ways(classes: usize) -> [Way; 4] {
+        let plain = Way { smoothing: Smoothing::NONE, form: LogitForm::PLAIN };
+        let smoothed = Way { smoothing: Smoothing::of(0.2, classes), ..plain };
+        let scaled = Way { form: LogitForm { scale: 0.7, cap: None }, ..plain };
+        let capped = Way { form: LogitForm { scale: 1.5, cap: Some(2.0) }, ..smoothed };
+        [plain, smoothed, scaled, capped]
+    }
+
+    impl Way {
+        fn has_bias(self) -> bool {
+            self.form == LogitForm::PLAIN
+        }
+    }
+
     /// The sum of the losses of labelled rows, computed from the whole vocabulary at once.
-    fn plain([h, w, bias]: [&[f64]; 3], labels: &[i32], c: usize, smoothing: Smoothing) -> f64 {
+    fn plain([h, w, bias]: [&[f64]; 3], labels: &[i32], c: usize, way: Way) -> f64 {
+        let Way { smoothing, form } = way;
+        let formed = |product: f64, bias: f64| match form.cap.map(f64::from) {
+            _ if form == LogitForm::PLAIN => product + bias,
+            None => f64::from(form.scale) * product,
+            Some(cap) => cap * (f64::from(form.scale) * product / cap).tanh(),
+        };
         let of_row = |(h, &label): (&[f64], &i32)| {
             let dot = |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>();
-            let logits: Vec<f64> = w.chunks(c).zip(bias).map(|(w, b)| dot(w) + b).collect();
+            let logits: Vec<f64> = w.chunks(c).zip(bias).map(|(w, b)| formed(dot(w), *b)).collect();
             let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
             let mean = f64::from(smoothing.each) * logits.iter().sum::<f64>();
             let own = |label: usize| f64::from(smoothing.own) * logits[label];
@@ -305,18 +362,18 @@ mod tests {
             let label = if row % 3 == 1 { -100 } else { (row % 40) as i32 };
             statistics.copy_from_slice(&[0.5, 1.5, 0.25, f32::from_bits(label as u32)]);
         }
-        let ways = [Smoothing::NONE, Smoothing::of(0.2, v)];
         let levels = Level::all().into_iter();
-        for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
+        for (level, way) in levels.flat_map(|level| ways(v).map(|way| (level, way))) {
+            let Way { smoothing, form } = way;
             let mut bench = Bench::new();
             let [h, w] = [&h, &w].map(|of| bench.tensor(c, &of.narrow));
-            let bias = Some(bench.tensor(v, &bias.narrow));
+            let bias = way.has_bias().then(|| bench.tensor(v, &bias.narrow));
             let statistics = bench.tensor(STATISTICS, &before);
             let [out, completed] = [(); 2].map(|()| bench.nan(rows, STATISTICS));
             let mut backward = |statistics: View| ScoreBackward {
                 dh: bench.nan(rows, c),
                 dw: Some(bench.tensor(c, &vec![1.0; v * c])),
-                dbias: Some(bench.tensor(v, &vec![1.0; v])),
+                dbias: bias.map(|_| bench.tensor(v, &vec![1.0; v])),
                 dh_before: None,
                 statistics,
                 h,
@@ -324,6 +381,7 @@ mod tests {
                 bias,
                 loss: &CrossEntropy,
                 smoothing,
+                form,
                 scale: 0.5,
                 first: 10,
                 labelled: 200,
@@ -331,7 +389,9 @@ mod tests {
             };
             let apart = backward(out);
             let at_once = backward(completed);
-            let score = Score { out, statistics, h, w, bias, first: 10, labelled: 200, smoothing };
+            let first = 10;
+            let labelled = 200;
+            let score = Score { out, statistics, h, w, bias, first, labelled, smoothing, form };
             bench.run(level, |k, scratch| {
                 k.score(&score, scratch);
                 k.score_backward(&apart, scratch);
@@ -349,11 +409,12 @@ mod tests {
     /// Statistics, dh, dw and dbias of a vocabulary that is scored tile by tile.
     fn scored(
         level: Level,
-        smoothing: Smoothing,
+        way: Way,
         [h, w, bias]: [&Noise; 3],
         labels: &[i32],
         tile: usize,
     ) -> [Vec<f32>; 4] {
+        let Way { smoothing, form } = way;
         let rows = labels.len();
         let c = h.narrow.len() / rows;
         let vocabulary = bias.narrow.len();
@@ -363,7 +424,7 @@ mod tests {
         let [h, w, bias] =
             [(h, c), (w, c), (bias, 1)].map(|(of, columns)| bench.tensor(columns, &of.narrow));
         let [dw, dbias] = [c, 1].map(|columns| bench.nan(vocabulary, columns));
-        let as_row = |view: View| Some(view.with_columns(view.len()));
+        let as_row = |view: View| way.has_bias().then(|| view.with_columns(view.len()));
         let tiles = || (0..vocabulary).step_by(tile).map(|at| at..vocabulary.min(at + tile));
         let mut statistics = bench.tensor(STATISTICS, &statistics);
         for tile in tiles() {
@@ -376,6 +437,7 @@ mod tests {
                 first: tile.start,
                 labelled: rows,
                 smoothing,
+                form,
             };
             bench.run(level, |k, scratch| k.score(&op, scratch));
             statistics = op.out;
@@ -393,6 +455,7 @@ mod tests {
                 bias: as_row(bias.row_range(tile.clone())),
                 loss: &CrossEntropy,
                 smoothing,
+                form,
                 scale: 0.5,
                 first: tile.start,
                 labelled: rows,
@@ -414,23 +477,24 @@ mod tests {
             let label =
                 |row: usize| if row % 3 == 1 { -100 } else { (row * 5 % vocabulary) as i32 };
             let labels: Vec<i32> = (0..rows).map(label).collect();
-            let ways = [Smoothing::NONE, Smoothing::of(0.2, vocabulary)];
             let levels = Level::all().into_iter();
-            for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
+            for (level, way) in levels.flat_map(|level| ways(vocabulary).map(|way| (level, way))) {
                 let [statistics, dh, dw, dbias] =
-                    scored(level, smoothing, [&h, &w, &bias], &labels, tile);
+                    scored(level, way, [&h, &w, &bias], &labels, tile);
                 let labelled = statistics.chunks_exact(STATISTICS).filter(|of| label_of(of) >= 0);
                 let losses = labelled.map(|of| CrossEntropy.value(of[0] + of[1].ln(), of[2]));
                 let loss: f64 = losses.map(f64::from).sum();
-                let expected = plain([&h.wide, &w.wide, &bias.wide], &labels, c, smoothing);
+                let expected = plain([&h.wide, &w.wide, &bias.wide], &labels, c, way);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
                 let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();
-                let by_w = |w: &[f64]| plain([&h.wide, w, &bias.wide], &labels, c, smoothing);
-                let by_bias = |bias: &[f64]| plain([&h.wide, &w.wide, bias], &labels, c, smoothing);
-                close(&dbias, &half(differences(&bias.wide, by_bias)), 1e-4);
+                let by_w = |w: &[f64]| plain([&h.wide, w, &bias.wide], &labels, c, way);
+                let by_bias = |bias: &[f64]| plain([&h.wide, &w.wide, bias], &labels, c, way);
+                if way.has_bias() {
+                    close(&dbias, &half(differences(&bias.wide, by_bias)), 1e-4);
+                }
                 close(&dw, &half(differences(&w.wide, by_w)), 1e-4);
                 if rows < 10 {
-                    let by_h = |h: &[f64]| plain([h, &w.wide, &bias.wide], &labels, c, smoothing);
+                    let by_h = |h: &[f64]| plain([h, &w.wide, &bias.wide], &labels, c, way);
                     close(&dh, &half(differences(&h.wide, by_h)), 1e-4);
                 }
             }

@@ -1,5 +1,5 @@
 //! Positions by rotation (Su et al. 2021), of the first and second half of each head's channels
-//! against each other, as transformers pairs them.
+//! against each other, as transformers pairs them, or of neighbours.
 
 use rayon::prelude::*;
 
@@ -17,7 +17,7 @@ impl Compute for Rotate<'_> {
         rows.for_each(|(row, qkv)| {
             let of_row =
                 if let [one] = &tables[..] { one } else { &tables[shape.batch.place(row).0] };
-            let RotaryTable { frequencies, pairs, scale } = *of_row;
+            let RotaryTable { frequencies, pairs, interleaved, scale } = *of_row;
             let position = shape.batch.position_in_document(row) as f32;
             let mut cos = [0.0; PAIRS];
             let mut sin = [0.0; PAIRS];
@@ -31,6 +31,13 @@ impl Compute for Rotate<'_> {
                 #[inline(always)]
                 || {
                     for head in qkv[..rotated].chunks_exact_mut(d) {
+                        if interleaved {
+                            let pairs = head[..2 * pairs].as_chunks_mut().0.iter_mut();
+                            for ([a, b], (cos, sin)) in pairs.zip(cos.iter().zip(&sin)) {
+                                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                            }
+                            continue;
+                        }
                         let (first, second) = head[..2 * pairs].split_at_mut(pairs);
                         let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
                         for ((a, b), (cos, sin)) in pairs {
@@ -76,6 +83,31 @@ mod tests {
             close(&bench.values(qkv), &expected, 1e-6);
             bench.run(level, |k, _| k.rotate(&Rotate { inverse: true, ..op }));
             close(&bench.values(qkv), &x.wide, 1e-6);
+        }
+    }
+
+    /// Neighbours are the two halves in another order.
+    #[test]
+    fn neighbours_rotate_as_halves_do() {
+        let halves = Rotary { part: 0.75, ..Rotary::new(100.0) };
+        let rotary = Rotary { interleaved: true, ..halves };
+        let shape = AttentionShape::causal(BatchMetadata::plain(&[0, 5, 9]).view(), [3, 1, 8]);
+        let x = noise(shape.rows() * shape.qkv_width(), 4).narrow;
+        // Three of four pairs rotate.
+        let order = [0, 3, 1, 4, 2, 5, 6, 7];
+        let ordered: Vec<f32> =
+            (0..x.len()).map(|at| x[at / 8 * 8 + [0, 2, 4, 1, 3, 5, 6, 7][at % 8]]).collect();
+        for (level, inverse) in Level::all().into_iter().flat_map(|l| [(l, false), (l, true)]) {
+            let mut bench = Bench::new();
+            let qkv = bench.tensor(shape.qkv_width(), &x);
+            let other = bench.tensor(shape.qkv_width(), &ordered);
+            bench.run(level, |k, _| {
+                k.rotate(&Rotate { qkv, rotary: &rotary, shape, inverse });
+                k.rotate(&Rotate { qkv: other, rotary: &halves, shape, inverse });
+            });
+            let halves = bench.values(other);
+            let expected = (0..x.len()).map(|at| halves[at / 8 * 8 + order[at % 8]]);
+            assert_eq!(bench.values(qkv), expected.collect::<Vec<_>>());
         }
     }
 

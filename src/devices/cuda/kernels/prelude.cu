@@ -282,11 +282,11 @@ struct Attention {
 };
 
 // How heads are rotated: the frequency of each pair of channels, and the factor of rotated channels. The first channel of
-// a pair is `pairs` before the second; channels behind the pairs stay as they are.
+// a pair is `pairs` before the second, or, if they are interleaved, one; channels behind the pairs stay as they are.
 struct Rotary {
     float frequencies[128];
     float scale;
-    int pairs;
+    int pairs, interleaved;
 };
 
 // The sequence of a row: its index, its first row, and its number of rows.

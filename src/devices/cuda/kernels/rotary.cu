@@ -1,5 +1,5 @@
 // Rotary position embeddings (Su et al. 2021). Of the channels of a head that rotate, channel i of the first half is paired
-// with channel i of the second half, as in transformers.
+// with channel i of the second half, as in transformers, or neighbours are paired.
 
 constexpr int PAIRS = sizeof(Rotary::frequencies) / sizeof(float);
 
@@ -27,6 +27,15 @@ extern "C" __global__ void rotate(T* qkv, Rotary rotary, const int* starts, cons
     qkv += row * (heads + size.kv_heads) * size.head_size;
     for (int index = threadIdx.x; index < heads * fours; index += blockDim.x) {
         const int head = index / fours, pair = 4 * (index % fours), count = pairs - pair;
+        if (rotary.interleaved) {
+            for (int i = 0; i < min(count, 4); ++i) {
+                T* const at = qkv + head * size.head_size + 2 * (pair + i);
+                const float a = get(at[0]), b = get(at[1]), cosine = cosines[pair + i], sine = sines[pair + i];
+                set(at[0], a * cosine - b * sine);
+                set(at[1], b * cosine + a * sine);
+            }
+            continue;
+        }
         T* const first = qkv + head * size.head_size + pair;
         T* const second = first + pairs;
         const Four a = read(first, count), b = read(second, count);
