@@ -438,7 +438,12 @@ fn wrong_views_of_heads_are_found() {
         accumulate: false,
     };
     found!(op, [dh, dw, dbias, dh_before, statistics, h, w, bias]);
+}
 
+#[test]
+fn wrong_views_of_classes_are_found() {
+    let statistics = float(R, STATISTICS);
+    let smoothing = Smoothing::NONE;
     let scores = element(3, N);
     let problem = ProblemType::SingleLabelClassification;
     let first = element(3, C);

@@ -148,12 +148,9 @@ mod tests {
         let lengths = [7, 90, 71];
         for (heads, kv_heads, window) in [(2, 2, None), (4, 2, Some(66)), (3, 1, Some(1))] {
             let metadata = BatchMetadata::plain(&starts);
-            let all = AttentionShape {
-                window,
-                scale: window.map(|_| 0.9),
-                cap: window.map(|_| 0.7),
-                ..AttentionShape::causal(metadata.view(), [heads, kv_heads, d])
-            };
+            let plain = AttentionShape::causal(metadata.view(), [heads, kv_heads, d]);
+            let [scale, cap] = [0.9, 0.7].map(|number| window.map(|_| number));
+            let all = AttentionShape { window, scale, cap, ..plain };
             let rows = all.rows();
             let qkv = noise(rows * all.qkv_width(), 1).narrow;
             for new in [[1, 1, 1], [3, 1, 2]] {

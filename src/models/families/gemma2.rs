@@ -1,5 +1,5 @@
-//! Gemma 2 (Gemma Team 2024): Gemma 3 with limits of attention's scores and of logits, without norms
-//! of queries and keys, with one kind of rotary positions, and with a window in every other block.
+//! Gemma 2 (Gemma Team 2024): Gemma 3 with limits of attention's scores and of logits, without
+//! norms of queries and keys, with one kind of rotary positions and a window in every other block.
 
 use serde_json::Value;
 

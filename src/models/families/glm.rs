@@ -1,5 +1,5 @@
-//! GLM-4-9B of 2024 (GLM Team 2024): Llama whose gate and up projection are one tensor, and of whose
-//! heads a part rotates, in pairs of neighbours.
+//! GLM-4-9B of 2024 (GLM Team 2024): Llama whose gate and up projection are one tensor, and of
+//! whose heads a part rotates, in pairs of neighbours.
 
 use serde_json::Value;
 

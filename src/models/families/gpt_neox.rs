@@ -1,6 +1,6 @@
-//! GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and feed-forward beside
-//! each other, a part of each head rotates, and one projection has queries, keys and values head by
-//! head.
+//! GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and feed-forward are
+//! beside each other, a part of each head rotates, and one projection has queries, keys and values
+//! head by head.
 
 use serde_json::{Value, json};
 
