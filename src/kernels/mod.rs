@@ -69,7 +69,7 @@ pub use operation::{KernelOperation, Named, Views};
 pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
 pub(crate) use rotary::PAIRS;
-pub use rotary::{LongRope, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
+pub use rotary::{LongRope, QueryGrowth, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
 pub use routing::{DROPPED, LimitExperts, MeasureRoutes, OF_SEQUENCE, RouteSlopes};
 pub use sinks::{Sink, SinkBackward};
 

@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, MinistralConfig, MistralConfig, Olmo2Config,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, Olmo2Config,
     Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig, SmolLM3Config, Starcoder2Config,
 )
 
@@ -102,9 +102,13 @@ FAMILIES["ministral"] = MinistralConfig(**DECODER, num_hidden_layers=3, num_atte
 FAMILIES["gpt_neox"] = GPTNeoXConfig(
     vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=56, initializer_range=0.2,
     max_position_embeddings=40, bos_token_id=None, eos_token_id=None, rope_parameters={"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.375})
+FAMILIES["ministral3"] = Ministral3Config(
+    **DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12,
+    rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 5.0, "original_max_position_embeddings": 8, "beta_fast": 8.0,
+                     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3})
 WINDOWED = {"cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
-CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
+CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
 
 
 def sequences(family, generator):

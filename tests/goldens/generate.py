@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, Cohere2Config, CohereConfig, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
+    AutoModelForCausalLM, Cohere2Config, CohereConfig, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
     Qwen3Config, SmolLM3Config, Starcoder2Config,
 )
 
@@ -61,6 +61,10 @@ FAMILIES = {
                              sliding_window=7, layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False),
     "gpt_neox": GPTNeoXConfig(**ALL, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=24,
                               max_position_embeddings=96, use_parallel_residual=False),
+    "ministral3": Ministral3Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+                                   rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 6.0, "beta_fast": 8.0,
+                                                    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                                    "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}

@@ -56,6 +56,7 @@ CASES = {
     "cohere2": dict(r=2, lora_alpha=3, target_modules=["v_proj", "up_proj", "down_proj"]),
     "ministral": dict(r=2, lora_alpha=3, target_modules=["q_proj", "o_proj"]),
     "gpt_neox": dict(r=3, lora_alpha=4, target_modules=ALL),
+    "ministral3": dict(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "gate_proj"]),
 }
 
 

@@ -41,7 +41,13 @@ fn configs_of_smollm3_and_olmo() {
 #[test]
 fn configs_with_factors_and_limits() {
     let folder = folder();
-    let cases: [(&str, Change, &str); 17] = [
+    let cases: [(&str, Change, &str); 19] = [
+        (
+            "ministral3",
+            |c| c["rope_parameters"]["llama_4_scaling_beta"] = Value::Null,
+            "is missing",
+        ),
+        ("ministral3", |c| c["rope_parameters"] = json!(3), "must be an object"),
         ("gemma2", |c| c["attn_logit_softcapping"] = json!(0), "must be above 0"),
         ("gemma2", |c| c["final_logit_softcapping"] = json!("x"), "must be a number"),
         ("gemma2", |c| c["query_pre_attn_scalar"] = json!(0), "must be at least 1"),

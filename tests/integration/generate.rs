@@ -64,6 +64,7 @@ async fn greedy_text_is_transformers() {
         "gpt_oss",
         "granite",
         "llama",
+        "ministral3",
         "mistral",
         "olmo3",
         "opt",

@@ -16,7 +16,7 @@ use crate::pytorch::{self, check, golden_of};
 
 /// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 29] = [
+const CASES: [&str; 30] = [
     "tied",
     "llama",
     "mistral",
@@ -46,6 +46,7 @@ const CASES: [&str; 29] = [
     "cohere2",
     "ministral",
     "gpt_neox",
+    "ministral3",
 ];
 
 fn adapters(name: &str) -> PathBuf {

@@ -106,7 +106,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 35] = [
+pub(crate) const FAMILIES: [&str; 36] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -128,6 +128,7 @@ pub(crate) const FAMILIES: [&str; 35] = [
     "llama-classes",
     "llama-tokens",
     "ministral",
+    "ministral3",
     "mistral",
     "mistral-classes",
     "olmo2",

@@ -132,11 +132,14 @@ pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize
 }
 
 /// The text's `Rotary`.
-pub(super) fn rotary_words(table: &RotaryTable) -> Words<{ PAIRS + 3 }> {
-    let RotaryTable { frequencies, pairs, interleaved, scale } = table;
-    let mut words = [0; PAIRS + 3];
+pub(super) fn rotary_words(table: &RotaryTable) -> Words<{ PAIRS + 5 }> {
+    let RotaryTable { frequencies, pairs, interleaved, growth, scale } = table;
+    let mut words = [0; PAIRS + 5];
     words[..PAIRS].copy_from_slice(&frequencies.map(f32::to_bits));
-    words[PAIRS..].copy_from_slice(&[scale.to_bits(), *pairs as u32, u32::from(*interleaved)]);
+    let interleaved = u32::from(*interleaved);
+    let [beta, positions] =
+        growth.map_or([0, 0], |growth| [growth.beta.to_bits(), growth.positions as u32]);
+    words[PAIRS..].copy_from_slice(&[scale.to_bits(), *pairs as u32, interleaved, beta, positions]);
     Words { name: "Rotary", words }
 }
 

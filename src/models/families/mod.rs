@@ -16,6 +16,7 @@ mod gpt_oss;
 mod granite;
 mod llama;
 mod ministral;
+mod ministral3;
 mod mistral;
 mod mixtral;
 mod olmo2;
@@ -197,7 +198,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 28] = [
+static FAMILIES: [&Names; 29] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
@@ -212,6 +213,7 @@ static FAMILIES: [&Names; 28] = [
     &granite::NAMES,
     &llama::NAMES,
     &ministral::NAMES,
+    &ministral3::NAMES,
     &mistral::NAMES,
     &mixtral::NAMES,
     &olmo2::NAMES,

@@ -372,7 +372,7 @@ class Attention(ctypes.Structure):
 
 class Rotary(ctypes.Structure):
     _fields_ = [("frequencies", ctypes.c_float * 128), ("scale", ctypes.c_float), ("pairs", ctypes.c_int),
-                ("interleaved", ctypes.c_int)]
+                ("interleaved", ctypes.c_int), ("beta", ctypes.c_float), ("positions", ctypes.c_int)]
 
 
 class Buffer:
@@ -1280,7 +1280,7 @@ def check_rotate(device, random, sequences, positions, heads, kv_heads, head_siz
         cosine, sine = scale * np.cos(angle), scale * np.sin(angle) * (-1 if back else 1)
         expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], 3)
         expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
-        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 0)
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 0, 0, 0)
         device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
         device.expect(qkv, expected, 1e-6)
         # Neighbours are paired.
@@ -1289,9 +1289,23 @@ def check_rotate(device, random, sequences, positions, heads, kv_heads, head_siz
         turned = np.stack([a * cosine - b * sine, b * cosine + a * sine], -1).reshape(*a.shape[:3], 2 * pairs)
         expected = np.concatenate([turned, rest], 3)
         expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
-        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 1)
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 1, 0, 0)
         device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
         device.expect(qkv, expected, 1e-6)
+        # Rotated channels of queries grow with their positions.
+        for interleaved in (0, 1):
+            qkv = device.elements(x, changes=True)
+            of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, interleaved, 0.4, 3)
+            a, b, rest = np.split(qkv.wide, [pairs, 2 * pairs], 3)
+            if interleaved:
+                a, b = qkv.wide[..., : 2 * pairs : 2], qkv.wide[..., 1 : 2 * pairs : 2]
+            turned = np.stack([a * cosine - b * sine, b * cosine + a * sine], -1 if interleaved else -2)
+            turned = turned.reshape(*a.shape[:3], 2 * pairs)
+            turned[:, :, :heads] *= (1 + 0.4 * np.log(1 + place // 3))[:, :, None, None]
+            expected = np.concatenate([turned, rest], 3)
+            expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
+            device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
+            device.expect(qkv, expected, 1e-6)
 
 
 def check_positions(device, random, sequences, positions, channels, **places):

@@ -287,6 +287,9 @@ struct Rotary {
     float frequencies[128];
     float scale;
     int pairs, interleaved;
+    // Queries have the factor 1 + beta ln(1 + floor(position / positions)), if `positions` is not 0.
+    float beta;
+    int positions;
 };
 
 // The sequence of a row: its index, its first row, and its number of rows.

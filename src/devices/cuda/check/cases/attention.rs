@@ -3,8 +3,8 @@
 use super::Cases;
 use crate::kernels::{
     Attention, AttentionBackward, AttentionShape, CachedAttention, ChunkKv, HeadNorm,
-    HeadNormBackward, LongRope, PAIRS, QueryKey, ReadKv, RegroupHeads, Rotary, RotaryScaling,
-    Rotate, Sink, SinkBackward, WriteKv,
+    HeadNormBackward, LongRope, PAIRS, QueryGrowth, QueryKey, ReadKv, RegroupHeads, Rotary,
+    RotaryScaling, Rotate, Sink, SinkBackward, WriteKv,
 };
 
 impl<'c> Cases<'c> {
@@ -51,7 +51,9 @@ impl<'c> Cases<'c> {
         });
         let all = [shape.rows(), shape.qkv_width()];
         const NEIGHBOURS: Rotary = Rotary { part: 0.5, interleaved: true, ..WHOLE };
-        for rotary in [&WHOLE, &HALF, &NEIGHBOURS] {
+        const GROWTH: QueryGrowth = QueryGrowth { beta: 0.5, positions: 3 };
+        const GROWING: Rotary = Rotary { growth: Some(GROWTH), ..WHOLE };
+        for rotary in [&WHOLE, &HALF, &NEIGHBOURS, &GROWING] {
             for inverse in [false, true] {
                 case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary, shape, inverse });
             }
