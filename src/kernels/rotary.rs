@@ -26,8 +26,8 @@ pub struct Rotary {
     pub scaling: RotaryScaling,
 }
 
-/// Queries that grow with their positions, so that attention stays sharp in long texts: their factor
-/// is 1 + beta ln(1 + ⌊position ÷ positions⌋) (Llama 4).
+/// Queries that grow with their positions, so that attention stays sharp in long texts. Their
+/// factor is 1 + beta ln(1 + ⌊position ÷ positions⌋) (Llama 4).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QueryGrowth {
     /// The factor of the logarithm.

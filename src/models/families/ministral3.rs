@@ -1,5 +1,5 @@
-//! Ministral 3, models of text (Mistral AI 2025): Mistral with YaRN, and queries that grow with their
-//! positions.
+//! Ministral 3, models of text (Mistral AI 2025): Mistral with YaRN, and queries that grow with
+//! their positions.
 
 use serde_json::{Value, json};
 
