@@ -48,7 +48,7 @@ impl Compute for Rotate<'_> {
                 },
             );
             if let Some(growth) = growth {
-                let factor = growth.factor(at as usize);
+                let factor = growth.factor(at);
                 qkv[..shape.width()].iter_mut().for_each(|query| *query *= factor);
             }
         });
