@@ -31,6 +31,26 @@ fn write(shape: &Shape) -> Value {
     config["attention_multiplier"] = shape.score_scale.into();
     config["embedding_multiplier"] = shape.embedding_scale.into();
     config["residual_multiplier"] = shape.residual_scale.into();
-    config["logits_scaling"] = (1.0 / shape.logits.scale).into();
+    config["logits_scaling"] = divisor(shape.logits.scale).into();
     config
+}
+
+/// The divisor with the fewest digits whose reciprocal is this factor: the one that was read.
+fn divisor(factor: f32) -> f32 {
+    let exact = 1.0 / f64::from(factor);
+    let rounded = |digits: usize| format!("{exact:.digits$}").parse().unwrap_or(exact as f32);
+    let is_it = |divisor: &f32| 1.0 / divisor == factor;
+    (0..9).map(rounded).find(is_it).unwrap_or(exact as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_divisor_is_written_as_it_was_read() {
+        for divisor_read in [1.0, 1.75, 3.0, 8.0, 13.7, 0.3] {
+            assert_eq!(divisor(1.0 / divisor_read), divisor_read);
+        }
+    }
 }
