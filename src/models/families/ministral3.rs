@@ -12,16 +12,19 @@ use crate::models::{Shape, Window};
 pub(super) static NAMES: Names = Names { family: "ministral3", read, write, ..SHARED };
 
 const ROPE: &str = "rope_parameters";
+const OLDER: &str = "rope_scaling";
 const BETA: &str = "llama_4_scaling_beta";
 const ORIGINAL: &str = "original_max_position_embeddings";
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     let mut all = keys.clone();
-    if given(keys, ROPE).is_none() {
-        all.insert(ROPE.into(), default_rotary());
+    // The older key wins where both are given, as in transformers.
+    let key = if given(keys, OLDER).is_some() { OLDER } else { ROPE };
+    if given(keys, key).is_none() {
+        all.insert(key.into(), default_rotary());
     }
     let shape = read_shared(&all, &NAMES, 10_000.0)?;
-    let growth = growth(all[ROPE].as_object().ok_or("rope_parameters must be an object")?)?;
+    let growth = growth(all[key].as_object().ok_or_else(|| format!("{key} must be an object"))?)?;
     let rotary = shape.rotary.map(|rotary| Rotary { growth: Some(growth), ..rotary });
     Ok(Shape {
         kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(8),
@@ -64,6 +67,7 @@ fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Ministral3");
     config["sliding_window"] = shape.window.map(|window| window.positions).into();
     if let Some(QueryGrowth { beta, positions }) = shape.rotary.and_then(|rotary| rotary.growth) {
+        config[OLDER] = Value::Null;
         config[ROPE][BETA] = beta.into();
         config[ROPE][ORIGINAL] = positions.into();
     }
