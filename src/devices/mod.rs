@@ -197,6 +197,11 @@ pub(crate) fn open(
             let problem = "is cuda: a loss of one's own runs on the cpu";
             Err(Error::config("device.kind", problem))
         }
+        DeviceKind::Cuda if model.shape.score_cap.is_some() => {
+            let problem = "is cuda: a limit of attention's scores (attn_logit_softcapping) is \
+                           built for the cpu alone";
+            Err(Error::config("device.kind", problem))
+        }
         DeviceKind::Cuda => {
             let gpus = config.device.gpus().into_iter();
             gpus.map(|ordinal| cuda::open(config, ordinal, model, floats, own)).collect()

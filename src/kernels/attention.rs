@@ -26,6 +26,10 @@ pub struct AttentionShape<'a> {
     pub causal: bool,
     /// The most positions that a query sees, its own included.
     pub window: Option<usize>,
+    /// The factor of scores; `None`: 1 ÷ √D.
+    pub scale: Option<f32>,
+    /// The limit of scores: a score s becomes cap tanh(s ÷ cap).
+    pub cap: Option<f32>,
     /// Dropout of the probabilities.
     pub dropout: Option<Dropout<'a>>,
 }
@@ -36,8 +40,17 @@ impl<'a> AttentionShape<'a> {
         batch: BatchView<'a>,
         [heads, kv_heads, head_size]: [usize; 3],
     ) -> AttentionShape<'a> {
-        let causal = true;
-        AttentionShape { batch, heads, kv_heads, head_size, causal, window: None, dropout: None }
+        AttentionShape {
+            batch,
+            heads,
+            kv_heads,
+            head_size,
+            causal: true,
+            window: None,
+            scale: None,
+            cap: None,
+            dropout: None,
+        }
     }
 
     /// R.
@@ -58,6 +71,11 @@ impl<'a> AttentionShape<'a> {
     /// (H + 2 K) D: channels of queries, keys and values side by side.
     pub fn qkv_width(&self) -> usize {
         self.width() + self.kv_width()
+    }
+
+    /// The factor of scores.
+    pub fn score_scale(&self) -> f32 {
+        self.scale.unwrap_or_else(|| 1.0 / (self.head_size as f32).sqrt())
     }
 
     /// Positions up to the last of a chunk: before + R.

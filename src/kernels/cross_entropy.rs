@@ -15,6 +15,25 @@ pub fn label_of(statistics: &[f32]) -> i32 {
     statistics[3].to_bits() as i32
 }
 
+/// How logits are made of the products of a head's input and weights. With a form other than the
+/// plain one, a head has no bias.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogitForm {
+    /// The factor of products.
+    pub scale: f32,
+    /// The limit of what is scaled: a logit l becomes cap tanh(l ÷ cap).
+    pub cap: Option<f32>,
+}
+
+impl LogitForm {
+    /// Logits are products.
+    pub const PLAIN: LogitForm = LogitForm { scale: 1.0, cap: None };
+
+    fn fits(self, bias: Option<View>) -> bool {
+        self == LogitForm::PLAIN || bias.is_none()
+    }
+}
+
 /// Adds a tile of the vocabulary to the statistics of each labelled position.
 #[derive(Clone, Copy, Debug)]
 pub struct Score {
@@ -34,6 +53,8 @@ pub struct Score {
     pub labelled: usize,
     /// Label smoothing.
     pub smoothing: Smoothing,
+    /// How logits are made.
+    pub form: LogitForm,
 }
 
 /// Computes the logits of the labelled positions, in order.
@@ -49,6 +70,8 @@ pub struct Logits {
     pub w: View,
     /// (1, V).
     pub bias: Option<View>,
+    /// How logits are made.
+    pub form: LogitForm,
 }
 
 /// dh = `dh_before` (or 0) + scale · d w, dw (+)= scale · dᵀ h. d is the gradient of the loss with
@@ -75,6 +98,8 @@ pub struct ScoreBackward<'a> {
     pub loss: &'a dyn Loss,
     /// As in [`Score`].
     pub smoothing: Smoothing,
+    /// How logits are made.
+    pub form: LogitForm,
     /// A factor.
     pub scale: f32,
     /// The tile's first row in the vocabulary.
@@ -86,7 +111,13 @@ pub struct ScoreBackward<'a> {
 }
 
 /// Declares the views that every operation of a tile reads.
-fn reads_tile(views: &mut Views<'_>, statistics: View, h: View, w: View, bias: Option<View>) {
+fn reads_tile(
+    views: &mut Views<'_>,
+    [statistics, h, w]: [View; 3],
+    bias: Option<View>,
+    form: LogitForm,
+) {
+    views.rule(form.fits(bias), "logits of another form than the plain one have no bias");
     views.reads("statistics", statistics, [h.rows, STATISTICS], Dtype::F32);
     views.reads("h", h, h.shape(), h.dtype);
     views.reads("w", w, [w.rows, h.columns], h.dtype);
@@ -95,28 +126,28 @@ fn reads_tile(views: &mut Views<'_>, statistics: View, h: View, w: View, bias: O
 
 impl KernelOperation for Score {
     fn views(&self, views: &mut Views<'_>) {
-        let Score { out, statistics, h, w, bias, .. } = *self;
+        let Score { out, statistics, h, w, bias, form, .. } = *self;
         // Each row of them holds a label, which is no number.
         views.writes_opaque("out", out, [h.rows, STATISTICS], Dtype::F32);
-        reads_tile(views, statistics, h, w, bias);
+        reads_tile(views, [statistics, h, w], bias, form);
     }
 }
 
 impl KernelOperation for Logits {
     fn views(&self, views: &mut Views<'_>) {
-        let Logits { y, statistics, h, w, bias } = *self;
+        let Logits { y, statistics, h, w, bias, form } = *self;
         views.writes("y", y, [y.rows, w.rows], Dtype::F32);
-        reads_tile(views, statistics, h, w, bias);
+        reads_tile(views, [statistics, h, w], bias, form);
     }
 }
 
 impl KernelOperation for ScoreBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, .. } = *self;
+        let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, form, .. } = *self;
         views.writes("dh", dh, h.shape(), Dtype::F32);
         views.writes("dw", dw, w.shape(), Dtype::F32);
         views.writes("dbias", dbias, [1, w.rows], Dtype::F32);
         views.reads("dh_before", dh_before, h.shape(), Dtype::F32);
-        reads_tile(views, statistics, h, w, bias);
+        reads_tile(views, [statistics, h, w], bias, form);
     }
 }

@@ -78,6 +78,17 @@ pub struct Residual<'a> {
     pub dropout: Option<Dropout<'a>>,
 }
 
+/// y = factor x. (R, C). `y` may be `x`.
+#[derive(Clone, Copy, Debug)]
+pub struct Scale {
+    /// Output. (R, C).
+    pub y: View,
+    /// Input. (R, C).
+    pub x: View,
+    /// The factor.
+    pub factor: f32,
+}
+
 /// Declares `x`, which has the shape of `y`, unless it is `y`: then the operation works in place.
 fn reads_unless_in_place(views: &mut Views<'_>, x: View, y: View) {
     if x != y {
@@ -98,6 +109,14 @@ impl KernelOperation for ApplyDropout<'_> {
         views.writes("y", y, y.shape(), y.dtype);
         reads_unless_in_place(views, x, y);
         check_mask(views, y, dropout);
+    }
+}
+
+impl KernelOperation for Scale {
+    fn views(&self, views: &mut Views<'_>) {
+        let Scale { y, x, .. } = *self;
+        views.writes("y", y, y.shape(), y.dtype);
+        reads_unless_in_place(views, x, y);
     }
 }
 

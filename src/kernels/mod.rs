@@ -50,16 +50,16 @@ pub use classes::{
 };
 pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};
-pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};
+pub use cross_entropy::{LogitForm, Logits, STATISTICS, Score, ScoreBackward, label_of};
 pub use custom::{CpuFunction, Custom, CustomKernel};
-pub use dropout::{ApplyDropout, Dropout, DropoutKey, MaskRows, Residual};
+pub use dropout::{ApplyDropout, Dropout, DropoutKey, MaskRows, Residual, Scale};
 pub use embedding::{AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward};
 pub use experts::{
     BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
     RowDots, RowWeights, SumRows, WeighRows,
 };
 pub use head_norm::{HeadNorm, HeadNormBackward, QueryKey};
-pub use kv_cache::{CachedAttention, ReadKv, WriteKv};
+pub use kv_cache::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
 pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};
 pub use loss::{CrossEntropy, Loss, Smoothing};
@@ -69,7 +69,7 @@ pub use operation::{KernelOperation, Named, Views};
 pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
 pub(crate) use rotary::PAIRS;
-pub use rotary::{LongRope, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
+pub use rotary::{LongRope, QueryGrowth, Rotary, RotaryScaling, RotaryTable, Rotate, Yarn};
 pub use routing::{DROPPED, LimitExperts, MeasureRoutes, OF_SEQUENCE, RouteSlopes};
 pub use sinks::{Sink, SinkBackward};
 
@@ -101,11 +101,13 @@ operations! {
         attention(Attention<'a>);
         write_kv(WriteKv<'a>);
         read_kv(ReadKv<'a>);
+        regroup_heads(RegroupHeads);
         cached_attention(CachedAttention<'a>);
         sink(Sink<'a>);
         sink_backward(SinkBackward<'a>);
         dropout(ApplyDropout<'a>);
         residual(Residual<'a>);
+        scale(Scale);
         cast(Cast);
         clear(Clear);
         dequantise(Dequantise);

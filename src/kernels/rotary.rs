@@ -17,8 +17,31 @@ pub struct Rotary {
     /// The part of a head's channels that rotates, from the first channel on: transformers'
     /// `partial_rotary_factor`.
     pub part: f64,
+    /// True when the channels of a pair are neighbours; false when they are half of what rotates
+    /// apart.
+    pub interleaved: bool,
+    /// How queries grow with their positions, if they do. All of a head rotates then.
+    pub growth: Option<QueryGrowth>,
     /// The scaling of frequencies for longer sequences.
     pub scaling: RotaryScaling,
+}
+
+/// Queries that grow with their positions, so that attention stays sharp in long texts. Their
+/// factor is 1 + beta ln(1 + ⌊position ÷ positions⌋) (Llama 4).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryGrowth {
+    /// The factor of the logarithm.
+    pub beta: f32,
+    /// The positions over which the factor is the same.
+    pub positions: usize,
+}
+
+impl QueryGrowth {
+    /// The factor of a query.
+    pub(crate) fn factor(&self, position: usize) -> f32 {
+        let turns = (1 + position / self.positions) as f64;
+        (1.0 + f64::from(self.beta) * turns.ln()) as f32
+    }
 }
 
 /// A scaling of the frequencies of [`Rotary`].
@@ -90,6 +113,10 @@ pub struct RotaryTable {
     pub frequencies: [f32; PAIRS],
     /// The number of pairs that rotate. The first channel of a pair is `pairs` before the second.
     pub pairs: usize,
+    /// True when the first channel of a pair is one before the second instead.
+    pub interleaved: bool,
+    /// As in [`Rotary`].
+    pub growth: Option<QueryGrowth>,
     /// The factor of rotated channels.
     pub scale: f32,
 }
@@ -97,7 +124,7 @@ pub struct RotaryTable {
 impl Rotary {
     /// Rotary positions of whole heads, without a scaling.
     pub const fn new(theta: f32) -> Rotary {
-        Rotary { theta, part: 1.0, scaling: RotaryScaling::None }
+        Rotary { theta, part: 1.0, interleaved: false, growth: None, scaling: RotaryScaling::None }
     }
 
     /// The number of channels of a head that rotate.
@@ -125,7 +152,8 @@ impl Rotary {
             | RotaryScaling::LongRope(LongRope { attention_factor, .. }) => attention_factor,
             _ => 1.0,
         };
-        RotaryTable { frequencies, pairs, scale }
+        let Rotary { interleaved, growth, .. } = *self;
+        RotaryTable { frequencies, pairs, interleaved, growth, scale }
     }
 
     /// The base of the frequencies in a sequence.
@@ -255,7 +283,7 @@ mod tests {
     #[test]
     fn a_part_of_a_head_rotates() {
         let rotary = Rotary { part: 0.75, ..Rotary::new(100.0) };
-        let RotaryTable { frequencies, pairs, scale } = rotary.table(8, 1);
+        let RotaryTable { frequencies, pairs, scale, .. } = rotary.table(8, 1);
         assert_eq!((pairs, scale), (3, 1.0));
         close(&frequencies[..3], &[1.0, 0.215_443_47, 0.046_415_888]);
         assert_eq!(frequencies[3], 0.0);

@@ -148,6 +148,10 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     assert!(dropout.is_some());
     found!(Residual { y: narrow, a: narrow, x: narrow, dropout }, [y, a, x]);
     found!(ApplyDropout { y: narrow, x: narrow, dropout }, [y, x]);
+    let thirds = element(R, 3 * C);
+    found!(RegroupHeads { y: thirds, x: thirds, heads: 1, back: true }, [y, x]);
+    assert!(panics(|| RegroupHeads { y: thirds, x: thirds, heads: C + 1, back: true }.check()));
+    found!(Scale { y: narrow, x: narrow, factor: 2.0 }, [y, x]);
     let rows = element(R + 1, C);
     assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no position");
     for quantisation in Quantisation::ALL {
@@ -407,9 +411,14 @@ fn wrong_views_of_heads_are_found() {
     let bias = Some(element(1, N));
     let statistics = float(R, STATISTICS);
     let smoothing = Smoothing::NONE;
-    let op = Score { out: statistics, statistics, h, w, bias, first: 0, labelled: R, smoothing };
+    let form = LogitForm::PLAIN;
+    let op =
+        Score { out: statistics, statistics, h, w, bias, first: 0, labelled: R, smoothing, form };
     found!(op, [out, statistics, h, w, bias]);
-    let op = Logits { y: float(8, N), statistics, h, w, bias };
+    let capped = Score { form: LogitForm { cap: Some(3.0), ..form }, ..op };
+    assert!(panics(|| capped.check()), "a bias");
+    Score { bias: None, ..capped }.check();
+    let op = Logits { y: float(8, N), statistics, h, w, bias, form };
     found!(op, [y, statistics, h, w, bias], any_rows: ["y"]);
     let op = ScoreBackward {
         dh: float(R, C),
@@ -422,13 +431,19 @@ fn wrong_views_of_heads_are_found() {
         bias,
         loss: &CrossEntropy,
         smoothing: Smoothing::NONE,
+        form,
         scale: 1.0,
         first: 0,
         labelled: R,
         accumulate: false,
     };
     found!(op, [dh, dw, dbias, dh_before, statistics, h, w, bias]);
+}
 
+#[test]
+fn wrong_views_of_classes_are_found() {
+    let statistics = float(R, STATISTICS);
+    let smoothing = Smoothing::NONE;
     let scores = element(3, N);
     let problem = ProblemType::SingleLabelClassification;
     let first = element(3, C);

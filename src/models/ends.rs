@@ -13,7 +13,7 @@ use crate::tensor::{Dtype, Scratch, View};
 
 /// The tensors of a norm of hidden states.
 fn norm_tensors(name: &str, shape: &Shape) -> Vec<Tensor> {
-    shape.norm_tensors(name, shape.hidden, !shape.rms_norm)
+    shape.norm_tensors(name, shape.hidden, shape.norms_shift())
 }
 
 /// The layer between the embedding and the first transformer block. It adds learned positions and
@@ -45,15 +45,14 @@ impl Stem {
     }
 
     fn sorted<V: Copy>(&self, views: &[V]) -> StemTensors<V> {
-        let Shape { learned_positions, token_types, rms_norm, .. } = self.shape;
+        let Shape { learned_positions, token_types, .. } = self.shape;
+        let shifts = self.shape.norms_shift();
         let mut views = views.iter().copied();
         let mut next = || views.next().expect("as `tensors` lists them");
         StemTensors {
             positions: learned_positions.map(|_| next()),
             kinds: (token_types > 0).then(&mut next),
-            norm: self
-                .has_norm()
-                .then(|| Affine { weight: next(), bias: (!rms_norm).then(&mut next) }),
+            norm: self.has_norm().then(|| Affine { weight: next(), bias: shifts.then(&mut next) }),
         }
     }
 
@@ -247,7 +246,7 @@ impl Final {
     /// The norm's tensors among the views: they follow those of a transform.
     fn norm_of<V: Copy>(&self, views: &[V]) -> Affine<V> {
         let at = if self.shape.masked_head() { 2 } else { 0 };
-        Affine { weight: views[at], bias: (!self.shape.rms_norm).then(|| views[at + 1]) }
+        Affine { weight: views[at], bias: self.shape.norms_shift().then(|| views[at + 1]) }
     }
 }
 

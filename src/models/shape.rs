@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::balance::Balance;
 use super::families::Names;
 use crate::kernels::{
-    Activation, ClampedGate, GateForm, LongRope, ProblemType, Rotary, RotaryScaling, Yarn,
+    Activation, ClampedGate, GateForm, LogitForm, LongRope, ProblemType, Rotary, RotaryScaling,
+    Yarn,
 };
 
 /// Probabilities of dropout.
@@ -162,17 +163,26 @@ pub enum NormPlaces {
     Behind,
     /// The sum of a branch and the residual stream is normed (BERT).
     BehindSums,
+    /// Both branches read the block's input, which one norm norms for both (Cohere).
+    BeforeBoth,
+    /// Both branches read the block's input, and each has a norm of its own (GPT-NeoX).
+    BeforeEach,
 }
 
 impl NormPlaces {
     /// True when the inputs of branches are normed.
     pub(crate) fn are_before(self) -> bool {
-        matches!(self, NormPlaces::Before | NormPlaces::Around)
+        !matches!(self, NormPlaces::Behind | NormPlaces::BehindSums)
     }
 
     /// True when the outputs of branches are normed.
     pub(crate) fn are_behind(self) -> bool {
         matches!(self, NormPlaces::Around | NormPlaces::Behind)
+    }
+
+    /// True when both branches read the block's input.
+    pub(crate) fn are_beside(self) -> bool {
+        matches!(self, NormPlaces::BeforeBoth | NormPlaces::BeforeEach)
     }
 
     /// True when sums are normed.
@@ -208,6 +218,10 @@ pub struct Shape {
     pub learned_positions: Option<usize>,
     /// The number of token types; 0: the model has none.
     pub token_types: usize,
+    /// The factor of attention's scores; `None`: 1 ÷ √D.
+    pub score_scale: Option<f32>,
+    /// The limit of attention's scores: a score s becomes cap tanh(s ÷ cap).
+    pub score_cap: Option<f32>,
     /// Rotary positions.
     pub rotary: Option<Rotary>,
     /// The last of every so many blocks has no rotary positions. 0: all blocks have them.
@@ -220,6 +234,8 @@ pub struct Shape {
     pub window: Option<Window>,
     /// True for a norm by root mean square alone (Zhang and Sennrich 2019).
     pub rms_norm: bool,
+    /// True when norms have no shifts, though they subtract the mean.
+    pub norms_only_scale: bool,
     /// Where the norms of a block stand.
     pub norms: NormPlaces,
     /// Added to the scales of norms: 1 if they are stored as differences from 1.
@@ -231,6 +247,8 @@ pub struct Shape {
     /// True when this norm spans all heads of the queries, and another one all heads of the keys.
     /// Queries then have as many heads as keys.
     pub joint_qk_norm: bool,
+    /// True when the projection gives queries, keys and values of each head side by side.
+    pub qkv_by_head: bool,
     /// True when each head of attention has a sink: a learned score that joins the softmax and has
     /// no value.
     pub sinks: bool,
@@ -251,6 +269,10 @@ pub struct Shape {
     pub dropout: Dropouts,
     /// The factor of embeddings.
     pub embedding_scale: f32,
+    /// The factor of a branch's output, before it is added to the residual stream.
+    pub residual_scale: f32,
+    /// How logits of the vocabulary are made.
+    pub logits: LogitForm,
     /// True when the head's table is the embedding's.
     pub tied: bool,
     /// The head, and its predictions.
@@ -342,6 +364,11 @@ impl Shape {
             }
             _ => self.dropout.classifier,
         }
+    }
+
+    /// True when norms have shifts beside their scales.
+    pub(crate) fn norms_shift(&self) -> bool {
+        !self.rms_norm && !self.norms_only_scale
     }
 
     /// True if a block has rotary positions, if the model has any.

@@ -16,7 +16,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, OPTConfig,
+    AutoModelForCausalLM, Cohere2Config, Gemma2Config, Gemma3TextConfig, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, OPTConfig,
     Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config,
 )
 
@@ -58,8 +58,11 @@ CASES = {
     "gpt_oss": GptOssConfig(**MOE, head_dim=12, num_local_experts=4, num_experts_per_tok=2, intermediate_size=14,
                             sliding_window=40, swiglu_limit=0.8, rope_parameters=dict(
                                 **YARN, beta_fast=8.0, beta_slow=1.0, truncate=False)),
+    "gemma2": Gemma2Config(**SIZES, head_dim=12, query_pre_attn_scalar=10, sliding_window=150, attn_logit_softcapping=2.0,
+                           final_logit_softcapping=6.0),
+    "cohere2": Cohere2Config(**SIZES, logit_scale=0.7, sliding_window=40, layer_types=["sliding_attention", "full_attention"]),
 }
-WINDOWED = {"qwen2", "mistral", "gemma3_text", "gpt_oss"}
+WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss"}
 families.CAUSAL |= CASES.keys()
 
 

@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Olmo2Config,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, Olmo2Config,
     Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig, SmolLM3Config, Starcoder2Config,
 )
 
@@ -83,9 +83,32 @@ FAMILIES["smollm3"] = SmolLM3Config(**DECODER, num_hidden_layers=4, num_attentio
                                     no_rope_layers=[1, 0, 1, 0])
 FAMILIES["starcoder2"] = Starcoder2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                                           sliding_window=5)
-WINDOWED = {"gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
+FAMILIES["gemma2"] = Gemma2Config(
+    **DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, head_dim=20, query_pre_attn_scalar=24,
+    sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=5.0)
+FAMILIES["granite"] = GraniteConfig(**DECODER, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                                    attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.35,
+                                    logits_scaling=1.75, tie_word_embeddings=True)
+FAMILIES["glm4"] = Glm4Config(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12)
+FAMILIES["glm"] = GlmConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                            attention_bias=False, tie_word_embeddings=True, partial_rotary_factor=0.375)
+FAMILIES["cohere"] = CohereConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, logit_scale=0.3,
+                                  attention_bias=True)
+FAMILIES["cohere2"] = Cohere2Config(**DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, logit_scale=0.8,
+                                    sliding_window=5, tie_word_embeddings=False,
+                                    layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+FAMILIES["ministral"] = MinistralConfig(**DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, head_dim=12,
+                                        sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+FAMILIES["gpt_neox"] = GPTNeoXConfig(
+    vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=56, initializer_range=0.2,
+    max_position_embeddings=40, bos_token_id=None, eos_token_id=None, rope_parameters={"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.375})
+FAMILIES["ministral3"] = Ministral3Config(
+    **DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12,
+    rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 5.0, "original_max_position_embeddings": 8, "beta_fast": 8.0,
+                     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3})
+WINDOWED = {"cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
-CAUSAL = {"gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
+CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
 
 
 def sequences(family, generator):

@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
+    AutoModelForCausalLM, Cohere2Config, CohereConfig, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
     Qwen3Config, SmolLM3Config, Starcoder2Config,
 )
 
@@ -49,6 +49,22 @@ FAMILIES = {
     "smollm3": SmolLM3Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                              no_rope_layer_interval=2),
     "starcoder2": Starcoder2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+    "gemma2": Gemma2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=10,
+                           query_pre_attn_scalar=16, sliding_window=7, attn_logit_softcapping=3.0, final_logit_softcapping=9.0,
+                           tie_word_embeddings=False),
+    "granite": GraniteConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=1.5),
+    "glm4": Glm4Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12),
+    "cohere": CohereConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, logit_scale=2.0,
+                           tie_word_embeddings=False),
+    "cohere2": Cohere2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, logit_scale=2.0,
+                             sliding_window=7, layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False),
+    "gpt_neox": GPTNeoXConfig(**ALL, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=24,
+                              max_position_embeddings=96, use_parallel_residual=False),
+    "ministral3": Ministral3Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+                                   rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 6.0, "beta_fast": 8.0,
+                                                    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                                    "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}

@@ -18,7 +18,7 @@ fn goldens() -> PathBuf {
 
 /// Trains with a config in a directory of its own, and expects a refusal that says all of this.
 #[track_caller]
-fn refused(folder: &TempDir, config: &str, says: &[&str]) {
+pub(crate) fn refused(folder: &TempDir, config: &str, says: &[&str]) {
     let path = folder.path().join("config.toml");
     fs::write(&path, config).expect("a directory of ours");
     let output = l2l(&["train", path.to_str().expect("UTF-8"), "--format", "json"]);
@@ -32,7 +32,7 @@ fn refused(folder: &TempDir, config: &str, says: &[&str]) {
     }
 }
 
-fn folder() -> TempDir {
+pub(crate) fn folder() -> TempDir {
     tempfile::tempdir().expect("a place for files")
 }
 
@@ -404,85 +404,6 @@ fn checkpoints_of_other_models() {
     refused(&folder, &strange, &["activation_function is \"mish\": known are gelu"]);
     let sized = checkpoint(&folder, |_| (), None) + "model.hidden = 3\n";
     refused(&folder, &sized, &["model.path has its own sizes"]);
-}
-
-/// Keys of real configs that are not built, or cannot be right.
-/// A config of a golden's model, whose `config.json` is changed.
-fn of_family(folder: &TempDir, family: &str, change: impl Fn(&mut Value)) -> String {
-    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(family);
-    let text = fs::read_to_string(goldens.join("config.json")).expect("it is committed");
-    let mut value: Value = serde_json::from_str(&text).expect("it is JSON");
-    change(&mut value);
-    let at = folder.path().join("model");
-    fs::create_dir_all(&at).expect("a directory of ours");
-    fs::write(at.join("config.json"), value.to_string()).expect("a directory of ours");
-    format!("model.path = \"{}\"\ndata.train = \"random\"\n", at.display())
-}
-
-type Change = fn(&mut Value);
-
-#[test]
-fn configs_of_smollm3_and_olmo() {
-    let folder = folder();
-    let cases: [(&str, Change, &str); 6] = [
-        ("smollm3", |c| c["no_rope_layers"] = json!([0, 1, 1, 0]), "in the last of every few"),
-        ("smollm3", |c| c["no_rope_layers"] = json!([1, 2, 1, 0]), "no_rope_layers has 2"),
-        ("smollm3", |c| c["use_sliding_window"] = json!(true), "use_sliding_window is true"),
-        ("olmo2", |c| c["num_key_value_heads"] = json!(1), "one norm spans all heads"),
-        ("olmo2", |c| c["rope_parameters"] = json!({ "x": {} }), "gemma3_text and olmo3 have"),
-        ("olmo3", |c| c["rope_parameters"] = json!({ "rope_theta": 5 }), "must have two objects"),
-    ];
-    for (family, change, says) in cases {
-        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
-    }
-}
-
-#[test]
-fn configs_of_other_families() {
-    let folder = folder();
-    let cases: [(&str, Change, &str); 21] = [
-        (
-            "llama",
-            |c| c["rope_parameters"]["rope_type"] = json!("ntk"),
-            "known are default, linear, dynamic",
-        ),
-        ("llama", |c| c["rope_parameters"]["rope_type"] = json!(7), "rope_type is 7"),
-        (
-            "llama",
-            |c| c["rope_parameters"]["factor"] = json!(0),
-            "factor must be given, at least 1",
-        ),
-        ("llama", |c| c["rope_scaling"] = json!("x"), "rope_scaling is \"x\""),
-        ("llama", |c| c["hidden_act"] = json!("mish"), "known are gelu"),
-        ("llama", |c| c["num_key_value_heads"] = json!(3), "model.kv_heads"),
-        ("llama", |c| c["head_dim"] = json!(7), "rotated in pairs"),
-        (
-            "qwen2",
-            |c| c["layer_types"] = json!(["sliding_attention", "full_attention"]),
-            "alternates",
-        ),
-        ("qwen2", |c| c["layer_types"] = json!(["full_attention"]), "a list of 2 kinds"),
-        ("bert", |c| c["type_vocab_size"] = json!(u64::MAX), "model.token_types is"),
-        ("bert", |c| c["tie_word_embeddings"] = json!(1), "must be true or false"),
-        ("opt", |c| c["do_layer_norm_before"] = json!(false), "Take another size"),
-        ("opt", |c| c["_remove_final_layer_norm"] = json!(true), "Take a checkpoint with one"),
-        ("opt", |c| c["word_embed_proj_dim"] = json!(24), "only hidden_size, which is 42, is"),
-        ("opt", |c| c["layerdrop"] = json!(0.1), "layerdrop is 0.1: only 0 is built. To leave"),
-        ("opt", |c| c["enable_bias"] = json!(false), "enable_bias is false: only true is built"),
-        ("opt", |c| c["layer_norm_elementwise_affine"] = json!(false), "only true is built"),
-        ("opt", |c| c["activation_function"] = json!("mish"), "known are gelu"),
-        ("opt", |c| c["num_attention_heads"] = json!(4), "hidden must be a multiple of heads"),
-        ("roberta", |c| c["pad_token_id"] = json!(u64::MAX), "max_position_embeddings must be"),
-        ("bert-classes", |c| c["problem_type"] = json!("regression"), "of 3 labels"),
-    ];
-    for (family, change, says) in cases {
-        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
-    }
-    let tokens = of_family(&folder, "opt", |_| ()) + "model.task = \"token-classification\"\n";
-    let says = "the family opt can only do causal-lm or sequence-classification";
-    refused(&folder, &tokens, &["model.task", says]);
-    let text = of_family(&folder, "bert", |_| ()).replace("random", "built-in");
-    refused(&folder, &text, &["no tokenizer.json in"]);
 }
 
 #[test]

@@ -24,7 +24,9 @@ use crate::whole;
 
 const CHUNK: usize = 128;
 
-const CASES: [&str; 11] = [
+const CASES: [&str; 13] = [
+    "cohere2",
+    "gemma2",
     "gemma3_text",
     "gpt2",
     "gpt_oss",

@@ -55,9 +55,16 @@ async fn generated(
 #[tokio::test]
 async fn greedy_text_is_transformers() {
     for family in [
+        "cohere",
+        "cohere2",
+        "gemma2",
+        "glm4",
         "gpt2",
+        "gpt_neox",
         "gpt_oss",
+        "granite",
         "llama",
+        "ministral3",
         "mistral",
         "olmo3",
         "opt",

@@ -16,7 +16,7 @@ use crate::pytorch::{self, check, golden_of};
 
 /// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 21] = [
+const CASES: [&str; 30] = [
     "tied",
     "llama",
     "mistral",
@@ -38,6 +38,15 @@ const CASES: [&str; 21] = [
     "olmo2",
     "starcoder2",
     "gpt_oss",
+    "gemma2",
+    "granite",
+    "glm4",
+    "glm",
+    "cohere",
+    "cohere2",
+    "ministral",
+    "gpt_neox",
+    "ministral3",
 ];
 
 fn adapters(name: &str) -> PathBuf {

@@ -6,6 +6,7 @@
 
 mod adapter_heads;
 #[cfg(feature = "cli")]
+mod bad_families;
 mod bad_input;
 #[cfg(all(feature = "cli", feature = "tokenizers"))]
 mod bad_records;

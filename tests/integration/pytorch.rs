@@ -7,6 +7,7 @@ use std::path::Path;
 
 use l2l::config::{GroupConfig, Recompute, ScheduleKind, StashPlace};
 use l2l::data::{Batch, Batches, Dataset, Predicts, Sequence};
+use l2l::kernels::LogitForm;
 use l2l::{Config, Trainer};
 use serde_json::{Value, json};
 
@@ -105,20 +106,29 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 27] = [
+pub(crate) const FAMILIES: [&str; 36] = [
     "bert",
     "bert-classes",
     "bert-tokens",
     "bert-value",
+    "cohere",
+    "cohere2",
     "distilbert",
     "distilbert-classes",
     "distilbert-tokens",
+    "gemma2",
     "gemma3_text",
+    "glm",
+    "glm4",
     "gpt2-classes",
     "gpt2-tokens",
+    "gpt_neox",
+    "granite",
     "llama",
     "llama-classes",
     "llama-tokens",
+    "ministral",
+    "ministral3",
     "mistral",
     "mistral-classes",
     "olmo2",
@@ -254,7 +264,12 @@ async fn logits_are_pytorchs() {
             let dot = move |w: &[f32]| w.iter().zip(h).map(|(w, h)| f64::from(w * h)).sum::<f64>();
             table.chunks(shape.hidden).zip(&bias).map(move |(w, b)| dot(w) + f64::from(*b))
         });
-        let found = rows.collect::<Vec<_>>();
+        let LogitForm { scale, cap } = shape.logits;
+        let formed = |product: f64| {
+            let scaled = f64::from(scale) * product;
+            cap.map(f64::from).map_or(scaled, |cap| cap * (scaled / cap).tanh())
+        };
+        let found = rows.map(formed).collect::<Vec<_>>();
         let expected = numbers(&golden, "logits");
         assert_eq!(found.len(), expected.len());
         let off = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);

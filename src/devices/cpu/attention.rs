@@ -9,7 +9,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::dropout::Row;
-use super::math::{dot, exp, largest, sum};
+use super::math::{dot, exp, largest, limit, limit_slope, sum};
 use super::product::{Matrix, Product, Start};
 use super::scattered::Scattered;
 use super::views::{Call, Compute, ComputeIn};
@@ -179,11 +179,7 @@ impl<'a> Head<'a> {
         Span::tiles(first.max(self.before), end.min(self.end))
     }
 
-    fn scale(&self) -> f32 {
-        1.0 / (self.size.head_size as f32).sqrt()
-    }
-
-    /// Scaled scores of queries and keys; −∞ where a query may not see a key.
+    /// Scores of queries and keys; −∞ where a query may not see a key.
     fn scores(
         &self,
         level: Level,
@@ -196,14 +192,18 @@ impl<'a> Head<'a> {
         let k = self.keys(kv, 0, keys);
         let sizes = [queries.len(), self.size.head_size, keys.len()];
         small(level, s, TILE, [q, k.transposed()], sizes, false);
-        let scale = self.scale();
+        let scale = self.size.score_scale();
+        let cap = self.size.cap;
         for (index, row) in s.chunks_mut(TILE).take(queries.len()).enumerate() {
             let (_, end) = self.document(queries.from + index);
             let last = if self.size.causal { end.min(queries.from + index + 1) } else { end };
             let seen = last.min(keys.to).saturating_sub(keys.from);
             level.run(
                 #[inline(always)]
-                || row[..seen].iter_mut().for_each(|s| *s *= scale),
+                || {
+                    row[..seen].iter_mut().for_each(|s| *s *= scale);
+                    limit(&mut row[..seen], cap);
+                },
             );
             row[seen..].fill(f32::NEG_INFINITY);
             let unseen = self.first_key(queries.from + index).saturating_sub(keys.from);
@@ -432,7 +432,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// Computes `p`, after dropout, and `ds` = scale p (dp − delta).
+    /// Computes `p`, after dropout, and `ds` = scale p (dp − delta), times the slope of the limit.
     fn fill(&mut self, level: Level, head: &Head<'_>, inputs: &Inputs<'_>, q: Span, k: Span) {
         let d = head.size.head_size;
         head.scores(level, &mut self.p, [inputs.qkv, inputs.kv], q, k);
@@ -440,7 +440,8 @@ impl Pair {
         let v = head.keys(inputs.kv, 1, k);
         small(level, &mut self.ds, TILE, [dy, v.transposed()], [q.len(), d, k.len()], false);
         head.drop_out(level, &mut self.ds, q, k);
-        let scale = head.scale();
+        let scale = head.size.score_scale();
+        let cap = head.size.cap;
         level.run(
             #[inline(always)]
             || {
@@ -449,9 +450,14 @@ impl Pair {
                     let at = head.statistic(q.from + index);
                     let lse = inputs.lse[at];
                     let delta = inputs.delta[at];
-                    for (p, ds) in p[..k.len()].iter_mut().zip(ds) {
+                    let slopes = &mut [1.0; TILE][..k.len()];
+                    if let Some(cap) = cap {
+                        let scores = p.iter().zip(&mut *slopes);
+                        scores.for_each(|(score, slope)| *slope = limit_slope(*score, cap));
+                    }
+                    for ((p, ds), slope) in p[..k.len()].iter_mut().zip(ds).zip(&*slopes) {
                         *p = exp(*p - lse);
-                        *ds = scale * *p * (*ds - delta);
+                        *ds = scale * *p * (*ds - delta) * slope;
                     }
                 }
             },

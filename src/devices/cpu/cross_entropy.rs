@@ -5,10 +5,12 @@
 
 use rayon::prelude::*;
 
-use super::math::{exp, largest, sum_of};
+use super::math::{exp, largest, limit, limit_slope, sum_of};
 use super::product::{Matrix, Product, Start};
 use super::views::{Call, ComputeIn, CpuKernels};
-use crate::kernels::{Logits, RunsIn, STATISTICS, Score, ScoreBackward, Smoothing, label_of};
+use crate::kernels::{
+    LogitForm, Logits, RunsIn, STATISTICS, Score, ScoreBackward, Smoothing, label_of,
+};
 use crate::simd::Level;
 use crate::tensor::{Scratch, View};
 
@@ -25,7 +27,12 @@ impl ComputeIn for Score {
         let out = call.write(self.out);
         out.copy_from_slice(call.read(self.statistics));
         let h = call.read(self.h);
-        let head = Head { w: call.read(self.w), bias: call.read_if(self.bias), channels: c };
+        let head = Head {
+            w: call.read(self.w),
+            bias: call.read_if(self.bias),
+            channels: c,
+            form: self.form,
+        };
         let (gathered, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
         let mut rows = [0; CHUNK];
@@ -52,7 +59,8 @@ impl ComputeIn for Logits {
         let Logits { y, w, .. } = *self;
         let c = self.h.columns;
         let h = call.read(self.h);
-        let head = Head { w: call.read(w), bias: call.read_if(self.bias), channels: c };
+        let head =
+            Head { w: call.read(w), bias: call.read_if(self.bias), channels: c, form: self.form };
         let mut from = 0;
         let mut rows = [0; CHUNK];
         for y in call.write(y).chunks_mut(CHUNK * w.rows) {
@@ -108,7 +116,8 @@ impl CpuKernels<'_> {
             completed.copy_from_slice(known);
         }
         let mut gradients = [op.dw, op.dbias].map(|view| call.write_if(view));
-        let head = Head { w: call.read(op.w), bias: call.read_if(op.bias), channels: c };
+        let head =
+            Head { w: call.read(op.w), bias: call.read_if(op.bias), channels: c, form: op.form };
         let (gathered, workspace) = call.write(memory).split_at_mut(CHUNK * c);
         let (moved, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
@@ -181,6 +190,7 @@ struct Head<'a> {
     /// (V).
     bias: Option<&'a [f32]>,
     channels: usize,
+    form: LogitForm,
 }
 
 impl Head<'_> {
@@ -192,6 +202,18 @@ impl Head<'_> {
         let b = Matrix::rows(self.w, depth).transposed();
         let start = self.bias.map_or(Start::Zero, Start::Bias);
         Product { a, b, rows, depth, columns, start }.run(level, logits);
+        let LogitForm { scale, cap } = self.form;
+        if self.form != LogitForm::PLAIN {
+            logits.par_chunks_mut(columns).for_each(|row| {
+                level.run(
+                    #[inline(always)]
+                    || {
+                        row.iter_mut().for_each(|logit| *logit *= scale);
+                        limit(row, cap);
+                    },
+                );
+            });
+        }
     }
 }
 
@@ -240,25 +262,33 @@ fn slopes(
     rows: &[usize],
     op: &ScoreBackward<'_>,
 ) {
-    let ScoreBackward { loss, smoothing, scale, first, .. } = *op;
+    let ScoreBackward { loss, smoothing, scale, first, form, .. } = *op;
     let v = op.w.rows;
     logits.par_chunks_mut(v).zip(rows).for_each(|(logits, &row)| {
         let of_row = &statistics[row * STATISTICS..][..STATISTICS];
         let lse = of_row[0] + of_row[1].ln();
         let label = label_of(of_row) as usize;
         let [of_lse, of_target] = loss.slopes(lse, of_row[2]).map(|slope| scale * slope);
+        let target = label.checked_sub(first).filter(|&at| at < v);
+        let of_form = |logit: f32| form.scale * form.cap.map_or(1.0, |cap| limit_slope(logit, cap));
+        let slope_of_target = target.map_or(1.0, |at| of_form(logits[at]));
         level.run(
             #[inline(always)]
             || {
+                let each = of_target * smoothing.each;
+                if form != LogitForm::PLAIN {
+                    return logits.iter_mut().for_each(|logit| {
+                        *logit = of_form(*logit) * (of_lse * exp(*logit - lse) + each);
+                    });
+                }
                 logits.iter_mut().for_each(|logit| *logit = of_lse * exp(*logit - lse));
                 if smoothing != Smoothing::NONE {
-                    let each = of_target * smoothing.each;
                     logits.iter_mut().for_each(|logit| *logit += each);
                 }
             },
         );
-        if let Some(at) = label.checked_sub(first).filter(|&at| at < v) {
-            logits[at] += of_target * smoothing.own;
+        if let Some(at) = target {
+            logits[at] += slope_of_target * (of_target * smoothing.own);
         }
     });
 }
@@ -274,166 +304,4 @@ fn add_rows(sum: &mut [f32], x: &[f32], accumulate: bool) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::oracle::{Bench, Noise, close, differences, noise};
-    use super::*;
-    use crate::kernels::{CrossEntropy, Loss};
-
-    /// The sum of the losses of labelled rows, computed from the whole vocabulary at once.
-    fn plain([h, w, bias]: [&[f64]; 3], labels: &[i32], c: usize, smoothing: Smoothing) -> f64 {
-        let of_row = |(h, &label): (&[f64], &i32)| {
-            let dot = |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>();
-            let logits: Vec<f64> = w.chunks(c).zip(bias).map(|(w, b)| dot(w) + b).collect();
-            let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
-            let mean = f64::from(smoothing.each) * logits.iter().sum::<f64>();
-            let own = |label: usize| f64::from(smoothing.own) * logits[label];
-            if label < 0 { 0.0 } else { total.ln() - own(label as usize) - mean }
-        };
-        h.chunks(c).zip(labels).map(of_row).sum()
-    }
-
-    #[test]
-    fn a_tile_scored_in_its_backward_has_the_same_bits() {
-        let rows = 300;
-        let c = 5;
-        let v = 20;
-        let h = noise(rows * c, 1);
-        let w = noise(v * c, 2);
-        let bias = noise(v, 3);
-        let mut before = vec![0.0; rows * STATISTICS];
-        for (row, statistics) in before.chunks_exact_mut(STATISTICS).enumerate() {
-            let label = if row % 3 == 1 { -100 } else { (row % 40) as i32 };
-            statistics.copy_from_slice(&[0.5, 1.5, 0.25, f32::from_bits(label as u32)]);
-        }
-        let ways = [Smoothing::NONE, Smoothing::of(0.2, v)];
-        let levels = Level::all().into_iter();
-        for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
-            let mut bench = Bench::new();
-            let [h, w] = [&h, &w].map(|of| bench.tensor(c, &of.narrow));
-            let bias = Some(bench.tensor(v, &bias.narrow));
-            let statistics = bench.tensor(STATISTICS, &before);
-            let [out, completed] = [(); 2].map(|()| bench.nan(rows, STATISTICS));
-            let mut backward = |statistics: View| ScoreBackward {
-                dh: bench.nan(rows, c),
-                dw: Some(bench.tensor(c, &vec![1.0; v * c])),
-                dbias: Some(bench.tensor(v, &vec![1.0; v])),
-                dh_before: None,
-                statistics,
-                h,
-                w,
-                bias,
-                loss: &CrossEntropy,
-                smoothing,
-                scale: 0.5,
-                first: 10,
-                labelled: 200,
-                accumulate: true,
-            };
-            let apart = backward(out);
-            let at_once = backward(completed);
-            let score = Score { out, statistics, h, w, bias, first: 10, labelled: 200, smoothing };
-            bench.run(level, |k, scratch| {
-                k.score(&score, scratch);
-                k.score_backward(&apart, scratch);
-                k.score_and_backward(&Score { out: completed, ..score }, &at_once, scratch);
-            });
-            let mut bits = |op: &ScoreBackward<'_>| {
-                let views = [Some(op.dh), op.dw, op.dbias, Some(op.statistics)];
-                let values = views.into_iter().flatten().flat_map(|view| bench.values(view));
-                values.map(f32::to_bits).collect::<Vec<_>>()
-            };
-            assert_eq!(bits(&apart), bits(&at_once));
-        }
-    }
-
-    /// Statistics, dh, dw and dbias of a vocabulary that is scored tile by tile.
-    fn scored(
-        level: Level,
-        smoothing: Smoothing,
-        [h, w, bias]: [&Noise; 3],
-        labels: &[i32],
-        tile: usize,
-    ) -> [Vec<f32>; 4] {
-        let rows = labels.len();
-        let c = h.narrow.len() / rows;
-        let vocabulary = bias.narrow.len();
-        let label = |label: &i32| [f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(*label as u32)];
-        let statistics: Vec<f32> = labels.iter().flat_map(label).collect();
-        let mut bench = Bench::new();
-        let [h, w, bias] =
-            [(h, c), (w, c), (bias, 1)].map(|(of, columns)| bench.tensor(columns, &of.narrow));
-        let [dw, dbias] = [c, 1].map(|columns| bench.nan(vocabulary, columns));
-        let as_row = |view: View| Some(view.with_columns(view.len()));
-        let tiles = || (0..vocabulary).step_by(tile).map(|at| at..vocabulary.min(at + tile));
-        let mut statistics = bench.tensor(STATISTICS, &statistics);
-        for tile in tiles() {
-            let op = Score {
-                out: bench.nan(rows, STATISTICS),
-                statistics,
-                h,
-                w: w.row_range(tile.clone()),
-                bias: as_row(bias.row_range(tile.clone())),
-                first: tile.start,
-                labelled: rows,
-                smoothing,
-            };
-            bench.run(level, |k, scratch| k.score(&op, scratch));
-            statistics = op.out;
-        }
-        let mut dh_before = None;
-        for tile in tiles().collect::<Vec<_>>().into_iter().rev() {
-            let op = ScoreBackward {
-                dh: bench.nan(rows, c),
-                dw: Some(dw.row_range(tile.clone())),
-                dbias: as_row(dbias.row_range(tile.clone())),
-                dh_before,
-                statistics,
-                h,
-                w: w.row_range(tile.clone()),
-                bias: as_row(bias.row_range(tile.clone())),
-                loss: &CrossEntropy,
-                smoothing,
-                scale: 0.5,
-                first: tile.start,
-                labelled: rows,
-                accumulate: false,
-            };
-            bench.run(level, |k, scratch| k.score_backward(&op, scratch));
-            dh_before = Some(op.dh);
-        }
-        let dh = dh_before.expect("there are tiles");
-        [statistics, dh, dw, dbias].map(|view| bench.values(view))
-    }
-
-    #[test]
-    fn tiles_are_one_softmax_forward_and_backward() {
-        for (rows, c, vocabulary, tile) in [(3, 5, 7, 7), (6, 4, 11, 3), (300, 3, 20, 8)] {
-            let h = noise(rows * c, 1);
-            let w = noise(vocabulary * c, 2);
-            let bias = noise(vocabulary, 3);
-            let label =
-                |row: usize| if row % 3 == 1 { -100 } else { (row * 5 % vocabulary) as i32 };
-            let labels: Vec<i32> = (0..rows).map(label).collect();
-            let ways = [Smoothing::NONE, Smoothing::of(0.2, vocabulary)];
-            let levels = Level::all().into_iter();
-            for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
-                let [statistics, dh, dw, dbias] =
-                    scored(level, smoothing, [&h, &w, &bias], &labels, tile);
-                let labelled = statistics.chunks_exact(STATISTICS).filter(|of| label_of(of) >= 0);
-                let losses = labelled.map(|of| CrossEntropy.value(of[0] + of[1].ln(), of[2]));
-                let loss: f64 = losses.map(f64::from).sum();
-                let expected = plain([&h.wide, &w.wide, &bias.wide], &labels, c, smoothing);
-                assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
-                let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();
-                let by_w = |w: &[f64]| plain([&h.wide, w, &bias.wide], &labels, c, smoothing);
-                let by_bias = |bias: &[f64]| plain([&h.wide, &w.wide, bias], &labels, c, smoothing);
-                close(&dbias, &half(differences(&bias.wide, by_bias)), 1e-4);
-                close(&dw, &half(differences(&w.wide, by_w)), 1e-4);
-                if rows < 10 {
-                    let by_h = |h: &[f64]| plain([h, &w.wide, &bias.wide], &labels, c, smoothing);
-                    close(&dh, &half(differences(&h.wide, by_h)), 1e-4);
-                }
-            }
-        }
-    }
-}
+mod tests;

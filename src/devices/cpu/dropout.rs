@@ -7,7 +7,7 @@
 use rayon::prelude::*;
 
 use super::views::{Call, Compute, CpuKernels};
-use crate::kernels::{ApplyDropout, Dropout, Residual, Runs};
+use crate::kernels::{ApplyDropout, Dropout, Residual, Runs, Scale};
 use crate::simd::Level;
 use crate::tensor::View;
 
@@ -26,6 +26,26 @@ impl Compute for Residual<'_> {
         apply(level, call, self.y, Some(self.a), self.x, self.dropout);
     }
 }
+
+impl Compute for Scale {
+    fn compute(&self, level: Level, call: &Call<'_>) {
+        let Scale { y, x, factor } = *self;
+        let read = (x != y).then(|| call.read(x));
+        let y = call.write(y);
+        if let Some(x) = read {
+            y.copy_from_slice(x);
+        }
+        y.par_chunks_mut(PIECE).for_each(|y| {
+            level.run(
+                #[inline(always)]
+                || y.iter_mut().for_each(|y| *y *= factor),
+            );
+        });
+    }
+}
+
+/// Floats of one task, about.
+const PIECE: usize = 16384;
 
 /// Counters that are drawn from at once. With fewer, the compiler makes no vector instructions.
 const LANES: usize = 16;
@@ -115,8 +135,6 @@ fn apply(
     x: View,
     dropout: Option<Dropout<'_>>,
 ) {
-    /// Floats of one task, about.
-    const PIECE: usize = 16384;
     let channels = y.columns;
     let x = call.read_if(Some(x).filter(|x| *x != y));
     let a = call.read_if(a);

@@ -1,5 +1,5 @@
 //! Positions by rotation (Su et al. 2021), of the first and second half of each head's channels
-//! against each other, as transformers pairs them.
+//! against each other, as transformers pairs them, or of neighbours.
 
 use rayon::prelude::*;
 
@@ -17,8 +17,9 @@ impl Compute for Rotate<'_> {
         rows.for_each(|(row, qkv)| {
             let of_row =
                 if let [one] = &tables[..] { one } else { &tables[shape.batch.place(row).0] };
-            let RotaryTable { frequencies, pairs, scale } = *of_row;
-            let position = shape.batch.position_in_document(row) as f32;
+            let RotaryTable { frequencies, pairs, interleaved, growth, scale } = *of_row;
+            let at = shape.batch.position_in_document(row);
+            let position = at as f32;
             let mut cos = [0.0; PAIRS];
             let mut sin = [0.0; PAIRS];
             for pair in 0..pairs {
@@ -31,6 +32,13 @@ impl Compute for Rotate<'_> {
                 #[inline(always)]
                 || {
                     for head in qkv[..rotated].chunks_exact_mut(d) {
+                        if interleaved {
+                            let pairs = head[..2 * pairs].as_chunks_mut().0.iter_mut();
+                            for ([a, b], (cos, sin)) in pairs.zip(cos.iter().zip(&sin)) {
+                                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                            }
+                            continue;
+                        }
                         let (first, second) = head[..2 * pairs].split_at_mut(pairs);
                         let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
                         for ((a, b), (cos, sin)) in pairs {
@@ -39,6 +47,10 @@ impl Compute for Rotate<'_> {
                     }
                 },
             );
+            if let Some(growth) = growth {
+                let factor = growth.factor(at);
+                qkv[..shape.width()].iter_mut().for_each(|query| *query *= factor);
+            }
         });
     }
 }
@@ -47,7 +59,7 @@ impl Compute for Rotate<'_> {
 mod tests {
     use super::super::oracle::{Bench, close, noise};
     use super::*;
-    use crate::kernels::{AttentionShape, BatchMetadata, Rotary, RotaryScaling, Yarn};
+    use crate::kernels::{AttentionShape, BatchMetadata, QueryGrowth, Rotary, RotaryScaling, Yarn};
 
     #[test]
     fn it_rotates_queries_and_keys_and_back() {
@@ -76,6 +88,56 @@ mod tests {
             close(&bench.values(qkv), &expected, 1e-6);
             bench.run(level, |k, _| k.rotate(&Rotate { inverse: true, ..op }));
             close(&bench.values(qkv), &x.wide, 1e-6);
+        }
+    }
+
+    /// Neighbours are the two halves in another order.
+    #[test]
+    fn neighbours_rotate_as_halves_do() {
+        let halves = Rotary { part: 0.75, ..Rotary::new(100.0) };
+        let rotary = Rotary { interleaved: true, ..halves };
+        let shape = AttentionShape::causal(BatchMetadata::plain(&[0, 5, 9]).view(), [3, 1, 8]);
+        let x = noise(shape.rows() * shape.qkv_width(), 4).narrow;
+        // Three of four pairs rotate.
+        let order = [0, 3, 1, 4, 2, 5, 6, 7];
+        let ordered: Vec<f32> =
+            (0..x.len()).map(|at| x[at / 8 * 8 + [0, 2, 4, 1, 3, 5, 6, 7][at % 8]]).collect();
+        for (level, inverse) in Level::all().into_iter().flat_map(|l| [(l, false), (l, true)]) {
+            let mut bench = Bench::new();
+            let qkv = bench.tensor(shape.qkv_width(), &x);
+            let other = bench.tensor(shape.qkv_width(), &ordered);
+            bench.run(level, |k, _| {
+                k.rotate(&Rotate { qkv, rotary: &rotary, shape, inverse });
+                k.rotate(&Rotate { qkv: other, rotary: &halves, shape, inverse });
+            });
+            let halves = bench.values(other);
+            let expected = (0..x.len()).map(|at| halves[at / 8 * 8 + order[at % 8]]);
+            assert_eq!(bench.values(qkv), expected.collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn queries_grow_with_their_positions() {
+        let growth = Some(QueryGrowth { beta: 0.5, positions: 2 });
+        let plain = Rotary::new(100.0);
+        let rotary = Rotary { growth, ..plain };
+        let shape = AttentionShape::causal(BatchMetadata::plain(&[0, 5, 9]).view(), [3, 1, 4]);
+        let x = noise(shape.rows() * shape.qkv_width(), 5).narrow;
+        for (level, inverse) in Level::all().into_iter().flat_map(|l| [(l, false), (l, true)]) {
+            let mut bench = Bench::new();
+            let [qkv, other] = [(); 2].map(|()| bench.tensor(shape.qkv_width(), &x));
+            bench.run(level, |k, _| {
+                k.rotate(&Rotate { qkv, rotary: &rotary, shape, inverse });
+                k.rotate(&Rotate { qkv: other, rotary: &plain, shape, inverse });
+            });
+            let plain = bench.values(other);
+            let expected = (0..x.len()).map(|at| {
+                let position = at / shape.qkv_width() % 5;
+                let is_query = at % shape.qkv_width() < shape.width();
+                let factor = 1.0 + 0.5 * (1.0 + (position / 2) as f64).ln();
+                f64::from(plain[at]) * if is_query { factor } else { 1.0 }
+            });
+            close(&bench.values(qkv), &expected.collect::<Vec<_>>(), 1e-6);
         }
     }
 

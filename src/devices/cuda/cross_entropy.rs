@@ -7,7 +7,7 @@ use super::driver::Address;
 use super::kernels::{On, arguments};
 use super::launches::parts_of;
 use super::linear::Table;
-use crate::kernels::{Logits, Score, ScoreBackward, Smoothing};
+use crate::kernels::{LogitForm, Logits, Score, ScoreBackward, Smoothing};
 use crate::tensor::{Scratch, View};
 
 /// Positions that are scored at once, from shapes alone. Each time, the weights of a tile and their
@@ -101,6 +101,7 @@ impl On<'_> {
         &self,
         [statistics, h, w]: [View; 3],
         rows: &Range<usize>,
+        form: LogitForm,
         to: Labelled,
     ) -> Address {
         let places = self.find(to.places, statistics, h.rows, rows);
@@ -109,15 +110,26 @@ impl On<'_> {
         let h = Table::of(to.h);
         let sizes = [rows.len(), w.columns, w.rows];
         self.product(logits, [h, Table::of(w).transposed()], sizes, None, false);
+        self.form_logits(to.logits, [rows.len(), w.rows], form);
         places
+    }
+
+    /// Makes logits of products, in place. (rows, V), or rows further apart.
+    fn form_logits(&self, y: View, [rows, v]: [usize; 2], form: LogitForm) {
+        if form != LogitForm::PLAIN {
+            let LogitForm { scale, cap } = form;
+            let arguments = arguments!(self; y, rows, v, y.columns, scale, cap.unwrap_or(0.0));
+            self.queue.columns("form_logits", [rows, 1], v, arguments);
+        }
     }
 
     /// Adds a tile to the statistics of each labelled position.
     pub(super) fn score(&self, op: &Score, scratch: Labelled) {
-        let Score { out, statistics, h, w, bias, smoothing: Smoothing { own, each }, .. } = *op;
+        let Score { out, statistics, h, w, bias, form, .. } = *op;
+        let Smoothing { own, each } = op.smoothing;
         self.copy(out, statistics);
         for rows in chunks(op.labelled, h.rows) {
-            let places = self.logits_of([statistics, h, w], &rows, scratch);
+            let places = self.logits_of([statistics, h, w], &rows, form, scratch);
             let count = rows.len();
             let stride = stride_of(w.rows);
             let arguments = arguments!(
@@ -129,7 +141,7 @@ impl On<'_> {
 
     /// Logits of the labelled positions, in order.
     pub(super) fn logits(&self, op: &Logits, [places, gathered]: [View; 2]) {
-        let Logits { y, statistics, h, w, bias } = *op;
+        let Logits { y, statistics, h, w, bias, form } = *op;
         let count = y.rows;
         let c = h.columns;
         let v = w.rows;
@@ -137,6 +149,7 @@ impl On<'_> {
         self.gather(gathered, h, places, [count, c]);
         let factors = [Table::of(gathered), Table::of(w).transposed()];
         self.product(Table::of(y), factors, [count, c, v], None, false);
+        self.form_logits(y, [count, v], form);
         if let Some(bias) = bias {
             let arguments = arguments!(self; y, bias, count, v, v);
             self.queue.columns("add_bias_to_floats", [count, 1], v, arguments);
@@ -167,11 +180,11 @@ impl On<'_> {
         scratch: BackwardScratch,
         accumulate: bool,
     ) {
-        let ScoreBackward { dh, dw, dbias, statistics, h, w, bias, scale, first, .. } = *op;
+        let ScoreBackward { dh, dw, dbias, statistics, h, w, bias, form, scale, first, .. } = *op;
         let r = rows.len();
         let c = h.columns;
         let v = w.rows;
-        let places = self.logits_of([statistics, h, w], rows, scratch.labelled);
+        let places = self.logits_of([statistics, h, w], rows, form, scratch.labelled);
         let BackwardScratch { labelled: Labelled { logits, .. }, dlogits, .. } = scratch;
         let Smoothing { own, each } = op.smoothing;
         let arguments = arguments!(
@@ -179,6 +192,12 @@ impl On<'_> {
             own, each
         );
         self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, arguments);
+        if form != LogitForm::PLAIN {
+            let LogitForm { scale, cap } = form;
+            let cap = cap.unwrap_or(0.0);
+            let arguments = arguments!(self; dlogits, logits, r, v, dlogits.columns, scale, cap);
+            self.queue.columns("form_gradient", [r, 1], v, arguments);
+        }
         let dlogits = Table::of(dlogits);
         self.product(Table::of(scratch.dh), [dlogits, Table::of(w)], [r, v, c], None, false);
         let arguments = arguments!(self; dh, scratch.dh, places, r, c);

@@ -2,8 +2,8 @@
 
 use super::driver::{Address, Place};
 use super::kernels::{On, arguments};
-use super::launches::{NULL, dropout_words, wide};
-use crate::kernels::{ApplyDropout, Dropout, MaskRows, Residual};
+use super::launches::{NEIGHBOURS, NULL, dropout_words, long, wide};
+use crate::kernels::{ApplyDropout, Dropout, MaskRows, Residual, Scale};
 use crate::tensor::View;
 
 impl On<'_> {
@@ -17,6 +17,11 @@ impl On<'_> {
         } else if y != x {
             self.copy(y, x);
         }
+    }
+
+    pub(super) fn scale(&self, &Scale { y, x, factor }: &Scale) {
+        let length = x.len();
+        self.queue.each("scale", length, NEIGHBOURS, arguments!(self; y, x, long(length), factor));
     }
 
     /// The first rows of the sequences of a mask, and the number of sequences.

@@ -10,9 +10,9 @@ use crate::kernels::{
     ClassLoss, ClassLossBackward, Clear, CombineRows, Custom, Dequantise, DeviceKernels, Dispatch,
     Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward,
     LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward, PackPositive,
-    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Route, RouteBackward, RowDots, Runs,
-    RunsIn, Score, ScoreBackward, Sink, SinkBackward, SumRows, TakeColumns, UnpackPositive,
-    WeighRows, WriteKv,
+    PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual, Rotate, Route, RouteBackward,
+    RowDots, Runs, RunsIn, Scale, Score, ScoreBackward, Sink, SinkBackward, SumRows, TakeColumns,
+    UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -150,11 +150,13 @@ launched! {
     attention(Attention<'_>);
     write_kv(WriteKv<'_>);
     read_kv(ReadKv<'_>);
+    regroup_heads(RegroupHeads);
     cached_attention(CachedAttention<'_>);
     sink(Sink<'_>);
     sink_backward(SinkBackward<'_>);
     dropout(ApplyDropout<'_>);
     residual(Residual<'_>);
+    scale(Scale);
     cast(Cast);
     dequantise(Dequantise);
     add_columns(AddColumns);

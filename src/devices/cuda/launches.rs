@@ -126,17 +126,20 @@ pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize
     ];
     let mut all = [0; 17];
     all[..9].copy_from_slice(&words.map(|word| u32::try_from(word).expect("sizes are checked")));
-    all[9] = (1.0 / (shape.head_size as f32).sqrt()).to_bits();
+    all[9] = shape.score_scale().to_bits();
     all[10..].copy_from_slice(&shape.dropout.map_or([0; 7], mask_words));
     Words { name: "Attention", words: all }
 }
 
 /// The text's `Rotary`.
-pub(super) fn rotary_words(table: &RotaryTable) -> Words<{ PAIRS + 2 }> {
-    let RotaryTable { frequencies, pairs, scale } = table;
-    let mut words = [0; PAIRS + 2];
+pub(super) fn rotary_words(table: &RotaryTable) -> Words<{ PAIRS + 5 }> {
+    let RotaryTable { frequencies, pairs, interleaved, growth, scale } = table;
+    let mut words = [0; PAIRS + 5];
     words[..PAIRS].copy_from_slice(&frequencies.map(f32::to_bits));
-    words[PAIRS..].copy_from_slice(&[scale.to_bits(), *pairs as u32]);
+    let interleaved = u32::from(*interleaved);
+    let [beta, positions] =
+        growth.map_or([0, 0], |growth| [growth.beta.to_bits(), growth.positions as u32]);
+    words[PAIRS..].copy_from_slice(&[scale.to_bits(), *pairs as u32, interleaved, beta, positions]);
     Words { name: "Rotary", words }
 }
 

@@ -6,7 +6,8 @@ use super::products::{MlpPart, MlpPass, ProductBackward};
 use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients};
 use crate::kernels::{
-    AttentionBackward, ChunkKv, HeadNormBackward, QueryKey, ReadKv, Residual, Rotate, SinkBackward,
+    AttentionBackward, Cast, ChunkKv, HeadNormBackward, QueryKey, ReadKv, RegroupHeads, Residual,
+    Rotate, SinkBackward,
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
@@ -36,7 +37,9 @@ pub(super) struct ChunkGradients<'a> {
 pub(super) struct Buffers {
     /// The gradient of a branch's output, then of its input. (R, C).
     pub(super) dbranch: View,
-    /// The gradient of the residual stream behind attention. (R, C).
+    /// The gradient of the residual stream behind attention. Where branches are beside each other:
+    /// that of the block's input but for attention's; with one norm in front of both, that of the
+    /// feed-forward's input. (R, C).
     dattention_sum: View,
 }
 
@@ -76,7 +79,9 @@ impl ChunkPass<'_> {
             _ => unreachable!("weights and gradients are sorted in the same way"),
         };
         self.middle_norm_backward(g, buffers, dsum, scratch);
-        let dqkv = self.attention_backward(g, buffers, scratch);
+        let are_beside = self.block.shape.norms.are_beside();
+        let dsum = if are_beside { dsum } else { buffers.dattention_sum };
+        let dqkv = self.attention_backward(g, dsum, buffers, scratch);
         self.qkv_backward(g, buffers, dqkv, scratch);
     }
 
@@ -176,14 +181,18 @@ impl ChunkPass<'_> {
         let sum = |y| k.residual(&Residual { y, a: dsum, x: dbranch, dropout: None });
         let (d, w, statistics) = match norms {
             NormPlaces::Behind => return sum(dx),
+            // The gradient of the norm's output is summed when that of attention's input is there.
+            NormPlaces::BeforeBoth => return k.cast(&Cast { y: dx, x: dbranch }),
             NormPlaces::BehindSums => {
                 sum(dbranch);
                 (g.d.norm1, w.norm1, saved.norm1)
             }
-            NormPlaces::Before | NormPlaces::Around => (g.d.norm2, w.norm2, saved.norm2),
+            NormPlaces::Before | NormPlaces::Around | NormPlaces::BeforeEach => {
+                (g.d.norm2, w.norm2, saved.norm2)
+            }
         };
         let residual = norms.are_before().then_some(dsum);
-        let x = saved.attention_sum;
+        let x = if norms.are_beside() { self.x } else { saved.attention_sum };
         let op = AffineBackward { dx, d, dy: dbranch, x, statistics, w, residual };
         self.norm_backward(g, &op, scratch);
     }
@@ -193,13 +202,13 @@ impl ChunkPass<'_> {
     fn attention_backward(
         &self,
         g: &ChunkGradients<'_>,
+        dsum: View,
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
         let ChunkPass { block, k, w, ref saved, ref batch, .. } = *self;
         let dropout = block.attention_dropout(batch);
-        let dropped =
-            self.products.dropout_backward(buffers.dbranch, buffers.dattention_sum, dropout);
+        let dropped = self.products.dropout_backward(buffers.dbranch, dsum, dropout);
         let dprojected = self.branch_norm_backward(g, dropped, ATTENTION, scratch);
         let y = saved.attention_output;
         let doutput = scratch.take_like(y);
@@ -283,10 +292,16 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let Buffers { dbranch, dattention_sum, .. } = buffers;
         let d = &g.d.qkv;
+        let mut dy = dqkv;
+        if block.shape.qkv_by_head {
+            dy = scratch.take_like(dqkv);
+            let heads = block.shape.heads;
+            k.regroup_heads(&RegroupHeads { y: dy, x: dqkv, heads, back: true });
+        }
         let product = ProductBackward {
             dx: dbranch,
             d,
-            dy: dqkv,
+            dy,
             x,
             w: &w.qkv,
             dbias: d.bias(),
@@ -300,6 +315,13 @@ impl ChunkPass<'_> {
         }
         self.norm(hidden, saved.norm1, x, w.norm1);
         self.products.backward(&ProductBackward { x: hidden, ..product }, scratch);
+        let mut residual = dattention_sum;
+        if block.shape.norms == NormPlaces::BeforeBoth {
+            let of_feed_forward = dattention_sum;
+            let op = Residual { y: dbranch, a: of_feed_forward, x: dbranch, dropout: None };
+            k.residual(&op);
+            residual = g.dy;
+        }
         let op = AffineBackward {
             dx: g.dx,
             d: g.d.norm1,
@@ -307,7 +329,7 @@ impl ChunkPass<'_> {
             x,
             statistics: saved.norm1,
             w: w.norm1,
-            residual: Some(dattention_sum),
+            residual: Some(residual),
         };
         self.norm_backward(g, &op, scratch);
     }

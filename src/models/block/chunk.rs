@@ -8,8 +8,8 @@ use super::saved::{Activations, Branch, Positive};
 use super::state::ChunkState;
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
-    Attention, BatchView, CachedAttention, Cast, HeadNorm, Kernels, PackPositive, Residual, Rotate,
-    Sink, UnpackPositive, WriteKv,
+    Attention, BatchView, CachedAttention, Cast, HeadNorm, Kernels, PackPositive, RegroupHeads,
+    Residual, Rotate, Scale, Sink, UnpackPositive, WriteKv,
 };
 use crate::models::layer::KvCache;
 use crate::models::norms::Affine;
@@ -57,7 +57,8 @@ pub(super) struct ChunkPass<'a> {
     /// [`recompute_feed_forward_input`](ChunkPass::recompute_feed_forward_input): the input of the
     /// feed-forward. (R, C).
     pub(super) hidden: View,
-    /// Queries and keys that were normed and rotated, where their heads are normed.
+    /// Queries and keys that were normed and rotated, where their heads are normed; or the
+    /// projection, if it is head by head.
     /// (R, (H + 2 K) D).
     pub(super) rotated: View,
     pub(super) products: Products<'a>,
@@ -76,7 +77,8 @@ impl ChunkPass<'_> {
         self.k.residual_norm(sum, &self.block.shape.norm(y, statistics, sum.y, w));
     }
 
-    /// The output of a branch, to `y`: the product of `x`, and its norm if the family has one.
+    /// The output of a branch, to `y`: the product of `x`, its norm if the family has one, and its
+    /// factor.
     pub(super) fn branch(&self, y: View, x: View, product: &Product<View>, which: usize) {
         match (&self.w.branch_norms, &self.saved.branches) {
             (Some(norms), Some(branches)) => {
@@ -85,6 +87,10 @@ impl ChunkPass<'_> {
                 self.norm(y, statistics, output, norms[which]);
             }
             _ => self.products.linear(y, x, product),
+        }
+        let factor = self.block.shape.residual_scale;
+        if factor != 1.0 {
+            self.k.scale(&Scale { y, x: y, factor });
         }
     }
 
@@ -126,8 +132,10 @@ impl ChunkPass<'_> {
         let dropout = block.attention_dropout(batch);
         let sum = Residual { y, a, x: hidden, dropout };
         match self.feed_forward_norm() {
-            Some((statistics, norm)) => self.norm_sum(hidden, statistics, &sum, norm),
-            None => {
+            Some((statistics, norm)) if !block.shape.norms.are_beside() => {
+                self.norm_sum(hidden, statistics, &sum, norm);
+            }
+            _ => {
                 self.k.residual(&sum);
                 self.norm_saved_sum();
             }
@@ -158,7 +166,14 @@ impl ChunkPass<'_> {
             self.norm(hidden, saved.norm1, x, w.norm1);
             input = hidden;
         }
-        self.products.linear(saved.qkv, input, &w.qkv);
+        if block.shape.qkv_by_head {
+            let x = self.rotated;
+            self.products.linear(x, input, &w.qkv);
+            let heads = block.shape.heads;
+            k.regroup_heads(&RegroupHeads { y: saved.qkv, x, heads, back: false });
+        } else {
+            self.products.linear(saved.qkv, input, &w.qkv);
+        }
         if let (Some(rotary), None) = (block.rotary(), &w.qk_norm) {
             let shape = block.attention(&self.batch);
             k.rotate(&Rotate { qkv: saved.qkv, rotary, shape, inverse: false });
@@ -191,9 +206,11 @@ impl ChunkPass<'_> {
         qkv
     }
 
-    /// Computes the feed-forward's input from attention's sum, which was saved.
+    /// Computes the feed-forward's input from attention's sum, which was saved, or from the block's
+    /// input.
     pub(super) fn norm_saved_sum(&self) {
-        let x = self.saved.attention_sum;
+        let are_beside = self.block.shape.norms.are_beside();
+        let x = if are_beside { self.x } else { self.saved.attention_sum };
         match self.feed_forward_norm() {
             Some((statistics, norm)) => self.norm(self.hidden, statistics, x, norm),
             None => self.k.cast(&Cast { y: self.hidden, x }),
@@ -204,8 +221,10 @@ impl ChunkPass<'_> {
     fn feed_forward_norm(&self) -> Option<(View, Affine<View>)> {
         let ChunkPass { block, w, ref saved, .. } = *self;
         match block.shape.norms {
-            NormPlaces::BehindSums => Some((saved.norm1, w.norm1)),
-            NormPlaces::Before | NormPlaces::Around => Some((saved.norm2, w.norm2)),
+            NormPlaces::BehindSums | NormPlaces::BeforeBoth => Some((saved.norm1, w.norm1)),
+            NormPlaces::Before | NormPlaces::Around | NormPlaces::BeforeEach => {
+                Some((saved.norm2, w.norm2))
+            }
             NormPlaces::Behind => None,
         }
     }

@@ -77,6 +77,8 @@ impl TransformerBlock {
             head_size,
             causal,
             window: self.window(),
+            scale: self.shape.score_scale,
+            cap: self.shape.score_cap,
             dropout: batch.dropout(dropout.attention, self.index, 0),
         }
     }
@@ -123,7 +125,8 @@ impl TransformerBlock {
     ) -> ChunkPass<'a> {
         let ChunkInputs { weights, chunk, x, saved, kv, routing } = *inputs;
         let rows = chunk.rows();
-        let rotated_rows = if self.shape.qk_norm { rows } else { 0 };
+        let has_rotated = self.shape.qk_norm || self.shape.qkv_by_head;
+        let rotated_rows = if has_rotated { rows } else { 0 };
         ChunkPass {
             block: self,
             k,

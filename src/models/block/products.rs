@@ -6,7 +6,7 @@ use super::TransformerBlock;
 use super::tensors::{Mlp, Product};
 use crate::kernels::{
     Activate, ActivateBackward, ApplyDropout, BiasRows, Cast, Dropout, Gate, GateBackward, Kernels,
-    Linear, LinearBackward, RowDots, RowWeights, SumRows, WeighRows,
+    Linear, LinearBackward, RowDots, RowWeights, Scale, SumRows, WeighRows,
 };
 use crate::models::low_rank::LowRank;
 use crate::models::norms::Affine;
@@ -205,18 +205,25 @@ impl Products<'_> {
         ops.iter().for_each(|op| self.adapters_backward(op, scratch));
     }
 
-    /// The backward of the dropout of a branch's output, to `dx`. Without dropout it returns `dy`.
+    /// The backward of the dropout and of the factor of a branch's output, to `dx`. Without both it
+    /// returns `dy`.
     pub(super) fn dropout_backward(
         &self,
         dx: View,
         dy: View,
         dropout: Option<Dropout<'_>>,
     ) -> View {
-        if dropout.is_none() {
-            return dy;
+        let factor = self.block.shape.residual_scale;
+        let mut x = dy;
+        if factor != 1.0 {
+            self.k.scale(&Scale { y: dx, x, factor });
+            x = dx;
         }
-        self.k.dropout(&ApplyDropout { y: dx, x: dy, dropout });
-        dx
+        if dropout.is_some() {
+            self.k.dropout(&ApplyDropout { y: dx, x, dropout });
+            x = dx;
+        }
+        x
     }
 
     /// The gradients of a product's input, weights and adapters.

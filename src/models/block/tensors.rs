@@ -351,15 +351,18 @@ impl TransformerBlock {
 
     /// The tensors of the first block: all but those of experts.
     fn base_tensors(&self) -> Vec<Tensor> {
-        let Shape { names, hidden: c, rms_norm, qk_norm, .. } = self.shape;
+        let Shape { names, hidden: c, qk_norm, norms, .. } = self.shape;
+        let shifts = self.shape.norms_shift();
         let [.., of_norm] = self.shape.normed_heads();
         let [qkv, projection] = self.attention_modules();
         let experts = self.experts();
         let shared = experts.filter(|experts| experts.shared > 0);
-        let mut all = self.norm_tensors(names.norm1, c, !rms_norm);
+        let mut all = self.norm_tensors(names.norm1, c, shifts);
         all.extend(self.product_tensors(&qkv));
         all.extend(self.product_tensors(&projection));
-        all.extend(self.norm_tensors(names.norm2, c, !rms_norm));
+        if norms != NormPlaces::BeforeBoth {
+            all.extend(self.norm_tensors(names.norm2, c, shifts));
+        }
         all.extend(experts.map(|experts| self.routing_tensor(names.router, experts.count)));
         let of_router = experts.filter(|experts| experts.router_bias);
         let normal = Init::Normal(self.shape.initializer_range);
@@ -370,9 +373,8 @@ impl TransformerBlock {
         let common = self.common_modules().into_iter().flatten();
         all.extend(common.flat_map(|modules| self.product_tensors(&modules)));
         all.extend(shared.map(|_| self.routing_tensor(names.shared_gate, 1)));
-        let of_branches =
-            names.branch_norms.iter().filter(|_| self.shape.norms == NormPlaces::Around);
-        all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, !rms_norm)));
+        let of_branches = names.branch_norms.iter().filter(|_| norms == NormPlaces::Around);
+        all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, shifts)));
         let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
         all.extend(of_heads.flat_map(|name| self.norm_tensors(name, of_norm, false)));
         let sinks =
@@ -439,20 +441,24 @@ impl TransformerBlock {
     /// Sorts the tensors of a step with the base block, or their gradients, by name. `experts` are
     /// those of experts.
     pub(super) fn sorted<V: Copy, E: Copy>(&self, views: &[V], experts: &[E]) -> Tensors<V, E> {
-        let Shape { rms_norm, qk_norm, biases, norms, sinks, .. } = self.shape;
+        let Shape { qk_norm, biases, norms, sinks, .. } = self.shape;
+        let shifts = self.shape.norms_shift();
         let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
-        let norm1 = next.affine(!rms_norm);
+        let norm1 = next.affine(shifts);
         let qkv = next.affine(biases[0]);
         let projection = next.affine(biases[1]);
-        let norm2 = next.affine(!rms_norm);
+        let norm2 = if norms == NormPlaces::BeforeBoth { norm1 } else { next.affine(shifts) };
         let router = self.experts().map(|experts| next.affine(experts.router_bias));
         let common = self.common_modules();
         let mlp = common.as_ref().map(|_| [(); 2].map(|()| next.affine(biases[2])));
         let gate = mlp.as_ref().and(router).map(|_| next.view());
         let branch_norms = match norms {
-            NormPlaces::Around => Some([(); 2].map(|()| next.affine(!rms_norm))),
+            NormPlaces::Around => Some([(); 2].map(|()| next.affine(shifts))),
             NormPlaces::Behind => Some([norm1, norm2]),
-            NormPlaces::Before | NormPlaces::BehindSums => None,
+            NormPlaces::Before
+            | NormPlaces::BehindSums
+            | NormPlaces::BeforeBoth
+            | NormPlaces::BeforeEach => None,
         };
         let qk_norm = qk_norm.then(|| [next.view(), next.view()]);
         let sinks = sinks.then(|| next.view());

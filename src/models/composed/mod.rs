@@ -244,7 +244,8 @@ impl<'a> Operations<'a> {
         let Heads { heads, kv_heads, head_size, causal, window, rotary, dropout } = heads;
         let batch = self.batch;
         let dropout = self.next_dropout(dropout);
-        let shape = AttentionShape { batch, heads, kv_heads, head_size, causal, window, dropout };
+        let plain = AttentionShape::causal(batch, [heads, kv_heads, head_size]);
+        let shape = AttentionShape { causal, window, dropout, ..plain };
         let input = self.view(x);
         assert_eq!(input.columns, shape.qkv_width(), "queries, keys and values side by side");
         let lse = self.scratch.take_floats(input.rows, heads);

@@ -54,15 +54,23 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         rotary,
         window_rotary,
         window: window(keys)?,
-        norms: NormPlaces::Around,
-        norm_offset: 1.0,
         qk_norm: true,
         biases: [bias, bias, false],
         activation: activation(keys, "hidden_activation", "gelu_pytorch_tanh")?,
-        embedding_scale: (shape.hidden as f64).sqrt() as f32,
         tied: flag(keys, "tie_word_embeddings", true)?,
-        ..shape
+        ..with_norms_around(shape)
     })
+}
+
+/// A shape with what Gemma 2 and 3 share: norms also behind branches, whose scales are differences
+/// from 1, and scaled embeddings.
+pub(super) fn with_norms_around(shape: Shape) -> Shape {
+    Shape {
+        norms: NormPlaces::Around,
+        norm_offset: 1.0,
+        embedding_scale: (shape.hidden as f64).sqrt() as f32,
+        ..shape
+    }
 }
 
 /// The window. The last of every few blocks has none.

@@ -7,7 +7,7 @@ use super::read::{
     Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, write_keys,
 };
 use super::{NONE, Names};
-use crate::kernels::Activation;
+use crate::kernels::{Activation, LogitForm};
 use crate::models::{Dropouts, Head, NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names {
@@ -44,17 +44,21 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         positions,
         learned_positions: Some(0),
         token_types: 0,
+        score_scale: None,
+        score_cap: None,
         rotary: None,
         causal: true,
         rotary_but_every: 0,
         window_rotary: None,
         window: None,
         rms_norm: false,
+        norms_only_scale: false,
         norms: NormPlaces::Before,
         norm_offset: 0.0,
         norm_epsilon: 1e-5,
         qk_norm: false,
         joint_qk_norm: false,
+        qkv_by_head: false,
         sinks: false,
         biases: [true; 3],
         activation: Activation::GeluTanh,
@@ -65,6 +69,8 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         dropout: Dropouts::default(),
         tied: true,
         embedding_scale: 1.0,
+        residual_scale: 1.0,
+        logits: LogitForm::PLAIN,
         head: Head::Tokens,
         initializer_range: 0.02,
     }

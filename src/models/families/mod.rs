@@ -2,12 +2,21 @@
 //! Everything else is shared between families.
 
 mod bert;
+mod cohere;
+mod cohere2;
 mod distilbert;
 mod experts;
+mod gemma2;
 mod gemma3;
+mod glm;
+mod glm4;
 mod gpt2;
+mod gpt_neox;
 mod gpt_oss;
+mod granite;
 mod llama;
+mod ministral;
+mod ministral3;
 mod mistral;
 mod mixtral;
 mod olmo2;
@@ -121,7 +130,8 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        const WITHOUT: [&str; 6] = ["bert", "distilbert", "gpt2", "olmoe", "opt", "roberta"];
+        const WITHOUT: [&str; 8] =
+            ["bert", "cohere2", "distilbert", "gpt2", "gpt_neox", "olmoe", "opt", "roberta"];
         !WITHOUT.contains(&self.family)
     }
 
@@ -135,7 +145,7 @@ impl Names {
 
     /// Whether a part of each head may rotate, as in transformers.
     pub(crate) fn rotates_parts(&self) -> bool {
-        self.family == "phi3"
+        ["glm", "glm4", "gpt_neox", "phi3"].contains(&self.family)
     }
 
     /// Whether transformers reads a text anew when it grows beyond the positions that the model was
@@ -146,7 +156,7 @@ impl Names {
 
     /// Whether the family has grouped-query attention: fewer key and value heads than heads.
     pub(crate) fn has_kv_heads(&self) -> bool {
-        !["gpt2", "opt"].contains(&self.family)
+        !["gpt2", "gpt_neox", "opt"].contains(&self.family)
     }
 }
 
@@ -188,13 +198,22 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 20] = [
+static FAMILIES: [&Names; 29] = [
     &bert::NAMES,
+    &cohere::NAMES,
+    &cohere2::NAMES,
     &distilbert::NAMES,
+    &gemma2::NAMES,
     &gemma3::NAMES,
+    &glm::NAMES,
+    &glm4::NAMES,
     &gpt2::NAMES,
+    &gpt_neox::NAMES,
     &gpt_oss::NAMES,
+    &granite::NAMES,
     &llama::NAMES,
+    &ministral::NAMES,
+    &ministral3::NAMES,
     &mistral::NAMES,
     &mixtral::NAMES,
     &olmo2::NAMES,
@@ -228,8 +247,8 @@ const NOT_BUILT: [(&str, &str); 9] = [
     ("glm4_moe", "whose router has sigmoids, groups and a correction bias: none of them is built"),
     (
         "granitemoe",
-        "which multiplies embeddings, attention, residuals and logits by factors of its own: they \
-         are not built",
+        "which has experts beside factors of embeddings, attention, residuals and logits: only the \
+         dense granite is built",
     ),
     ("llama4", "which also reads images, and whose experts read weighted inputs: not built"),
     ("llama4_text", "whose router has sigmoids and whose experts read weighted inputs: not built"),

@@ -68,6 +68,13 @@ pub(super) fn number(keys: &Keys, key: &str, default: f32) -> Result<f32, String
     given(keys, key).map_or(Ok(default), number)
 }
 
+/// A number above 0; `None` when it is absent or null.
+pub(super) fn above_zero(keys: &Keys, key: &str) -> Result<Option<f32>, String> {
+    let Some(value) = given(keys, key) else { return Ok(None) };
+    let number = number(keys, key, 0.0)?;
+    if number > 0.0 { Ok(Some(number)) } else { Err(wrong(key, value, "above 0")) }
+}
+
 /// A truth value.
 pub(super) fn flag(keys: &Keys, key: &str, default: bool) -> Result<bool, String> {
     let flag = |value: &Value| value.as_bool().ok_or_else(|| wrong(key, value, "true or false"));

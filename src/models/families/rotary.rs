@@ -4,7 +4,7 @@
 
 use serde_json::{Value, json};
 
-use super::read::{Keys, flag, given, number, size, size_or_none, wrong};
+use super::read::{Keys, above_zero, flag, given, number, size, size_or_none, wrong};
 use crate::kernels::{LongRope, PAIRS, Rotary, RotaryScaling, Yarn};
 use crate::models::Shape;
 
@@ -106,7 +106,7 @@ fn read_scaling(keys: &Scaling<'_>, theta: f32) -> Result<Rotary, String> {
     if theta <= least {
         return Err(format!("rope_theta is {theta}: it must be above {least}"));
     }
-    Ok(Rotary { theta, part, scaling })
+    Ok(Rotary { part, scaling, ..Rotary::new(theta) })
 }
 
 const PART: &str = "partial_rotary_factor";
@@ -120,13 +120,6 @@ impl Scaling<'_> {
         } else {
             Err(format!("{key} must be given, at least {least}"))
         }
-    }
-
-    /// A number above 0; `None` when it is absent or null.
-    fn above_zero(&self, key: &str) -> Result<Option<f32>, String> {
-        let Some(value) = given(self.own, key) else { return Ok(None) };
-        let number = number(self.own, key, 0.0)?;
-        if number > 0.0 { Ok(Some(number)) } else { Err(wrong(key, value, "above 0")) }
     }
 
     /// The positions that the model was first trained with. As in transformers, the key wins that
@@ -193,7 +186,7 @@ impl Scaling<'_> {
                     .into(),
             );
         }
-        let attention_factor = match self.above_zero("attention_factor")? {
+        let attention_factor = match above_zero(self.own, "attention_factor")? {
             Some(factor) => factor,
             None => self.yarn_attention(factor)?,
         };
@@ -212,7 +205,7 @@ impl Scaling<'_> {
 
     fn longrope(&self) -> Result<LongRope, String> {
         let positions = self.trained_positions()?;
-        let attention_factor = match self.above_zero("attention_factor")? {
+        let attention_factor = match above_zero(self.own, "attention_factor")? {
             Some(factor) => factor,
             // A model that is not stretched needs no factor.
             None if given(self.own, "factor").is_none()
@@ -262,7 +255,7 @@ pub(super) fn check_rotary(shape: &Shape) -> Result<(), String> {
         if part != 1.0 && !shape.names.rotates_parts() {
             return Err(format!(
                 "{PART} is {part}: heads of {family} rotate as a whole, also in transformers; a \
-                 part of each rotates in phi3 only"
+                 part of each rotates in glm, glm4, gpt_neox and phi3 only"
             ));
         }
         if part != 1.0 && (channels == 0 || channels % 2 != 0) {

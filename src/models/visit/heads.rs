@@ -66,6 +66,7 @@ impl VisitRun<'_> {
             first: tile.first,
             labelled: self.labelled(part),
             smoothing: self.smoothing(self.model.shape.vocabulary),
+            form: self.model.shape.logits,
         }
     }
 
@@ -79,13 +80,13 @@ impl VisitRun<'_> {
 
     pub(super) fn tile_forward(&self, tile: Tile, part: &Part<'_>) {
         let score = self.score(tile, part);
-        let Score { out, statistics, h, w, bias, labelled, .. } = score;
+        let Score { out, statistics, h, w, bias, labelled, form, .. } = score;
         let Some(y) = part.ports.written(Role::Logits) else {
             return self.k.score(&score, &part.scratch);
         };
         // The one position of a sequence that is scored is in one of its chunks.
         if labelled > 0 {
-            self.k.logits(&Logits { y, statistics, h, w, bias }, &part.scratch);
+            self.k.logits(&Logits { y, statistics, h, w, bias, form }, &part.scratch);
         }
         self.k.cast(&Cast { y: out, x: statistics });
     }
@@ -103,6 +104,7 @@ impl VisitRun<'_> {
             bias: self.weights.get(1).copied(),
             loss: &*self.model.loss,
             smoothing: self.smoothing(self.model.shape.vocabulary),
+            form: self.model.shape.logits,
             scale,
             first: tile.first,
             labelled: self.labelled(part),

@@ -307,6 +307,25 @@ def check_scores(device, random, count, vocabulary, tile, has_bias, smoothing=0.
         device.expect(device.elements(d.wide[:, :width]), slopes[:, first : first + width], 2e-6)
 
 
+def check_form(device, random, rows, columns, scale, cap):
+    """Logits that are scaled and limited, and the gradient of the products that they are made of."""
+    stride = -(-columns // 8) * 8
+    x = device.floats(np.pad(10 * random.uniform(-1, 1, (rows, columns)), [(0, 0), (0, stride - columns)]), changes=True)
+    scaled = scale * x.wide[:, :columns]
+    expected, slope = scaled, np.full_like(scaled, scale)
+    if cap:
+        expected = cap * np.tanh(scaled / cap)
+        slope = scale * (1 - np.tanh(scaled / cap) ** 2)
+    device.launch("form_logits", x, rows, columns, stride, scale, cap)
+    assert (x.wide[:, columns:] == 0).all(), "what is between rows stays"
+    device.expect(device.floats(x.wide[:, :columns]), expected, 1e-6)
+    logits = device.floats(x.bits)
+    d = device.elements(random.uniform(-1, 1, (rows, stride)), changes=True)
+    expected = np.concatenate([d.wide[:, :columns] * slope, d.wide[:, columns:]], 1)
+    device.launch("form_gradient", d, logits, rows, columns, stride, scale, cap)
+    device.expect(d, expected, 2e-6)
+
+
 def checks():
     def case(b, t, h, k, d, **more):
         return dict(sequences=b, positions=t, heads=h, kv_heads=k, head_size=d, **more)
@@ -349,5 +368,11 @@ def checks():
             check_scores,
             [dict(count=n, vocabulary=v, tile=t, has_bias=bias) for n, v, t in scores for bias in (False, True)]
             + [dict(count=n, vocabulary=v, tile=t, has_bias=True, smoothing=0.1) for n, v, t in scores[2:]],
+        ),
+        (
+            "cross_entropy",
+            check_form,
+            [dict(rows=r, columns=c, scale=s, cap=cap) for r, c in [(1, 1), (3, 30), (5, 1030)]
+             for s, cap in [(0.25, 0.0), (1.0, 3.0)]],
         ),
     ]

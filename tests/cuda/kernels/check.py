@@ -371,7 +371,8 @@ class Attention(ctypes.Structure):
 
 
 class Rotary(ctypes.Structure):
-    _fields_ = [("frequencies", ctypes.c_float * 128), ("scale", ctypes.c_float), ("pairs", ctypes.c_int)]
+    _fields_ = [("frequencies", ctypes.c_float * 128), ("scale", ctypes.c_float), ("pairs", ctypes.c_int),
+                ("interleaved", ctypes.c_int), ("beta", ctypes.c_float), ("positions", ctypes.c_int)]
 
 
 class Buffer:
@@ -975,6 +976,16 @@ def check_clear(device, random, n):
     device.same(floats, np.zeros(n))
 
 
+def check_scale(device, random, n):
+    x, y = device.elements(noise(random, n)), device.out(n)
+    device.launch("scale", y, x, n, 0.7)
+    device.expect(y, 0.7 * x.wide, 1e-6)
+    x = device.elements(noise(random, n), changes=True)
+    expected = -1.5 * x.wide
+    device.launch("scale", x, x, n, -1.5)
+    device.expect(x, expected, 1e-6)
+
+
 def check_copy_words(device, random, n):
     x, y = device.integers(random.integers(0, 2**32, n), np.uint32), device.integers(np.zeros(n), np.uint32, changes=True)
     device.launch("copy_words", y, x, n)
@@ -1269,9 +1280,32 @@ def check_rotate(device, random, sequences, positions, heads, kv_heads, head_siz
         cosine, sine = scale * np.cos(angle), scale * np.sin(angle) * (-1 if back else 1)
         expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], 3)
         expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
-        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs)
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 0, 0, 0)
         device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
         device.expect(qkv, expected, 1e-6)
+        # Neighbours are paired.
+        qkv = device.elements(x, changes=True)
+        a, b, rest = qkv.wide[..., : 2 * pairs : 2], qkv.wide[..., 1 : 2 * pairs : 2], qkv.wide[..., 2 * pairs :]
+        turned = np.stack([a * cosine - b * sine, b * cosine + a * sine], -1).reshape(*a.shape[:3], 2 * pairs)
+        expected = np.concatenate([turned, rest], 3)
+        expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 1, 0, 0)
+        device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
+        device.expect(qkv, expected, 1e-6)
+        # Rotated channels of queries grow with their positions.
+        for interleaved in (0, 1):
+            qkv = device.elements(x, changes=True)
+            of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, interleaved, 0.4, 3)
+            a, b, rest = np.split(qkv.wide, [pairs, 2 * pairs], 3)
+            if interleaved:
+                a, b = qkv.wide[..., : 2 * pairs : 2], qkv.wide[..., 1 : 2 * pairs : 2]
+            turned = np.stack([a * cosine - b * sine, b * cosine + a * sine], -1 if interleaved else -2)
+            turned = turned.reshape(*a.shape[:3], 2 * pairs)
+            turned[:, :, :heads] *= (1 + 0.4 * np.log(1 + place // 3))[:, :, None, None]
+            expected = np.concatenate([turned, rest], 3)
+            expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
+            device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
+            device.expect(qkv, expected, 1e-6)
 
 
 def check_positions(device, random, sequences, positions, channels, **places):
@@ -1645,6 +1679,15 @@ def check_remember(device, random, rows, packed, width):
     device.expect(back, np.concatenate([qkv.wide[:, : packed - width], shares.wide.sum(0)], 1), 1e-6)
 
 
+def check_regroup(device, random, rows, heads, head_size):
+    x, y = device.elements(noise(random, rows, heads, 3, head_size)), device.out(rows, 3, heads, head_size)
+    device.launch("regroup_heads", y, x, rows, heads, head_size, 0)
+    device.same(y, x.bits.swapaxes(1, 2))
+    back = device.out(rows, heads, 3, head_size)
+    device.launch("regroup_heads", back, y, rows, heads, head_size, 1)
+    device.same(back, x.bits)
+
+
 def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, head_size, window, spare):
     sequences, capacity = len(pasts), max(pasts) + spare
     size = Attention.of(sequences, sequences * positions, heads, kv_heads, head_size, window=window)
@@ -1707,6 +1750,7 @@ def checks():
     own = [
         ("elementwise", check_clear, n),
         ("elementwise", check_casts, n),
+        ("elementwise", check_scale, n),
         ("elementwise", check_copy_words, n),
         ("elementwise", check_mark, each([dict(n=5, at=None), dict(n=1030, at=1029), dict(n=9, at=0)],
                                          value=[math.inf, math.nan], of_step=[0, 6, 7])),
@@ -1753,6 +1797,7 @@ def checks():
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),
         ("past", check_remember, remembered),
+        ("past", check_regroup, each(rows=[1, 5], heads=[1, 3], head_size=[1, 12, 130])),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]
     return own + attention.checks()

@@ -1,6 +1,6 @@
 //! Refusals of a driver or of its libraries: products, launches, memory.
 
-use super::{KINDS, checks, checks_of, close, config, run, run_on};
+use super::{KINDS, checks, checks_of, close, config, golden, run, run_on};
 use crate::Trainer;
 use crate::config::{DeviceKind, ScheduleKind};
 use crate::data::Batches;
@@ -260,4 +260,14 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
         after += 1 + after / 9;
     }
     emulated::fail_after(MANY);
+}
+
+#[test]
+fn a_limit_of_scores_is_refused() {
+    if !emulated::instead() {
+        return;
+    }
+    let (config, _) = golden("gemma2");
+    let refused = run(config, 1).err().expect("it is not built").to_string();
+    assert!(refused.contains("attn_logit_softcapping"), "{refused}");
 }

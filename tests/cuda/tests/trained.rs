@@ -318,3 +318,20 @@ fn a_rule_of_ones_own_moves_split_masters() {
     let (own_steps, own_end) = run_on(own, &config, 3).expect("a case of ours");
     assert_eq!((steps, end.digest), (own_steps, own_end.digest));
 }
+
+/// Models with factors of scores, branches and logits, with branches beside each other, with pairs
+/// of neighbours that rotate, and with queries that grow.
+#[test]
+fn families_with_factors_are_pytorchs() {
+    if !emulated::instead() {
+        return;
+    }
+    for name in ["granite", "glm4", "cohere2", "gpt_neox", "ministral3"] {
+        for of in KINDS {
+            let (mut config, expected) = golden(name);
+            config.device.dtype = of;
+            let (found, _) = run(config, 2).expect("a case of ours");
+            close(&found, &expected[..2], of, name);
+        }
+    }
+}

@@ -29,7 +29,9 @@ fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
             let end = end.min(if size.causal { query + 1 } else { rows.len() });
             let score = |key| {
                 let products = at(query, 0).iter().zip(at(key, 1)).map(|(q, k)| q * k);
-                products.sum::<f64>() / (d as f64).sqrt()
+                let scale = size.scale.map_or(1.0 / (d as f64).sqrt(), f64::from);
+                let score = products.sum::<f64>() * scale;
+                size.cap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
             };
             let first = size.window.map_or(0, |window| (query + 1).saturating_sub(window));
             let first = first.max(from);
@@ -66,13 +68,32 @@ fn cut(lengths: &[usize], every: &[usize]) -> Vec<Document> {
     all
 }
 
+/// A factor and a limit of scores.
+#[derive(Clone, Copy, Default)]
+struct Scores {
+    scale: Option<f32>,
+    cap: Option<f32>,
+}
+
 fn check(
+    sizes: [usize; 2],
+    heads: [usize; 3],
+    causal: bool,
+    window: Option<usize>,
+    p: f32,
+    every: &[usize],
+) {
+    check_scores(sizes, heads, causal, window, p, every, Scores::default());
+}
+
+fn check_scores(
     [sequences, t]: [usize; 2],
     [h, kv_heads, d]: [usize; 3],
     causal: bool,
     window: Option<usize>,
     p: f32,
     every: &[usize],
+    Scores { scale, cap }: Scores,
 ) {
     let lengths: Vec<usize> = (0..sequences).map(|b| t - (b * 3) % t).collect();
     let documents = if every.is_empty() { Vec::new() } else { cut(&lengths, every) };
@@ -86,7 +107,7 @@ fn check(
     let batch = metadata.view();
     let dropout = batch.dropout(p, 3, 0);
     let shape = AttentionShape::causal(batch, [h, kv_heads, d]);
-    let size = AttentionShape { causal, window, dropout, ..shape };
+    let size = AttentionShape { causal, window, scale, cap, dropout, ..shape };
     let r = size.rows();
     let c = h * d;
     let qkv = noise(r * size.qkv_width(), 1);
@@ -208,6 +229,18 @@ fn shared_keys_and_windows_are_the_plain_ones() {
     check([1, 200], [2, 1, 5], true, Some(40), 0.0, &[]);
     check([1, 400], [2, 1, 5], true, Some(20), 0.2, &[70, 30]);
     check([2, 5], [4, 2, 3], false, None, 0.0, &[]);
+}
+
+#[test]
+fn scores_with_a_factor_and_a_limit_are_the_plain_ones() {
+    for scale in [None, Some(1.5)] {
+        for cap in [None, Some(0.6), Some(20.0)] {
+            let scores = Scores { scale, cap };
+            check_scores([2, 5], [4, 2, 3], true, None, 0.2, &[], scores);
+            check_scores([2, 6], [2, 1, 3], false, None, 0.0, &[2, 1], scores);
+            check_scores([1, 200], [2, 1, 5], true, Some(40), 0.0, &[], scores);
+        }
+    }
 }
 
 #[test]

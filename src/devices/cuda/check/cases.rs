@@ -25,9 +25,9 @@ use super::FLOATS;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, AttentionShape, BatchView, Cast, ClampedGate, ClassLoss,
-    ClassLossBackward, Clear, CrossEntropy, Gate, GateBackward, GateForm, Kernels, Logits, Norm,
-    NormBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Residual, STATISTICS,
-    Samples, Score, ScoreBackward, Smoothing,
+    ClassLossBackward, Clear, CrossEntropy, Gate, GateBackward, GateForm, Kernels, LogitForm,
+    Logits, Norm, NormBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Residual,
+    STATISTICS, Samples, Scale, Score, ScoreBackward, Smoothing,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -259,6 +259,7 @@ impl<'c> Cases<'c> {
                 dropout,
             });
         }
+        case!(self.scale, |p| Scale { y: p.output([r, c]), x: p.input([r, c]), factor: 0.7 });
     }
 
     fn of_copies(&mut self) {
@@ -336,17 +337,25 @@ impl<'c> Cases<'c> {
         let labels: Vec<i32> =
             (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
         let labelled = labels.iter().filter(|label| **label >= 0).count();
-        let ways = [(5, 21, 0, Smoothing::NONE), (12, 9, 21, Smoothing::of(0.1, 30))];
-        for (c, tile, first, smoothing) in ways {
+        let capped = LogitForm { scale: 0.5, cap: Some(2.0) };
+        let ways = [
+            (5, 21, 0, Smoothing::NONE, LogitForm::PLAIN),
+            (12, 9, 21, Smoothing::of(0.1, 30), LogitForm::PLAIN),
+            (7, 21, 0, Smoothing::NONE, LogitForm { scale: 0.5, cap: None }),
+            (8, 9, 21, Smoothing::of(0.1, 30), capped),
+        ];
+        for (c, tile, first, smoothing, form) in ways {
+            let has_bias = form == LogitForm::PLAIN;
             case!(self.score, |p, scratch| Score {
                 statistics: p.floats([r, STATISTICS], 1.5),
                 out: p.floats_output([r, STATISTICS]),
                 h: p.input([r, c]),
                 w: p.input([tile, c]),
-                bias: Some(p.input([1, tile])),
+                bias: has_bias.then(|| p.input([1, tile])),
                 first,
                 labelled,
                 smoothing,
+                form,
             });
             self.labelled(0, labels.clone());
             case!(self.logits, |p, scratch| Logits {
@@ -354,7 +363,8 @@ impl<'c> Cases<'c> {
                 y: p.floats_output([labelled, tile]),
                 h: p.input([r, c]),
                 w: p.input([tile, c]),
-                bias: Some(p.input([1, tile])),
+                bias: has_bias.then(|| p.input([1, tile])),
+                form,
             });
             self.labelled(0, labels.clone());
             for accumulate in [false, true] {
@@ -363,12 +373,13 @@ impl<'c> Cases<'c> {
                     dh: p.floats_output([r, c]),
                     dh_before: accumulate.then_some(p.floats([r, c], 0.0)),
                     dw: Some(p.gradient([tile, c], accumulate)),
-                    dbias: Some(p.gradient([1, tile], accumulate)),
+                    dbias: has_bias.then(|| p.gradient([1, tile], accumulate)),
                     h: p.input([r, c]),
                     w: p.input([tile, c]),
-                    bias: Some(p.input([1, tile])),
+                    bias: has_bias.then(|| p.input([1, tile])),
                     loss: &CrossEntropy,
                     smoothing,
+                    form,
                     scale: 0.1,
                     first,
                     labelled,

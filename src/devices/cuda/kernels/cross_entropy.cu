@@ -109,3 +109,38 @@ extern "C" __global__ void __launch_bounds__(256)
         write(d + row * stride + column, values, min(4, tile - column));
     }
 }
+
+// Makes logits of products, in place: scale x, or cap tanh(scale x / cap) if `cap` is not 0. y: (rows, columns), rows
+// `stride` apart.
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void form_logits(float* y, int rows, int columns, int stride, float scale, float cap) {
+    const int column = my_column(), count = columns - column;
+    if (count <= 0) {
+        return;
+    }
+    y += static_cast<long long>(blockIdx.x) * stride + column;
+    Four value = read(y, count);
+    for (int i = 0; i < 4; ++i) {
+        const float scaled = scale * value.of[i];
+        value.of[i] = cap == 0.0f ? scaled : cap * tanhf(scaled / cap);
+    }
+    write(y, value, count);
+}
+
+// The gradient of the products, in place, from that of the logits. d, logits: (rows, columns), rows `stride` apart.
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void form_gradient(T* d, const float* logits, int rows, int columns, int stride,
+                                         float scale, float cap) {
+    const int column = my_column(), count = columns - column;
+    if (count <= 0) {
+        return;
+    }
+    const long long at = static_cast<long long>(blockIdx.x) * stride + column;
+    Four value = read(d + at, count);
+    const Four logit = read(logits + at, count);
+    for (int i = 0; i < 4; ++i) {
+        const float part = cap == 0.0f ? 0.0f : logit.of[i] / cap;
+        value.of[i] *= scale * (1.0f - part) * (1.0f + part);
+    }
+    write(d + at, value, count);
+}

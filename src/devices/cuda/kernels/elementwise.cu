@@ -34,6 +34,20 @@ extern "C" __global__ void to_floats(float* y, const T* x, long long n) { cast_a
 // launch: grid (ceil(n / 1024)), block (256)
 extern "C" __global__ void from_floats(T* y, const float* x, long long n) { cast_all(y, x, n); }
 
+// y = factor x; y may be x.
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void scale(T* y, const T* x, long long n, float factor) {
+    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (at < n) {
+        const int count = static_cast<int>(min(n - at, 4LL));
+        Four value = read(x + at, count);
+        for (int i = 0; i < 4; ++i) {
+            value.of[i] *= factor;
+        }
+        write(y + at, value, count);
+    }
+}
+
 // y = x, in words of four bytes. x may lie in pinned memory of the host.
 // launch: grid (ceil(n / 256)), block (256)
 extern "C" __global__ void copy_words(unsigned* y, const unsigned* x, int n) {

@@ -282,11 +282,14 @@ struct Attention {
 };
 
 // How heads are rotated: the frequency of each pair of channels, and the factor of rotated channels. The first channel of
-// a pair is `pairs` before the second; channels behind the pairs stay as they are.
+// a pair is `pairs` before the second, or, if they are interleaved, one; channels behind the pairs stay as they are.
 struct Rotary {
     float frequencies[128];
     float scale;
-    int pairs;
+    int pairs, interleaved;
+    // Queries have the factor 1 + beta ln(1 + floor(position / positions)), if `positions` is not 0.
+    float beta;
+    int positions;
 };
 
 // The sequence of a row: its index, its first row, and its number of rows.

@@ -3,8 +3,8 @@
 use super::Cases;
 use crate::kernels::{
     Attention, AttentionBackward, AttentionShape, CachedAttention, ChunkKv, HeadNorm,
-    HeadNormBackward, LongRope, PAIRS, QueryKey, ReadKv, Rotary, RotaryScaling, Rotate, Sink,
-    SinkBackward, WriteKv,
+    HeadNormBackward, LongRope, PAIRS, QueryGrowth, QueryKey, ReadKv, RegroupHeads, Rotary,
+    RotaryScaling, Rotate, Sink, SinkBackward, WriteKv,
 };
 
 impl<'c> Cases<'c> {
@@ -15,6 +15,7 @@ impl<'c> Cases<'c> {
             self.of_rotations(shape);
             self.of_head_norms(shape);
             self.of_kv_copies(shape);
+            self.of_regrouped_heads(shape);
             self.of_sinks(shape);
             if self.has_cached() {
                 self.of_cached_attention(shape);
@@ -49,10 +50,26 @@ impl<'c> Cases<'c> {
             positions: 4,
         });
         let all = [shape.rows(), shape.qkv_width()];
-        for rotary in [&WHOLE, &HALF] {
+        const NEIGHBOURS: Rotary = Rotary { part: 0.5, interleaved: true, ..WHOLE };
+        const GROWTH: QueryGrowth = QueryGrowth { beta: 0.5, positions: 3 };
+        const GROWING: Rotary = Rotary { growth: Some(GROWTH), ..WHOLE };
+        for rotary in [&WHOLE, &HALF, &NEIGHBOURS, &GROWING] {
             for inverse in [false, true] {
                 case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary, shape, inverse });
             }
+        }
+    }
+
+    fn of_regrouped_heads(&mut self, shape: AttentionShape<'c>) {
+        let heads = shape.heads;
+        let all = [shape.rows(), 3 * shape.width()];
+        for back in [false, true] {
+            case!(self.regroup_heads, |p| RegroupHeads {
+                y: p.output(all),
+                x: p.input(all),
+                heads,
+                back,
+            });
         }
     }
 

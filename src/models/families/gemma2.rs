@@ -1,0 +1,74 @@
+//! Gemma 2 (Gemma Team 2024): Gemma 3 with limits of attention's scores and of logits, without
+//! norms of queries and keys, with one kind of rotary positions and a window in every other block.
+
+use serde_json::Value;
+
+use super::Names;
+use super::gemma3::with_norms_around;
+use super::llama::{SHARED, read_shared, write_shared};
+use super::read::{
+    Keys, above_zero, activation, flag, only, size_or_none, sliding_window, window_of_most,
+    write_layer_types,
+};
+use crate::kernels::LogitForm;
+use crate::models::{Shape, Window};
+
+pub(super) static NAMES: Names = Names {
+    family: "gemma2",
+    branch_norms: [
+        "model.layers.{}.post_attention_layernorm",
+        "model.layers.{}.post_feedforward_layernorm",
+    ],
+    norm2: "model.layers.{}.pre_feedforward_layernorm",
+    read,
+    write,
+    ..SHARED
+};
+
+const SCALAR: &str = "query_pre_attn_scalar";
+const CAPS: [&str; 2] = ["attn_logit_softcapping", "final_logit_softcapping"];
+
+fn read(keys: &Keys) -> Result<Shape, String> {
+    only(keys, "use_bidirectional_attention", false)?;
+    let shape = with_norms_around(read_shared(keys, &NAMES, 10_000.0)?);
+    let bias = flag(keys, "attention_bias", false)?;
+    let scalar = size_or_none(keys, SCALAR)?.unwrap_or(256);
+    if scalar == 0 {
+        return Err(format!("{SCALAR} is 0: it must be at least 1"));
+    }
+    // Without the key there is a limit; with null there is none.
+    let cap = |key: &str, default| match keys.contains_key(key) {
+        true => above_zero(keys, key),
+        false => Ok(Some(default)),
+    };
+    Ok(Shape {
+        head_size: size_or_none(keys, "head_dim")?.unwrap_or(256),
+        score_scale: Some((scalar as f64).powf(-0.5) as f32),
+        score_cap: cap(CAPS[0], 50.0)?,
+        logits: LogitForm { cap: cap(CAPS[1], 30.0)?, ..LogitForm::PLAIN },
+        window: window(keys)?,
+        biases: [bias, bias, false],
+        activation: activation(keys, "hidden_activation", "gelu_pytorch_tanh")?,
+        tied: flag(keys, "tie_word_embeddings", true)?,
+        ..shape
+    })
+}
+
+/// The window. The last of every few blocks has none: by default every other.
+fn window(keys: &Keys) -> Result<Option<Window>, String> {
+    let Some(positions) = sliding_window(keys)? else { return Ok(None) };
+    window_of_most(keys, positions, 2).map(Some)
+}
+
+fn write(shape: &Shape) -> Value {
+    let mut config = write_shared(shape, "Gemma2");
+    config["attention_bias"] = shape.biases[0].into();
+    config["hidden_activation"] = shape.activation.name().into();
+    let scalar = |scale: f32| f64::from(scale).powi(-2).round() as usize;
+    config[SCALAR] = shape.score_scale.map(scalar).into();
+    config[CAPS[0]] = shape.score_cap.into();
+    config[CAPS[1]] = shape.logits.cap.into();
+    config["sliding_window"] = shape.window.map(|window| window.positions).into();
+    write_layer_types(shape, &mut config);
+    config
+}

@@ -1,0 +1,122 @@
+//! Keys of real configs that are not built, or cannot be right: refused with the key and its value.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::bad_input::{folder, refused};
+
+/// A config of a golden's model, whose `config.json` is changed.
+fn of_family(folder: &TempDir, family: &str, change: impl Fn(&mut Value)) -> String {
+    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(family);
+    let text = fs::read_to_string(goldens.join("config.json")).expect("it is committed");
+    let mut value: Value = serde_json::from_str(&text).expect("it is JSON");
+    change(&mut value);
+    let at = folder.path().join("model");
+    fs::create_dir_all(&at).expect("a directory of ours");
+    fs::write(at.join("config.json"), value.to_string()).expect("a directory of ours");
+    format!("model.path = \"{}\"\ndata.train = \"random\"\n", at.display())
+}
+
+type Change = fn(&mut Value);
+
+#[test]
+fn configs_of_smollm3_and_olmo() {
+    let folder = folder();
+    let cases: [(&str, Change, &str); 6] = [
+        ("smollm3", |c| c["no_rope_layers"] = json!([0, 1, 1, 0]), "in the last of every few"),
+        ("smollm3", |c| c["no_rope_layers"] = json!([1, 2, 1, 0]), "no_rope_layers has 2"),
+        ("smollm3", |c| c["use_sliding_window"] = json!(true), "use_sliding_window is true"),
+        ("olmo2", |c| c["num_key_value_heads"] = json!(1), "one norm spans all heads"),
+        ("olmo2", |c| c["rope_parameters"] = json!({ "x": {} }), "gemma3_text and olmo3 have"),
+        ("olmo3", |c| c["rope_parameters"] = json!({ "rope_theta": 5 }), "must have two objects"),
+    ];
+    for (family, change, says) in cases {
+        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
+    }
+}
+
+#[test]
+fn configs_with_factors_and_limits() {
+    let folder = folder();
+    let cases: [(&str, Change, &str); 19] = [
+        (
+            "ministral3",
+            |c| c["rope_parameters"]["llama_4_scaling_beta"] = Value::Null,
+            "is missing",
+        ),
+        ("ministral3", |c| c["rope_parameters"] = json!(3), "must be an object"),
+        ("gemma2", |c| c["attn_logit_softcapping"] = json!(0), "must be above 0"),
+        ("gemma2", |c| c["final_logit_softcapping"] = json!("x"), "must be a number"),
+        ("gemma2", |c| c["query_pre_attn_scalar"] = json!(0), "must be at least 1"),
+        ("gemma2", |c| c["use_bidirectional_attention"] = json!(true), "only false is built"),
+        ("granite", |c| c["logits_scaling"] = json!(-1), "must be above 0"),
+        ("granite", |c| c["residual_multiplier"] = json!("x"), "must be a number"),
+        ("ministral", |c| c["sliding_window"] = Value::Null, "sliding_window is null"),
+        ("ministral", |c| c["layer_types"][0] = json!("chunked"), "known are full_attention"),
+        ("glm4", |c| c["rope_parameters"]["partial_rotary_factor"] = json!(0.3), "in pairs"),
+        ("glm", |c| c["rope_parameters"]["rope_type"] = json!("x"), "rope_type is \"x\""),
+        ("cohere", |c| c["use_qk_norm"] = json!(true), "use_qk_norm is true"),
+        ("cohere", |c| c["logit_scale"] = json!("x"), "must be a number"),
+        ("cohere2", |c| c["sliding_window"] = Value::Null, "only blocks with a window rotate"),
+        ("cohere2", |c| c["head_dim"] = json!(8), "hidden_size ÷ num_attention_heads"),
+        ("gpt_neox", |c| c["is_decoder"] = json!(true), "is_decoder is true"),
+        ("gpt_neox", |c| c["rope_parameters"]["rope_type"] = json!("x"), "rope_type is \"x\""),
+        ("gpt_neox", |c| c["hidden_act"] = json!("x"), "hidden_act is \"x\""),
+    ];
+    for (family, change, says) in cases {
+        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
+    }
+    let classes = of_family(&folder, "cohere", |_| ()) + "model.task = \"token-classification\"\n";
+    refused(&folder, &classes, &["model.task", "the family cohere can only do causal-lm"]);
+}
+
+#[test]
+fn configs_of_other_families() {
+    let folder = folder();
+    let cases: [(&str, Change, &str); 21] = [
+        (
+            "llama",
+            |c| c["rope_parameters"]["rope_type"] = json!("ntk"),
+            "known are default, linear, dynamic",
+        ),
+        ("llama", |c| c["rope_parameters"]["rope_type"] = json!(7), "rope_type is 7"),
+        (
+            "llama",
+            |c| c["rope_parameters"]["factor"] = json!(0),
+            "factor must be given, at least 1",
+        ),
+        ("llama", |c| c["rope_scaling"] = json!("x"), "rope_scaling is \"x\""),
+        ("llama", |c| c["hidden_act"] = json!("mish"), "known are gelu"),
+        ("llama", |c| c["num_key_value_heads"] = json!(3), "model.kv_heads"),
+        ("llama", |c| c["head_dim"] = json!(7), "rotated in pairs"),
+        (
+            "qwen2",
+            |c| c["layer_types"] = json!(["sliding_attention", "full_attention"]),
+            "alternates",
+        ),
+        ("qwen2", |c| c["layer_types"] = json!(["full_attention"]), "a list of 2 kinds"),
+        ("bert", |c| c["type_vocab_size"] = json!(u64::MAX), "model.token_types is"),
+        ("bert", |c| c["tie_word_embeddings"] = json!(1), "must be true or false"),
+        ("opt", |c| c["do_layer_norm_before"] = json!(false), "Take another size"),
+        ("opt", |c| c["_remove_final_layer_norm"] = json!(true), "Take a checkpoint with one"),
+        ("opt", |c| c["word_embed_proj_dim"] = json!(24), "only hidden_size, which is 42, is"),
+        ("opt", |c| c["layerdrop"] = json!(0.1), "layerdrop is 0.1: only 0 is built. To leave"),
+        ("opt", |c| c["enable_bias"] = json!(false), "enable_bias is false: only true is built"),
+        ("opt", |c| c["layer_norm_elementwise_affine"] = json!(false), "only true is built"),
+        ("opt", |c| c["activation_function"] = json!("mish"), "known are gelu"),
+        ("opt", |c| c["num_attention_heads"] = json!(4), "hidden must be a multiple of heads"),
+        ("roberta", |c| c["pad_token_id"] = json!(u64::MAX), "max_position_embeddings must be"),
+        ("bert-classes", |c| c["problem_type"] = json!("regression"), "of 3 labels"),
+    ];
+    for (family, change, says) in cases {
+        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
+    }
+    let tokens = of_family(&folder, "opt", |_| ()) + "model.task = \"token-classification\"\n";
+    let says = "the family opt can only do causal-lm or sequence-classification";
+    refused(&folder, &tokens, &["model.task", says]);
+    let text = of_family(&folder, "bert", |_| ()).replace("random", "built-in");
+    refused(&folder, &text, &["no tokenizer.json in"]);
+}
