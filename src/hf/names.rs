@@ -130,9 +130,11 @@ pub(super) fn is_of_other_head(name: &str, shape: &Shape) -> bool {
 /// Whether a checkpoint may hold this tensor, although the model does not have it: a buffer, or a
 /// head of another task. Such a tensor is not read.
 fn is_ignored(name: &str, model: &Model) -> bool {
-    const ENDS: [&str; 5] = [
+    const ENDS: [&str; 7] = [
         ".attn.bias",
         ".attn.masked_bias",
+        ".attention.bias",
+        ".attention.masked_bias",
         "embeddings.position_ids",
         "rotary_emb.inv_freq",
         ".decoder.bias",
