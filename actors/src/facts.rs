@@ -35,10 +35,10 @@ struct Stashed {
 }
 
 impl Facts {
-    pub(crate) fn new(blocks: usize) -> Facts {
+    pub(crate) fn new(blocks: usize, version: Version) -> Facts {
         Facts {
             stashed: watch::Sender::new(Stashed::default()),
-            versions: watch::Sender::new(vec![0; blocks]),
+            versions: watch::Sender::new(vec![version; blocks]),
         }
     }
 

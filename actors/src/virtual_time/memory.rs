@@ -75,7 +75,7 @@ impl Memory {
 
     fn state(&mut self, cell: Cell) -> &mut State {
         let at_start = || match cell {
-            Cell::Master(block) => {
+            Cell::Master(block, 0) => {
                 State { label: Some(Label::Block(block, 0)), ..State::default() }
             }
             _ => State::default(),
