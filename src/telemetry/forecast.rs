@@ -406,7 +406,7 @@ impl Forecast {
         let costs = ChunkCosts::of(model, plan, &schedule);
         let on_device = plan.stash_on_device();
         let run = virtual_time::run(
-            ring_config(model, plan, None),
+            ring_config(config, model, plan, 0, None),
             move |operation| rates.cost(operation, &costs, on_device),
             async move |mut relay: Relay<_>| {
                 let observer = relay.observer();

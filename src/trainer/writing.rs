@@ -62,7 +62,7 @@ impl Trainer {
             makes_folder: !folder::parent(directory).is_dir(),
             run: self.run.clone(),
             progress: self.progress.clone(),
-            is_backward: !self.plan.deferred(),
+            is_backward: !self.plan.deferred() || self.config().schedule.delay().is_some(),
             begun: self.engine.begun(),
             begin: self.engine.now(),
             watch: self.watch.clone(),
