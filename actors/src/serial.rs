@@ -14,8 +14,8 @@ use crate::schedule::{
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Work};
 
-/// Walks a plan, with blocks of this version. `perform` does the work of each operation, on a device
-/// or on the host (`None`), and returns its value: a loss, or a sum of squares.
+/// Walks a plan, with blocks of this version. `perform` does the work of each operation, on a
+/// device or on the host (`None`), and returns its value: a loss, or a sum of squares.
 pub fn step(
     plan: &StepPlan,
     version: Version,

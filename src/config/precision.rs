@@ -152,8 +152,8 @@ impl Config {
         if self.loss_scale().is_some() { NonFinite::Skip } else { self.step.non_finite }
     }
 
-    /// True if updates wait until the norm of all gradients is known, or with a delay until the step
-    /// has ended.
+    /// True if updates wait until the norm of all gradients is known, or with a delay until the
+    /// step has ended.
     pub(crate) fn defers(&self) -> bool {
         let is_delayed = self.schedule.delay().is_some();
         self.optimizer.clips() || self.non_finite() == NonFinite::Skip || is_delayed
