@@ -16,7 +16,7 @@ pub enum Fact {
     /// by the Prefetcher and, for what host visits read, by the Reducer.
     Stashed(BoundaryId, MicroBatch),
     /// A block is published as of this version. Raised by an update (queued by the Optimizer);
-    /// awaited by the Fetcher, the Prefetcher and `settle`.
+    /// awaited by the Fetcher, the Prefetcher, the Reducer and `settle`.
     Updated(BlockId, Version),
 }
 

@@ -1,7 +1,8 @@
 //! Updates blocks and publishes them; knows a step's loss and norm.
 //!
 //! *Eager*: each block as soon as its gradient is complete. *Deferred*: all blocks once the norm is
-//! known, in forward order, just ahead of the next step's Prefetcher. Updates in memory are
+//! known, in forward order, just ahead of the next step's Prefetcher; with a delay in the order in
+//! which the next step's Reducer needs the regions. Updates in memory are
 //! committed from that moment: they are queued in one go, need nothing but the host, and lanes run
 //! them even when the ring is ending. So a deferred step in memory changes either nothing or
 //! everything.

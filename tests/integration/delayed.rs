@@ -187,7 +187,7 @@ async fn every_resumed_run_is_the_unbroken_one() {
         whole.checkpoint(&at("whole")).await.expect("a directory of ours");
         let channels = ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
         let ways = Ways { channels, devices: 2, place: StashPlace::Host, ..baseline() };
-        let resumed = Trainer::builder(of(&ways)).resume(&at("begun")).start().await;
+        let resumed = Trainer::builder(of(&ways)).resume(at("begun")).start().await;
         let mut resumed = resumed.expect("a checkpoint of ours");
         assert_eq!(resumed.changes(), [""; 0]);
         steps(&mut resumed, 3, STEPS).await;
