@@ -16,11 +16,11 @@ import subprocess
 import sys
 
 CONFIG = pathlib.Path(__file__).resolve().parent.parent / "examples/built_in.toml"
-SMALL = ["model.layers=2", "model.hidden=64", "model.heads=4", "data.sequence_length=64", "step.batch=8",
-         "step.micro_batch=4", "optimizer.warmup_steps=0", "optimizer.schedule=constant", "device.threads=1"]
-RULES = [("adamw", 1e-4, []), ("adamw", 3e-4, []), ("adamw", 1e-3, []), ("adamw", 1e-2, []),
-         ("muon", 1e-3, ["optimizer.muon_rate=match-rms-adamw"]), ("muon", 1e-2, ["optimizer.muon_rate=match-rms-adamw"]),
-         ("sgd", 1e-2, ["optimizer.momentum=0.9"]), ("sgd", 1e-1, ["optimizer.momentum=0.9"])]
+SMALL = ["model.layers=2", "model.hidden=32", "model.heads=2", "data.sequence_length=32", "step.batch=4",
+         "step.micro_batch=4", "optimizer.warmup_steps=0", "optimizer.schedule=constant",
+         "optimizer.min_learning_rate=0", "device.threads=1"]
+MUON, MOMENTUM = ["optimizer.muon_rate=match-rms-adamw"], ["optimizer.momentum=0.9"]
+RULES = [("adamw", 1e-3, []), ("adamw", 3e-3, []), ("adamw", 1e-2, []), ("muon", 1e-2, MUON), ("sgd", 3e-1, MOMENTUM)]
 WAYS = {"none": [], "delay": ["schedule.delay=1"], "after": ["schedule.delay=1", "schedule.delay_after={after}"]}
 
 
@@ -34,8 +34,8 @@ def train(key, more):
     if any(key.items() <= one.items() for one in results()):
         return
     keys = SMALL + more + [f"optimizer.kind={key['kind']}", f"optimizer.learning_rate={key['rate']}",
-                           f"step.steps={args.steps}", f"step.seed={key['seed']}",
-                           f"validation.batches={args.batches}", "step.non_finite=continue"]
+                           f"step.steps={args.steps}", f"step.seed={key['seed']}", "step.non_finite=continue",
+                           f"validation.batches={args.batches}", f"validation.every_steps={args.steps}"]
     line = [args.l2l, "train", "--format", "json", str(CONFIG), *(part for one in keys for part in ("--set", one))]
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     events = [json.loads(event) for event in done.stdout.splitlines()]
@@ -71,10 +71,10 @@ def main():
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--l2l", default="target/release/l2l")
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--seeds", type=int, default=3)
-parser.add_argument("--batches", type=int, default=4)
-parser.add_argument("--after", type=int, default=40)
+parser.add_argument("--batches", type=int, default=32)
+parser.add_argument("--after", type=int, default=20)
 parser.add_argument("--results", default="delayed.jsonl")
 parser.add_argument("--tables", action="store_true")
 args = parser.parse_args()

@@ -299,3 +299,37 @@ fn the_plan_counts_the_second_copy() {
     assert!(delayed[0] - masters >= bytes && delayed[0] == 2 * masters, "{delayed:?}");
     assert!(delayed[2] >= bytes);
 }
+
+/// What a delay saves, in words and as data: where it saves something, or where the config has it.
+#[cfg(feature = "cli")]
+#[test]
+fn a_plan_says_what_a_delay_saves() {
+    use crate::program::{events, good};
+    let settings = [
+        "model.layers=4",
+        "model.hidden=256",
+        "data.train=random",
+        "data.sequence_length=32",
+        "step.batch=4",
+        "step.micro_batch=2",
+    ];
+    let plan = |more: &[&str], host: &str| {
+        let sets = settings.iter().chain(more).flat_map(|set| ["--set", set]);
+        let rates = ["--tflops", "0.1", "--link-gbps", "1000", "--host-gbps", host];
+        good(&["plan"].into_iter().chain(sets).chain(rates).collect::<Vec<_>>())
+    };
+    const SAYS: &str = "it changes results and may cost loss (docs/delay.md)";
+    let delay = ["schedule.delay=1", "schedule.delay_after=40"];
+    for (host, helps) in [("8", true), ("10000", false)] {
+        assert_eq!(plan(&[], host).contains(SAYS), helps, "{host}");
+        assert!(plan(&delay, host).contains(SAYS), "{host}");
+    }
+    let json = plan(&[&delay[..], &["log.format=json"]].concat(), "8");
+    let event = &events(&json)[0];
+    let [without, with] =
+        ["without", "with"].map(|of| event["delay"][format!("step_seconds_{of}")].as_f64());
+    assert_eq!(with, event["step_seconds"].as_f64());
+    assert!(without > with, "{event}");
+    let none = plan(&["log.format=json"], "10000");
+    assert!(events(&none)[0]["delay"].is_null());
+}
