@@ -58,10 +58,10 @@ def cell(kind, rate, way):
 
 
 def main():
-    for seed in range(1, args.seeds + 1):
-        for kind, rate, more in RULES:
-            for way, keys in WAYS.items():
-                keys = [one.format(after=args.after) for one in keys]
+    for way, keys in WAYS.items():
+        keys = [one.format(after=args.after) for one in keys]
+        for seed in range(1, args.seeds + 1):
+            for kind, rate, more in RULES:
                 if not args.tables:
                     train({"kind": kind, "rate": rate, "way": way, "seed": seed, "steps": args.steps}, more + keys)
     print(f"| optimizer | learning rate | no delay | delay | delay after {args.after} batches |\n|---|---|---|---|---|")

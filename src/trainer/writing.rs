@@ -150,7 +150,7 @@ impl Writing {
             phase: None,
             micro_batch: None,
             block: None,
-            version: Some(self.begun),
+            version: Some(self.progress.step),
             bytes,
             begin: self.begin,
             end: self.begin + began.elapsed(),

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::Path;
 
 use l2l::config::{
-    ChannelsConfig, Dtype, EpsTier, MasterDtype, MuonRateRule, OptimizerKind, RateSchedule,
-    ScheduleKind, StashPlace,
+    ChannelsConfig, Dtype, EpsTier, IdleExperts, MasterDtype, MuonRateRule, NonFinite,
+    OptimizerKind, RateSchedule, ScheduleKind, StashPlace,
 };
 use l2l::data::{Batches, Dataset};
 use l2l::plan::RankShare;
@@ -254,6 +254,50 @@ async fn weights_from_before_are_sealed() {
         let refused = Trainer::builder(config.clone()).resume(&place).start().await;
         let refused = refused.map(drop).expect_err("it is damaged").to_string();
         assert!(refused.contains("older.safetensors is "), "{refused}");
+    }
+}
+
+/// An update leaves an expert alone that no row of its own batch chose, while the next batch runs.
+#[test]
+fn idle_experts_are_left_alone() {
+    let case = Case { layers: 2, batch: 1, experts: Some([16, 1]), dropout: 0.0, ..SMALL.clone() };
+    let of = |idle, ways: &Ways| {
+        let mut config = delayed(&case, ways, None);
+        config.experts.idle = idle;
+        exact::run(config, 5).1.weights_digest
+    };
+    let apart = Ways { bundles: Some(1), place: StashPlace::Host, ..baseline() };
+    let expected = of(IdleExperts::Keep, &baseline());
+    for ways in [apart.clone(), Ways { devices: 2, ..apart }] {
+        assert_eq!(of(IdleExperts::Keep, &ways), expected, "{ways:?}");
+    }
+    assert_ne!(of(IdleExperts::default(), &baseline()), expected);
+}
+
+/// The third batch is the first that reads updated weights. It is reported by its own number, and
+/// the update of the second, which is whole, stays.
+#[tokio::test]
+async fn a_step_that_is_not_finite_is_that_of_its_batch() {
+    for non_finite in [NonFinite::Stop, NonFinite::Skip] {
+        let mut config = delayed(&SMALL, &baseline(), None);
+        config.step.non_finite = non_finite;
+        config.optimizer.learning_rate = 1e30;
+        let mut batches = Batches::open(&config).expect("random data");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
+        for _ in 0..2 {
+            let batch = batches.next().await.expect("random data");
+            assert!(!trainer.step(batch).await.expect("it is finite").skipped);
+        }
+        let before = trainer.digest().await.expect("it is in memory");
+        let third = trainer.step(batches.next().await.expect("random data")).await;
+        if non_finite == NonFinite::Stop {
+            let error = third.expect_err("it is not finite").to_string();
+            assert!(error.contains("(the model is whole, as of step 2)"), "{error}");
+            continue;
+        }
+        let report = third.expect("it is skipped");
+        assert_eq!((report.step, report.skipped), (3, true));
+        assert_eq!(trainer.digest().await.expect("it is in memory"), before);
     }
 }
 
