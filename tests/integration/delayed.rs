@@ -6,10 +6,11 @@ use std::fs;
 use std::path::Path;
 
 use l2l::config::{
-    ChannelsConfig, Dtype, EpsTier, IdleExperts, MasterDtype, MuonRateRule, NonFinite,
-    OptimizerKind, RateSchedule, ScheduleKind, StashPlace,
+    ChannelsConfig, Dtype, EpsTier, MasterDtype, MuonRateRule, NonFinite, OptimizerKind,
+    RateSchedule, ScheduleKind, StashPlace,
 };
 use l2l::data::{Batches, Dataset};
+use l2l::models::IdleExperts;
 use l2l::plan::RankShare;
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
 use proptest::prelude::*;
