@@ -5,10 +5,8 @@
 //! and the access panics instead of waiting. Beside the ring, a block may be read while it is
 //! saved: updates wait for that before they ask for the lock.
 //!
-//! With a delay, what devices are sent of the trained part is there [twice]: one step reads the
-//! version before the newest while an update writes the next one in its place.
-//!
-//! [twice]: super::twice
+//! With a delay, what devices are sent of the trained part is there twice (`twice.rs`): one step
+//! reads the version before the newest while an update writes the next one.
 
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
