@@ -96,6 +96,8 @@ fn step(precision: Precision, micro_batches: u32) -> (f64, f64) {
         max_layers: LAYERS,
         max_micro_batches: micro_batches,
         deferred: false,
+        trained: 0,
+        delay_from: None,
         watchdog: None,
         inject: None,
     };

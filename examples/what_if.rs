@@ -73,6 +73,8 @@ fn main() {
             max_layers: LAYERS,
             max_micro_batches: MICRO_BATCHES,
             deferred: false,
+            trained: 0,
+            delay_from: None,
             watchdog: None,
             inject: None,
         };

@@ -89,6 +89,8 @@ async fn step_time<P: Ports<Batch = ()>>(ports: Arc<P>, schedule: &Schedule) -> 
         max_layers: LAYERS,
         max_micro_batches: MICRO_BATCHES,
         deferred: false,
+        trained: 0,
+        delay_from: None,
         watchdog: None,
         inject: None,
     };

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::context::FaultInjection;
-use crate::schedule::Pools;
+use crate::schedule::{Pools, Version};
 
 /// The settings of a ring.
 #[derive(Clone, Debug)]
@@ -19,10 +19,29 @@ pub struct RingConfig {
     /// False: eager, a block is updated as soon as its gradient is complete. True: deferred,
     /// when the norm is known (clipping, loss scaling, skipping).
     pub deferred: bool,
+    /// Training steps before this run: the version of every block at the start.
+    pub trained: Version,
+    /// `Some(k)`: training steps from version `k` on read the version before the newest. Updates
+    /// are then [deferred](RingConfig::deferred), and run while the next step computes. `None`: all
+    /// steps read the newest version.
+    pub delay_from: Option<Version>,
     /// The ring fails when nothing moved for this long.
     pub watchdog: Option<Patience>,
     /// A fault to inject, for tests.
     pub inject: Option<FaultInjection>,
+}
+
+impl RingConfig {
+    /// The version that a training step reads when this is the newest.
+    pub(crate) fn reads(&self, newest: Version) -> Version {
+        let is_delayed = self.delay_from.is_some_and(|from| newest >= from);
+        newest.saturating_sub(u64::from(is_delayed))
+    }
+
+    /// The versions of a block that are published at a time.
+    pub(crate) fn copies(&self) -> u64 {
+        if self.delay_from.is_some() { 2 } else { 1 }
+    }
 }
 
 /// The times after which a standstill is a hang.

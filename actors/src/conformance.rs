@@ -175,6 +175,8 @@ impl Run {
             max_layers: schedule.visits.len() as u32,
             max_micro_batches: schedule.micro_batches.len() as u32,
             deferred,
+            trained: 0,
+            delay_from: None,
             watchdog: None,
             inject,
         };

@@ -143,7 +143,7 @@ impl Executor {
                 let slot = self.open[&block].slot(Content::Gradient(block, step.number));
                 Accumulator { slot, first }
             });
-            BlockUse { block, weights: held.slot(Content::Block(block, step.number)), gradient }
+            BlockUse { block, weights: held.slot(Content::Block(block, step.reads)), gradient }
         };
         resolved.residences.iter().zip(&weights.blocks).map(of).collect()
     }

@@ -16,7 +16,7 @@ pub enum Fact {
     /// by the Prefetcher and, for what host visits read, by the Reducer.
     Stashed(BoundaryId, MicroBatch),
     /// A block is published as of this version. Raised by an update (queued by the Optimizer);
-    /// awaited by the Fetcher, the Prefetcher and `settle`.
+    /// awaited by the Fetcher, the Prefetcher, the Reducer and `settle`.
     Updated(BlockId, Version),
 }
 
@@ -35,10 +35,10 @@ struct Stashed {
 }
 
 impl Facts {
-    pub(crate) fn new(blocks: usize) -> Facts {
+    pub(crate) fn new(blocks: usize, version: Version) -> Facts {
         Facts {
             stashed: watch::Sender::new(Stashed::default()),
-            versions: watch::Sender::new(vec![0; blocks]),
+            versions: watch::Sender::new(vec![version; blocks]),
         }
     }
 

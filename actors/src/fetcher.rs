@@ -62,7 +62,7 @@ impl Fetcher {
         block: BlockId,
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
-        let version = step.number;
+        let version = step.reads;
         let layer = Some(visit.layer);
         self.context.published(block, version, layer).await?;
         let content = Content::Block(block, version);
@@ -107,7 +107,7 @@ impl Fetcher {
             Share::MicroBatch(m) => {
                 // The first micro-batch waits for the blocks of all.
                 for &block in visit.blocks.iter().filter(|_| m == first) {
-                    self.context.published(block, step.number, Some(visit.layer)).await?;
+                    self.context.published(block, step.reads, Some(visit.layer)).await?;
                 }
                 (None, m..m + 1)
             }
@@ -117,7 +117,7 @@ impl Fetcher {
                 (staged, if is_last { all } else { first..first })
             }
         };
-        let master = Staged::master(staged.as_ref(), step.number);
+        let master = Staged::master(staged.as_ref(), step.reads);
         let work = Work::Gather { visit: index, share, master };
         let mut order = Order::at(step, visit, work).of_staged(staged);
         order.raises = completed.flat_map(|m| stashed(visit, m)).collect();
@@ -134,7 +134,7 @@ impl Fetcher {
         block: BlockId,
     ) -> Result<Option<Staged>, BoxedError> {
         if !step.plan.schedule.passes_host_slot(block) {
-            self.context.published(block, step.number, Some(visit.layer)).await?;
+            self.context.published(block, step.reads, Some(visit.layer)).await?;
             return Ok(None);
         }
         let staged = self.gathered.pop_front().expect("the plan reads before it gathers");

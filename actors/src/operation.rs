@@ -17,8 +17,14 @@ use crate::work::{Queue, Work};
 /// A step in flight: shared by all its operations.
 #[derive(Debug)]
 pub struct Step {
-    /// The number of the step, and the version of every block that it reads.
+    /// The number of the step among all steps of its ring.
     pub number: Version,
+    /// The newest version of every block when the step began. One that trains makes the next.
+    pub version: Version,
+    /// The version of every block that it reads: the newest, or with a delay the one before.
+    pub reads: Version,
+    /// The versions of a block that are published at a time: with a delay 2, else 1.
+    pub copies: u64,
     /// The plan that its actors walk.
     pub plan: Arc<StepPlan>,
 }

@@ -1,7 +1,8 @@
 //! Updates blocks and publishes them; knows a step's loss and norm.
 //!
 //! *Eager*: each block as soon as its gradient is complete. *Deferred*: all blocks once the norm is
-//! known, in forward order, just ahead of the next step's Prefetcher. Updates in memory are
+//! known, in forward order, just ahead of the next step's Prefetcher; with a delay in the order in
+//! which the next step's Reducer needs the regions. Updates in memory are
 //! committed from that moment: they are queued in one go, need nothing but the host, and lanes run
 //! them even when the ring is ending. So a deferred step in memory changes either nothing or
 //! everything.
@@ -104,12 +105,19 @@ impl Optimizer {
     /// waits, so all of them are queued or none; those of staged blocks come as slots allow, under
     /// the next step.
     async fn end(&mut self, step: &Arc<Step>, resolved: Resolved) -> Result<(), BoxedError> {
-        self.carry(step);
+        if step.plan.schedule.trains {
+            self.carry(step);
+        }
         self.context.resolves();
         self.resolved.send(resolved);
         let updates = &step.plan.updates;
-        let late = if self.deferred { &updates[..] } else { &[] };
-        for &block in late {
+        let mut late = if self.deferred { updates.clone() } else { Vec::new() };
+        if step.copies > 1 {
+            // The next step needs regions before it needs weights: in the order of its backward
+            // visits.
+            late.reverse();
+        }
+        for block in late {
             let norm = Some(resolved.norm);
             self.update(step, block, Complete { norm, ..Complete::default() }).await?;
         }
@@ -133,7 +141,7 @@ impl Optimizer {
             return self.update_staged(step, block, complete).await;
         }
         let mut order = order(step, block, MasterAt::Memory, complete);
-        order.raises = vec![Fact::Updated(block, step.number + 1)];
+        order.raises = vec![Fact::Updated(block, step.version + 1)];
         order.commits = self.deferred;
         Ok(self.context.queue(order))
     }
@@ -146,7 +154,7 @@ impl Optimizer {
         block: BlockId,
         mut complete: Complete,
     ) -> Result<Fence, BoxedError> {
-        let version = step.number;
+        let version = step.version;
         let layer = layer_of(step, block);
         let content = Content::Block(block, version);
         let state = self.context.acquire(&mut self.state_slots, content, layer).await?;
@@ -164,7 +172,7 @@ impl Optimizer {
     /// Writes the staged block that was updated last, unless that was done.
     async fn store(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let Some(Updating { block, state, updated }) = self.updating.take() else { return Ok(()) };
-        let version = step.number;
+        let version = step.version;
         let layer = layer_of(step, block);
         self.context.fence(Lane::Update, &updated, layer).await?;
         let slot = state.slot(Content::Block(block, version));
@@ -179,9 +187,9 @@ impl Optimizer {
 
     /// Publishes the blocks that nothing updated, after the last use of this version.
     fn carry(&self, step: &Arc<Step>) {
-        let mut order = Order::new(step, Work::Carry { version: step.number });
+        let mut order = Order::new(step, Work::Carry { version: step.version });
         let carried = step.plan.carried.iter();
-        order.raises = carried.map(|&block| Fact::Updated(block, step.number + 1)).collect();
+        order.raises = carried.map(|&block| Fact::Updated(block, step.version + 1)).collect();
         order.commits = true;
         self.context.queue(order);
     }
@@ -218,9 +226,9 @@ impl Optimizer {
 /// The update of a block whose master is at this place.
 fn order(step: &Arc<Step>, block: BlockId, master: MasterAt, complete: Complete) -> Order {
     let Complete { landing, waits, norm } = complete;
-    let version = step.number;
+    let version = step.version;
     let gradient = match &landing {
-        Some(held) => GradientAt::Landing(held.slot(Content::Gradient(block, version))),
+        Some(held) => GradientAt::Landing(held.slot(Content::Gradient(block, step.number))),
         None => GradientAt::Region,
     };
     let work = Work::Update { block, version, master, gradient, norm };

@@ -60,7 +60,7 @@ impl PeerCopier {
         let visit = step.plan.visit(weights.device_visit);
         for (residence, held) in resolved.residences.iter().zip(&weights.blocks) {
             if residence.upload {
-                let content = Content::Block(residence.block, step.number);
+                let content = Content::Block(residence.block, step.reads);
                 let slot = held.slot(content);
                 weights.arrived.push(self.copy(&step, visit, residence.block, slot).await?);
             }
@@ -76,7 +76,7 @@ impl PeerCopier {
         block: BlockId,
         weights: u32,
     ) -> Result<Fence, BoxedError> {
-        let version = step.number;
+        let version = step.reads;
         let layer = Some(visit.layer);
         let shard = step.plan.schedule.shard_of(self.device);
         let mut from = Vec::new();

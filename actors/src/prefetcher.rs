@@ -87,7 +87,7 @@ impl Prefetcher {
         visit: &Visit,
         &Residence { block, slot, chosen_by, .. }: &Residence,
     ) -> Result<Fence, BoxedError> {
-        let version = step.number;
+        let version = step.reads;
         let layer = Some(visit.layer);
         let staged = self.source(step, visit, block).await?;
         if let Some(choice) = chosen_by {
@@ -119,7 +119,7 @@ impl Prefetcher {
     ) -> Result<Option<Staged>, BoxedError> {
         let layer = Some(visit.layer);
         if !step.plan.schedule.passes_host_slot(block) {
-            self.context.published(block, step.number, layer).await?;
+            self.context.published(block, step.reads, layer).await?;
             return Ok(None);
         }
         let Flow::Datum(staged) = self.context.recv(&mut self.staged, layer).await? else {

@@ -218,6 +218,8 @@ impl Reducer {
         let complete = if scattered && is_staged {
             landed
         } else {
+            // With a delay, the region may still feed the update of the step before.
+            self.context.published(block, step.version, layer).await?;
             let work = Work::Reduce { block, reduced, to_region: !is_staged };
             let mut order = Order::gradient(step, layer, work);
             order.waits = vec![landed];
@@ -241,9 +243,9 @@ impl Reducer {
         complete: &Fence,
     ) -> Result<(), BoxedError> {
         self.context.fence(Lane::Host, complete, layer).await?;
-        let version = step.number;
+        let version = step.version;
         let stored = Stored::Gradient;
-        let slot = landing.slot(Content::Gradient(block, version));
+        let slot = landing.slot(Content::Gradient(block, step.number));
         let work = Work::Store { block, version, stored, slot };
         let mut order = Order::gradient(step, layer, work);
         order.holds = vec![landing];
@@ -305,7 +307,7 @@ impl Reducer {
         let rows = schedule.ranks.dealt.then(|| self.context.queue(rows));
         for &block in visit.blocks.iter().filter(|&&id| !schedule.block(id).frozen) {
             // Its region may still feed the update of the step before.
-            self.context.published(block, step.number, Some(visit.layer)).await?;
+            self.context.published(block, step.version, Some(visit.layer)).await?;
             let joined =
                 |r: &Reduction| matches!(r, Reduction::Gradient { block: b, .. } if *b == block);
             let first = !step.plan.reductions.iter().any(joined);
@@ -337,7 +339,7 @@ impl Reducer {
         let content = Content::Gradient(block, step.number);
         let layer = Some(visit.layer);
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
-        let version = step.number;
+        let version = step.version;
         let slot = landing.slot(content);
         let gradient = GradientAt::Landing(slot);
         let mut order =

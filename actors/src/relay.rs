@@ -30,7 +30,7 @@ use crate::wiring::{Wired, wire};
 /// Whether the blocks in the EPS belong together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Integrity {
-    /// All are of this version: the state after this number of steps.
+    /// All are of this version: the state after this number of training steps.
     Whole(Version),
     /// Some were updated and some were not, or an update did not end well (then the versions, of
     /// what was published last, may all be the same): recover from the last checkpoint.
@@ -82,7 +82,10 @@ pub struct Relay<P: Ports> {
     ring: Arc<Ring>,
     fetcher: Outbox<Flow<()>>,
     resolved: Inbox<Resolved>,
-    next: Version,
+    /// The number of the next step.
+    next: u64,
+    /// The version of every block when all updates are done.
+    newest: Version,
     unresolved: bool,
     ended: bool,
     _watchdog: Option<watchdog::Leash>,
@@ -107,6 +110,7 @@ impl<P: Ports> Relay<P> {
     pub fn wire(config: RingConfig, ports: Arc<P>) -> (Relay<P>, Vec<ActorTask>) {
         let lanes: Arc<dyn Lanes> = ports.clone();
         let Wired { ring, tasks, fetcher, resolved } = wire(&config, &lanes);
+        let newest = config.trained;
         let relay = Relay {
             config,
             ports,
@@ -114,6 +118,7 @@ impl<P: Ports> Relay<P> {
             fetcher,
             resolved,
             next: 0,
+            newest,
             unresolved: false,
             ended: false,
             _watchdog: None,
@@ -175,9 +180,14 @@ impl<P: Ports> Relay<P> {
         if self.ended || self.ring.switch.tripped() {
             return Err(self.end().await);
         }
-        let step = Arc::new(Step { number: self.next, plan });
+        let trains = plan.schedule.trains;
+        let version = self.newest;
+        let reads = if trains { self.config.reads(version) } else { version };
+        let copies = self.config.copies();
+        let step = Arc::new(Step { number: self.next, version, reads, copies, plan });
         self.ports.begin(&step, batch);
         self.next += 1;
+        self.newest += u64::from(trains);
         self.unresolved = true;
         self.ring.awaited.store(true, Relaxed);
         self.ring.facts.begin(&step.plan);
@@ -187,8 +197,14 @@ impl<P: Ports> Relay<P> {
     }
 
     /// Steps that have begun: the number of the next.
-    pub fn begun(&self) -> Version {
+    pub fn begun(&self) -> u64 {
         self.next
+    }
+
+    /// The version of every block when all updates are done: the training steps that have begun,
+    /// with those before this run.
+    pub fn newest(&self) -> Version {
+        self.newest
     }
 
     /// The time at which the last result was known, by the lanes' clock. It may be before the
@@ -222,7 +238,7 @@ impl<P: Ports> Relay<P> {
     pub async fn settle(&mut self) -> Result<(), RingError> {
         self.resolve().await?;
         self.ring.awaited.store(true, Relaxed);
-        match self.ring.switch.until_tripped(self.ring.facts.settled(self.next)).await {
+        match self.ring.switch.until_tripped(self.ring.facts.settled(self.newest)).await {
             Some(()) => {
                 self.ring.awaited.store(false, Relaxed);
                 Ok(())
@@ -235,7 +251,7 @@ impl<P: Ports> Relay<P> {
     /// false if the relay ends before. Further steps may run meanwhile.
     pub fn settled(&self) -> impl Future<Output = bool> + Send + 'static + use<P> {
         let ring = self.ring.clone();
-        let version = self.next;
+        let version = self.newest;
         async move { ring.switch.until_tripped(ring.facts.settled(version)).await.is_some() }
     }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::{SetOnce, watch};
 
 use crate::cause::{Cause, Problem, Switch};
+use crate::config::RingConfig;
 use crate::facts::Facts;
 use crate::meter::{ActorState, Meter, Spent};
 use crate::names::ActorName;
@@ -130,10 +131,11 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    pub(crate) fn new(blocks: usize, pools: Pools, gauges: Vec<Gauge>, now: Duration) -> Ring {
+    pub(crate) fn new(config: &RingConfig, gauges: Vec<Gauge>, now: Duration) -> Ring {
+        let &RingConfig { blocks, pools, trained, .. } = config;
         Ring {
             switch: Switch::default(),
-            facts: Facts::new(blocks),
+            facts: Facts::new(blocks as usize, trained),
             gauges,
             posts: ActorName::all(&pools).iter().map(|_| Post::new(now)).collect(),
             pools,

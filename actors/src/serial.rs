@@ -14,8 +14,8 @@ use crate::schedule::{
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Work};
 
-/// Walks a plan as the step of this number. `perform` does the work of each operation, on a device
-/// or on the host (`None`), and returns its value: a loss, or a sum of squares.
+/// Walks a plan, with blocks of this version. `perform` does the work of each operation, on a
+/// device or on the host (`None`), and returns its value: a loss, or a sum of squares.
 pub fn step(
     plan: &StepPlan,
     version: Version,
@@ -65,8 +65,10 @@ pub fn step(
             VisitKind::Scatter => walk.scatter(index),
         }
     }
-    // Blocks that no update changed go to the next version.
-    walk.on_host(Work::Carry { version });
+    if plan.schedule.trains {
+        // Blocks that no update changed go to the next version.
+        walk.on_host(Work::Carry { version });
+    }
     let norm = walk.squares.values().sum::<f64>().sqrt();
     if deferred {
         plan.updates.iter().for_each(|&block| {

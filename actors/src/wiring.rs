@@ -74,7 +74,7 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let of_process = [&landing, &part_slots, &read_slots, &state_slots];
     let all = of_devices.chain(of_process).map(Pool::gauge);
     let gauges = all.filter(|gauge| !gauge.read().holders.is_empty()).collect();
-    let ring = Arc::new(Ring::new(blocks as usize, sizes, gauges, lanes.now()));
+    let ring = Arc::new(Ring::new(config, gauges, lanes.now()));
     let context_of = |name| Context::new(name, &ring, lanes, inject);
 
     let outcomes = blocks as usize + max_micro_batches as usize;

@@ -54,6 +54,7 @@ impl Draft {
             }
         };
         let files = files.with_states(partial.join(hf::STATES), &run.model, eps)?;
+        let files = files.with_older(partial.join(hf::OLDER), &run.model, eps)?;
         let record = RunRecord::new(run, progress, eps.updates());
         let linked_digests = before.map(|(_, record)| record.files).unwrap_or_default();
         Ok(Draft { directory: directory.into(), files, record, linked_digests })

@@ -51,6 +51,11 @@ pub(super) const FIRST_FORMAT: u32 = 1;
 const MOST_STEPS: u64 = 1 << 40;
 
 impl RunRecord {
+    /// True if the checkpoint does not have the weights before the last update.
+    fn lacks_older(&self) -> bool {
+        !self.files.contains_key(hf::OLDER)
+    }
+
     pub(super) fn new(run: &Identity, progress: &Progress, updates: Vec<u64>) -> RunRecord {
         RunRecord {
             format: FORMAT,
@@ -115,6 +120,11 @@ impl Checkpoint {
         Ok(Checkpoint { directory: directory.into(), record })
     }
 
+    /// True if it does not have the weights before the last update.
+    pub(crate) fn lacks_older(&self) -> bool {
+        self.record.lacks_older()
+    }
+
     /// The layers of its model, if its run could add some.
     pub(crate) fn layers(&self) -> Option<LayerCount> {
         self.record.progress.layers
@@ -168,6 +178,9 @@ impl Checkpoint {
             (None, _) => hf::load_trained(&directory, model, eps)?,
         }
         hf::load_states(&directory.join(hf::STATES), model, eps)?;
+        if eps.has_older() && !record.lacks_older() {
+            hf::load_older(&directory.join(hf::OLDER), model, eps)?;
+        }
         eps.set_updates(&record.updates);
         if record.format == FIRST_FORMAT && record.first_seal(model, eps)? != record.seal {
             let what = "it is damaged: its content is not what was written. Remove it to resume \

@@ -70,7 +70,9 @@ impl Space {
             let of_group: usize = (0..model.blocks.len() as u32).map(kept).sum();
             of_group * config.parallel.groups as usize
         });
-        let floats = all + states.sum::<usize>() + errors;
+        let trained = model.blocks.iter().map(BlockTensors::trained_len);
+        let older = config.schedule.delay().map_or(0, |_| trained.sum());
+        let floats = all + states.sum::<usize>() + errors + older;
         let every = config.checkpoint.every_steps;
         let written = match (every, config.step.steps) {
             (None, _) => 1,

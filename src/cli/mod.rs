@@ -17,6 +17,7 @@ mod longest;
 mod machines;
 mod observe;
 mod other_names;
+mod outlook;
 mod output;
 mod plan;
 mod progress;

@@ -4,18 +4,17 @@ use std::fmt::Write;
 use std::path::Path;
 
 use l2l::checkpoint::Space;
-use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format, Recompute};
+use l2l::config::{DeviceConfig, DeviceKind, Format, Recompute};
 use l2l::models::Model;
 use l2l::plan::{FabricBytes, Keeping, LinkBytes, LongestSequence, RankShare, Term};
-use l2l::telemetry::{self, Forecast, Hiding, Rates, Wait};
-use l2l::{
-    Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, model_of, optimizers,
-};
+use l2l::telemetry::{self, Forecast};
+use l2l::{Config, Error, Misfit, Plan, largest_shape_of, model_of};
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
+use super::outlook::Outlook;
 use super::output::{print, write_file};
-use super::{Exit, PlanArguments, RateArguments, longest, say};
+use super::{Exit, PlanArguments, longest};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, .. } =
@@ -60,60 +59,6 @@ fn set_devices(device: &mut DeviceConfig, count: u32) {
     }
 }
 
-/// A step simulated with given rates, and the tokens that hide its transfers.
-pub(super) struct Outlook {
-    forecast: Forecast,
-    eager: Hiding,
-    deferred: Hiding,
-}
-
-impl Outlook {
-    fn of(
-        config: &Config,
-        model: &Model,
-        plan: &Plan,
-        given: &RateArguments,
-    ) -> Result<Outlook, Error> {
-        let rates = rates(config, model, given)?;
-        let hiding = |deferred| Hiding::of(config, model, plan, &rates, deferred);
-        let eager = hiding(false)?;
-        let deferred = hiding(true)?;
-        let forecast = Forecast::of_plan(config, model, plan, &rates)?;
-        Ok(Outlook { forecast, eager, deferred })
-    }
-
-    fn print(&self, ranks: u32, model: &Model) {
-        let Outlook { forecast, eager, deferred } = self;
-        let step = if ranks > 1 { "a step of each process" } else { "a step" };
-        print(format_args!(
-            "a step takes {:.4} s in virtual time; the device waits {:.4} s of it",
-            forecast.seconds,
-            forecast.exposed_seconds()
-        ));
-        for wait in forecast.waits.iter().take(SHOWN_WAITS) {
-            let layer = layer_name(model, wait.layer);
-            let cause = wait.cause.name();
-            print(format_args!("  {:.4} s at {layer}, for {cause}", wait.seconds));
-        }
-        for (how, hiding) in [("eager", eager), ("deferred", deferred)] {
-            let Hiding { lane, phase, tokens } = hiding;
-            match tokens {
-                Some(tokens) => print(format_args!(
-                    "{how}: updates and transfers are hidden from {tokens} tokens {step} on \
-                     ({lane}, {phase})"
-                )),
-                None => print(format_args!(
-                    "{how}: never hidden: in {phase} each token takes longer on the {lane} lane \
-                     than to compute"
-                )),
-            }
-        }
-    }
-}
-
-/// The waits that are printed: most steps have one or two causes that are worth a change.
-const SHOWN_WAITS: usize = 4;
-
 /// Draws a step of a config in virtual time.
 fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Result<(), Error> {
     let title = format!(
@@ -124,77 +69,6 @@ fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Resul
         forecast.seconds
     );
     write_file("--draw", to, &telemetry::draw(&title, &forecast.slices))
-}
-
-/// The rates of the arguments. Rates that are not given are measured.
-pub(super) fn rates(
-    config: &Config,
-    model: &Model,
-    arguments: &RateArguments,
-) -> Result<Rates, Error> {
-    let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps } = *arguments;
-    for (name, rate) in [
-        ("tflops", tflops),
-        ("link-gbps", link_gbps),
-        ("host-gbps", host_gbps),
-        ("disk-gbps", disk_gbps),
-        ("fabric-gbps", fabric_gbps),
-    ] {
-        if rate.is_some_and(|rate| !(1e-9..=1e9).contains(&rate)) {
-            return Err(Error::Argument(format!("--{name} must be from 1e-9 to 1e9")));
-        }
-    }
-    let threads = config.device.threads.unwrap_or_else(machine::cores);
-    let on_gpu = config.device.kind == DeviceKind::Cuda;
-    let asks = on_gpu && (tflops.is_none() || link_gbps.is_none());
-    let gpu = asks.then(|| devices::gpu_rates(config)).transpose().map_err(|error| {
-        let remedy = "give --tflops and --link-gbps to forecast for a GPU of another machine";
-        Error::Argument(format!("{error}; {remedy}"))
-    })?;
-    let flops = match (tflops, &gpu) {
-        (Some(rate), _) => rate * 1e12,
-        (None, Some(gpu)) => gpu.product,
-        (None, None) => devices::product_flops_per_second(threads)?,
-    };
-    let host = match host_gbps {
-        Some(rate) => rate * 1e9,
-        None => optimizers::stream_bytes_per_second(threads)?,
-    };
-    let link = match (link_gbps, &gpu) {
-        (Some(rate), _) => rate * 1e9,
-        (None, Some(gpu)) => {
-            gpu.pinned.unwrap_or(gpu.pageable).into_iter().fold(f64::MAX, f64::min)
-        }
-        (None, None) => config.link_bytes_per_second()?.unwrap_or(host),
-    };
-    let mut rates = Rates::of(config, model, flops, link, host);
-    if let Some(rate) = fabric_gbps {
-        rates = rates.with_fabric(rate * 1e9);
-    }
-    let folder = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
-    let disk = match (disk_gbps, folder) {
-        (Some(rate), _) => rate * 1e9,
-        (None, None) => return Ok(rates),
-        (None, Some(folder)) => {
-            let there = folder.ancestors().find(|path| path.is_dir());
-            let there = there.unwrap_or(Path::new("."));
-            match eps::disk_bytes_per_second(there) {
-                Ok((written, read)) => 2.0 / (1.0 / written + 1.0 / read),
-                Err(error) => {
-                    say(format_args!("{}: cannot measure this disk: {error}", there.display()));
-                    return Ok(rates);
-                }
-            }
-        }
-    };
-    Ok(rates.with_disk(disk))
-}
-
-impl RateArguments {
-    fn any(&self) -> bool {
-        let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps } = self;
-        [tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps].into_iter().any(Option::is_some)
-    }
 }
 
 /// The parts of the plan that do not fit, and the run's checkpoints if they do not.
@@ -345,15 +219,8 @@ impl Shown<'_> {
             }),
             "no_kept_layers": self.keeps_none,
         });
-        if let Some(Outlook { forecast, eager, deferred }) = self.outlook {
-            event["step_seconds"] = json!(forecast.seconds);
-            event["exposed_wait_seconds"] = json!(forecast.exposed_seconds());
-            let wait = |wait: &Wait| {
-                let layer = layer_name(self.model, wait.layer);
-                json!({ "layer": layer, "cause": wait.cause.name(), "seconds": wait.seconds })
-            };
-            event["waits"] = forecast.waits.iter().map(wait).collect();
-            event["hides"] = json!({ "eager": eager, "deferred": deferred });
+        if let Some(outlook) = self.outlook {
+            outlook.add_to(&mut event, self.model);
         }
         event
     }
@@ -495,6 +362,6 @@ fn largest_layer(model: &Model) -> (String, usize) {
     (layer_name(model, index), parameters)
 }
 
-fn layer_name(model: &Model, index: usize) -> String {
+pub(super) fn layer_name(model: &Model, index: usize) -> String {
     format!("layer {index} ({})", model.layers[index].name())
 }

@@ -152,9 +152,11 @@ impl Config {
         if self.loss_scale().is_some() { NonFinite::Skip } else { self.step.non_finite }
     }
 
-    /// True if updates wait until the norm of all gradients is known.
+    /// True if updates wait until the norm of all gradients is known, or with a delay until the
+    /// step has ended.
     pub(crate) fn defers(&self) -> bool {
-        self.optimizer.clips() || self.non_finite() == NonFinite::Skip
+        let is_delayed = self.schedule.delay().is_some();
+        self.optimizer.clips() || self.non_finite() == NonFinite::Skip || is_delayed
     }
 
     pub(super) fn check_precision(&self) -> Result<(), Error> {

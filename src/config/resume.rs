@@ -2,7 +2,8 @@
 
 use super::{
     CompressionConfig, DataConfig, DepthConfig, DeviceConfig, ExpertsConfig, LossScaleConfig,
-    ModelConfig, OptimizerConfig, ParallelConfig, StashConfig, StepConfig, TrainConfig,
+    ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, StashConfig, StepConfig,
+    TrainConfig,
 };
 
 /// The keys of a section that may have another value, with spaces between their names. `*` is all
@@ -41,8 +42,9 @@ impl OnResume {
             "parallel" => ParallelConfig::ON_RESUME,
             "compression" => CompressionConfig::ON_RESUME,
             "stash" => StashConfig::ON_RESUME,
-            "channels" | "checkpoint" | "eps" | "export" | "log" | "metrics" | "schedule"
-            | "validation" | "watchdog" => OnResume::free("*"),
+            "schedule" => ScheduleConfig::ON_RESUME,
+            "channels" | "checkpoint" | "eps" | "export" | "log" | "metrics" | "validation"
+            | "watchdog" => OnResume::free("*"),
             _ => OnResume::free(""),
         }
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, Deal};
+use super::{Config, Deal, EpsTier, OnResume};
 use crate::error::Error;
 use crate::models::Save;
 
@@ -43,13 +43,29 @@ pub struct ScheduleConfig {
     /// steps of so few tokens that an eighth of the experts is likely to be idle. When absent, one
     /// visit has the whole layer. Results are the same, bit for bit.
     pub bundles: Option<usize>,
+    /// How many updates old the weights are that a batch reads. 0: it waits for all updates. 1:
+    /// updates run on the host while the next batch computes, on the weights before them. This
+    /// changes the results, and costs loss, more at high learning rates: see docs/delay.md. The
+    /// trained weights, as the device is sent them, and the gradients are then on the host once
+    /// more.
+    pub delay: u32,
+    /// With `delay = 1`: the first batches, so many, wait for all updates. 0 when absent.
+    pub delay_after: Option<u64>,
 }
 
 impl Default for ScheduleConfig {
     fn default() -> ScheduleConfig {
         let recompute = Recompute::AUTO;
         let kind = ScheduleKind::Relay;
-        ScheduleConfig { kind, chunks: None, path: None, recompute, bundles: None }
+        ScheduleConfig {
+            kind,
+            chunks: None,
+            path: None,
+            recompute,
+            bundles: None,
+            delay: 0,
+            delay_after: None,
+        }
     }
 }
 
@@ -133,6 +149,14 @@ impl ScheduleKind {
 }
 
 impl ScheduleConfig {
+    pub(super) const ON_RESUME: OnResume =
+        OnResume::free("kind chunks path recompute bundles").with_changes("delay delay_after");
+
+    /// The first training step that reads weights before their last update, if there is one.
+    pub fn delay(&self) -> Option<u64> {
+        (self.delay > 0).then(|| self.delay_after.unwrap_or(0))
+    }
+
     /// Stages on each device of a pipeline.
     pub fn chunks(&self) -> u32 {
         let default = if self.kind == ScheduleKind::Interleaved { 2 } else { 1 };
@@ -154,10 +178,25 @@ impl Config {
         refuse(on_file && path.is_none(), "schedule.path", problem)?;
         let problem = "is for schedule.kind = \"file\": leave it out";
         refuse(!on_file && path.is_some(), "schedule.path", problem)?;
+        self.check_delay()?;
         refuse(
             kind.is_pipeline() && self.parallel.deal == Deal::Sequences,
             "parallel.deal",
             "must be \"layers\" with a pipeline, which says itself what each device does",
         )
+    }
+
+    fn check_delay(&self) -> Result<(), Error> {
+        let ScheduleConfig { kind, delay, delay_after, .. } = self.schedule;
+        let what = "0 or 1: an update that has one whole step to run in is hidden, and a longer \
+                    delay would only cost loss";
+        must(delay <= 1, "schedule.delay", what)?;
+        let problem = "is for schedule.delay = 1: leave it out";
+        refuse(delay == 0 && delay_after.is_some(), "schedule.delay_after", problem)?;
+        let problem = "is for schedule.kind = \"relay\": leave it out";
+        refuse(delay > 0 && kind != ScheduleKind::Relay, "schedule.delay", problem)?;
+        let problem = "is for eps.tier = \"memory\": the file has no copy of the weights before \
+                       an update that a step could read meanwhile; leave it out";
+        refuse(delay > 0 && self.eps.tier == EpsTier::File, "schedule.delay", problem)
     }
 }

@@ -57,7 +57,7 @@ pub(crate) struct Engine {
 #[derive(Default)]
 struct Counts {
     /// Steps of the ring that began.
-    begun: Version,
+    begun: u64,
     /// Training steps that began.
     trained: u64,
     /// Training steps that changed nothing.
@@ -105,7 +105,7 @@ impl Engine {
             ring: Duration::from_secs_f64(config.watchdog.seconds),
             storage: eps::STORAGE_PATIENCE,
         };
-        let ring = ring_config(&model, &plan, Some(patience));
+        let ring = ring_config(&config, &model, &plan, trained, Some(patience));
         let relay = Relay::start(ring, lanes.clone()).map_err(Error::no_thread)?;
         let loss_scale = config.loss_scale();
         let skips = config.non_finite() == NonFinite::Skip;
@@ -240,7 +240,7 @@ impl Engine {
         self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
         self.worker().records().resolved(end);
-        let resolved = resolved.map_err(|error| self.in_training_steps(error))?;
+        let resolved = resolved.map_err(Engine::failed)?;
         let skipped = self.note(&resolved);
         let (logits, hidden) = self.worker().take_results();
         let norm = resolved.norm / scaled;
@@ -253,7 +253,7 @@ impl Engine {
     async fn finish_step(&mut self) -> Result<(), Error> {
         self.count_step();
         let resolved = self.relay.resolve().await;
-        if let Some(resolved) = resolved.map_err(|error| self.in_training_steps(error))? {
+        if let Some(resolved) = resolved.map_err(Engine::failed)? {
             self.note(&resolved);
         }
         Ok(())
@@ -300,18 +300,12 @@ impl Engine {
         self.counts.pending = None;
     }
 
-    /// Converts an error of the ring, which counts steps of all purposes, to training steps.
-    fn in_training_steps(&self, error: l2l_actors::RingError) -> Error {
+    /// An error of the ring, which does not know of damage.
+    fn failed(error: l2l_actors::RingError) -> Error {
         use l2l_actors::RingError::Failed;
         match error {
             Failed { cause, .. } if error::is_damage(&cause) => {
                 Error::Ring(Failed { cause, integrity: Integrity::Damaged })
-            }
-            Failed { cause, integrity: Integrity::Whole(version) } => {
-                // The model is in the state after the last step, or after the step before it.
-                let undone = u64::from(version < self.counts.begun && self.counts.last_trained);
-                let integrity = Integrity::Whole(self.counts.trained - undone);
-                Error::Ring(Failed { cause, integrity })
             }
             error => error.into(),
         }
@@ -337,7 +331,7 @@ impl Engine {
     }
 
     /// The number of steps that began, of all purposes.
-    pub(crate) fn begun(&self) -> Version {
+    pub(crate) fn begun(&self) -> u64 {
         self.counts.begun
     }
 
@@ -368,7 +362,7 @@ impl Engine {
     pub(crate) async fn settle(&mut self) -> Result<(), Error> {
         self.finish_step().await?;
         let settled = self.relay.settle().await;
-        settled.map_err(|error| self.in_training_steps(error))
+        settled.map_err(Engine::failed)
     }
 
     /// Reads or changes the model between steps, when every update is done, and not on the
@@ -401,7 +395,7 @@ impl Engine {
         self.finish_step().await?;
         let settled = self.relay.settled();
         let lanes = self.lanes.clone();
-        let saving = self.worker().eps().begin_saving(self.relay.begun());
+        let saving = self.worker().eps().begin_saving(self.relay.newest());
         Ok(tokio::spawn(async move {
             if !settled.await {
                 return Err(Error::System("the run failed before it could be saved".into()));
@@ -422,13 +416,22 @@ impl Engine {
     }
 }
 
-pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Patience>) -> RingConfig {
+/// `trained` is the number of training steps before the run.
+pub(crate) fn ring_config(
+    config: &Config,
+    model: &Model,
+    plan: &Plan,
+    trained: Version,
+    watchdog: Option<Patience>,
+) -> RingConfig {
     RingConfig {
         pools: plan.pools,
         blocks: model.blocks.len() as u32,
         max_layers: model.layers.len() as u32,
         max_micro_batches: plan.batch.most_micro_batches as u32,
         deferred: plan.deferred(),
+        trained,
+        delay_from: config.schedule.delay().filter(|_| plan.trains()),
         watchdog,
         inject: None,
     }

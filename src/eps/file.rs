@@ -222,6 +222,10 @@ impl FileTier {
         self.current().index.blocks[id.0 as usize].updates
     }
 
+    pub(super) fn begin_at(&self, version: Version) {
+        self.current().versions.fill(version);
+    }
+
     pub(super) fn carry(&self, id: BlockId, version: Version) {
         let held = &mut self.current().versions[id.0 as usize];
         assert!(*held == version, "{id} v{version} asked, the EPS holds v{held}");

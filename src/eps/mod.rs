@@ -16,6 +16,7 @@ mod parts;
 mod places;
 mod saving;
 mod stored;
+mod twice;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -33,7 +34,8 @@ pub(crate) use memory::MemoryTier;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 pub(crate) use places::{paged, runs_on_file};
 pub(crate) use saving::{STORAGE_PATIENCE, Saving};
-pub(crate) use stored::TableRows;
+pub(crate) use stored::{StoredMasters, TableRows};
+pub(crate) use twice::doubled_len;
 
 use crate::error::Error;
 use crate::fabric::parts::Parts;
@@ -45,6 +47,8 @@ use crate::optimizers::{BlockStates, RuleState, StateLayout};
 pub(crate) enum BlockRun {
     /// The masters.
     Parameters,
+    /// With a delay, the trained weights that devices were sent of the version before.
+    Older,
     /// One of the optimizer's states, by its index.
     State(usize),
     /// A run of error feedback, by its index.
@@ -53,6 +57,7 @@ pub(crate) enum BlockRun {
 
 /// The number of the first run of error feedback: optimizers have far fewer states.
 const FEEDBACK: usize = 1 << 16;
+const OLDER: usize = FEEDBACK - 1;
 
 impl BlockRun {
     /// The first run of a block, and a bound above all its runs.
@@ -63,6 +68,7 @@ impl BlockRun {
     fn index(self) -> usize {
         match self {
             BlockRun::Parameters => 0,
+            BlockRun::Older => OLDER,
             BlockRun::State(index) => 1 + index,
             BlockRun::Feedback(index) => FEEDBACK + index,
         }
@@ -71,6 +77,7 @@ impl BlockRun {
     fn of_index(index: usize) -> BlockRun {
         match index {
             0 => BlockRun::Parameters,
+            OLDER => BlockRun::Older,
             1..FEEDBACK => BlockRun::State(index - 1),
             _ => BlockRun::Feedback(index - FEEDBACK),
         }
@@ -102,13 +109,18 @@ pub(crate) struct Eps {
 
 impl Eps {
     /// Blocks of zeros in memory, with these optimizer states. `region` says which blocks have a
-    /// gradient region.
+    /// gradient region. `delayed_tiles`: with a delay, the number of the vocabulary's tiles.
     pub(crate) fn in_memory(
         tensors: Vec<BlockTensors>,
         states: StateLayout,
         region: impl Fn(BlockId) -> bool,
+        delayed_tiles: Option<usize>,
     ) -> Eps {
-        let tier = Tier::Memory(MemoryTier::new(&tensors, &states, region));
+        let doubled = delayed_tiles.map(|tiles| {
+            let blocks = tensors.iter().enumerate();
+            blocks.map(|(index, tensors)| doubled_len(tensors, index < tiles)).collect()
+        });
+        let tier = Tier::Memory(MemoryTier::new(&tensors, &states, region, doubled));
         Eps::new(tensors, states, tier)
     }
 
@@ -230,7 +242,7 @@ impl Eps {
         const FLOAT: usize = size_of::<f32>();
         let of_tensor = |(at, tensor): (usize, &'t Tensor)| {
             let (state, range) = match run {
-                BlockRun::Parameters => return None,
+                BlockRun::Parameters | BlockRun::Older => return None,
                 BlockRun::State(index) => self.states(id).of_tensor(at).get(index)?,
                 BlockRun::Feedback(index) => {
                     self.feedback.as_ref()?.layout(id, index).tensors.get(at)?.as_ref()?
@@ -239,12 +251,26 @@ impl Eps {
             let begin = FLOAT * range.start;
             Some((tensor, Some(state.clone()), begin..begin + state.bytes()))
         };
-        if run == BlockRun::Parameters {
+        if matches!(run, BlockRun::Parameters | BlockRun::Older) {
+            let end = if run == BlockRun::Older { tensors.trained_len() } else { tensors.len() };
             let in_bytes = |range: Range<usize>| FLOAT * range.start..FLOAT * range.end;
-            let each = tensors.ranges().map(|(tensor, range)| (tensor, None, in_bytes(range)));
-            return each.collect();
+            let each = tensors.ranges().filter(|(_, range)| range.end <= end);
+            return each.map(|(tensor, range)| (tensor, None, in_bytes(range))).collect();
         }
         tensors.trained().iter().enumerate().filter_map(of_tensor).collect()
+    }
+
+    /// Gives all blocks this version: that of a run which begins after so many training steps.
+    pub(crate) fn begin_at(&self, version: Version) {
+        match &self.tier {
+            Tier::Memory(memory) => memory.begin_at(version),
+            Tier::File(file) => file.begin_at(version),
+        }
+    }
+
+    /// True if the version before the newest is there, too.
+    pub(crate) fn has_older(&self) -> bool {
+        matches!(&self.tier, Tier::Memory(memory) if memory.has_older())
     }
 
     /// The number of updates that each block has had.

@@ -20,6 +20,13 @@ pub(crate) enum TableRows<'t> {
     F16(&'t [f16]),
 }
 
+/// The masters of a block that is stored: what devices are sent of it, or the first part of that,
+/// and the rest of each master.
+pub(crate) struct StoredMasters<'m> {
+    pub(crate) sent: &'m mut [f32],
+    pub(crate) kept: &'m mut [f32],
+}
+
 impl Eps {
     /// Whether all tensors of a block are stored as f32.
     fn is_plain(&self, id: BlockId) -> bool {
@@ -28,9 +35,16 @@ impl Eps {
     }
 
     /// The masters of a stored block, to be updated.
-    pub(crate) fn masters<'m>(&self, id: BlockId, stored: &'m mut [f32]) -> BlockMasters<'m> {
-        let (masters, _) = split_stored(self.tensors(id), stored);
-        masters
+    pub(crate) fn masters<'m>(&self, id: BlockId, stored: StoredMasters<'m>) -> BlockMasters<'m> {
+        block_masters(self.tensors(id).masters(), stored)
+    }
+
+    /// The masters of a block that is stored in one range.
+    pub(crate) fn whole<'m>(&self, id: BlockId, stored: &'m mut [f32]) -> StoredMasters<'m> {
+        let tensors = self.tensors(id);
+        let sent = tensors.published_len(tensors.masters().sent());
+        let (sent, kept) = stored[..tensors.host_len()].split_at_mut(sent);
+        StoredMasters { sent, kept }
     }
 
     /// The rows of a tile of the vocabulary, given its tensors and its published part as it is
@@ -75,6 +89,10 @@ impl Eps {
         run: BlockRun,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
+        if run == BlockRun::Older {
+            let tensors = self.tensors(id);
+            return self.read_stored(id, run, |sent| read(&decode_sent(tensors, sent)));
+        }
         if run != BlockRun::Parameters || self.is_plain(id) {
             return self.read_stored(id, run, read);
         }
@@ -91,6 +109,14 @@ impl Eps {
         run: BlockRun,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
+        if run == BlockRun::Older {
+            let tensors = self.tensors(id);
+            return self.write_stored(id, run, |sent| {
+                let mut values = decode_sent(tensors, sent);
+                write(&mut values);
+                encode_sent(tensors, &values, sent);
+            });
+        }
         if run != BlockRun::Parameters || self.is_plain(id) {
             return self.write_stored(id, run, write);
         }
@@ -116,7 +142,12 @@ fn split_stored<'m>(
     let format = tensors.masters();
     let (sent, rest) = stored.split_at_mut(format.sent().floats(len));
     let (frozen, kept) = rest.split_at_mut(rest.len() - format.kept_floats(len));
-    let masters = match format {
+    (block_masters(format, StoredMasters { sent, kept }), frozen)
+}
+
+fn block_masters(format: MasterFormat, stored: StoredMasters<'_>) -> BlockMasters<'_> {
+    let StoredMasters { sent, kept } = stored;
+    match format {
         MasterFormat::F32 => BlockMasters::Plain(sent),
         MasterFormat::Split => BlockMasters::Split(SplitMasters {
             published: bytemuck::cast_slice_mut(sent),
@@ -126,8 +157,28 @@ fn split_stored<'m>(
             BlockMasters::Copied { dtype, published: bytemuck::cast_slice_mut(sent), masters: kept }
         }
         MasterFormat::Rounded => BlockMasters::Rounded(bytemuck::cast_slice_mut(sent)),
-    };
-    (masters, frozen)
+    }
+}
+
+/// The trained part of a block as devices are sent it, as f32.
+fn decode_sent(tensors: &BlockTensors, sent: &[f32]) -> Vec<f32> {
+    let len = tensors.trained_len();
+    match tensors.masters().sent() {
+        Dtype::F32 => sent[..len].to_vec(),
+        dtype => {
+            let mut values = vec![0.0; len];
+            widen(dtype, &mut values, &bytemuck::cast_slice(sent)[..len]);
+            values
+        }
+    }
+}
+
+/// The inverse of [`decode_sent`].
+fn encode_sent(tensors: &BlockTensors, values: &[f32], sent: &mut [f32]) {
+    match tensors.masters().sent() {
+        Dtype::F32 => sent[..values.len()].copy_from_slice(values),
+        dtype => narrow(dtype, &mut bytemuck::cast_slice_mut(sent)[..values.len()], values),
+    }
 }
 
 fn decode(tensors: &BlockTensors, stored: &mut [f32]) -> Vec<f32> {

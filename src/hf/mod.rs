@@ -64,7 +64,7 @@ pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
 pub use record_value::RecordValue;
-pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
+pub(crate) use sealed::{OLDER, RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
 pub(crate) use tensor_files::{Before, TensorFiles, cut_into_files, save, shard_bytes};
 pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};
@@ -72,5 +72,6 @@ pub(crate) use tied::{has_own_head, keeps_tied};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{
-    Load, check_format, load, load_adapters, load_own_adapters, load_states, load_trained, tensor,
+    Load, check_format, load, load_adapters, load_older, load_own_adapters, load_states,
+    load_trained, tensor,
 };

@@ -23,6 +23,9 @@ pub(crate) const RECORD: &str = "l2l.json";
 /// The optimizer's states, which no model needs.
 pub(crate) const STATES: &str = "optimizer.safetensors";
 
+/// With a delay, the trained weights before the last update, which no model needs.
+pub(crate) const OLDER: &str = "older.safetensors";
+
 /// The bytes of a file that are read and hashed at a time.
 const CHUNK: usize = 1 << 20;
 
@@ -31,7 +34,7 @@ const CHUNK: usize = 1 << 20;
 pub(crate) enum Sealed {
     /// All files.
     All,
-    /// All files but the optimizer's states.
+    /// All files but those that only a run which resumes reads.
     Model,
 }
 
@@ -119,7 +122,7 @@ pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
         return Err(refuse(format!("{RECORD} is not what was written")));
     }
     let mut compared: Vec<(&String, &Value)> = files.iter().collect();
-    compared.retain(|(name, _)| which == Sealed::All || *name != STATES);
+    compared.retain(|(name, _)| which == Sealed::All || ![STATES, OLDER].contains(&&***name));
     let problem = |(name, digest): (&String, &Value)| match file_digest(&directory.join(name)) {
         Ok(found) if digest.as_str() == Some(&found) => None,
         Ok(_) => Some(refuse(format!("{name} is not what was written"))),

@@ -23,8 +23,8 @@ use super::adapters::WEIGHTS;
 use super::json;
 use super::sealed::file_digest;
 use super::weights::{
-    FileTensor, FileTensors, INDEX, state_tensors, stored_adapters, stored_parameters,
-    trained_names,
+    FileTensor, FileTensors, INDEX, file_tensors, state_tensors, stored_adapters,
+    stored_parameters, trained_names,
 };
 use crate::eps::{BlockRun, Eps, reserve};
 use crate::error::Error;
@@ -157,6 +157,19 @@ impl TensorFiles {
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
         self.add(path, state_tensors(model, eps))?;
+        Ok(self)
+    }
+
+    /// Adds a file of the trained weights before the last update, if the EPS has them.
+    pub(crate) fn with_older(
+        mut self,
+        path: PathBuf,
+        model: &Model,
+        eps: &Eps,
+    ) -> Result<TensorFiles, Error> {
+        if eps.has_older() {
+            self.add(path, file_tensors(model, eps, BlockRun::Older))?;
+        }
         Ok(self)
     }
 
@@ -373,7 +386,7 @@ mod tests {
     fn shards_are_read_as_they_were_written() {
         let model = Model::new(gpt2([2, 16, 2, 24, 50, 9]));
         let none = StateLayout::default;
-        let make = || Eps::in_memory(model.blocks.clone(), none(), |_| false);
+        let make = || Eps::in_memory(model.blocks.clone(), none(), |_| false, None);
         let from = make();
         let to = make();
         from.randomise(&model, 3, |_| true).expect("memory has no disk");

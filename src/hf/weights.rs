@@ -216,6 +216,13 @@ fn read_adapters(
     read(&[directory.join(WEIGHTS)], &wanted, eps, how).map(drop)
 }
 
+/// Reads the trained weights before the last update into the EPS.
+pub(crate) fn load_older(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    let tensors = &file_tensors(model, eps, BlockRun::Older);
+    let wanted = Wanted { tensors, spelling: None, brought: &[] };
+    read(&[file.to_path_buf()], &wanted, eps, Load::AS_WRITTEN).map(drop)
+}
+
 /// Reads the optimizer's states into the EPS.
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     let wanted = Wanted { tensors: &state_tensors(model, eps), spelling: None, brought: &[] };

@@ -86,7 +86,7 @@ impl Loaded {
                 let file = FileTier::unnamed(path, &model.blocks, false, &none, |_| false);
                 Eps::on_file(model.blocks.clone(), none, file.map_err(refused)?)
             }
-            None => Eps::in_memory(model.blocks.clone(), none, |_| false),
+            None => Eps::in_memory(model.blocks.clone(), none, |_| false, None),
         };
         let ledger = Arc::new(Ledger::new(model.layers.len(), plan.devices(), Vec::new()));
         let parts = WorkerParts {

@@ -8,7 +8,7 @@ use super::spec::PlanSpec;
 use super::step::Schedules;
 use crate::compression::Sizes;
 use crate::devices::{self, KernelMemory};
-use crate::eps::{cut, paged, runs_on_file};
+use crate::eps::{cut, doubled_len, paged, runs_on_file};
 use crate::error::Error;
 use crate::kernels::Rows;
 use crate::models::{self, BlockTensors, Measured, ModelLayer, Tensor};
@@ -163,12 +163,16 @@ impl PlanSpec<'_> {
         let place = if settings.on_file() { Side::File } else { Side::HostOwn };
         // On file a block is there twice, as it is and as it was, unless it never changes.
         let copies = if settings.on_file() && settings.trains { 2 } else { 1 };
-        let masters = self.own.iter().map(|own| self.on_host(own.host_len())).sum();
+        let masters: usize = self.own.iter().map(|own| self.on_host(own.host_len())).sum();
+        let is_delayed = settings.trains && settings.config.schedule.delay().is_some();
+        let tiles = self.model.tiles.len();
+        let blocks = self.own.iter().enumerate().filter(|_| is_delayed);
+        let older: usize = blocks.map(|(block, own)| doubled_len(own, block < tiles)).sum();
         let states = (0..self.own.len()).flat_map(|block| self.states.of(block).lens());
         let states = states.map(|&floats| self.on_host(floats)).sum();
         let waiting = self.own.iter().enumerate().filter(|(block, _)| settings.has_region(*block));
         let waiting = waiting.map(|(_, own)| self.on_host(own.trained_len())).sum();
-        regions.add(Holder::Masters, place, copies, masters);
+        regions.add(Holder::Masters, place, copies, masters + older);
         regions.add(Holder::OptimizerStates, place, copies, states);
         regions.add(Holder::GradientRegions, place, 1, waiting);
         if let Some(kind) = settings.compression() {

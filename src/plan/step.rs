@@ -172,6 +172,7 @@ pub(crate) fn schedule_of(
             Schedule { shards: if is_sharded { config.devices() } else { 1 }, ..dealt }
         }
     };
+    schedule.trains = purpose.trains();
     schedule.ranks = Ranks { count: share.ranks, dealt: is_dealt };
     Ok(schedule)
 }

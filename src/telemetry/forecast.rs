@@ -405,8 +405,10 @@ impl Forecast {
         let rates = rates.in_plan(model, plan);
         let costs = ChunkCosts::of(model, plan, &schedule);
         let on_device = plan.stash_on_device();
+        let mut ring = ring_config(config, model, plan, 0, None);
+        ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
         let run = virtual_time::run(
-            ring_config(model, plan, None),
+            ring,
             move |operation| rates.cost(operation, &costs, on_device),
             async move |mut relay: Relay<_>| {
                 let observer = relay.observer();

@@ -83,7 +83,7 @@ impl RankLanes {
             slot.copy_within(..own.len(), own.start); // the file lane has read it, published first
         } else {
             let lease = eps.memory().read(block, version);
-            let published: &[u8] = bytemuck::cast_slice(&lease.parameters);
+            let published: &[u8] = bytemuck::cast_slice(lease.pieces()[0]);
             let len = own.len();
             slot[own].copy_from_slice(&published[..len]);
         }

@@ -183,31 +183,32 @@ impl StepState {
     }
 }
 
-/// The step that computes, and the step before it, whose updates may still run.
+/// The step that began last, and earlier steps whose updates may still run.
 #[derive(Default)]
-pub(super) struct Steps(Mutex<[Option<Arc<StepState>>; 2]>);
+pub(super) struct Steps(Mutex<Vec<Arc<StepState>>>);
 
 impl Steps {
     pub(super) fn begin(&self, state: StepState) {
         let mut steps = self.0.lock().expect("nothing panics inside");
-        steps.swap(0, 1);
-        steps[0] = Some(Arc::new(state));
+        // Each operation has its step.
+        steps.retain(|state| Arc::strong_count(&state.step) > 1);
+        steps.push(Arc::new(state));
     }
 
     /// What the routers of the last step that began did.
     pub(super) fn router_report(&self) -> Option<RouterReport> {
         let steps = self.0.lock().expect("nothing panics inside");
-        let state = steps[0].as_ref()?;
+        let state = steps.last()?;
         state.routers.lock().expect("nothing panics inside").report()
     }
 
     /// The state of a step by its number.
     ///
     /// # Panics
-    /// The step is neither of the two.
+    /// No operation has the step any more.
     pub(super) fn of(&self, number: Version) -> Arc<StepState> {
         let steps = self.0.lock().expect("nothing panics inside");
-        let found = steps.iter().flatten().find(|state| state.step.number == number);
+        let found = steps.iter().find(|state| state.step.number == number);
         found.expect("an operation's step has begun").clone()
     }
 }

@@ -149,7 +149,7 @@ impl Small {
         assert_eq!(plan.pools, *pools);
         let states = plan.states.clone();
         let eps = match &self.folder {
-            None => Eps::in_memory(model.blocks.clone(), states, |_| true),
+            None => Eps::in_memory(model.blocks.clone(), states, |_| true, None),
             Some(folder) => {
                 // A relay that was dropped may have its file a little longer.
                 let nth = self.made.fetch_add(1, Relaxed).to_string();
@@ -327,6 +327,8 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
         max_layers: model.layers.len() as u32,
         max_micro_batches: plan.batch.micro_batches.len() as u32,
         deferred: plan.deferred(),
+        trained: 0,
+        delay_from: None,
         watchdog: patience.map(Into::into),
         inject: None,
     };

@@ -28,6 +28,7 @@ mod damaged;
 #[cfg(feature = "tokenizers")]
 mod data_files;
 mod declared;
+mod delayed;
 mod depth;
 #[cfg(feature = "prometheus")]
 mod door;

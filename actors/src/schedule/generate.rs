@@ -144,6 +144,7 @@ impl<'m> Wiring<'m> {
         let count = micro_batches.len() as MicroBatch;
         runs::check_order(runs, count)?;
         let schedule = Schedule {
+            trains: blocks.iter().any(|block| !block.frozen),
             blocks,
             boundaries: Vec::new(),
             positions: model.positions,

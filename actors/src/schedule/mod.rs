@@ -116,6 +116,9 @@ pub struct Schedule {
     pub shards: u32,
     /// The processes of the run, and whether they share this step's groups.
     pub ranks: Ranks,
+    /// True for a step that trains: it makes the next version of every block. Other steps change
+    /// nothing, and leave the version as it is.
+    pub trains: bool,
     /// The visits.
     pub visits: Vec<Visit>,
 }
@@ -197,7 +200,7 @@ impl Schedule {
     }
 
     /// True for a known block that computes a gradient.
-    fn trains(&self, id: BlockId) -> bool {
+    fn is_trained(&self, id: BlockId) -> bool {
         self.blocks.get(id.0 as usize).is_some_and(|block| !block.frozen)
     }
 

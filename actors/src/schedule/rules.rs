@@ -228,7 +228,7 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut first_of: BTreeMap<BlockId, &Visit> = BTreeMap::new();
     let mut places: BTreeMap<(BlockId, GroupId), Place> = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for &id in visit.blocks.iter().filter(|&&id| schedule.trains(id)) {
+        for &id in visit.blocks.iter().filter(|&&id| schedule.is_trained(id)) {
             if scattered.contains(&id) {
                 let reason = format!("meets {id} after its gradient was scattered");
                 return Err(Refusal::at(schedule, index, reason));
@@ -301,7 +301,7 @@ fn gathers(schedule: &Schedule) -> Result<(), Refusal> {
     }
     let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
     for gather in schedule.visits.iter().filter(is_gather) {
-        for &block in gather.blocks.iter().filter(|&&id| schedule.trains(id)) {
+        for &block in gather.blocks.iter().filter(|&&id| schedule.is_trained(id)) {
             let Some(&end) = ends.get(&block) else { continue };
             for m in gather.micro_batches.clone() {
                 for &id in &gather.writes {

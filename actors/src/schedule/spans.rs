@@ -12,7 +12,7 @@ pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<(BlockId, GroupId)
     for (index, visit) in schedule.device_visits().enumerate() {
         if visit.phase == Phase::Backward {
             let group = schedule.group_of(visit.micro_batches.start);
-            for &id in visit.blocks.iter().filter(|&&id| schedule.trains(id)) {
+            for &id in visit.blocks.iter().filter(|&&id| schedule.is_trained(id)) {
                 spans.entry((id, group)).or_insert((index, index)).1 = index;
             }
         }

@@ -75,7 +75,7 @@ impl Memory {
 
     fn state(&mut self, cell: Cell) -> &mut State {
         let at_start = || match cell {
-            Cell::Master(block) => {
+            Cell::Master(block, 0) => {
                 State { label: Some(Label::Block(block, 0)), ..State::default() }
             }
             _ => State::default(),
@@ -88,6 +88,173 @@ impl Memory {
         match self.cells.get(&cell).and_then(|state| state.label) {
             Some(Label::Gradient(b, v, count)) if (b, v) == (block, version) => count,
             other => panic!("gradient of {block} v{version} asked, {cell:?} holds {other:?}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::RingConfig;
+    use crate::names::ActorName;
+    use crate::operation::{Order, Step};
+    use crate::ring::Ring;
+    use crate::schedule::{Pools, Ranks, Schedule, Shard, StepPlan, Traffic};
+    use crate::work::{GradientAt, MasterAt, Work};
+
+    const BLOCK: BlockId = BlockId(0);
+    const POOLS: Pools = Pools {
+        devices: 1,
+        shards: 1,
+        ranks: 1,
+        weights: 1,
+        visits: 1,
+        inputs: 1,
+        ahead: 1,
+        outputs: 1,
+        gradients: 1,
+        reduced: 1,
+        parts: 0,
+        reads: 0,
+        states: 0,
+    };
+
+    /// A moment of batch `t` of a ring with a delay.
+    #[derive(Clone, Copy, Debug)]
+    enum Moment {
+        /// The upload of what it reads begins, and ends.
+        Reads(u64),
+        HasRead(u64),
+        /// Its gradient goes to the region.
+        Waits(u64),
+        /// Its update begins, and ends.
+        Updates(u64),
+        IsUpdated(u64),
+    }
+
+    fn operation(ring: &Arc<Ring>, number: u64, work: Work) -> Operation {
+        let schedule = Schedule {
+            blocks: vec![],
+            boundaries: vec![],
+            positions: 1,
+            micro_batches: vec![1],
+            runs: vec![],
+            last_chunk: 1,
+            groups: vec![],
+            shards: 1,
+            ranks: Ranks::ONE,
+            trains: true,
+            visits: vec![],
+        };
+        let plan = Arc::new(StepPlan {
+            schedule,
+            pools: POOLS,
+            device_visits: vec![],
+            walks: vec![],
+            fetches: vec![],
+            reductions: vec![],
+            updates: vec![],
+            carried: vec![],
+            traffic: Traffic::default(),
+        });
+        let reads = number.saturating_sub(1);
+        let step = Arc::new(Step { number, version: number, reads, copies: 2, plan });
+        let order = Order::new(&step, work);
+        Operation::new(ActorName::Optimizer, order, ring.clone(), Duration::ZERO).0
+    }
+
+    fn ring() -> Arc<Ring> {
+        let config = RingConfig {
+            pools: POOLS,
+            blocks: 1,
+            max_layers: 1,
+            max_micro_batches: 1,
+            deferred: true,
+            trained: 0,
+            delay_from: Some(0),
+            watchdog: None,
+            inject: None,
+        };
+        Arc::new(Ring::new(&config, vec![], Duration::ZERO))
+    }
+
+    fn upload(ring: &Arc<Ring>, t: u64) -> Operation {
+        let work = Work::UploadBlock {
+            block: BLOCK,
+            version: t.saturating_sub(1),
+            master: MasterAt::Memory,
+            weights: 0,
+            shard: Shard::WHOLE,
+            chosen_by: None,
+        };
+        operation(ring, t, work)
+    }
+
+    fn update(ring: &Arc<Ring>, t: u64) -> Operation {
+        let gradient = GradientAt::Region;
+        let master = MasterAt::Memory;
+        let norm = Some(1.0);
+        operation(ring, t, Work::Update { block: BLOCK, version: t, master, gradient, norm })
+    }
+
+    /// Whether the oracle finds nothing wrong in these moments.
+    fn is_sound(moments: &[Moment]) -> bool {
+        let ring = ring();
+        let mut memory = Memory::default();
+        let mut running = HashMap::new();
+        let all = || {
+            for moment in moments {
+                match *moment {
+                    Moment::Reads(t) => {
+                        memory.begin(running.entry((false, t)).or_insert(upload(&ring, t)));
+                    }
+                    Moment::HasRead(t) => memory.end(&running[&(false, t)]),
+                    Moment::Waits(t) => {
+                        let label = Some(Label::Gradient(BLOCK, t, 0));
+                        let landed = State { label, ..State::default() };
+                        memory.cells.insert(Cell::Landing(0), landed);
+                        let work = Work::Reduce { block: BLOCK, reduced: 0, to_region: true };
+                        let reduce = operation(&ring, t, work);
+                        memory.begin(&reduce);
+                        memory.end(&reduce);
+                    }
+                    Moment::Updates(t) => {
+                        memory.begin(running.entry((true, t)).or_insert(update(&ring, t)));
+                    }
+                    Moment::IsUpdated(t) => memory.end(&running[&(true, t)]),
+                }
+            }
+        };
+        catch_unwind(AssertUnwindSafe(all)).is_ok()
+    }
+
+    /// With a delay, an update runs while the next batch reads the version before it. What the rule
+    /// of waiting forbids is found.
+    #[test]
+    fn a_broken_rule_of_versions_is_found() {
+        use Moment::{HasRead, IsUpdated, Reads, Updates, Waits};
+        let first = [Reads(0), HasRead(0), Waits(0)];
+        let second = [Updates(0), Reads(1), HasRead(1), IsUpdated(0), Waits(1)];
+        let third = [Updates(1), Reads(2), HasRead(2), IsUpdated(1), Waits(2), Updates(2)];
+        assert!(is_sound(&[&first[..], &second, &third].concat()));
+        let broken: [&[Moment]; 5] = [
+            // A gradient goes to its region while the update of the batch before reads it.
+            &[Updates(0), Reads(1), HasRead(1), Waits(1)],
+            // Or before that update has begun.
+            &[Reads(1), HasRead(1), Waits(1), Updates(0)],
+            // A batch reads a version that is not there yet.
+            &[Updates(0), Reads(1), HasRead(1), Reads(2)],
+            // An update replaces what a batch reads.
+            &[Updates(0), IsUpdated(0), Reads(1), Waits(1), Updates(1)],
+            // A batch reads a version that was replaced.
+            &[Updates(0), IsUpdated(0), Waits(1), Updates(1), IsUpdated(1), Reads(1)],
+        ];
+        for moments in broken {
+            assert!(!is_sound(&[&first[..], moments].concat()), "{moments:?}");
         }
     }
 }

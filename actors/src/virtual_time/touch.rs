@@ -1,6 +1,6 @@
 //! The memory that each kind of work reads and writes, and the content that it must find there.
 
-use crate::operation::Operation;
+use crate::operation::{Operation, Step};
 use crate::schedule::{
     BlockId, BoundaryId, ChosenBy, DeviceId, DeviceVisit, GroupId, LayerId, MicroBatch, Phase,
     Shard, Share, StepPlan, Version, Visit, VisitKind,
@@ -24,7 +24,8 @@ pub(super) enum Cell {
     State(u32),
     StateGradient(u32),
     Region(BlockId),
-    Master(BlockId),
+    /// A copy of a block in the EPS: version `v` is in copy `v % copies`.
+    Master(BlockId, u64),
     Stash(BoundaryId, MicroBatch),
     /// The keys of a chunk, by its place in the region that a device has for them. With a window,
     /// chunks behind it have left their places to others. The run of another layer takes the same
@@ -94,14 +95,14 @@ impl Touch {
         let input = |slot| Cell::Input(device, slot);
         let output = |slot| Cell::Output(device, slot);
         match operation.work() {
-            &Work::Gather { visit, share, master } => touch.gather(plan, now, visit, share, master),
-            &Work::Stage { block, stored, slot, .. } => {
-                touch.stage(block, now, stored, slot, &count);
+            &Work::Gather { visit, share, master } => touch.gather(step, visit, share, master),
+            &Work::Stage { block, version, stored, slot } => {
+                touch.stage(step, block, version, stored, slot, &count);
             }
             &Work::UploadBlock { block, version, master, weights, shard, chosen_by } => {
                 touch.read_choice(chosen_by, now);
                 let label = Label::Block(block, version);
-                touch.read(master_cell(block, master, Cell::Read), label);
+                touch.read(master_cell(step, label, master), label);
                 touch.write(Cell::Weights(device, weights, shard.index), label);
             }
             &Work::CopyShards { block, version, weights, ref from, .. } => {
@@ -121,7 +122,7 @@ impl Touch {
                 touch.write_stash(&visit.stays().collect::<Vec<_>>(), *m, now);
                 touch.place(inputs, *m, now, input, false);
                 touch.place(outputs, *m, now, output, true);
-                blocks.iter().for_each(|of| touch.compute(plan, device, of, now, &count));
+                blocks.iter().for_each(|of| touch.compute(step, device, of, &count));
                 if visit.reach > 0 {
                     touch.attend(plan, device, visit, *m, now);
                 }
@@ -167,10 +168,13 @@ impl Touch {
                 let cell = gradient_cell(block, gradient, master);
                 touch.read(cell, Label::Gradient(block, now, count(cell, block, now)));
                 touch.read_measures(plan, now);
-                touch.publish(master_cell(block, master, Cell::State), block, version);
+                match master {
+                    MasterAt::Memory => touch.publish(step, block, version),
+                    MasterAt::Slot(slot) => touch.move_on(Cell::State(slot), block, version),
+                }
             }
             &Work::Store { block, version, stored, slot } => {
-                touch.store(block, version, stored, slot, &count);
+                touch.store(step, block, version, stored, slot, &count);
             }
             &Work::AllGather { block, version, slot } => {
                 let label = Label::Block(block, version);
@@ -178,7 +182,7 @@ impl Touch {
                 if plan.schedule.block(block).staged {
                     touch.writes.push((whole, Some(label), label));
                 } else {
-                    touch.read(Cell::Master(block), label);
+                    touch.read(master_cell(step, label, MasterAt::Memory), label);
                     touch.write(whole, label);
                 }
             }
@@ -193,7 +197,7 @@ impl Touch {
             Work::ExchangeMeasures { .. } | Work::AllReduce { .. } | Work::Seal => {}
             &Work::Carry { version } => {
                 let carried = plan.carried.iter();
-                carried.for_each(|&block| touch.publish(Cell::Master(block), block, version));
+                carried.for_each(|&block| touch.publish(step, block, version));
             }
         }
         touch
@@ -208,11 +212,23 @@ impl Touch {
         self.writes.push((cell, None, label));
     }
 
-    /// A block goes from one version to the next.
-    fn publish(&mut self, cell: Cell, block: BlockId, version: Version) {
+    /// A block goes from one version to the next, in its place.
+    fn move_on(&mut self, cell: Cell, block: BlockId, version: Version) {
         let before = Label::Block(block, version);
         let after = Label::Block(block, version + 1);
         self.writes.push((cell, Some(before), after));
+    }
+
+    /// The EPS publishes the next version of a block. If it keeps two, the next one replaces the
+    /// version before this one, which must have been read for the last time.
+    fn publish(&mut self, step: &Step, block: BlockId, version: Version) {
+        let now = Label::Block(block, version);
+        let after = Label::Block(block, version + 1);
+        let before = (version + 1).checked_sub(step.copies).map(|v| Label::Block(block, v));
+        if step.copies > 1 {
+            self.read(master_cell(step, now, MasterAt::Memory), now);
+        }
+        self.writes.push((master_cell(step, after, MasterAt::Memory), before, after));
     }
 
     /// Adds a contribution to a gradient, or replaces it where `first`.
@@ -271,33 +287,33 @@ impl Touch {
         }
     }
 
-    fn gather(&mut self, plan: &StepPlan, now: Version, visit: usize, share: Share, at: MasterAt) {
-        let visit = &plan.schedule.visits[visit];
+    fn gather(&mut self, step: &Step, visit: usize, share: Share, at: MasterAt) {
+        let visit = &step.plan.schedule.visits[visit];
         let (blocks, micro_batches) = match share {
             Share::MicroBatch(m) => (visit.blocks.clone(), m..m + 1),
             Share::Block(block) => (vec![block], visit.micro_batches.clone()),
         };
         for block in blocks {
-            self.read(master_cell(block, at, Cell::Read), Label::Block(block, now));
+            let label = Label::Block(block, step.reads);
+            self.read(master_cell(step, label, at), label);
         }
-        micro_batches.for_each(|m| self.write_stash(&visit.writes, m, now));
+        micro_batches.for_each(|m| self.write_stash(&visit.writes, m, step.number));
     }
 
     fn compute(
         &mut self,
-        plan: &StepPlan,
+        step: &Step,
         device: DeviceId,
         of: &BlockUse,
-        now: Version,
         count: &impl Contributions,
     ) {
         let &BlockUse { block, weights, gradient } = of;
-        for shard in 0..plan.schedule.shards {
+        for shard in 0..step.plan.schedule.shards {
             let part = Cell::Weights(device, weights, shard as DeviceId);
-            self.read(part, Label::Block(block, now));
+            self.read(part, Label::Block(block, step.reads));
         }
         if let Some(Accumulator { slot, first }) = gradient {
-            self.add(Cell::Gradient(device, slot), block, now, first, count);
+            self.add(Cell::Gradient(device, slot), block, step.number, first, count);
         }
     }
 
@@ -375,15 +391,17 @@ impl Touch {
 
     fn stage(
         &mut self,
+        step: &Step,
         block: BlockId,
-        now: Version,
+        version: Version,
         stored: Stored,
         slot: u32,
         count: &impl Contributions,
     ) {
+        let now = step.number;
         let gradient = || Label::Gradient(block, now, count(Cell::Region(block), block, now));
-        let master = Cell::Master(block);
-        let label = Label::Block(block, now);
+        let label = Label::Block(block, version);
+        let master = master_cell(step, label, MasterAt::Memory);
         match stored {
             Stored::Master => {
                 self.read(master, label);
@@ -406,6 +424,7 @@ impl Touch {
 
     fn store(
         &mut self,
+        step: &Step,
         block: BlockId,
         version: Version,
         stored: Stored,
@@ -415,22 +434,26 @@ impl Touch {
         match stored {
             Stored::Gradient => {
                 let cell = Cell::Landing(slot);
-                let label = Label::Gradient(block, version, count(cell, block, version));
+                let label = Label::Gradient(block, step.number, count(cell, block, step.number));
                 self.read(cell, label);
                 self.write(Cell::Region(block), label);
             }
             Stored::Master | Stored::State { .. } => {
                 self.read(Cell::State(slot), Label::Block(block, version + 1));
-                self.publish(Cell::Master(block), block, version);
+                self.publish(step, block, version);
             }
         }
     }
 }
 
-fn master_cell(block: BlockId, at: MasterAt, slot_cell: fn(u32) -> Cell) -> Cell {
-    match at {
-        MasterAt::Memory => Cell::Master(block),
-        MasterAt::Slot(slot) => slot_cell(slot),
+/// The place of a block's master: among the copies of the EPS, or where it was read to.
+fn master_cell(step: &Step, label: Label, at: MasterAt) -> Cell {
+    match (at, label) {
+        (MasterAt::Slot(slot), _) => Cell::Read(slot),
+        (MasterAt::Memory, Label::Block(block, version)) => {
+            Cell::Master(block, version % step.copies)
+        }
+        (MasterAt::Memory, label) => unreachable!("{label:?} is no block's"),
     }
 }
 

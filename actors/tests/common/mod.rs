@@ -221,6 +221,8 @@ pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> RingC
         max_layers: 1000,
         max_micro_batches: 64,
         deferred,
+        trained: 0,
+        delay_from: None,
         watchdog: None,
         inject: None,
     }

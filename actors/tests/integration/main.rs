@@ -11,6 +11,7 @@ mod common;
 mod conformance;
 mod deadlock;
 mod declared;
+mod delayed;
 mod hangs;
 mod interleavings;
 mod makespan;

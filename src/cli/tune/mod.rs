@@ -29,7 +29,7 @@ use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of
 use super::common::BUILT_IN;
 use super::output::{OutputFile, has_ended, lose, print};
 use super::runtime::Runtime;
-use super::{RateArguments, TuneArguments, plan, say};
+use super::{RateArguments, TuneArguments, outlook, say};
 use candidates::candidates;
 use tell::{conclude, tell, tuned};
 use trial::{Settings, Trial, best_of};
@@ -103,7 +103,7 @@ impl Search<'_> {
         let own = Settings::of(config);
         let first = self.try_once(own, saves)?;
         tell(format, &first.trial, 0);
-        let rates = plan::rates(config, model, &RateArguments::default())?;
+        let rates = outlook::rates(config, model, &RateArguments::default())?;
         let plan = Plan::new(config, model, &config.update_rule())?;
         let rates = Rates::measured(&first.slices, config, &plan, rates);
         let mut trials = vec![first.trial];

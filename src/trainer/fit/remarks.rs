@@ -33,6 +33,14 @@ pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> 
             "data.mask_probability is {mask}, and has no effect: this run masks no tokens"
         ));
     }
+    if config.schedule.delay().is_some() {
+        let rule = config.optimizer.kind.name();
+        remarks.push(format!(
+            "schedule.delay is 1: a batch reads the weights before the last update, and with \
+             optimizer.kind = \"{rule}\" and a learning rate of {learning_rate:e} this may cost \
+             loss, more at higher rates (docs/delay.md)"
+        ));
+    }
     if let Some(factor) = config.experts.capacity_factor.filter(|factor| *factor < 1.0) {
         remarks.push(format!(
             "experts.capacity_factor is {factor}: an expert takes less than its even share of the \
@@ -58,9 +66,16 @@ mod tests {
         config.optimizer.schedule = RateSchedule::Constant;
         config.data.mask_probability = 0.3;
         config.experts.capacity_factor = Some(0.9);
+        config.schedule.delay = 1;
         let all = remarks(&config, &model, 10, 10);
-        let said =
-            ["is 1e-5", "warmup_steps is 11", "complete", "is 0.3", "capacity_factor is 0.9"];
+        let said = [
+            "is 1e-5",
+            "warmup_steps is 11",
+            "complete",
+            "is 0.3",
+            "delay is 1",
+            "capacity_factor is 0.9",
+        ];
         assert_eq!(all.len(), said.len());
         for (remark, says) in all.iter().zip(said) {
             assert!(remark.contains(says), "{remark}");

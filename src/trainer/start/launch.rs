@@ -94,6 +94,7 @@ fn fill(
             Progress { layers, ..Progress::default() }
         }
     };
+    eps.begin_at(progress.step);
     if let Some(file) = eps.file() {
         file.set_run(checkpoint::remembered(run, &progress));
         file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;

@@ -12,6 +12,7 @@ use crate::config::{Config, DeviceConfig, EpsConfig, EpsTier, LogConfig, Metrics
 use crate::eps::{Eps, ErrorFeedback, FileTier, Folder, RankParts, StateOnFile, agreed_step, lost};
 use crate::error::Error;
 use crate::fabric::Exchanges;
+use crate::hf::OLDER;
 use crate::trainer::growth;
 
 /// A run whose files are open.
@@ -64,6 +65,7 @@ impl CheckedRun {
             None => growth::first_layers(&self.run.config)?,
         };
         self.use_layers(layers)?;
+        let lacks_older = checkpoint.as_ref().is_some_and(Checkpoint::lacks_older);
         let checked = checkpoint.as_ref().map(|checkpoint| checkpoint.check(&self.run));
         let mut changes = checked.transpose()?.unwrap_or_default();
         if let Some(exchanges) = &self.options.exchanges {
@@ -84,6 +86,12 @@ impl CheckedRun {
             (None, None) => Origin::New,
         };
         let eps = self.open_eps(place, parts)?;
+        if eps.has_older() && lacks_older {
+            changes.push(format!(
+                "the checkpoint has no {OLDER}: the next batch reads the newest weights, as if \
+                 they were those before the last update"
+            ));
+        }
         Ok(OpenRun { checked: self, eps, origin, layers, changes })
     }
 
@@ -157,7 +165,10 @@ impl CheckedRun {
             move |error| Error::unusable(format_args!("eps.path {}", path.display()), error)
         };
         let eps = match place {
-            Place::Memory => Eps::in_memory(blocks, states, region),
+            Place::Memory => {
+                let tiles = run.config.schedule.delay().map(|_| largest.tiles.len());
+                Eps::in_memory(blocks, states, region, tiles)
+            }
             Place::Unnamed(path) => {
                 let file = FileTier::unnamed(&path, &blocks, true, &states, region);
                 Eps::on_file(blocks, states, file.map_err(unusable(path))?)

@@ -107,10 +107,12 @@ impl DeviceLanes {
                 }
                 let ranges = needed.unwrap_or_else(|| vec![floats_of(shard, slot)]);
                 match master {
-                    MasterAt::Slot(read) => side.upload_parts(slot, host.read_slot(read), &ranges),
+                    MasterAt::Slot(read) => {
+                        side.upload_parts(slot, &[host.read_slot(read)], &ranges)
+                    }
                     MasterAt::Memory => {
                         let lease = shared.eps.memory().read(block, version);
-                        side.upload_parts(slot, &lease.parameters, &ranges)
+                        side.upload_parts(slot, &lease.pieces(), &ranges)
                     }
                 }
             }

@@ -114,15 +114,24 @@ impl DeviceSide {
         Ok(())
     }
 
-    /// Copies these ranges of a block to its slot.
+    /// Copies these ranges of a block to its slot. The block is in pieces that follow each other.
     pub(super) fn upload_parts(
         &self,
         slot: View,
-        block: &[f32],
+        block: &[&[f32]],
         ranges: &[Range<usize>],
     ) -> Result<(), BoxedError> {
-        for range in ranges {
-            self.upload(slot.part(range.clone()), &block[range.clone()], None)?;
+        let mut first = 0;
+        for piece in block {
+            let end = first + piece.len();
+            for range in ranges {
+                let part = range.start.max(first)..range.end.min(end);
+                if !part.is_empty() {
+                    let from = &piece[part.start - first..part.end - first];
+                    self.upload(slot.part(part), from, None)?;
+                }
+            }
+            first = end;
         }
         Ok(())
     }

@@ -22,8 +22,8 @@ impl HostLanes {
             for &block in blocks {
                 match master {
                     MasterAt::Memory => {
-                        let lease = self.shared.eps.memory().read(block, at.state.step.number);
-                        self.gather_block(at, m, block, &lease.parameters);
+                        let lease = self.shared.eps.memory().read(block, at.state.step.reads);
+                        self.gather_block(at, m, block, lease.pieces()[0]);
                     }
                     MasterAt::Slot(slot) => {
                         self.gather_block(at, m, block, at.host.read_slot(slot));

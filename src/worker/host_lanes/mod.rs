@@ -183,6 +183,6 @@ impl HostLanes {
     /// Waits until a block may be changed, if its state is being saved.
     fn wait_until_saved(&self, operation: &Operation, block: BlockId) {
         let beat = || operation.still_runs();
-        self.shared.eps.wait_until_saved(block, operation.step().number, &beat);
+        self.shared.eps.wait_until_saved(block, operation.step().version, &beat);
     }
 }

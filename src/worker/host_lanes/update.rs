@@ -7,6 +7,7 @@ use l2l_actors::work::{GradientAt, MasterAt, Work};
 
 use super::HostLanes;
 use crate::config::NonFinite;
+use crate::eps::StoredMasters;
 use crate::models::Tensor;
 use crate::optimizers::{BlockUpdate, Update};
 use crate::worker::clipping::Factors;
@@ -35,7 +36,7 @@ impl HostLanes {
             return 0.0;
         }
         self.wait_until_saved(operation, block);
-        let state = shared.steps.of(version);
+        let state = shared.state(operation);
         let sums = shared.clipping.has_groups().then(|| self.group_sums(&state));
         let factors = shared.clipping.factors(norm, sums, state.input.loss_scale);
         let host = shared.memory.lease();
@@ -62,15 +63,13 @@ impl HostLanes {
             let idle = &self.idle_experts(operation, &state, block);
             let applied = Applied { block, gradient, factors: &factors, learning_rate, idle };
             if let Some((masters, states)) = staged.split_first_mut() {
-                self.apply(&applied, shared.file().updates_of(block), masters, states);
+                let masters = shared.eps.whole(block, masters);
+                self.apply(&applied, masters, states, shared.file().updates_of(block));
             } else {
-                let mut lease = shared.eps.memory().write(block, version);
-                let lease = &mut *lease;
-                let mut states: Vec<&mut [f32]> =
-                    lease.states.iter_mut().map(|state| &mut **state).collect();
-                self.apply(&applied, lease.updates, &mut lease.parameters, &mut states);
-                lease.version = version + 1;
-                lease.updates += 1;
+                let copy = |to: &mut [f32], from: &[f32]| shared.threads.copy(to, from);
+                shared.eps.memory().update(block, version, copy, |masters, states, updates| {
+                    self.apply(&applied, masters, states, updates);
+                });
             }
         }
         self.record_squares(operation, block, squares)
@@ -80,9 +79,9 @@ impl HostLanes {
     fn apply(
         &self,
         applied: &Applied<'_>,
-        step: u64,
-        masters: &mut [f32],
+        masters: StoredMasters<'_>,
         states: &mut [&mut [f32]],
+        step: u64,
     ) {
         let &Applied { block, gradient, factors, learning_rate, idle } = applied;
         let shared = &*self.shared;

@@ -1,0 +1,111 @@
+//! A delay of one update: no deadlock in the smallest pools, steps between that do not train, and
+//! what is hidden, as a formula.
+
+use crate::common::times::Times;
+use crate::common::*;
+use crate::deadlock::{cases, config_of_cases, run_in_any_order};
+use l2l_actors::schedule::{BlockId, Schedule, relay};
+use l2l_actors::virtual_time::{self, Record};
+use l2l_actors::work::Work;
+use l2l_actors::{Operation, RingConfig};
+use proptest::prelude::*;
+
+proptest! {
+    #![proptest_config(config_of_cases())]
+
+    /// The oracle of memory checks at each operation that a step reads the version of its plan, and
+    /// that updates read the gradients of their own batch.
+    #[test]
+    fn every_delayed_ring_ends_in_any_order(case in cases(), from in 0..=3_u64) {
+        let mut case = case;
+        (case.deferred, case.on_file, case.several) = (true, false, false);
+        let schedule = case.schedule();
+        let config = RingConfig { delay_from: Some(from), ..case.config(&schedule) };
+        let versions = run_in_any_order(config, &case, 4);
+        let newest = if schedule.trains { 4 } else { 0 };
+        prop_assert_eq!(versions, Ok(vec![newest; schedule.blocks.len()]));
+    }
+
+    /// The exposed update. Without a delay: all of it but what hides behind the next forward pass.
+    /// With a delay: all of it but what hides behind a whole step.
+    #[test]
+    fn a_delay_hides_updates_behind_a_whole_step(
+        layers in 2..=30_u32, micro_batches in 1..=8_u32, compute in 1..20_u64,
+        update in 1..60_u64,
+    ) {
+        let model = model(layers, 0, false);
+        let schedule = relay(&model, &everything(&model, micro_batches)).expect("ours");
+        let times = Times { compute, update, ..Times::default() };
+        let pass = u64::from(layers * micro_batches) * compute;
+        let updates = u64::from(layers + 1) * update; // with that of the embedding
+        prop_assert_eq!(period(&schedule, times, Some(0)), updates.max(2 * pass));
+        // The first layer waits for two updates, then each for one more.
+        let visit = u64::from(micro_batches) * compute;
+        let forward = if update > visit { updates + visit } else { 2 * update + pass };
+        prop_assert_eq!(period(&schedule, times, None), forward + pass);
+    }
+}
+
+/// The time from one step's end to the next one's, when many have passed.
+fn period(schedule: &Schedule, times: Times, delay_from: Option<u64>) -> u64 {
+    let capacities = depths(2, 2, 2, 64);
+    let config = RingConfig { delay_from, ..config(schedule, &capacities, true) };
+    let durations = move |operation: &Operation| times.of(operation.work());
+    let schedule = schedule.clone();
+    let run = virtual_time::run(config, durations, async move |mut relay| {
+        let observer = relay.observer();
+        let mut ends = Vec::new();
+        for _ in 0..5 {
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
+            ends.push(observer.now());
+        }
+        relay.stop().await.expect("nothing fails here");
+        (ends[4] - ends[3]).as_nanos() as u64
+    });
+    run.expect("it ends").0
+}
+
+/// The versions that uploads of a block name, step by step.
+fn uploaded(records: &[Record], block: BlockId) -> Vec<(u64, u64)> {
+    let of = |record: &Record| match record.work {
+        Work::UploadBlock { block: of, version, .. } if of == block => Some((record.step, version)),
+        _ => None,
+    };
+    let mut all: Vec<(u64, u64)> = records.iter().filter_map(of).collect();
+    all.dedup();
+    all
+}
+
+/// Steps that train read the version before the newest; steps between them, the newest. They make
+/// no version, and a run that continues another counts from its versions on.
+#[test]
+fn versions_count_training_steps() {
+    let model = model(3, 0, false);
+    let trains = everything(&model, 2);
+    let mut evaluates = trains.clone();
+    evaluates.frozen = (0..model.blocks.len() as u32).map(BlockId).collect();
+    let [trains, evaluates] = [trains, evaluates].map(|one| relay(&model, &one).expect("ours"));
+    for (delay_from, expected) in
+        [(None, [0, 1, 2, 2, 2]), (Some(0), [0, 0, 2, 2, 1]), (Some(2), [0, 1, 2, 2, 1])]
+    {
+        let depths = depths(1, 1, 1, 1);
+        let config = RingConfig { delay_from, ..config(&trains, &depths, true) };
+        let order = [&trains, &trains, &evaluates, &evaluates, &trains].map(Schedule::clone);
+        let (newest, records) = virtual_time::run(
+            config,
+            |_| ticks(1),
+            async move |mut relay| {
+                for schedule in &order {
+                    step_of(&mut relay, schedule, ()).await.expect("nothing fails here");
+                }
+                let newest = relay.newest();
+                relay.stop().await.expect("nothing fails here");
+                newest
+            },
+        )
+        .expect("it ends");
+        assert_eq!(newest, 3);
+        let found: Vec<u64> = uploaded(&records, BlockId(1)).iter().map(|(_, v)| *v).collect();
+        assert_eq!(found, expected, "{delay_from:?}");
+    }
+}
