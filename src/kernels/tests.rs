@@ -421,6 +421,7 @@ fn wrong_views_of_heads_are_found() {
         w,
         bias,
         loss: &CrossEntropy,
+        weighed: false,
         smoothing: Smoothing::NONE,
         scale: 1.0,
         first: 0,

@@ -240,13 +240,17 @@ fn slopes(
     rows: &[usize],
     op: &ScoreBackward<'_>,
 ) {
-    let ScoreBackward { loss, smoothing, scale, first, .. } = *op;
+    let ScoreBackward { loss, weighed, scale, first, .. } = *op;
+    let smoothing = if weighed { Smoothing::NONE } else { op.smoothing };
     let v = op.w.rows;
     logits.par_chunks_mut(v).zip(rows).for_each(|(logits, &row)| {
         let of_row = &statistics[row * STATISTICS..][..STATISTICS];
         let lse = of_row[0] + of_row[1].ln();
         let label = label_of(of_row) as usize;
-        let [of_lse, of_target] = loss.slopes(lse, of_row[2]).map(|slope| scale * slope);
+        let [of_lse, of_target] = match weighed {
+            true => [1.0, -1.0].map(|slope| scale * of_row[2] * slope),
+            false => loss.slopes(lse, of_row[2]).map(|slope| scale * slope),
+        };
         level.run(
             #[inline(always)]
             || {
@@ -323,6 +327,7 @@ mod tests {
                 w,
                 bias,
                 loss: &CrossEntropy,
+                weighed: false,
                 smoothing,
                 scale: 0.5,
                 first: 10,
@@ -392,6 +397,7 @@ mod tests {
                 w: w.row_range(tile.clone()),
                 bias: as_row(bias.row_range(tile.clone())),
                 loss: &CrossEntropy,
+                weighed: false,
                 smoothing,
                 scale: 0.5,
                 first: tile.start,
