@@ -63,6 +63,7 @@ mod lora;
 #[cfg(feature = "tokenizers")]
 mod machines;
 mod multi_label;
+mod objective;
 #[cfg(feature = "cli")]
 mod observed;
 mod optimizers;
@@ -71,6 +72,7 @@ mod output;
 mod packing;
 mod plan;
 mod precision;
+mod preference;
 #[cfg(feature = "cli")]
 mod program;
 mod pytorch;
