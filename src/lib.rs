@@ -33,6 +33,8 @@ pub mod tensor;
 
 pub mod kernels;
 
+pub mod objectives;
+
 pub mod models;
 
 pub mod optimizers;

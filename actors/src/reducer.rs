@@ -1,11 +1,11 @@
 //! The downloading side of the weight loop: lands gradients, joins what belongs together.
 //!
 //! It alone takes landing blocks. It walks the plan's list of reductions: device gradients as the
-//! Executors close them, and the host visits that read the stash (balance, loss, scatter) once all
-//! of it has landed. An untied gradient of an eager step goes on in its landing block; one that
-//! must wait (for the norm, or for the embedding's share) is joined into its block's region first,
-//! so that no landing block is ever held by something that waits. The region of a staged block is
-//! written from a landing block and read back into one.
+//! Executors close them, and the host visits that read the stash (balance, loss, objective,
+//! scatter) once all of it has landed. An untied gradient of an eager step goes on in its landing
+//! block; one that must wait (for the norm, or for the embedding's share) is joined into its
+//! block's region first, so that no landing block is ever held by something that waits. The region
+//! of a staged block is written from a landing block and read back into one.
 //!
 //! Each group of micro-batches has a gradient of its own. When it has landed, the Reducer adds the
 //! gradients that it kept of earlier groups. The sum waits in a slot of pool `parts` for later
@@ -81,6 +81,7 @@ impl Reducer {
                 }
                 Reduction::Balance { visit } => self.balance(step, visit).await?,
                 Reduction::Loss { visit } => self.loss(step, visit).await?,
+                Reduction::Objective { visit } => self.objective(step, visit).await?,
                 Reduction::Scatter { visit } => self.scatter(step, visit).await?,
             }
         }
@@ -253,18 +254,13 @@ impl Reducer {
         Ok(())
     }
 
-    /// Queues the measure of each micro-batch as soon as all that it reads has landed; then, if the
-    /// answers are of the whole step, the exchange with other processes; then the answers. The lane
-    /// of the host runs in order, so an answer comes behind every measure.
+    /// Queues the measures; then, if the answers are of the whole step, the exchange with other
+    /// processes; then the answers. The lane of the host runs in order, so an answer comes behind
+    /// every measure.
     async fn balance(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
         let schedule = &step.plan.schedule;
         let visit = &schedule.visits[index];
-        let mut measured = Vec::new();
-        for micro_batch in visit.micro_batches.clone() {
-            self.context.stashed(&visit.reads, micro_batch, Some(visit.layer)).await?;
-            let work = Work::Measure { visit: index, micro_batch };
-            measured.push(self.context.queue(Order::at(step, visit, work)));
-        }
+        let measured = self.measures(step, index).await?;
         self.measured = measured.last().cloned();
         let is_exchanged =
             schedule.ranks.dealt && visit.kind == VisitKind::Balance { of_step: true };
@@ -272,10 +268,35 @@ impl Reducer {
             let work = Work::ExchangeMeasures { visit: index };
             self.context.queue(Order { waits: measured, ..Order::at(step, visit, work) })
         });
-        if visit.writes.is_empty() {
-            return Ok(());
-        }
+        self.answers(step, index, exchanged);
+        Ok(())
+    }
+
+    /// Queues the measures; then the loss of each micro-batch, which the lane of the host computes
+    /// behind every measure of the visit; then the weights of rows.
+    async fn objective(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
+        self.measures(step, index).await?;
+        self.losses(step, index);
+        self.answers(step, index, None);
+        Ok(())
+    }
+
+    /// Queues the measure of each micro-batch as soon as all that it reads has landed.
+    async fn measures(&mut self, step: &Arc<Step>, index: usize) -> Result<Vec<Fence>, BoxedError> {
+        let visit = &step.plan.schedule.visits[index];
+        let mut measured = Vec::new();
         for micro_batch in visit.micro_batches.clone() {
+            self.context.stashed(&visit.reads, micro_batch, Some(visit.layer)).await?;
+            let work = Work::Measure { visit: index, micro_batch };
+            measured.push(self.context.queue(Order::at(step, visit, work)));
+        }
+        Ok(measured)
+    }
+
+    /// Queues the answer to each micro-batch, if the visit writes any.
+    fn answers(&self, step: &Arc<Step>, index: usize, exchanged: Option<Fence>) {
+        let visit = &step.plan.schedule.visits[index];
+        for micro_batch in visit.micro_batches.clone().filter(|_| !visit.writes.is_empty()) {
             let work = Work::Answer { visit: index, micro_batch };
             let mut order = Order::at(step, visit, work);
             order.waits.extend(exchanged.clone());
@@ -283,19 +304,22 @@ impl Reducer {
             order.raises = visit.writes.iter().map(stashed).collect();
             self.context.queue(order);
         }
-        Ok(())
     }
 
     /// Queues the loss of each micro-batch, once all that it reads has landed.
     async fn loss(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
         self.all_stashed(step, index).await?;
+        self.losses(step, index);
+        Ok(())
+    }
+
+    fn losses(&self, step: &Arc<Step>, index: usize) {
         let visit = &step.plan.schedule.visits[index];
         for micro_batch in visit.micro_batches.clone() {
             let work = Work::Loss { visit: index, micro_batch };
             let fence = self.context.queue(Order::at(step, visit, work));
             self.reduced.send(Flow::Datum(Reduced::Loss(fence)));
         }
-        Ok(())
     }
 
     /// Queues a scatter for each block that trains, once all that it reads has landed.

@@ -22,7 +22,7 @@ use crate::operation::Step;
 use crate::ports::{Lanes, Ports};
 use crate::report::Snapshot;
 use crate::ring::Ring;
-use crate::schedule::{Refusal, Schedule, StepPlan, Version, VisitKind};
+use crate::schedule::{Refusal, Schedule, StepPlan, Version};
 use crate::task::ActorTask;
 use crate::watchdog;
 use crate::wiring::{Wired, wire};
@@ -139,7 +139,7 @@ impl<P: Ports> Relay<P> {
     fn check_bounds(&self, schedule: &Schedule) -> Result<(), Refusal> {
         let RingConfig { blocks, max_layers, max_micro_batches, .. } = self.config;
         let layers: BTreeSet<_> = schedule.device_visits().map(|visit| visit.layer).collect();
-        let losses = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Loss);
+        let losses = schedule.visits.iter().filter(|visit| visit.kind.takes_loss());
         let losses = losses.map(|visit| visit.micro_batches.len()).sum();
         let bounds = [
             ("blocks in the schedule (as the model has)", schedule.blocks.len(), blocks),

@@ -48,9 +48,13 @@ pub fn step(
                 let (at, resolved) = device_visits.next().expect("each has its choices");
                 walk.device_visit(at, resolved);
             }
-            VisitKind::Balance { .. } => {
+            VisitKind::Balance { .. } | VisitKind::Objective { .. } => {
                 for micro_batch in visit.micro_batches.clone() {
                     walk.on_host(Work::Measure { visit: index, micro_batch });
+                }
+                let is_objective = matches!(visit.kind, VisitKind::Objective { .. });
+                for micro_batch in visit.micro_batches.clone().filter(|_| is_objective) {
+                    loss += walk.on_host(Work::Loss { visit: index, micro_batch });
                 }
                 let answers = visit.micro_batches.clone().filter(|_| !visit.writes.is_empty());
                 for micro_batch in answers {

@@ -235,12 +235,13 @@ impl Layers {
         })?;
         config.check().map_err(|error| self.locate(error))?;
         // The default micro-batch shrinks to the batch; one that the user gave is checked.
-        let batch = config.step.batch;
+        let batch = config.sequences();
         let micro_batch = config.step.micro_batch;
         if self.is_given("step.micro_batch") && micro_batch > batch {
             let problem = format_args!(
-                "is {micro_batch}, and step.batch is {batch}: a step has no more sequences, so set \
-                 it to at most {batch}"
+                "is {micro_batch}, and step.batch is {}: a step has no more sequences, so set \
+                 it to at most {batch}",
+                config.step.batch
             );
             return Err(self.locate(Error::Config {
                 key: "step.micro_batch".into(),

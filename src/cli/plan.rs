@@ -64,7 +64,7 @@ fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Resul
     let title = format!(
         "A step of {} layers, {} sequences in micro-batches of {}: {:.3} s in virtual time",
         model.layers.len(),
-        config.step.batch,
+        config.sequences(),
         config.step.micro_batch,
         forecast.seconds
     );
@@ -156,11 +156,11 @@ fn keeps_none(config: &Config, plan: &Plan) -> Option<&'static str> {
 /// What would make a step faster. While a GPU copies the inputs and outputs of a micro-batch, it
 /// computes another one.
 fn remark(config: &Config) -> Option<&'static str> {
-    let of_group = config.step.batch.div_ceil(config.parallel.groups as usize);
+    let of_group = config.sequences().div_ceil(config.parallel.groups as usize);
     let is_copied = config.device.kind == DeviceKind::Cuda;
     let what = "a layer computes one micro-batch, and waits while its inputs and outputs are \
                 copied: a smaller step.micro_batch hides these copies";
-    let is_one = config.step.batch > 1 && of_group <= config.step.micro_batch;
+    let is_one = config.sequences() > 1 && of_group <= config.step.micro_batch;
     (is_copied && is_one && !config.schedule.kind.is_pipeline()).then_some(what)
 }
 

@@ -13,6 +13,7 @@ mod device;
 mod eps;
 mod experts;
 mod model;
+mod objective;
 mod optimizer;
 mod parallel;
 mod precision;
@@ -38,6 +39,7 @@ pub use device::{DeviceConfig, DeviceKind, GradientDtype};
 pub use eps::{EpsConfig, EpsTier};
 pub use experts::ExpertsConfig;
 pub use model::{Labels, ModelConfig, Task};
+pub use objective::{ObjectiveConfig, ObjectiveKind};
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use precision::{LossScaleConfig, LossScaleKind, MasterDtype, NonFinite};
@@ -68,6 +70,8 @@ pub struct Config {
     pub step: StepConfig,
     /// The tensors of the model that are trained, or adapters.
     pub train: TrainConfig,
+    /// What a step minimises: the cross entropy of tokens, or a preference loss.
+    pub objective: ObjectiveConfig,
     /// Losses that balance the experts of a model, and limits of their choice.
     pub experts: ExpertsConfig,
     /// The optimizer and its learning rate.
@@ -151,6 +155,7 @@ impl Config {
         self.check_compression()?;
         self.check_schedule()?;
         self.check_depth()?;
+        self.check_objective()?;
         self.eps.check()?;
         self.link_bytes_per_second()?;
         self.flops_per_second()?;
@@ -191,6 +196,19 @@ mod tests {
             ("[experts]\nz_loss = nan", "experts.z_loss must be a finite number"),
             ("[experts]\ncapacity_factor = 0.0", "experts.capacity_factor must be from 0.001"),
             ("[experts]\nbalance_over = \"batch\"", "unknown variant `batch`"),
+            ("[objective]\nkind = \"kto\"", "unknown variant `kto`"),
+            ("[objective]\nkind = \"dpo\"\nbeta = 0.0", "objective.beta must be a finite number"),
+            ("[objective]\nbeta = 0.1", "objective.beta is for a preference"),
+            ("[objective]\nsft = 1.0", "objective.sft is for a preference"),
+            ("[objective]\nkind = \"cpo\"\nsft = -1.0", "objective.sft must be a finite number"),
+            ("[objective]\nkind = \"dpo\"\ngamma = 0.5", "is for kind = \"simpo\""),
+            ("[objective]\nkind = \"ipo\"\nlabel_smoothing = 0.1", "is for kind = \"dpo\" or"),
+            ("[objective]\nkind = \"dpo\"\nlabel_smoothing = 0.6", "must be from 0 to 0.5"),
+            ("[objective]\nkind = \"cpo\"\nrobust = true", "is for kind = \"dpo\""),
+            ("[objective]\nkind = \"dpo\"\nrobust = true", "is for a label_smoothing above 0"),
+            ("[objective]\nkind = \"dpo\"\n[data]\npacking = true", "data.packing"),
+            ("[objective]\nkind = \"dpo\"\n[data]\ntoo_long = \"split\"", "data.too_long"),
+            ("[objective]\nkind = \"dpo\"\n[depth]\ndrop = 0.1", "depth.drop"),
             ("[channels]\nstash = 0", "channels.stash must be at least 1"),
             ("[device]\nlink = \"fast\"", "\"12GB/s\""),
             ("[device]\nmemory = \"12 apples\"", "12 apples"),

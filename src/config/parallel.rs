@@ -105,7 +105,7 @@ impl Config {
     pub(super) fn check_parallel(&self) -> Result<(), Error> {
         let groups = self.parallel.groups;
         let devices = self.devices();
-        let turns = self.step.batch.div_ceil(self.step.micro_batch);
+        let turns = self.sequences().div_ceil(self.step.micro_batch);
         must(groups >= 1, "parallel.groups", "at least 1")?;
         if !turns.is_multiple_of(groups as usize) {
             let divisors = (1..=turns).filter(|&groups| turns.is_multiple_of(groups));

@@ -2,8 +2,8 @@
 
 use super::{
     CompressionConfig, DataConfig, DepthConfig, DeviceConfig, ExpertsConfig, LossScaleConfig,
-    ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, StashConfig, StepConfig,
-    TrainConfig,
+    ModelConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, StashConfig,
+    StepConfig, TrainConfig,
 };
 
 /// The keys of a section that may have another value, with spaces between their names. `*` is all
@@ -34,6 +34,7 @@ impl OnResume {
             "data" => DataConfig::ON_RESUME,
             "step" => StepConfig::ON_RESUME,
             "train" => TrainConfig::ON_RESUME,
+            "objective" => ObjectiveConfig::ON_RESUME,
             "experts" => ExpertsConfig::ON_RESUME,
             "optimizer" => OptimizerConfig::ON_RESUME,
             "loss_scale" => LossScaleConfig::ON_RESUME,

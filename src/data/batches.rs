@@ -73,7 +73,7 @@ impl Batches {
         let make = move || {
             for step in first.. {
                 let sequences = order.sequences(&data, step);
-                let batch = match sequences.map(|all| Batch::of(&all, data.predicts())) {
+                let batch = match sequences.map(|all| data.batch_of(&all)) {
                     Ok(batch) if batch.labelled == 0 => Err(unlabelled(&data, step)),
                     batch => batch,
                 };

@@ -43,6 +43,8 @@ pub struct Dataset {
     predicts: Predicts,
     mask: Option<Mask>,
     attend_across: bool,
+    /// Whether a sequence is the two answers of a preference.
+    pub(super) has_pairs: bool,
     vocabulary: Vocabulary,
 }
 
@@ -183,6 +185,7 @@ impl Dataset {
             predicts,
             mask,
             attend_across: config.data.attend_across,
+            has_pairs: config.objective.preference().is_some(),
             vocabulary,
         })
     }
@@ -212,8 +215,7 @@ impl Dataset {
                 ));
             }
             let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions, classes };
-            let name = files.to_string();
-            return Dataset::of(config, shape, kind, name, predicts, vocabulary, seed);
+            return Dataset::of(config, shape, kind, files.to_string(), predicts, vocabulary, seed);
         }
         let mut names = label_names(config)?;
         // Names of another number of labels are those of a head that this one replaces.
@@ -227,6 +229,7 @@ impl Dataset {
             too_long: config.data.too_long,
             bad_records: config.data.bad_records,
             end_of_text: config.data.end_of_text,
+            preference: config.objective.preference(),
             kinds: shape.token_types,
             predicts,
             classes,
@@ -281,7 +284,7 @@ impl Dataset {
     pub fn batch(&self, indices: impl IntoIterator<Item = u64>) -> Result<Batch, Error> {
         let sequences: Result<Vec<_>, Error> =
             indices.into_iter().map(|index| self.sequence(index)).collect();
-        Ok(Batch::of(&sequences?, self.predicts))
+        Ok(self.batch_of(&sequences?))
     }
 
     /// Its entry in the config: files, "random" or the built-in corpus.

@@ -14,7 +14,7 @@ use super::spool::{Spool, Spooling};
 use super::tally::{Place, Tally};
 use super::vocabulary::SpecialTokens;
 use super::windows::{BadPiece, Piece, Windows};
-use super::{CORPUS, Predicts, Sequence, listing};
+use super::{CORPUS, Predicts, Sequence, listing, pairs};
 use crate::config::{BadRecords, DataConfig};
 use crate::error::Error;
 use crate::hf::hex;
@@ -85,6 +85,9 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         for path in found.files {
             is_text &= !opening.file(&path)?;
         }
+    }
+    if is_text && reader.preference.is_some() {
+        return Err(refuse(&pairs::NEEDED));
     }
     let Opening { spooling, hasher, skipped, unlabelled, .. } = opening;
     let spool = spooling.finish()?;

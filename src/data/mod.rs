@@ -17,6 +17,7 @@ mod mask;
 mod order;
 mod overview;
 mod pack;
+mod pairs;
 mod reader;
 mod record;
 mod remarks;
@@ -45,7 +46,7 @@ pub const CORPUS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt")
 
 /// The sequences of one step, joined without padding. In the shapes, S is the number of sequences
 /// and R the number of all their tokens.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Batch {
     /// Token ids. (R).
     pub(crate) tokens: Vec<u32>,
@@ -62,10 +63,15 @@ pub struct Batch {
     pub(crate) label_sets: Vec<i32>,
     /// The number of positions with a label, or of sequences with a set of labels.
     pub(crate) labelled: usize,
+    /// The number of positions with a label of each sequence of the step, on all ranks.
+    pub(crate) scored: Vec<u32>,
+    /// The log-probability of each sequence by a reference, for an objective that needs it; else
+    /// empty. (S).
+    pub(crate) reference: Vec<f64>,
 }
 
 /// One sequence of tokens with its labels.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sequence {
     /// Token ids.
     pub tokens: Vec<u32>,
@@ -77,6 +83,9 @@ pub struct Sequence {
     /// The number of tokens of each document, for a packed sequence. Documents do not attend to
     /// each other, and each begins at position 0. Empty when the sequence is one document.
     pub documents: Vec<usize>,
+    /// For an objective that compares with a reference: the log-probability of each document by
+    /// it. Else empty.
+    pub reference: Vec<f64>,
 }
 
 /// The kind of a model's predictions. It decides which label a position is scored by.
@@ -127,14 +136,14 @@ impl Sequence {
     fn classified(tokens: Vec<u32>, label: i32, kinds: Vec<u8>) -> Sequence {
         let mut labels = vec![-100; tokens.len()];
         labels[0] = label;
-        Sequence { tokens, labels, kinds, documents: Vec::new() }
+        Sequence { tokens, labels, kinds, ..Sequence::default() }
     }
 
     /// A sequence with this label of its own.
     fn with_label(tokens: Vec<u32>, label: OwnLabel, kinds: Vec<u8>) -> Sequence {
         match label {
             OwnLabel::One(label) => Sequence::classified(tokens, label, kinds),
-            OwnLabel::Set(labels) => Sequence { tokens, labels, kinds, documents: Vec::new() },
+            OwnLabel::Set(labels) => Sequence { tokens, labels, kinds, ..Sequence::default() },
         }
     }
 
@@ -169,12 +178,13 @@ impl Sequence {
 }
 
 impl Batch {
-    /// Some of the batch's sequences. `labelled` stays that of the whole batch, because losses and
-    /// gradients are divided by it.
+    /// Some of the batch's sequences. `labelled` and `scored` stay those of the whole batch: losses
+    /// and gradients are divided by them.
     pub(crate) fn part(&self, sequences: Range<usize>) -> Batch {
         let rows = self.starts[sequences.start]..self.starts[sequences.end];
         let starts = self.starts[sequences.start..=sequences.end].iter();
-        let label_sets = self.label_sets_of(sequences).to_vec();
+        let label_sets = self.label_sets_of(sequences.clone()).to_vec();
+        let reference = self.reference.get(sequences).unwrap_or_default().to_vec();
         Batch {
             tokens: self.tokens[rows.clone()].to_vec(),
             kinds: self.kinds[rows.clone()].to_vec(),
@@ -183,6 +193,8 @@ impl Batch {
             documents: self.documents.get(rows).unwrap_or_default().to_vec(),
             label_sets,
             labelled: self.labelled,
+            scored: self.scored.clone(),
+            reference,
         }
     }
 
@@ -262,7 +274,45 @@ impl Batch {
             Predicts::Value | Predicts::LabelSet => sequences.len(),
             _ => targets.iter().filter(|&&target| target >= 0).count(),
         };
-        Batch { tokens, kinds, targets, starts, documents, label_sets, labelled }
+        let count = |rows: &[usize]| {
+            let targets = &targets[rows[0]..rows[1]];
+            targets.iter().filter(|target| **target >= 0).count() as u32
+        };
+        let scored = starts.windows(2).map(count).collect();
+        let reference = Vec::new();
+        Batch { tokens, kinds, targets, starts, documents, label_sets, labelled, scored, reference }
+    }
+
+    /// A batch for an objective, of records: each document of a sequence is a sequence by itself.
+    ///
+    /// # Panics
+    /// As [`Batch::new`] and [`Batch::with_reference`].
+    pub fn of_records<S: Borrow<Sequence>>(records: &[S]) -> Batch {
+        let mut reference = Vec::new();
+        let mut sequences = Vec::new();
+        for record in records.iter().map(Borrow::borrow) {
+            reference.extend(&record.reference);
+            sequences.extend(record.document_ranges().map(|Document { from, to }| {
+                let rows = from as usize..to as usize;
+                let tokens = record.tokens[rows.clone()].to_vec();
+                Sequence { labels: record.labels[rows].to_vec(), tokens, ..Sequence::default() }
+            }));
+        }
+        let batch = Batch::new(&sequences);
+        if reference.is_empty() { batch } else { batch.with_reference(reference) }
+    }
+
+    /// The same batch, with the log-probability of each sequence by a reference: see
+    /// [`Objective::needs_reference`](crate::objectives::Objective::needs_reference) and
+    /// [`Trainer::log_probabilities`](crate::Trainer::log_probabilities).
+    ///
+    /// # Panics
+    /// There is not one number a sequence.
+    pub fn with_reference(mut self, log_probabilities: Vec<f64>) -> Batch {
+        let has = log_probabilities.len();
+        assert_eq!(has, self.sequences(), "a log-probability of each sequence");
+        self.reference = log_probabilities;
+        self
     }
 
     /// A batch for generation: only the last position of each sequence is scored, so the head
@@ -275,6 +325,7 @@ impl Batch {
             batch.targets[end - 1] = 0;
         }
         batch.labelled = sequences.len();
+        batch.scored = vec![1; sequences.len()];
         batch
     }
 
@@ -341,6 +392,12 @@ impl Batch {
             }));
         }
         self.check_label_sets(model.shape.head)?;
+        let each = model.sequences_of_record();
+        if !has.is_multiple_of(each) {
+            return Err(Error::bad_batch(format_args!(
+                "a batch of {has} sequences, and a record of the objective has {each}"
+            )));
+        }
         if self.labelled == 0 {
             return Err(Error::bad_batch("no position of the batch has a label"));
         }

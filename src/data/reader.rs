@@ -8,11 +8,13 @@ use std::sync::Mutex;
 use super::chats::NotFound;
 use super::json_error;
 use super::known::no_class;
+use super::pairs::Pair;
 use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{OwnLabel, Predicts, Sequence};
 use crate::config::{BadRecords, TooLong};
 use crate::hf::Encoded;
+use crate::objectives::Preference;
 
 /// The problem of a record without a label.
 pub(super) const NOTHING_LEARNT: &str =
@@ -31,6 +33,8 @@ pub(super) struct Reader {
     pub(super) too_long: TooLong,
     pub(super) bad_records: BadRecords,
     pub(super) end_of_text: bool,
+    /// The preference loss, if a record is a pair of answers.
+    pub(super) preference: Option<Preference>,
     /// The number of the model's token types.
     pub(super) kinds: usize,
     pub(super) predicts: Predicts,
@@ -74,7 +78,12 @@ impl Reader {
             Predicts::LabelSet => Some(self.take_label_set(&mut columns)?),
             _ => None,
         };
+        let pair = self.preference.map(|_| Pair::take(&mut columns)).transpose()?;
         let (record, mut unused) = Record::of(columns, &self.fields)?;
+        if let (Some(pair), Some(preference)) = (pair, self.preference) {
+            self.unused.lock().expect("nothing panics inside").extend(unused);
+            return Ok(vec![self.pair(&record, pair, preference)?]);
+        }
         let kind = record.kind()?;
         let unused_by_kind = record.unused(kind, self.scores_sequences());
         unused.extend(unused_by_kind.into_iter().map(str::to_string));
@@ -344,7 +353,7 @@ impl Reader {
         kinds.truncate(if self.kinds > 1 { tokens.len() } else { 0 });
         let label = |word: &Option<usize>| word.map_or(-100, |word| tags[word]);
         let labels: Vec<i32> = begins[..tokens.len()].iter().map(label).collect();
-        Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })
+        Ok(Sequence { tokens, labels, kinds, ..Sequence::default() })
     }
 
     /// A record of `input_ids`, perhaps with `labels` or a `label`.
@@ -395,7 +404,7 @@ impl Reader {
             return Ok(Sequence::with_label(tokens, label, kinds));
         }
         let labels = labels.into_iter().map(|label| label as i32).collect();
-        Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })
+        Ok(Sequence { tokens, labels, kinds, ..Sequence::default() })
     }
 
     /// Refuses tokens and labels that are not in the vocabulary.

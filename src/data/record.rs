@@ -174,9 +174,10 @@ impl Record {
         };
         let is_pair = columns.contains_key("chosen") && columns.contains_key("rejected");
         if is_pair && record.completion.is_none() && record.messages.is_none() {
-            return Err("chosen and rejected: training on preferences (DPO) is not supported; to \
-                        train on the chosen answers set data.fields.completion = \"chosen\", or \
-                        data.fields.messages = \"chosen\" where it has the whole chat"
+            return Err("chosen and rejected: to train on preferences set objective.kind, for \
+                        example to \"simpo\"; to train on the chosen answers set \
+                        data.fields.completion = \"chosen\", or data.fields.messages = \"chosen\" \
+                        where it has the whole chat"
                 .into());
         }
         unused.extend(columns.into_keys());
@@ -274,7 +275,10 @@ pub(super) fn columns_of(columns: &ColumnTexts) -> String {
 }
 
 /// Takes a column. A null means that the value is missing.
-fn take<T: DeserializeOwned>(columns: &mut ColumnTexts, name: &str) -> Result<Option<T>, String> {
+pub(super) fn take<T: DeserializeOwned>(
+    columns: &mut ColumnTexts,
+    name: &str,
+) -> Result<Option<T>, String> {
     let value = columns.remove(name).filter(|value| value.get() != "null");
     let read = |value: Box<RawValue>| {
         let problem = |error| format!("{name}: {}", json_error::of_value(value.get(), &error));

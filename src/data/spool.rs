@@ -22,6 +22,10 @@ struct Place {
     labels: u32,
     /// Whether token types are stored.
     has_kinds: bool,
+    /// The tokens of the first of two documents; 0: there is one document.
+    cut: u32,
+    /// Whether the log-probabilities of two documents by a reference are stored.
+    has_reference: bool,
     /// Whether the sequence gets its labels when masks are drawn.
     is_unmasked: bool,
     /// Whether the sequence has a label, or will have one.
@@ -56,9 +60,9 @@ impl Spooling {
         Ok(Spooling { file, places: Vec::new(), end: 0 })
     }
 
-    /// Appends a sequence of one document.
+    /// Appends a sequence of one document, or of the two answers of a preference.
     pub(super) fn push(&mut self, sequence: &Sequence, is_labelled: bool) -> Result<(), Error> {
-        let Sequence { tokens, labels, kinds, .. } = sequence;
+        let Sequence { tokens, labels, kinds, documents, reference } = sequence;
         let is_equal = |(&label, &token): (&i32, &u32)| label == token as i32;
         let is_plain = labels.is_empty()
             || (labels.len() == tokens.len() && labels.iter().zip(tokens).all(is_equal));
@@ -68,6 +72,8 @@ impl Spooling {
             tokens: tokens.len() as u32,
             labels: stored.len() as u32,
             has_kinds: !kinds.is_empty(),
+            cut: documents.first().map_or(0, |&first| first as u32),
+            has_reference: !reference.is_empty(),
             is_unmasked: labels.is_empty(),
             is_labelled,
             has_first_label: labels.first().is_some_and(|&label| label >= 0),
@@ -79,7 +85,8 @@ impl Spooling {
             for label in stored {
                 self.file.write_all(&label.to_le_bytes())?;
             }
-            self.file.write_all(kinds)
+            self.file.write_all(kinds)?;
+            reference.iter().try_for_each(|log| self.file.write_all(&log.to_le_bytes()))
         };
         write().map_err(failed)?;
         self.end += place.bytes() as u64;
@@ -97,7 +104,8 @@ impl Place {
     fn bytes(&self) -> usize {
         let kinds = usize::from(self.has_kinds);
         let labels = self.labels as usize * size_of::<i32>();
-        self.tokens as usize * (size_of::<u32>() + kinds) + labels
+        let reference = if self.has_reference { 2 * size_of::<f64>() } else { 0 };
+        self.tokens as usize * (size_of::<u32>() + kinds) + labels + reference
     }
 }
 
@@ -142,7 +150,9 @@ impl Spool {
             found.and_then(|_| file.read_exact(&mut bytes)).map_err(failed)?;
         }
         let (tokens, rest) = bytes.split_at(place.tokens as usize * 4);
-        let (labels, kinds) = rest.split_at(place.labels as usize * size_of::<i32>());
+        let (labels, rest) = rest.split_at(place.labels as usize * size_of::<i32>());
+        let kinds = if place.has_kinds { place.tokens as usize } else { 0 };
+        let (kinds, reference) = rest.split_at(kinds);
         let fours = |bytes: &[u8]| {
             let (fours, _) = bytes.as_chunks::<4>();
             fours.iter().map(|&four| u32::from_le_bytes(four)).collect::<Vec<u32>>()
@@ -151,10 +161,18 @@ impl Spool {
         if place.is_unmasked {
             return Ok(Sequence::unmasked(tokens, kinds.to_vec()));
         }
+        let cut = place.cut as usize;
+        let all = tokens.len();
+        let plain = Sequence {
+            kinds: kinds.to_vec(),
+            documents: if cut > 0 { vec![cut, all - cut] } else { Vec::new() },
+            reference: reference.as_chunks().0.iter().map(|log| f64::from_le_bytes(*log)).collect(),
+            ..Sequence::plain(tokens)
+        };
         if place.labels == 0 {
-            return Ok(Sequence { kinds: kinds.to_vec(), ..Sequence::plain(tokens) });
+            return Ok(plain);
         }
         let labels = fours(labels).into_iter().map(|label| label as i32).collect();
-        Ok(Sequence { tokens, labels, kinds: kinds.to_vec(), documents: Vec::new() })
+        Ok(Sequence { labels, ..plain })
     }
 }

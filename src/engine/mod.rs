@@ -86,6 +86,8 @@ pub(crate) struct Outcome {
     pub(crate) logits: Vec<f32>,
     /// The hidden states that the head reads, if the step encodes.
     pub(crate) hidden: Vec<f32>,
+    /// The log-probability of each sequence, if the step measures them.
+    pub(crate) log_probabilities: Vec<f64>,
 }
 
 impl Engine {
@@ -153,6 +155,23 @@ impl Engine {
         batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)
     }
 
+    /// Refuses a batch without the reference that the model's objective needs.
+    ///
+    /// # Errors
+    /// The batch has none.
+    pub(crate) fn check_reference(&self, batch: &Batch) -> Result<(), Error> {
+        match &self.model.objective {
+            Some(objective) if objective.needs_reference() && batch.reference.is_empty() => {
+                Err(Error::bad_batch(format_args!(
+                    "objective {} needs the log-probability of each sequence by a reference: see \
+                     Batch::with_reference",
+                    objective.name()
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Runs one step that does not train. `cache` has the KV cache slot of each sequence, if the
     /// step generates.
     ///
@@ -165,6 +184,9 @@ impl Engine {
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
         self.check(&batch)?;
+        if purpose == Purpose::Evaluate {
+            self.check_reference(&batch)?;
+        }
         self.run_layers(batch, purpose, cache, &LayerSelection::default()).await
     }
 
@@ -246,7 +268,8 @@ impl Engine {
         let norm = resolved.norm / scaled;
         let routers = self.worker().router_report();
         let loss = resolved.loss;
-        Ok(Outcome { loss, norm, loss_scale, skipped, routers, logits, hidden })
+        let log_probabilities = self.worker().log_probabilities();
+        Ok(Outcome { loss, norm, loss_scale, skipped, routers, logits, hidden, log_probabilities })
     }
 
     /// Waits for a step whose future was dropped, if there is one, and counts it.

@@ -28,6 +28,9 @@ pub struct Evaluation {
     pub tokens: u64,
     /// Labelled positions, or labelled sequences.
     pub labelled: u64,
+    /// The number of records, for a model with an [objective](crate::objectives::Objective). Then
+    /// the loss is the mean over records.
+    pub records: Option<u64>,
     /// How predictions agree with labels, for a model that predicts classes, values or labels.
     pub quality: Option<Quality>,
 }
@@ -42,6 +45,7 @@ impl Evaluation {
     pub fn values(&self) -> Vec<(&'static str, f64)> {
         let mut values = vec![("loss", self.loss)];
         match &self.quality {
+            None if self.records.is_some() => {}
             None => values.push(("perplexity", self.perplexity())),
             Some(Quality::Classes(confusion)) => values.extend([
                 ("accuracy", confusion.accuracy()),
@@ -87,12 +91,20 @@ impl Evaluation {
                 Some(Quality::Classes(Confusion::new(labels)))
             }
         };
-        Evaluation { set: None, loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality }
+        Evaluation {
+            set: None,
+            loss: 0.0,
+            sequences: 0,
+            tokens: 0,
+            labelled: 0,
+            records: None,
+            quality,
+        }
     }
 
     /// Counts a batch, and returns its labels: one of each token, or one of each sequence, which is
     /// the label of its first position, or the labels of each sequence.
-    fn count(&mut self, batch: &Batch, of_tokens: bool) -> Labels {
+    fn count(&mut self, batch: &Batch, of_tokens: bool, each: usize) -> Labels {
         self.sequences += batch.sequences() as u64;
         self.tokens += batch.token_count() as u64;
         self.labelled += batch.labelled as u64;
@@ -102,12 +114,15 @@ impl Evaluation {
             false if batch.label_sets.is_empty() => first().collect(),
             false => batch.label_sets.clone(),
         };
-        Labels { all, scored: batch.labelled }
+        let records = batch.sequences() / each;
+        let weight = if self.records.is_some() { records } else { batch.labelled };
+        self.records = self.records.map(|sum| sum + records as u64);
+        Labels { all, weight }
     }
 
     /// Adds a batch's mean loss, and its scores.
     fn add(&mut self, labels: &Labels, loss: f64, scores: &[f32]) {
-        self.loss += loss * labels.scored as f64;
+        self.loss += loss * labels.weight as f64;
         match &mut self.quality {
             None => {}
             Some(Quality::Values(agreement)) => {
@@ -131,7 +146,7 @@ impl Evaluation {
 
     /// Makes a mean of the sum of losses. Without labels it is NaN.
     fn finish(mut self) -> Evaluation {
-        self.loss /= self.labelled as f64;
+        self.loss /= self.records.unwrap_or(self.labelled) as f64;
         self
     }
 }
@@ -141,8 +156,8 @@ struct Labels {
     /// One for each sequence, or for each token: a negative label is not scored. Or those of each
     /// sequence, one behind the other.
     all: Vec<i32>,
-    /// The number of labelled positions of the batch.
-    scored: usize,
+    /// The number of labelled positions of the batch, or of records: its loss is their mean.
+    weight: usize,
 }
 
 /// Evaluates an engine's model on these batches, in order. With several ranks each computes one
@@ -156,7 +171,9 @@ pub(crate) async fn evaluate(
 ) -> Result<Evaluation, Error> {
     let head = engine.model.shape.head;
     let of_tokens = matches!(head, Head::TokenClasses { .. });
+    let each = engine.model.sequences_of_record();
     let mut evaluation = Evaluation::new(head);
+    evaluation.records = engine.model.objective.as_ref().map(|_| 0);
     let has_scores = evaluation.quality.is_some();
     let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
     let exchanges = engine.worker().eps().parts().map(|parts| parts.exchanges.clone());
@@ -168,7 +185,7 @@ pub(crate) async fn evaluate(
         // All ranks make the same exchanges only if their batches have as many sequences.
         let is_alike = round.iter().all(|batch| batch.sequences() == first.sequences());
         let labels: Vec<Labels> =
-            round.iter().map(|batch| evaluation.count(batch, of_tokens)).collect();
+            round.iter().map(|batch| evaluation.count(batch, of_tokens, each)).collect();
         let found = match &exchanges {
             Some(exchanges) if is_alike && round.len() == at_once => {
                 of_all_ranks(engine, exchanges, round, purpose).await?

@@ -96,6 +96,9 @@ pub struct ScoreBackward<'a> {
     pub bias: Option<View>,
     /// The loss of a position.
     pub loss: &'a dyn Loss,
+    /// True if the statistics are weighed: their third float is the weight of the row, a factor of
+    /// the gradient of its cross entropy. Then `loss` and `smoothing` have no effect.
+    pub weighed: bool,
     /// As in [`Score`].
     pub smoothing: Smoothing,
     /// How logits are made.

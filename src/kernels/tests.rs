@@ -430,6 +430,7 @@ fn wrong_views_of_heads_are_found() {
         w,
         bias,
         loss: &CrossEntropy,
+        weighed: false,
         smoothing: Smoothing::NONE,
         form,
         scale: 1.0,

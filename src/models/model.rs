@@ -19,6 +19,7 @@ use super::shape::Shape;
 use super::walk;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
+use crate::objectives::Objective;
 use crate::tensor::Dtype;
 
 /// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
@@ -98,6 +99,8 @@ pub struct Model {
     pub(crate) first_ports: Vec<Vec<FirstPorts>>,
     /// The loss of a labelled position.
     pub loss: Box<dyn Loss>,
+    /// The objective of a step; `None`: the mean of `loss` over all labelled positions.
+    pub objective: Option<Box<dyn Objective>>,
     /// ε of [label smoothing](crate::kernels::Smoothing) in training.
     pub label_smoothing: f32,
 }
@@ -207,8 +210,19 @@ impl Model {
         };
         let first_ports = layers.iter().map(first_ports).collect();
         let loss = Box::new(CrossEntropy);
+        let objective = None;
         let label_smoothing = 0.0;
-        Model { shape, layers, layer_blocks, blocks, tiles, first_ports, loss, label_smoothing }
+        Model {
+            shape,
+            layers,
+            layer_blocks,
+            blocks,
+            tiles,
+            first_ports,
+            loss,
+            objective,
+            label_smoothing,
+        }
     }
 
     /// The trained tensors of a block whose gradient a device computes. There are none in a tile of
@@ -288,6 +302,7 @@ impl Model {
             layers: layers.collect(),
             positions: context.positions as u32,
             answers_step: self.shape.experts.is_some_and(|one| one.balance.is_of_step()),
+            objective: None,
         }
     }
 
@@ -373,6 +388,16 @@ impl Model {
             }
         }
         Ok(())
+    }
+
+    /// Sequences of a record: 1 without an objective.
+    pub(crate) fn sequences_of_record(&self) -> usize {
+        self.objective.as_ref().map_or(1, |objective| objective.sequences())
+    }
+
+    /// The sequences of so many records.
+    pub(crate) fn sequences_of(&self, records: usize) -> usize {
+        records.saturating_mul(self.sequences_of_record())
     }
 
     /// The number of parameters that are trained.

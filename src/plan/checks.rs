@@ -4,10 +4,12 @@ use l2l_actors::schedule::{BlockId, Encoding};
 
 use super::StepShape;
 use super::spec::PlanSpec;
+use super::step::is_of_step;
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::{Balance, BalanceOf, BlockTensors, Model};
+use crate::models::{Balance, BalanceOf, BlockTensors, Head, Model};
+use crate::objectives::Scope;
 use crate::tensor::{Dtype, Packing};
 
 impl PlanSpec<'_> {
@@ -61,6 +63,51 @@ impl PlanSpec<'_> {
                  {most}: set step.chunk_positions to at least {longest}, or leave it out"
             );
             return Err(Error::config(key, problem));
+        }
+        Ok(())
+    }
+
+    /// Refuses an objective that this model, this schedule or these processes cannot have.
+    pub(super) fn check_objective(&self) -> Result<(), Error> {
+        let Some(objective) = &self.model.objective else { return Ok(()) };
+        let name = objective.name();
+        let each = objective.sequences();
+        let refuse = |what: &str| Err(Error::argument(format_args!("objective {name}: {what}")));
+        if each == 0 {
+            return refuse("a record has at least one sequence");
+        }
+        if self.model.shape.head != Head::Tokens {
+            return refuse(
+                "it reads log-probabilities of next tokens, and this model predicts something \
+                 else: set model.task = \"causal-lm\"",
+            );
+        }
+        if !self.model.loss.is_cross_entropy() {
+            return refuse("the model has a loss of its own as well: leave one of them out");
+        }
+        if self.model.label_smoothing > 0.0 {
+            return refuse("it reads the labels as they are: leave train.label_smoothing out");
+        }
+        let config = &self.settings.config;
+        let is_whole = matches!(config.schedule.kind, ScheduleKind::Relay | ScheduleKind::Gpipe);
+        let is_of_step = is_of_step(config, &**objective);
+        let why = match objective.scope() {
+            Scope::Step => "its loss is of the whole step".to_string(),
+            Scope::Record => format!(
+                "a record has {each} sequences and step.micro_batch is {}, which is no multiple",
+                config.step.micro_batch
+            ),
+        };
+        if is_of_step && self.settings.trains && !is_whole {
+            return refuse(&format!(
+                "{why}, and with this schedule.kind backward passes begin before all forward \
+                 passes of the step have ended: set schedule.kind = \"relay\""
+            ));
+        }
+        if is_of_step && self.share.ranks > 1 {
+            return refuse(&format!(
+                "{why}, and several processes do not exchange what they measure: start one process"
+            ));
         }
         Ok(())
     }

@@ -163,7 +163,7 @@ impl Plan {
     fn sizes_at(&self, model: &Model, rule: &dyn UpdateRule, positions: usize) -> Option<Sizes> {
         let mut config = self.settings.config.clone();
         config.schedule.recompute = config.schedule.recompute.without_keeping();
-        let sequences = config.step.batch;
+        let sequences = model.sequences_of(config.step.batch);
         let steps = match self.trains() {
             true => Plan::training_steps(&config, model, self.share, positions),
             false => {

@@ -153,9 +153,10 @@ impl Plan {
         share: RankShare,
         positions: usize,
     ) -> Vec<StepShape> {
-        let train = StepShape { sequences: config.step.batch, positions, purpose: Purpose::Train };
+        let all = model.sequences_of(config.step.batch);
+        let train = StepShape { sequences: all, positions, purpose: Purpose::Train };
         // A prompt is scored between steps.
-        let sequences = if model.shape.scores_vocabulary() { 1 } else { config.step.batch };
+        let sequences = if model.shape.scores_vocabulary() { 1 } else { all };
         let score = StepShape { sequences, purpose: Purpose::Score, ..train };
         // Each rank trains on a part of a batch, and evaluates whole batches.
         let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
@@ -171,7 +172,8 @@ impl Plan {
     pub fn of_evaluation(config: &Config, model: &Model) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
         let purpose = Purpose::of_evaluation(model);
-        let step = StepShape { sequences: config.step.batch, positions, purpose };
+        let sequences = model.sequences_of(config.step.batch);
+        let step = StepShape { sequences, positions, purpose };
         PlanSpec::new(config, model, None, &[step], RankShare::WHOLE).plan()
     }
 

@@ -144,7 +144,9 @@ impl Exchanged {
             Reduction::Gradient { block, join, .. } => (!join.keeps).then_some(Some(*block)),
             Reduction::Scatter { .. } => Some(None),
             // The measures of a step have a channel of their own.
-            Reduction::Balance { .. } | Reduction::Loss { .. } => None,
+            Reduction::Balance { .. } | Reduction::Loss { .. } | Reduction::Objective { .. } => {
+                None
+            }
         });
         Exchanged { blocks: blocks.collect(), gradients: gradients.collect() }
     }

@@ -123,6 +123,7 @@ impl<'a> PlanSpec<'a> {
         self.share.check(config, self.model, self.rule)?;
         self.check_routers()?;
         self.check_idle_experts()?;
+        self.check_objective()?;
         if self.settings.trains {
             config.check_training()?;
         }

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use l2l_actors::schedule::{
-    self, BlockId, Boundary, BoundaryId, Encoding, LayerId, Pipeline, Ranks, RingModel, Schedule,
-    Selection, Visit,
+    self, BlockId, Boundary, BoundaryId, Encoding, LayerId, Pipeline, Ranks, RingModel,
+    RingObjective, Schedule, Selection, Visit,
 };
 
 use super::{DealtStep, RankShare, Units, most_positions, pipelines};
@@ -14,6 +14,7 @@ use crate::config::{
 use crate::eps::cut;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, StepContext};
+use crate::objectives::{Objective, Scope};
 use crate::optimizers::StateLayout;
 use crate::stash;
 use crate::tensor::{ALIGNED, Packing, packed_bf16};
@@ -25,6 +26,8 @@ pub(crate) enum Purpose {
     Train,
     /// The loss alone. This purpose and those below have no dropout.
     Evaluate,
+    /// The log-probability of each sequence.
+    Measure,
     /// The hidden states that the head reads.
     Encode,
     /// Logits of one labelled position a sequence, or the scores of each sequence beside its loss.
@@ -205,6 +208,7 @@ fn ring_model(
     // What is asked of a sequence or of a micro-batch is known when all of its units have come.
     let has_loss = model.shape.experts.is_some_and(|experts| experts.balance.has_loss());
     ring.answers_step |= has_loss && is_cut;
+    ring.objective = objective(config, model, shape.purpose);
     let staged = config.eps.tier == EpsTier::File;
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;
@@ -231,6 +235,24 @@ fn ring_model(
         }
     }
     ring
+}
+
+/// The objective of a step for this purpose, as the ring schedules it.
+fn objective(config: &Config, model: &Model, purpose: Purpose) -> Option<RingObjective> {
+    match (&model.objective, purpose) {
+        (_, Purpose::Measure) => Some(RingObjective { of_step: false }),
+        (Some(objective), Purpose::Train | Purpose::Evaluate) => {
+            let of_step = is_of_step(config, &**objective);
+            Some(RingObjective { of_step })
+        }
+        _ => None,
+    }
+}
+
+/// True if losses of this objective need more than what a micro-batch has.
+pub(super) fn is_of_step(config: &Config, objective: &dyn Objective) -> bool {
+    let each = objective.sequences();
+    objective.scope() == Scope::Step || !config.step.micro_batch.is_multiple_of(each)
 }
 
 /// The context in which the model's layers declare their steps. Hidden states and their gradients

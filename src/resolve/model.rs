@@ -5,6 +5,7 @@ use crate::config::{Config, Labels, LoraConfig, TrainConfig};
 use crate::error::Error;
 use crate::hf;
 use crate::models::{Lora, Model, Shape, Training};
+use crate::objectives::Objective;
 
 /// What a config trains.
 ///
@@ -56,10 +57,18 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
         hf::check_format(path)?;
     }
     let model = Model::for_training(shape, &training_of(config)?);
-    match config.train.adapters() {
+    let mut model = match config.train.adapters() {
         Some(path) => model.map_err(|error| hf::refused_adapters(path, error)),
         None => model,
-    }
+    }?;
+    set_objective(config, &mut model);
+    Ok(model)
+}
+
+/// Gives a model the objective of a config, if it has none of its own.
+pub(crate) fn set_objective(config: &Config, model: &mut Model) {
+    let of_config = || config.objective.preference().map(|one| Box::new(one) as Box<dyn Objective>);
+    model.objective = model.objective.take().or_else(of_config);
 }
 
 /// Freezes what a config does not train of a model that the program built by itself.

@@ -392,7 +392,7 @@ impl Forecast {
         rates: &Rates,
     ) -> Result<Forecast, Error> {
         let step = StepShape {
-            sequences: config.step.batch,
+            sequences: model.sequences_of(config.step.batch),
             positions: plan.batch.positions,
             purpose: Purpose::Train,
         };

@@ -13,6 +13,7 @@ use crate::eps;
 use crate::error::Error;
 use crate::fabric::{Exchanges, Fabric};
 use crate::models::{Model, Shape};
+use crate::objectives::Objective;
 use crate::optimizers::UpdateRule;
 use crate::plan::Room;
 use crate::resolve::shape_of;
@@ -23,6 +24,7 @@ pub struct Builder {
     pub(super) config: Config,
     pub(super) model: Option<Model>,
     pub(super) rule: Option<Box<dyn UpdateRule>>,
+    pub(super) objective: Option<Box<dyn Objective>>,
     pub(super) options: StartOptions,
 }
 
@@ -55,7 +57,10 @@ pub(super) struct StartOptions {
 
 impl Builder {
     pub(super) fn new(config: Config) -> Builder {
-        Builder { config, model: None, rule: None, options: StartOptions::default() }
+        let model = None;
+        let rule = None;
+        let objective = None;
+        Builder { config, model, rule, objective, options: StartOptions::default() }
     }
 
     /// A model of one's own.
@@ -67,6 +72,15 @@ impl Builder {
     /// An update rule of one's own.
     pub fn update_rule(mut self, rule: impl UpdateRule + 'static) -> Builder {
         self.rule = Some(Box::new(rule));
+        self
+    }
+
+    /// An objective of one's own, in place of the mean loss of all labelled positions. Then
+    /// `step.batch` counts records, and a batch has the sequences of each record one behind the
+    /// other.
+    pub fn objective(mut self, objective: impl Objective + 'static) -> Builder {
+        self.config.objective.own_sequences = Some(objective.sequences());
+        self.objective = Some(Box::new(objective));
         self
     }
 

@@ -31,7 +31,7 @@ use crate::error::Error;
 use crate::fabric::Channel;
 use crate::hf;
 use crate::inference::{Evaluation, evaluate};
-use crate::models::{LayerSelection, Model};
+use crate::models::{Head, LayerSelection, Model};
 use crate::optimizers::LearningRate;
 use crate::plan::{Plan, Purpose, Room, Term};
 use crate::telemetry::{MemoryView, Point, State, StepEnd, StepReports, Trace, Watch};
@@ -231,15 +231,38 @@ impl Trainer {
         self.train_batch(batch, layers).await
     }
 
-    /// Refuses a batch that has not `step.batch` sequences, or does not fit the plan or the model.
+    /// Refuses a batch that has not `step.batch` records, or does not fit the plan or the model.
     fn check_batch(&self, batch: &Batch) -> Result<(), Error> {
         let has = batch.sequences();
-        let sequences = self.run.config.step.batch;
-        if has != sequences {
-            let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
+        let records = self.run.config.step.batch;
+        let each = self.run.model.sequences_of_record();
+        if has != self.run.model.sequences_of(records) {
+            let of_records = match each {
+                1 => String::new(),
+                _ => format!(" records of {each} sequences"),
+            };
+            let what =
+                format_args!("a batch of {has} sequences: step.batch is {records}{of_records}");
             return Err(Error::bad_batch(what));
         }
-        self.engine.check(batch)
+        self.engine.check(batch)?;
+        self.engine.check_reference(batch)
+    }
+
+    /// The log-probability of each sequence of a batch: the sum over its labelled tokens, without
+    /// dropout. An objective that compares sequences with a [reference](Batch::with_reference)
+    /// takes the numbers of the model as training begins. A batch has at most as many sequences as
+    /// one to train on.
+    ///
+    /// # Errors
+    /// As [`step`](Trainer::step); or the model does not predict next tokens.
+    pub async fn log_probabilities(&mut self, batch: Batch) -> Result<Vec<f64>, Error> {
+        if self.run.model.shape.head != Head::Tokens {
+            let what = "log-probabilities of sequences are those of next tokens: set model.task = \
+                        \"causal-lm\"";
+            return Err(Error::argument(what));
+        }
+        Ok(self.run(batch, Purpose::Measure).await?.log_probabilities)
     }
 
     /// Trains one step on a batch that passed [`check_batch`](Trainer::check_batch).

@@ -18,6 +18,7 @@ mod finite;
 mod host_lanes;
 mod host_threads;
 mod memory;
+mod objective;
 mod rank_lanes;
 mod records;
 mod shared;
@@ -203,6 +204,11 @@ impl Worker {
         self.shared.steps.router_report()
     }
 
+    /// The log-probability of each sequence of the last step, if it measured them.
+    pub(crate) fn log_probabilities(&self) -> Vec<f64> {
+        self.shared.steps.log_probabilities()
+    }
+
     /// Takes the logits and the hidden states of the last step, if it left any.
     pub(crate) fn take_results(&self) -> (Vec<f32>, Vec<f32>) {
         (self.host.take_logits(), self.devices.take_hidden())
@@ -251,7 +257,11 @@ impl LaneWork for Worker {
         // Results of a step whose caller gave up waiting are dropped.
         self.take_results();
         let trains = input.purpose.trains();
-        self.shared.steps.begin(StepState::new(step.clone(), input, self.learning_rate));
+        let mut state = StepState::new(step.clone(), input, self.learning_rate);
+        if self.shared.model.objective.is_some() {
+            state.scale = state.input.loss_scale as f32; // each row has a weight of its own
+        }
+        self.shared.steps.begin(state);
         self.records.begun(now, step.number, trains);
     }
 

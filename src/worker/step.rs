@@ -9,6 +9,7 @@ use l2l_actors::schedule::{BlockId, MicroBatch, Schedule, Version};
 
 use super::balance::{RouterDesk, RouterReport};
 use super::choice::Choices;
+use super::objective::ObjectiveDesk;
 use crate::data::Batch;
 use crate::fabric::parts::Parts;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, SequenceChunk};
@@ -65,7 +66,8 @@ pub(super) struct StepState {
     pub(super) input: StepInput,
     /// Cached positions of each sequence.
     cached_positions: Vec<usize>,
-    /// The factor of the loss's gradients: loss scale ÷ labelled positions.
+    /// The factor of the loss's gradients: loss scale ÷ labelled positions; with an objective, the
+    /// loss scale.
     pub(super) scale: f32,
     pub(super) learning_rate: f64,
     /// The sums of the losses of units that are a part of a micro-batch.
@@ -74,6 +76,8 @@ pub(super) struct StepState {
     pub(super) losses: Mutex<BTreeMap<MicroBatch, f64>>,
     /// What the routers of layers with experts did.
     pub(super) routers: Mutex<RouterDesk>,
+    /// What the step's objective measured.
+    pub(super) objective: Mutex<ObjectiveDesk>,
     /// Which experts have rows.
     pub(super) choices: Choices,
     /// The sums of squares of each block's chunks, with several ranks or clipping by group. With
@@ -100,6 +104,7 @@ impl StepState {
             partial_losses: Mutex::default(),
             losses: Mutex::default(),
             routers: Mutex::default(),
+            objective: Mutex::default(),
             choices: Choices::default(),
             squares: Mutex::default(),
             group_sums: OnceLock::new(),
@@ -200,6 +205,15 @@ impl Steps {
         let steps = self.0.lock().expect("nothing panics inside");
         let state = steps.last()?;
         state.routers.lock().expect("nothing panics inside").report()
+    }
+
+    /// The log-probability of each sequence of the last step that began, if it measured them.
+    pub(super) fn log_probabilities(&self) -> Vec<f64> {
+        let steps = self.0.lock().expect("nothing panics inside");
+        let of = |state: &Arc<StepState>| {
+            state.objective.lock().expect("nothing panics inside").log_probabilities()
+        };
+        steps.last().map(of).unwrap_or_default()
     }
 
     /// The state of a step by its number.

@@ -65,6 +65,7 @@ mod lora;
 #[cfg(feature = "tokenizers")]
 mod machines;
 mod multi_label;
+mod objective;
 #[cfg(feature = "cli")]
 mod observed;
 mod optimizers;
@@ -73,6 +74,7 @@ mod output;
 mod packing;
 mod plan;
 mod precision;
+mod preference;
 #[cfg(feature = "cli")]
 mod program;
 mod pytorch;

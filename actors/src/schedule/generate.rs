@@ -14,13 +14,16 @@
 //! statistics that its backward needs, so one visit does both and computes logits once. The loss
 //! follows it.
 //!
+//! An objective is a loss of whole records. It stands between forward and backward, and writes the
+//! statistics again with the weight of each row, so then the last tile has two visits as well.
+//!
 //! What layers measure in a step that trains is read by one visit of the host behind the last of
 //! them. It writes the answers that backward visits read.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::model::{Input, Question, RingModel, RingStep, Selection};
+use super::model::{Input, Question, RingModel, RingObjective, RingStep, Selection};
 use super::stay::stay;
 use super::{
     Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
@@ -37,7 +40,8 @@ pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refus
     let by_group = |leg: Visit| -> Vec<Visit> {
         let of_group = |group: &Range<MicroBatch>| leg.of_micro_batches(group.clone());
         // A group goes on as soon as it has its own answers.
-        let is_cut = leg.on_device() || leg.kind == VisitKind::Balance { of_step: false };
+        let answers = matches!(leg.kind, VisitKind::Balance { .. } | VisitKind::Objective { .. });
+        let is_cut = leg.on_device() || answers && !leg.kind.is_of_step();
         if is_cut { groups.iter().map(of_group).collect() } else { vec![leg] }
     };
     let visits = legs.forward.into_iter().chain(legs.backward).flat_map(by_group);
@@ -52,8 +56,8 @@ pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refus
 pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Refusal> {
     runs::refuse(selection, "the resident order")?;
     let (mut schedule, legs) = legs(model, selection)?;
-    let of_step = VisitKind::Balance { of_step: true };
-    if schedule.micro_batches.len() > 1 && legs.forward.iter().any(|leg| leg.kind == of_step) {
+    let is_of_step = |leg: &Visit| leg.kind.is_of_step();
+    if schedule.micro_batches.len() > 1 && legs.forward.iter().any(is_of_step) {
         return Err(Refusal::of(format!("the resident order cannot run: {WHOLE_STEP}")));
     }
     let is = |kind| move |visit: &Visit| visit.kind == kind;
@@ -72,9 +76,9 @@ pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Re
 
 /// Why a schedule cannot have answers of the whole step.
 pub(super) const WHOLE_STEP: &str = "\
-     the host answers what layers measured when it has that of the whole step, and here a \
-     micro-batch begins its backward pass before another has ended its forward pass: let it answer \
-     for each micro-batch";
+     the host answers what layers measured, or computes an objective, when it has that of the \
+     whole step, and here a micro-batch begins its backward pass before another has ended its \
+     forward pass: let it answer for each micro-batch";
 
 /// One visit for each declared step and phase, each over all micro-batches, and the loss's.
 pub(super) struct Legs {
@@ -120,6 +124,7 @@ struct Wiring<'m> {
     chain: Vec<Chained<'m>>,
     /// As in the model.
     answers_step: bool,
+    objective: Option<RingObjective>,
     /// As in the selection.
     waits_for_choice: bool,
     /// The place in the chain where the backward pass ends; `None`: nothing trains.
@@ -158,10 +163,20 @@ impl<'m> Wiring<'m> {
         };
         let met = chain.iter().map(|_| Met::default()).collect();
         let latest = BTreeMap::new();
-        let answers_step = model.answers_step;
+        let RingModel { answers_step, objective, .. } = *model;
         let waits_for_choice = selection.waits_for_choice;
         let writers = Vec::new();
-        Ok(Wiring { schedule, chain, answers_step, waits_for_choice, lowest, met, latest, writers })
+        Ok(Wiring {
+            schedule,
+            chain,
+            answers_step,
+            objective,
+            waits_for_choice,
+            lowest,
+            met,
+            latest,
+            writers,
+        })
     }
 
     /// A new boundary, which the step `at` writes.
@@ -274,16 +289,25 @@ impl<'m> Wiring<'m> {
     }
 
     /// The visit that takes the loss from complete statistics. It also waits for what goes to the
-    /// host.
-    fn loss(&self) -> Result<Visit, Refusal> {
+    /// host. An objective writes the statistics that the backward pass reads.
+    fn loss(&mut self) -> Result<Visit, Refusal> {
         let statistics = self.latest.get(&Role::Statistics).copied();
         let missing = || Refusal::of("no layer writes statistics, from which the loss is taken");
-        let mut reads = vec![statistics.ok_or_else(missing)?];
+        let statistics = statistics.ok_or_else(missing)?;
+        let mut reads = vec![statistics];
         let boundaries = self.schedule.boundaries.iter().zip(0..);
         let for_host = boundaries.filter(|(boundary, _)| boundary.role.goes_to_host());
         reads.extend(for_host.map(|(_, id)| BoundaryId(id)));
-        let last = self.visit(self.chain.len() - 1, Phase::Forward, reads, Vec::new());
-        Ok(on_host(VisitKind::Loss, last))
+        let at = self.chain.len() - 1;
+        let mut writes = Vec::new();
+        if self.objective.is_some() && self.lowest.is_some() {
+            let weighed = self.open(at, *self.schedule.boundary(statistics));
+            self.latest.insert(Role::Statistics, weighed);
+            writes.push(weighed);
+        }
+        let of_objective = |RingObjective { of_step }| VisitKind::Objective { of_step };
+        let kind = self.objective.map_or(VisitKind::Loss, of_objective);
+        Ok(on_host(kind, self.visit(at, Phase::Forward, reads, writes)))
     }
 
     /// The visit that reads what the layers measured, and the place behind which it stands in the
@@ -307,9 +331,10 @@ impl<'m> Wiring<'m> {
         Some((last, on_host(kind, visit)))
     }
 
-    /// True for the last tile of a step that trains: its backward visit is its forward as well.
+    /// True for the last tile of a step that trains: its backward visit is its forward as well. It
+    /// is not if an objective stands between them.
     fn is_visited_once(&self, at: usize) -> bool {
-        let is_last = at == self.chain.len() - 1;
+        let is_last = at == self.chain.len() - 1 && self.objective.is_none();
         self.lowest.is_some() && is_last && self.chain[at].step.kind == VisitKind::Tile
     }
 

@@ -48,7 +48,9 @@ pub use device_visits::DeviceVisit;
 pub use fetches::{Fetch, Share};
 pub use generate::{relay, resident};
 pub use ids::{BlockId, BoundaryId, GroupId, LayerId, MicroBatch, Version};
-pub use model::{Input, Question, RingLayer, RingModel, RingStep, Selection, equal_groups};
+pub use model::{
+    Input, Question, RingLayer, RingModel, RingObjective, RingStep, Selection, equal_groups,
+};
 pub use pieces::Piece;
 pub use pipeline::{Action, Pipeline};
 pub use plan::{DeviceWalk, StepPlan};

@@ -19,6 +19,16 @@ pub struct RingModel {
     /// True if the host answers what layers measure when it has that of the whole step; false if it
     /// answers for each micro-batch by itself.
     pub answers_step: bool,
+    /// The step's objective; `None`: the loss is a sum over micro-batches.
+    pub objective: Option<RingObjective>,
+}
+
+/// An objective, as the generators see it: a loss of whole records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingObjective {
+    /// True if a record's loss needs the statistics of the whole step; false if each micro-batch
+    /// has whole records, and that is enough.
+    pub of_step: bool,
 }
 
 impl RingModel {
@@ -50,7 +60,7 @@ impl RingModel {
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
-        RingModel { blocks, layers, positions: 1, answers_step: false }
+        RingModel { blocks, layers, positions: 1, answers_step: false, objective: None }
     }
 }
 

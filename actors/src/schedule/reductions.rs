@@ -20,6 +20,12 @@ pub enum Reduction {
         /// Index of the host visit.
         visit: usize,
     },
+    /// Take what an objective reads of a host visit's micro-batches, compute their loss, and write
+    /// the weights of rows.
+    Objective {
+        /// Index of the host visit.
+        visit: usize,
+    },
     /// Download a group's gradient of a block, and join it with those of other groups. The
     /// block's own goes on; into its region, when a scatter adds to it later.
     Gradient {
@@ -71,6 +77,7 @@ pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> 
             VisitKind::Scatter => list.push(Reduction::Scatter { visit: index }),
             VisitKind::Balance { .. } => list.push(Reduction::Balance { visit: index }),
             VisitKind::Loss => list.push(Reduction::Loss { visit: index }),
+            VisitKind::Objective { .. } => list.push(Reduction::Objective { visit: index }),
             VisitKind::Gather => {}
         }
     }
@@ -91,7 +98,7 @@ pub(super) fn updates(
                     updated[id.0 as usize] |= !schedule.block(id).frozen;
                 }
             }
-            Reduction::Balance { .. } | Reduction::Loss { .. } => {}
+            Reduction::Balance { .. } | Reduction::Loss { .. } | Reduction::Objective { .. } => {}
         }
     }
     let all = || (0..schedule.blocks.len() as u32).map(BlockId);

@@ -296,6 +296,7 @@ impl<'p> Replay<'p> {
             }
             Reduction::Balance { visit }
             | Reduction::Loss { visit }
+            | Reduction::Objective { visit }
             | Reduction::Scatter { visit } => {
                 let host = &self.walks.schedule.visits[visit];
                 if host.micro_batches.clone().any(|m| !self.all_landed(host, m)) {

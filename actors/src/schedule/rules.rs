@@ -76,7 +76,7 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.boundaries.len()));
     }
     let is_whole = visit.micro_batches == (0..count);
-    if visit.kind == (VisitKind::Balance { of_step: true }) && !is_whole {
+    if visit.kind.is_of_step() && !is_whole {
         return Err("answers for the whole step, and has a part of its micro-batches".into());
     }
     shape(visit)?;
@@ -102,8 +102,8 @@ fn copies(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
 /// Checks that a visit reads, writes and runs as its kind does.
 fn shape(visit: &Visit) -> Result<(), String> {
     if visit.on_device() != visit.kind.on_device() {
-        let places =
-            "a host visit gathers, scatters, balances or takes the loss; a device visits layers";
+        let places = "a host visit gathers, scatters, balances, takes the loss or computes an \
+                      objective; a device visits layers";
         return Err(format!("{:?} in the wrong place: {places}", visit.kind));
     }
     let stays = visit.stays().next().is_some() || !visit.kept.is_empty();
@@ -126,7 +126,7 @@ fn shape(visit: &Visit) -> Result<(), String> {
     let is_right = match visit.kind {
         VisitKind::Layer | VisitKind::Tile => true,
         VisitKind::Gather => visit.phase == Phase::Forward && writes && !reads,
-        VisitKind::Balance { .. } => {
+        VisitKind::Balance { .. } | VisitKind::Objective { .. } => {
             visit.phase == Phase::Forward && reads && visit.blocks.is_empty()
         }
         VisitKind::Loss => {
@@ -135,7 +135,7 @@ fn shape(visit: &Visit) -> Result<(), String> {
         VisitKind::Scatter => visit.phase == Phase::Backward && reads && !writes,
     };
     let rule = "a gather writes only, a scatter reads only, a loss reads only and has no block, a \
-                balance reads and has no block";
+                balance or an objective reads and has no block";
     if is_right { Ok(()) } else { Err(rule.into()) }
 }
 

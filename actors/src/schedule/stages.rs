@@ -29,25 +29,20 @@ pub fn pipeline(
     let is_scatter = |visit: &&Visit| visit.kind == VisitKind::Scatter;
     schedule.visits.extend(legs.forward.iter().filter(is_gather).cloned());
     let all = schedule.micro_batches.len() as MicroBatch;
-    let of_step = VisitKind::Balance { of_step: true };
     for (device, Action { stage, phase, micro_batch }) in pipeline.in_order()? {
         let visits = stages[stage as usize].of(phase);
         schedule.visits.extend(visits.iter().filter_map(|visit| {
             let place = if visit.on_device() { Place::Device(device) } else { visit.place };
-            let micro_batches = match visit.kind == of_step {
+            let micro_batches = match visit.kind.is_of_step() {
                 true => (micro_batch + 1 == all).then_some(0..all)?,
                 false => micro_batch..micro_batch + 1,
             };
             Some(Visit { place, ..visit.of_micro_batches(micro_batches) })
         }));
     }
-    let mut is_answered = schedule.visits.iter().skip_while(|visit| visit.kind != of_step);
-    let backward = schedule.visits.iter().filter(|visit| visit.phase == Phase::Backward);
-    if is_answered.next().is_some() {
-        let behind = is_answered.filter(|visit| visit.phase == Phase::Backward);
-        if behind.count() < backward.count() {
-            return Err(Refusal::of(WHOLE_STEP));
-        }
+    let mut backward = schedule.visits.iter().skip_while(|visit| visit.phase != Phase::Backward);
+    if backward.any(|visit| visit.kind.is_of_step()) {
+        return Err(Refusal::of(WHOLE_STEP));
     }
     schedule.visits.extend(legs.backward.iter().filter(is_scatter).cloned());
     Ok(schedule)
@@ -104,8 +99,7 @@ fn stages(
         stage_of.extend(layers[start..end].iter().map(|&layer| (layer, stage)));
     }
     let mut stages: Vec<Stage> = (0..count).map(|_| Stage::default()).collect();
-    let is_host = |kind| matches!(kind, VisitKind::Loss | VisitKind::Balance { .. });
-    let has_stage = |visit: &&Visit| visit.on_device() || is_host(visit.kind);
+    let has_stage = |visit: &&Visit| !matches!(visit.kind, VisitKind::Gather | VisitKind::Scatter);
     for visit in legs.forward.iter().filter(has_stage) {
         stages[stage_of[&visit.layer]].forward.push(visit.clone());
     }

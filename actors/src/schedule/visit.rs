@@ -37,6 +37,14 @@ pub enum VisitKind {
     },
     /// Host, forward: computes the loss from the last statistics. Of no block, and writes nothing.
     Loss,
+    /// Host, forward: computes the loss of whole records from complete statistics, and in a step
+    /// that trains writes statistics with the weight of each row, which the backward visits read.
+    /// Of no block.
+    Objective {
+        /// True if each loss needs the statistics of the whole step. Then the step has one such
+        /// visit.
+        of_step: bool,
+    },
     /// Host, backward: adds the last gradient to the embedding's blocks. Their gradients end here.
     Scatter,
 }
@@ -45,6 +53,17 @@ impl VisitKind {
     /// True for a visit of a device, false for one of the host lane.
     pub fn on_device(self) -> bool {
         matches!(self, VisitKind::Layer | VisitKind::Tile)
+    }
+
+    /// True for a visit of the host that computes losses.
+    pub(crate) fn takes_loss(self) -> bool {
+        matches!(self, VisitKind::Loss | VisitKind::Objective { .. })
+    }
+
+    /// True for a visit of the host that needs all micro-batches of the step at once.
+    pub fn is_of_step(self) -> bool {
+        use VisitKind::{Balance, Objective};
+        matches!(self, Balance { of_step: true } | Objective { of_step: true })
     }
 }
 

@@ -34,6 +34,8 @@ pub(super) enum Cell {
     KeysGradient(DeviceId, u32),
     /// What the host took of a micro-batch's measures. Each step has its own.
     Measures(Version, MicroBatch),
+    /// What the host took of a micro-batch for the step's objective.
+    Values(Version, MicroBatch),
 }
 
 /// The content of a cell.
@@ -138,15 +140,23 @@ impl Touch {
                 touch.write(Cell::Landing(reduced), label);
             }
             &Work::Measure { visit, micro_batch } => {
-                touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
-                touch.write(Cell::Measures(now, micro_batch), Label::Measures);
+                let visit = &plan.schedule.visits[visit];
+                touch.read_stash(&visit.reads, micro_batch, now);
+                let cell = match visit.kind {
+                    VisitKind::Objective { .. } => Cell::Values(now, micro_batch),
+                    _ => Cell::Measures(now, micro_batch),
+                };
+                touch.write(cell, Label::Measures);
             }
             &Work::Loss { visit, micro_batch } => {
-                touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
+                let visit = &plan.schedule.visits[visit];
+                touch.read_stash(&visit.reads, micro_batch, now);
+                touch.read_values(visit, now);
             }
             &Work::Answer { visit, micro_batch } => {
                 let visit = &plan.schedule.visits[visit];
                 touch.read_stash(&visit.reads, micro_batch, now);
+                touch.read_values(visit, now);
                 touch.write_stash(&visit.writes, micro_batch, now);
             }
             Work::Join { block, reduced, parts, keep, .. } => {
@@ -262,6 +272,14 @@ impl Touch {
         let is_balance = |visit: &&Visit| matches!(visit.kind, VisitKind::Balance { .. });
         for visit in plan.schedule.visits.iter().filter(is_balance) {
             let cell = |m| (Cell::Measures(now, m), Label::Measures);
+            self.reads.extend(visit.micro_batches.clone().map(cell));
+        }
+    }
+
+    /// An objective needs what was taken of all micro-batches of its visit.
+    fn read_values(&mut self, visit: &Visit, now: Version) {
+        if matches!(visit.kind, VisitKind::Objective { .. }) {
+            let cell = |m| (Cell::Values(now, m), Label::Measures);
             self.reads.extend(visit.micro_batches.clone().map(cell));
         }
     }

@@ -23,7 +23,7 @@ pub enum WorkKind {
     Gradient,
     /// Embeddings are looked up.
     Gather,
-    /// What layers measured is taken, or answered.
+    /// What layers or an objective measured is taken, or answered.
     Balance,
     /// A loss is computed.
     Loss,

@@ -126,11 +126,11 @@ pub enum Work {
         reduced: u32,
         chosen_by: Option<ChosenBy>,
     },
-    /// Host: takes what layers measured of one micro-batch.
+    /// Host: takes what layers measured of one micro-batch, or what an objective measures of it.
     Measure { visit: usize, micro_batch: MicroBatch },
     /// Exchange: adds what all processes measured in the step.
     ExchangeMeasures { visit: usize },
-    /// Host: writes the answers that a micro-batch's backward visits read.
+    /// Host: writes the answers, or the weights of rows, that a micro-batch's backward visits read.
     Answer { visit: usize, micro_batch: MicroBatch },
     /// Host: the summed loss of one micro-batch. Value: that sum.
     Loss { visit: usize, micro_batch: MicroBatch },

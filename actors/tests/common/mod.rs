@@ -9,7 +9,7 @@ use std::time::Duration;
 use l2l_actors::ports::Ports;
 use l2l_actors::schedule::{
     ALL_CHUNKS, Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, Question, RingLayer,
-    RingModel, RingStep, Role, Schedule, Selection, VisitKind, deal_groups, relay,
+    RingModel, RingObjective, RingStep, Role, Schedule, Selection, VisitKind, deal_groups, relay,
 };
 use l2l_actors::{Relay, Resolved, RingConfig, RingError};
 
@@ -79,7 +79,7 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
     }));
     let blocks = vocabulary + layers + if tied { 0 } else { tiles };
     let blocks = (0..blocks).map(block).collect();
-    RingModel { blocks, layers: all, positions: 1, answers_step: false }
+    RingModel { blocks, layers: all, positions: 1, answers_step: false, objective: None }
 }
 
 /// The same model, whose stack layers save activations where `saves` of their number.
@@ -121,6 +121,11 @@ pub fn measuring(
         }
     }
     RingModel { answers_step: answers == Answers::Step, ..model }
+}
+
+/// The same model, whose loss is an objective: of the whole step, or of micro-batches.
+pub fn aiming(model: RingModel, of_step: bool) -> RingModel {
+    RingModel { objective: Some(RingObjective { of_step }), ..model }
 }
 
 /// The same model, whose layers keep on the device what they save where `keeps` of their number.

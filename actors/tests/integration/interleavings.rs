@@ -140,6 +140,23 @@ fn all_interleavings_of_small_rings_are_sound() {
     println!("{} states, {} moves", total.0, total.1);
 }
 
+/// An objective stands between forward and backward: weights of rows are there before a visit reads
+/// them, in every order.
+#[test]
+fn all_interleavings_of_an_objective_are_sound() {
+    let micro_batches: &[u32] = if whole() { &[1, 2] } else { &[1] };
+    for &count in micro_batches {
+        for of_step in [false, true] {
+            let model = aiming(model(1, 0, false), of_step);
+            let mut selection = everything(&model, count);
+            selection.frozen = vec![BlockId(0)];
+            let schedule = relay(&model, &selection).expect("a model of ours");
+            let (states, transitions) = explore(schedule, false, 1);
+            println!("{count} micro-batches: {states} states, {transitions} moves");
+        }
+    }
+}
+
 /// A sequence in two chunks, through a layer that leaves keys for the second, and one in three,
 /// through a layer that attends to one chunk before its own: each chunk finds what it attends to,
 /// in every order.

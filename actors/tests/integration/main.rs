@@ -16,6 +16,7 @@ mod hangs;
 mod interleavings;
 mod makespan;
 mod misuse;
+mod objective;
 mod pipelines;
 mod reports;
 mod rules;

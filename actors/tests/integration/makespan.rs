@@ -285,6 +285,7 @@ impl Reference<'_> {
     fn reduce(&mut self) -> Option<()> {
         match *self.plan.reductions.get(self.at.reduction)? {
             Reduction::Balance { .. } => unreachable!("no layer measures anything"),
+            Reduction::Objective { .. } => unreachable!("the model has no objective"),
             Reduction::Loss { visit } => {
                 let operations = self.plan.schedule.visits[visit].micro_batches.len();
                 self.on_host(visit, operations, false)?;

@@ -79,7 +79,7 @@ fn a_visit_is_what_its_kind_says() {
     refused(Some(5), "has no block", |s| s.visits[5].blocks = vec![BlockId(0)]);
     refused(Some(9), "a scatter reads only", |s| s.visits[9].phase = Phase::Forward);
     let balance = |of_step| VisitKind::Balance { of_step };
-    refused(Some(0), "a balance reads", move |s| s.visits[0].kind = balance(false));
+    refused(Some(0), "a balance or an objective reads", move |s| s.visits[0].kind = balance(false));
     refused(Some(5), "answers for the whole step", move |s| {
         s.visits[5].kind = balance(true);
         s.visits[5].micro_batches = 0..1;

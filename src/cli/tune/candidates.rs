@@ -73,7 +73,7 @@ struct Ways {
 /// The lengths of chunks to try, the user's own first.
 fn ways(config: &Config, model: &Model, own: Settings, longest: usize) -> Vec<Ways> {
     let mut sizes = vec![own.micro_batch, own.micro_batch / 2, own.micro_batch * 2];
-    sizes.retain(|&size| (1..=config.step.batch).contains(&size));
+    sizes.retain(|&size| (1..=config.sequences()).contains(&size));
     let layouts = Layout::all(config);
     // A layout that deals sequences, or takes them whole, gains nothing by chunks.
     let is_dealt =
@@ -90,7 +90,7 @@ fn ways(config: &Config, model: &Model, own: Settings, longest: usize) -> Vec<Wa
 fn chunks(config: &Config, model: &Model, own: Settings, longest: usize) -> Vec<usize> {
     let devices = config.devices() as usize;
     // Micro-batches of short sequences keep the devices busy already.
-    let is_fed = config.step.batch.div_ceil(own.micro_batch) >= 4 * devices;
+    let is_fed = config.sequences().div_ceil(own.micro_batch) >= 4 * devices;
     if devices == 1 || !model.can_be_cut() || is_fed && longest <= own.chunk {
         return Vec::new();
     }

@@ -262,13 +262,17 @@ fn slopes(
     rows: &[usize],
     op: &ScoreBackward<'_>,
 ) {
-    let ScoreBackward { loss, smoothing, scale, first, form, .. } = *op;
+    let ScoreBackward { loss, weighed, scale, first, form, .. } = *op;
+    let smoothing = if weighed { Smoothing::NONE } else { op.smoothing };
     let v = op.w.rows;
     logits.par_chunks_mut(v).zip(rows).for_each(|(logits, &row)| {
         let of_row = &statistics[row * STATISTICS..][..STATISTICS];
         let lse = of_row[0] + of_row[1].ln();
         let label = label_of(of_row) as usize;
-        let [of_lse, of_target] = loss.slopes(lse, of_row[2]).map(|slope| scale * slope);
+        let [of_lse, of_target] = match weighed {
+            true => [1.0, -1.0].map(|slope| scale * of_row[2] * slope),
+            false => loss.slopes(lse, of_row[2]).map(|slope| scale * slope),
+        };
         let target = label.checked_sub(first).filter(|&at| at < v);
         let of_form = |logit: f32| form.scale * form.cap.map_or(1.0, |cap| limit_slope(logit, cap));
         let slope_of_target = target.map_or(1.0, |at| of_form(logits[at]));

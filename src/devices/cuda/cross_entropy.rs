@@ -186,10 +186,12 @@ impl On<'_> {
         let v = w.rows;
         let places = self.logits_of([statistics, h, w], rows, form, scratch.labelled);
         let BackwardScratch { labelled: Labelled { logits, .. }, dlogits, .. } = scratch;
-        let Smoothing { own, each } = op.smoothing;
+        let smoothing = if op.weighed { Smoothing::NONE } else { op.smoothing };
+        let Smoothing { own, each } = smoothing;
+        let weighed = usize::from(op.weighed);
         let arguments = arguments!(
             self; dlogits, statistics, logits, bias, places, r, v, dlogits.columns, first, scale,
-            own, each
+            own, each, weighed
         );
         self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, arguments);
         if form != LogitForm::PLAIN {

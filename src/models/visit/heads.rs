@@ -103,6 +103,7 @@ impl VisitRun<'_> {
             w: self.weights[0],
             bias: self.weights.get(1).copied(),
             loss: &*self.model.loss,
+            weighed: self.model.objective.is_some(),
             smoothing: self.smoothing(self.model.shape.vocabulary),
             form: self.model.shape.logits,
             scale,

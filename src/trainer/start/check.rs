@@ -31,9 +31,19 @@ pub(super) struct CheckedRun {
 impl CheckedRun {
     /// Checks the parts by themselves and together. Allocates and writes nothing.
     pub(super) fn new(builder: Builder) -> Result<CheckedRun, Error> {
-        let Builder { config, model, rule, options } = builder;
+        let Builder { config, model, rule, objective, options } = builder;
         config.check()?;
-        let model = model_of_run(&config, model)?;
+        let mut model = model_of_run(&config, model)?;
+        model.objective = objective.or(model.objective);
+        if let Some(objective) =
+            model.objective.as_ref().filter(|_| config.model.max_layers.is_some())
+        {
+            let problem = format_args!(
+                "is for models without an objective, and this run has {}: leave it out",
+                objective.name()
+            );
+            return Err(Error::config("model.max_layers", problem));
+        }
         let rule = rule.unwrap_or_else(|| config.update_rule());
         if let Some(room) = options.room {
             check_room(room, &config, &model)?;
@@ -96,6 +106,7 @@ fn model_of_run(config: &Config, own: Option<Model>) -> Result<Model, Error> {
         }
         Some(mut model) => {
             resolve::freeze_own(config, &mut model)?;
+            resolve::set_objective(config, &mut model);
             model
         }
         None => resolve::model_of(config, largest_shape_of(config)?)?,

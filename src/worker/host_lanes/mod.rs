@@ -4,13 +4,14 @@
 mod balance;
 mod embedding;
 mod loss;
+mod objective;
 mod rows;
 mod update;
 mod visit;
 
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::schedule::BlockId;
+use l2l_actors::schedule::{BlockId, VisitKind};
 use l2l_actors::work::Work;
 use l2l_actors::{BoxedError, Operation};
 
@@ -77,15 +78,27 @@ impl HostLanes {
                 Ok(0.0)
             }
             Work::Measure { visit, micro_batch } => {
-                self.take_measures(&self.visit(operation, visit), micro_batch);
+                let at = self.visit(operation, visit);
+                match at.visit.kind {
+                    VisitKind::Objective { .. } => self.measure_records(&at, micro_batch),
+                    _ => self.take_measures(&at, micro_batch),
+                }
                 Ok(0.0)
             }
             Work::Answer { visit, micro_batch } => {
-                self.answer(&self.visit(operation, visit), micro_batch);
+                let at = self.visit(operation, visit);
+                match at.visit.kind {
+                    VisitKind::Objective { .. } => self.weigh(&at, micro_batch),
+                    _ => self.answer(&at, micro_batch),
+                }
                 Ok(0.0)
             }
             Work::Loss { visit, micro_batch } => {
-                Ok(self.loss(&self.visit(operation, visit), micro_batch))
+                let at = self.visit(operation, visit);
+                match at.visit.kind {
+                    VisitKind::Objective { .. } => self.loss_of_records(&at, micro_batch),
+                    _ => Ok(self.loss(&at, micro_batch)),
+                }
             }
             Work::Join { .. } => self.join(operation).map(|()| 0.0),
             Work::Reduce { block, reduced, to_region } => {

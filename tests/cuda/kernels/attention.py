@@ -302,9 +302,17 @@ def check_scores(device, random, count, vocabulary, tile, has_bias, smoothing=0.
         d, width = device.out(*logits.bits.shape), min(tile, vocabulary - first)
         places_there = device.integers(places)
         sizes = (len(places), width, logits.bits.shape[1], first)
-        device.launch("score_gradient", d, statistics, logits, bias, places_there, *sizes, scale, 1 - smoothing, smoothing / vocabulary)
+        factors = (scale, 1 - smoothing, smoothing / vocabulary)
+        device.launch("score_gradient", d, statistics, logits, bias, places_there, *sizes, *factors, 0)
         assert np.isnan(d.wide[:, width:]).all(), "what is between rows stays"
         device.expect(device.elements(d.wide[:, :width]), slopes[:, first : first + width], 2e-6)
+        if smoothing == 0:  # each row has a weight, where the target's logit was
+            of_rows = np.where(labelled, 0.25 * (np.arange(count) % 9 - 4), np.nan).astype(np.float32)
+            weighed = device.floats(np.column_stack([out.bits[:, :2], of_rows, out.bits[:, 3]]))
+            d = device.out(*logits.bits.shape)
+            device.launch("score_gradient", d, weighed, logits, bias, places_there, *sizes, *factors, 1)
+            of_rows = np.where(labelled, of_rows, 0)[places]
+            device.expect(device.elements(d.wide[:, :width]), of_rows[:, None] * slopes[:, first : first + width], 2e-6)
 
 
 def check_form(device, random, rows, columns, scale, cap):

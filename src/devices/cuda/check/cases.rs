@@ -367,7 +367,8 @@ impl<'c> Cases<'c> {
                 form,
             });
             self.labelled(0, labels.clone());
-            for accumulate in [false, true] {
+            for (accumulate, weighed) in [(false, false), (true, false), (true, true)] {
+                let smoothing = if weighed { Smoothing::NONE } else { smoothing };
                 case!(self.score_backward, |p, scratch| ScoreBackward {
                     statistics: p.floats([r, STATISTICS], 3.5),
                     dh: p.floats_output([r, c]),
@@ -378,6 +379,7 @@ impl<'c> Cases<'c> {
                     w: p.input([tile, c]),
                     bias: has_bias.then(|| p.input([1, tile])),
                     loss: &CrossEntropy,
+                    weighed,
                     smoothing,
                     form,
                     scale: 0.1,

@@ -89,21 +89,22 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // d = scale (softmax − own for the label − each); 0 without a label. From complete statistics, (R, 4); d: (rows,
-// tile); places: as above.
+// tile); places: as above. `weighed`: the third float of a row's statistics is a factor of its d.
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     score_gradient(T* d, const float* statistics, const float* logits, const T* bias, const int* places,
-                   int rows, int tile, int stride, int first, float scale, float own, float each) {
+                   int rows, int tile, int stride, int first, float scale, float own, float each, int weighed) {
     const long long row = blockIdx.x, place = places[row];
     const int label = place < 0 ? -1 : __float_as_int(statistics[4 * place + 3]), target = label - first;
     const bool is_labelled = label >= 0;
     const float lse = is_labelled ? statistics[4 * place] + logf(statistics[4 * place + 1]) : 0.0f;
+    const float factor = weighed != 0 && is_labelled ? scale * statistics[4 * place + 2] : scale;
     for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
         Four values = {};
         if (is_labelled) {
             values = biased(logits + row * stride, bias, column, tile);
             for (int i = 0; i < 4; ++i) {
-                values.of[i] = scale * (expf(values.of[i] - lse) - (column + i == target ? own : 0.0f) - each);
+                values.of[i] = factor * (expf(values.of[i] - lse) - (column + i == target ? own : 0.0f) - each);
             }
         }
         write(d + row * stride + column, values, min(4, tile - column));

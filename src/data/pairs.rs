@@ -1,0 +1,121 @@
+//! Records of preferences: a chosen and a rejected answer to one prompt.
+
+use super::reader::Reader;
+use super::record::{ColumnTexts, Record, Turns, columns_of, take};
+use super::{Batch, Dataset, Sequence};
+use crate::hf::Message;
+use crate::objectives::{Objective, Preference};
+
+/// Why other data has no preferences.
+pub(super) const NEEDED: &str =
+    "objective.kind is a preference, which needs records with the columns chosen and rejected";
+
+/// The columns of a preference beside those that other records have.
+pub(super) struct Pair {
+    chosen: Turns,
+    rejected: Turns,
+    /// The log-probabilities of both by a reference.
+    reference: [Option<f64>; 2],
+    /// The columns that the record has, for messages.
+    has: String,
+}
+
+impl Pair {
+    /// Takes the columns of a preference.
+    pub(super) fn take(columns: &mut ColumnTexts) -> Result<Pair, String> {
+        let has = columns_of(columns);
+        let mut answer = |name: &str| -> Result<Turns, String> {
+            take(columns, name)?.ok_or_else(|| {
+                format!("{name} is missing: objective.kind is a preference, which needs it; {has}")
+            })
+        };
+        let chosen = answer("chosen")?;
+        let rejected = answer("rejected")?;
+        let mut log = |name| -> Result<Option<f64>, String> {
+            let log: Option<f64> = take(columns, name)?;
+            match log.filter(|log| !log.is_finite() || *log > 0.0) {
+                Some(log) => Err(format!("{name} is {log}: the log of a probability is at most 0")),
+                None => Ok(log),
+            }
+        };
+        let reference = [log("ref_chosen_logps")?, log("ref_rejected_logps")?];
+        Ok(Pair { chosen, rejected, reference, has })
+    }
+}
+
+impl Dataset {
+    /// A batch of these sequences.
+    pub(super) fn batch_of(&self, sequences: &[Sequence]) -> Batch {
+        match self.has_pairs {
+            true => Batch::of_records(sequences),
+            false => Batch::of(sequences, self.predicts()),
+        }
+    }
+}
+
+impl Reader {
+    /// The two answers of a preference, as the documents of one sequence.
+    pub(super) fn pair(
+        &self,
+        record: &Record,
+        pair: Pair,
+        preference: Preference,
+    ) -> Result<Sequence, String> {
+        let Pair { chosen, rejected, reference, has } = pair;
+        let both = match (&record.prompt, &chosen, &rejected) {
+            (Some(Turns::Text(prompt)), Turns::Text(chosen), Turns::Text(rejected)) => {
+                [chosen, rejected].map(|answer| self.completion(prompt, answer))
+            }
+            (None, Turns::Text(_), Turns::Text(_)) => {
+                return Err(format!("prompt is missing, which answers that are texts need; {has}"));
+            }
+            (Some(Turns::Messages(prompt)), Turns::Messages(chosen), Turns::Messages(rejected)) => {
+                let prompt = record.with_system(prompt.clone());
+                [chosen, rejected].map(|answer| self.chat(&prompt, answer, &record.tools))
+            }
+            // The prompt is the part of both chats that is the same, also where a text repeats it.
+            (_, Turns::Messages(chosen), Turns::Messages(rejected)) => {
+                let [chosen, rejected] =
+                    [chosen, rejected].map(|chat| record.with_system(chat.clone()));
+                let same = |(a, b): &(&Message, &Message)| a == b;
+                let shared = chosen.iter().zip(&rejected).take_while(same).count();
+                if shared == 0 || shared == chosen.len() || shared == rejected.len() {
+                    let what = "chosen and rejected are chats without a prompt: they must begin \
+                                alike, and end differently";
+                    return Err(what.into());
+                }
+                [chosen, rejected].map(|chat| {
+                    let (prompt, answer) = chat.split_at(shared);
+                    self.chat(prompt, answer, &record.tools)
+                })
+            }
+            _ => {
+                let what = "prompt, chosen and rejected: all must be texts, or all messages";
+                return Err(what.into());
+            }
+        };
+        let [chosen, rejected] = both;
+        let named = |name| move |what: String| format!("{name}: {what}");
+        let chosen = chosen.map_err(named("chosen"))?;
+        let rejected = rejected.map_err(named("rejected"))?;
+        let reference = match (preference.needs_reference(), reference) {
+            (false, _) => Vec::new(),
+            (true, [Some(chosen), Some(rejected)]) => vec![chosen, rejected],
+            (true, _) => {
+                return Err(format!(
+                    "ref_chosen_logps or ref_rejected_logps is missing: objective.kind = {:?} \
+                     compares answers with a reference; kinds without one are simpo, orpo and cpo; \
+                     {has}",
+                    preference.name()
+                ));
+            }
+        };
+        Ok(Sequence {
+            documents: vec![chosen.tokens.len(), rejected.tokens.len()],
+            tokens: [chosen.tokens, rejected.tokens].concat(),
+            labels: [chosen.labels, rejected.labels].concat(),
+            kinds: Vec::new(),
+            reference,
+        })
+    }
+}

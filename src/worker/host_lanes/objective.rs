@@ -1,0 +1,113 @@
+//! The objective of a step: what it measures, its loss, and the weights of rows.
+
+use std::ops::Range;
+
+use l2l_actors::BoxedError;
+use l2l_actors::schedule::{BoundaryId, MicroBatch, Role, VisitKind};
+
+use super::HostLanes;
+use super::visit::HostVisit;
+use crate::config::NonFinite;
+use crate::error::NotFinite;
+use crate::kernels::STATISTICS;
+use crate::objectives::{Measures, Objective};
+use crate::plan::Purpose;
+use crate::worker::objective::Given;
+
+/// The rows of a sequence in a unit's statistics.
+struct SequenceRows {
+    sequence: usize,
+    /// Floats of the statistics.
+    floats: Range<usize>,
+    /// Labelled tokens of the sequence before these rows.
+    token: usize,
+}
+
+impl HostLanes {
+    fn objective(&self) -> Option<&dyn Objective> {
+        self.shared.model.objective.as_deref()
+    }
+
+    /// Sequences of a record.
+    fn each(&self) -> usize {
+        self.objective().map_or(1, Objective::sequences)
+    }
+
+    /// Takes the log-probabilities of a unit's sequences.
+    pub(super) fn measure_records(&self, at: &HostVisit<'_>, m: MicroBatch) {
+        let statistics = at.stashed(self.statistics(at), m);
+        let measures = self.objective().map_or(Measures::LogProbabilities, Objective::measures);
+        let mut desk = at.state.objective.lock().expect("nothing panics inside");
+        desk.open(at.state.input.batch.sequences(), self.each());
+        for SequenceRows { sequence, floats, .. } in sequences(at, m) {
+            desk.measure(sequence, &statistics[floats], measures);
+        }
+    }
+
+    /// The loss of the records that begin in a micro-batch of the config, when the last of its
+    /// units has come; 0 before.
+    pub(super) fn loss_of_records(
+        &self,
+        at: &HostVisit<'_>,
+        m: MicroBatch,
+    ) -> Result<f64, BoxedError> {
+        let state = &*at.state;
+        let units = state.input.units.whole(m);
+        let mut loss = 0.0;
+        if m + 1 == units.end
+            && state.input.purpose != Purpose::Measure
+            && let Some(objective) = self.objective()
+        {
+            let batch = &state.input.batch;
+            let own = state.sequences_of(&units);
+            let is_of_step = at.visit.kind == VisitKind::Objective { of_step: true };
+            let needed = if is_of_step { 0..batch.sequences() } else { own.clone() };
+            let given = Given { reference: &batch.reference, labelled: &batch.scored };
+            let mut desk = state.objective.lock().expect("nothing panics inside");
+            let named = |what| format!("objective {}: {what}", objective.name());
+            desk.compute(objective, needed.clone(), given).map_err(named)?;
+            loss = desk.loss(own, objective.sequences());
+            if !loss.is_finite() && self.shared.non_finite == NonFinite::Stop {
+                let what = desk.not_finite(needed).unwrap_or_default();
+                return Err(NotFinite(named(format!("the loss is {loss}: {what}"))).into());
+            }
+        }
+        if at.schedule().ranks.count > 1 {
+            state.losses.lock().expect("nothing panics inside").insert(m, loss);
+        }
+        Ok(loss)
+    }
+
+    /// Writes a unit's statistics with the weights of its rows.
+    pub(super) fn weigh(&self, at: &HostVisit<'_>, m: MicroBatch) {
+        let statistics = at.stashed(self.statistics(at), m);
+        let [weighed] = at.visit.writes[..] else { unreachable!("an objective writes statistics") };
+        let weighed = at.stashed_mut(weighed, m);
+        let desk = at.state.objective.lock().expect("nothing panics inside");
+        for SequenceRows { sequence, floats, token } in sequences(at, m) {
+            desk.weigh(sequence, token, &statistics[floats.clone()], &mut weighed[floats]);
+        }
+    }
+
+    /// The boundary of complete statistics that a visit reads.
+    fn statistics(&self, at: &HostVisit<'_>) -> BoundaryId {
+        let boundary = at.schedule().with_role(&at.visit.reads, Role::Statistics);
+        boundary.expect("an objective reads statistics")
+    }
+}
+
+/// The sequences of a unit, with their rows.
+fn sequences<'a>(
+    at: &'a HostVisit<'_>,
+    m: MicroBatch,
+) -> impl Iterator<Item = SequenceRows> + use<'a> {
+    let batch = &at.state.input.batch;
+    let mut row = 0;
+    at.state.range(m).sequences.zip(at.state.positions(m)).map(move |(sequence, positions)| {
+        let first = row;
+        row += positions.len();
+        let before = batch.starts[sequence]..batch.starts[sequence] + positions.start;
+        let token = batch.targets[before].iter().filter(|target| **target >= 0).count();
+        SequenceRows { sequence, floats: first * STATISTICS..row * STATISTICS, token }
+    })
+}

@@ -1,0 +1,213 @@
+//! Losses of a chosen and a rejected answer: the numbers of PyTorch in f64
+//! (`goldens/preference.py`), records and what is refused of them.
+
+use std::fs;
+use std::path::Path;
+
+use l2l::config::{EpsTier, ObjectiveKind, ScheduleKind};
+use l2l::data::{Batch, Batches, Dataset, Sequence};
+use l2l::{Config, Error, Trainer};
+use serde_json::{Value, json};
+
+use crate::pytorch::case;
+
+fn golden() -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/preference.json");
+    let text = fs::read_to_string(path).expect("it is committed");
+    serde_json::from_str(&text).expect("it is JSON")
+}
+
+fn floats(list: &Value) -> Vec<f64> {
+    let list = list.as_array().expect("a list");
+    list.iter().map(|number| number.as_f64().expect("a number")).collect()
+}
+
+/// The records of a family's golden: two sequences each that have a label.
+fn records(config: &Config, reference: &Value) -> Vec<Sequence> {
+    let folder = config.model.path.as_ref().expect("a case has one");
+    let text = fs::read_to_string(folder.join("data.jsonl")).expect("it is committed");
+    let ids = |line: &Value, key: &str| -> Vec<i64> {
+        line[key].as_array().expect("a list").iter().map(|id| id.as_i64().expect("an id")).collect()
+    };
+    let sequences: Vec<Sequence> = text
+        .lines()
+        .map(|line| {
+            let line: Value = serde_json::from_str(line).expect("it is JSON");
+            let tokens = ids(&line, "input_ids").into_iter().map(|id| id as u32).collect();
+            let labels = ids(&line, "labels").into_iter().map(|id| id as i32).collect();
+            Sequence { tokens, labels, ..Sequence::default() }
+        })
+        .filter(|one| one.labels[1..].iter().any(|label| *label >= 0))
+        .collect();
+    let pair = |(pair, reference): (&[Sequence], &Value)| Sequence {
+        tokens: [&pair[0].tokens[..], &pair[1].tokens].concat(),
+        labels: [&pair[0].labels[..], &pair[1].labels].concat(),
+        documents: vec![pair[0].tokens.len(), pair[1].tokens.len()],
+        reference: floats(reference),
+        ..Sequence::default()
+    };
+    sequences.chunks_exact(2).zip(reference.as_array().expect("a list")).map(pair).collect()
+}
+
+/// Runs the steps of a golden, and returns the digest of the weights.
+async fn check(config: Config, records: &[Sequence], expected: &Value, name: &str) -> String {
+    let each = config.step.batch;
+    let losses = floats(&expected["losses"]);
+    let norms = floats(&expected["norms"]);
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
+    for (step, records) in records.chunks_exact(each).take(losses.len()).enumerate() {
+        let batch = Batch::of_records(records);
+        let report = trainer.step(batch).await.expect("nothing fails here");
+        let loss = losses[step];
+        assert!((report.loss - loss).abs() < 2e-5, "{name} {step}: {} {loss}", report.loss);
+        let norm = norms[step];
+        let error = (report.grad_norm - norm).abs();
+        assert!(error <= 1e-4 * norm, "{name} {step}: norm {} {norm}", report.grad_norm);
+    }
+    trainer.digest().await.expect("nothing fails here")
+}
+
+#[tokio::test]
+async fn losses_of_preferences_are_pytorchs() {
+    let golden = golden();
+    for family in ["llama", "qwen3", "mistral", "tied"] {
+        let (mut config, _) = case(family);
+        let records = records(&config, &golden[family]["reference"]);
+        config.step.batch = golden["records"].as_u64().expect("a number") as usize;
+        config.optimizer.clip_norm = None;
+        for (name, settings) in golden["settings"].as_object().expect("an object") {
+            config.objective = serde_json::from_value(settings.clone()).expect("a config's keys");
+            let expected = &golden[family][name];
+            let name = format!("{family} {name}");
+            let relay = check(config.clone(), &records, expected, &name).await;
+            // A micro-batch of one sequence has no whole record: the loss waits for the step.
+            let mut others = config.clone();
+            others.step.micro_batch = 1;
+            others.parallel.groups = 2;
+            others.eps.tier = EpsTier::Memory;
+            check(others, &records, expected, &name).await;
+            let mut resident = config.clone();
+            resident.schedule.kind = ScheduleKind::Resident;
+            assert_eq!(check(resident, &records, expected, &name).await, relay, "{name}");
+        }
+    }
+}
+
+/// The model as training begins, compared with itself: ln 2 to the bit.
+#[tokio::test]
+async fn the_first_loss_of_dpo_is_ln_2() {
+    let golden = golden();
+    let (mut config, _) = case("llama");
+    config.objective.kind = ObjectiveKind::Dpo;
+    config.step.batch = 4;
+    let all = records(&config, &golden["llama"]["reference"]);
+    let batch = Batch::of_records(&all[..4]);
+    for micro_batch in [1, 2, 8] {
+        config.step.micro_batch = micro_batch;
+        let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+        let own = trainer.log_probabilities(batch.clone()).await.expect("it measures");
+        let known = batch.clone().with_reference(own);
+        let report = trainer.step(known.clone()).await.expect("a step");
+        assert_eq!(report.loss, std::f64::consts::LN_2);
+        let later = trainer.evaluate([Ok(known)]).await.expect("it evaluates");
+        assert_eq!(later.records, Some(4));
+        assert!(later.loss < report.loss, "it learns: {}", later.loss);
+    }
+}
+
+/// A run of records in a file.
+fn on_file(folder: &Path, lines: &[Value]) -> Config {
+    let at = folder.join("pairs.jsonl");
+    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+    fs::write(&at, text).expect("a place for files");
+    let mut config = Config::default();
+    (config.model.layers, config.model.hidden, config.model.heads) = (Some(2), Some(32), Some(2));
+    config.data.train = at.display().to_string().into();
+    config.data.sequence_length = Some(64);
+    config.step.batch = 2;
+    config.step.micro_batch = 2;
+    config.objective.kind = ObjectiveKind::Simpo;
+    config
+}
+
+fn answers(count: usize) -> Vec<Value> {
+    let line = |n: usize| {
+        let prompt = format!("say {n}: ");
+        json!({ "prompt": prompt, "chosen": "1", "rejected": "none", "extra": n })
+    };
+    (0..count).map(line).collect()
+}
+
+#[tokio::test]
+async fn records_of_texts_are_learnt() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = on_file(folder.path(), &answers(6));
+    config.optimizer.learning_rate = 1e-2;
+    let shape = l2l::shape_of(&config).expect("a shape of ours");
+    let (data, _) = Dataset::open(&config, &shape).expect("good records");
+    assert_eq!((data.len(), data.unused_columns()), (Some(6), &["extra".to_string()][..]));
+    let first = data.sequence(0).expect("it is there");
+    assert_eq!(first.documents, [8, 11], "the prompt and each answer");
+    let learnt = first.labels.iter().filter(|label| **label >= 0).count();
+    assert_eq!(learnt, 1 + 4, "the answers alone");
+    let mut batches = Batches::open(&config).expect("good records");
+    let mut trainer = Trainer::start(config).await.expect("a config of ours");
+    let mut losses = Vec::new();
+    for _ in 0..12 {
+        let batch = batches.next().await.expect("good records");
+        losses.push(trainer.step(batch).await.expect("a step").loss);
+    }
+    assert!(losses[11] < 0.2 * losses[0], "{losses:?}");
+}
+
+#[test]
+fn records_that_are_no_preferences_are_refused_by_name() {
+    let refused = |change: &dyn Fn(&mut Value, &mut Config), says: &str| {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let mut lines = answers(2);
+        let mut config = on_file(folder.path(), &lines);
+        change(&mut lines[1], &mut config);
+        let kind = config.objective.kind;
+        let config = Config { data: config.data, ..on_file(folder.path(), &lines) };
+        let config = Config {
+            objective: l2l::config::ObjectiveConfig { kind, ..config.objective.clone() },
+            ..config
+        };
+        let shape = l2l::shape_of(&config).expect("a shape of ours");
+        let error: Error = Dataset::open(&config, &shape).map(drop).expect_err("it is refused");
+        assert!(error.to_string().contains(says), "{error}");
+    };
+    let without = |name: &'static str| {
+        move |line: &mut Value, _: &mut Config| {
+            line.as_object_mut().expect("an object").remove(name);
+        }
+    };
+    refused(&without("rejected"), "rejected is missing: objective.kind is a preference");
+    refused(&without("prompt"), "prompt is missing, which answers that are texts need");
+    refused(&|line, _| line["chosen"] = json!(""), "chosen: completion is empty");
+    refused(&|line, _| line["rejected"] = json!("x".repeat(99)), "rejected: it has");
+    refused(
+        &|line, _| line["chosen"] = json!([{"role": "user", "content": "x"}]),
+        "all must be texts, or all messages",
+    );
+    refused(
+        &|_, config| config.objective.kind = ObjectiveKind::Dpo,
+        "ref_chosen_logps or ref_rejected_logps is missing: objective.kind = \"dpo\"",
+    );
+    refused(&|line, _| line["ref_chosen_logps"] = json!(1.5), "ref_chosen_logps is 1.5");
+    refused(
+        &|_, config| config.data.train = "built-in".into(),
+        "needs records with the columns chosen and rejected",
+    );
+}
+
+/// Data that does not say that it is a preference.
+#[test]
+fn columns_of_a_preference_need_an_objective() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = on_file(folder.path(), &answers(2));
+    config.objective.kind = ObjectiveKind::CrossEntropy;
+    let shape = l2l::shape_of(&config).expect("a shape of ours");
+    let error = Dataset::open(&config, &shape).map(drop).expect_err("it is refused");
+    assert!(error.to_string().contains("to train on preferences set objective.kind"), "{error}");
+}
