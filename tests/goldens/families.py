@@ -14,8 +14,8 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, Olmo2Config,
-    Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig, SmolLM3Config, Starcoder2Config,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, CamembertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, Olmo2Config,
+    Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig, SmolLM3Config, Starcoder2Config, XLMRobertaConfig,
 )
 
 STEPS, RATE, DECAY, BATCH, VOCABULARY = 10, 3e-3, 0.1, 5, 61
@@ -106,6 +106,12 @@ FAMILIES["ministral3"] = Ministral3Config(
     **DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12,
     rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 5.0, "original_max_position_embeddings": 8, "beta_fast": 8.0,
                      "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3})
+FAMILIES["xlm-roberta"] = XLMRobertaConfig(**ENCODER, **DROPS, hidden_size=48, num_hidden_layers=1, num_attention_heads=3,
+                                           intermediate_size=56, max_position_embeddings=32, type_vocab_size=1)
+CLASSES["camembert-classes"] = FAMILIES["camembert-classes"] = CamembertConfig(
+    **ENCODER, **DROPS, hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=56,
+    max_position_embeddings=32, type_vocab_size=1, num_labels=3, classifier_dropout=0.0)
+ENCODERS["xlm-roberta"] = FAMILIES["xlm-roberta"]
 WINDOWED = {"cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
 CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}

@@ -106,11 +106,12 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 36] = [
+pub(crate) const FAMILIES: [&str; 38] = [
     "bert",
     "bert-classes",
     "bert-tokens",
     "bert-value",
+    "camembert-classes",
     "cohere",
     "cohere2",
     "distilbert",
@@ -143,6 +144,7 @@ pub(crate) const FAMILIES: [&str; 36] = [
     "roberta-classes",
     "smollm3",
     "starcoder2",
+    "xlm-roberta",
 ];
 
 /// Models with experts: each row's choices are far from ties in f32.

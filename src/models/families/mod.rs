@@ -130,8 +130,18 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        const WITHOUT: [&str; 8] =
-            ["bert", "cohere2", "distilbert", "gpt2", "gpt_neox", "olmoe", "opt", "roberta"];
+        const WITHOUT: [&str; 10] = [
+            "bert",
+            "camembert",
+            "cohere2",
+            "distilbert",
+            "gpt2",
+            "gpt_neox",
+            "olmoe",
+            "opt",
+            "roberta",
+            "xlm-roberta",
+        ];
         !WITHOUT.contains(&self.family)
     }
 
@@ -198,7 +208,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 29] = [
+static FAMILIES: [&Names; 31] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
@@ -226,6 +236,8 @@ static FAMILIES: [&Names; 29] = [
     &qwen3::NAMES,
     &qwen3_moe::NAMES,
     &roberta::NAMES,
+    &roberta::XLM,
+    &roberta::CAMEMBERT,
     &smollm3::NAMES,
     &starcoder2::NAMES,
 ];

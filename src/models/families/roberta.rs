@@ -1,5 +1,5 @@
-//! RoBERTa (Liu et al. 2019): BERT with a position table that begins after the padding token's
-//! position.
+//! RoBERTa (Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2020) and CamemBERT (Martin et al. 2020):
+//! BERT with a position table that begins after the padding token's position.
 
 use serde_json::Value;
 
@@ -11,6 +11,26 @@ use crate::models::Shape;
 
 pub(super) static NAMES: Names = Names {
     family: "roberta",
+    read: |keys| read(keys, &NAMES),
+    write: |shape| write(shape, "Roberta"),
+    ..SHARED
+};
+
+pub(super) static XLM: Names = Names {
+    family: "xlm-roberta",
+    read: |keys| read(keys, &XLM),
+    write: |shape| write(shape, "XLMRoberta"),
+    ..SHARED
+};
+
+pub(super) static CAMEMBERT: Names = Names {
+    family: "camembert",
+    read: |keys| read(keys, &CAMEMBERT),
+    write: |shape| write(shape, "Camembert"),
+    ..SHARED
+};
+
+const SHARED: Names = Names {
     prefix: "roberta.",
     embedding: "roberta.embeddings.word_embeddings.weight",
     positions: "roberta.embeddings.position_embeddings.weight",
@@ -34,13 +54,11 @@ pub(super) static NAMES: Names = Names {
     class_dense: "classifier.dense",
     class_out: "classifier.out_proj",
     class_drops_first: true,
-    read,
-    write,
     ..NONE
 };
 
-fn read(keys: &Keys) -> Result<Shape, String> {
-    let shape = read_shared(keys, &NAMES)?;
+fn read(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
+    let shape = read_shared(keys, names)?;
     let before = size_or_none(keys, "pad_token_id")?.unwrap_or(1).saturating_add(1);
     let Some(positions) = shape.positions.checked_sub(before) else {
         return Err(format!("max_position_embeddings must be above {before}"));
@@ -48,8 +66,8 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     Ok(Shape { positions, learned_positions: Some(before), ..shape })
 }
 
-fn write(shape: &Shape) -> Value {
-    let mut config = write_shared(shape, "Roberta");
+fn write(shape: &Shape, architecture: &str) -> Value {
+    let mut config = write_shared(shape, architecture);
     config["pad_token_id"] = (shape.learned_positions.unwrap_or(2) - 1).into();
     config
 }
