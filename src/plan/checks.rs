@@ -179,11 +179,12 @@ pub(super) fn check_sizes(
     config: &Config,
     model: &Model,
     StepShape { sequences, positions, .. }: StepShape,
+    ranks: u32,
 ) -> Result<(), Error> {
     // A schedule of more visits would take gigabytes.
     const VISITS: u128 = 1 << 22;
-    // 4 PiB: more than the memory of all hosts of a run.
-    const FLOATS: u128 = 1 << 50;
+    // 64 TiB: more than the memory of any host.
+    const FLOATS: u128 = 1 << 44;
     let shape = &model.shape;
     let devices = config.devices();
     let layers = model.layers.len() - 1;
@@ -221,7 +222,8 @@ pub(super) fn check_sizes(
     }
     let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;
     let rows = sequences as u128 * positions as u128;
-    let floats = rows.saturating_mul(width).saturating_mul(model.layers.len() as u128);
+    let of_rank = rows.div_ceil(u128::from(ranks));
+    let floats = of_rank.saturating_mul(width).saturating_mul(model.layers.len() as u128);
     if floats > FLOATS {
         return Err(Error::argument(format_args!(
             "a step of {rows} positions through {} layers of width {} needs more memory than there \

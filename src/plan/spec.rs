@@ -119,7 +119,7 @@ impl<'a> PlanSpec<'a> {
     /// Refuses what cannot be planned, before anything is sized by it.
     fn check(&self) -> Result<(), Error> {
         let config = &self.settings.config;
-        check_sizes(config, self.model, self.steps[0])?;
+        check_sizes(config, self.model, self.steps[0], self.share.ranks)?;
         self.share.check(config, self.model, self.rule)?;
         self.check_routers()?;
         self.check_idle_experts()?;

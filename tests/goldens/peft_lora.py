@@ -52,7 +52,7 @@ CASES = {
     "granite": dict(r=3, lora_alpha=4, target_modules=ALL),
     "glm4": dict(r=2, lora_alpha=5, target_modules=["q_proj", "gate_up_proj", "down_proj"]),
     "glm": dict(r=2, lora_alpha=5, target_modules=["k_proj", "o_proj"]),
-    "cohere": dict(r=3, lora_alpha=4, target_modules=ALL),
+    "cohere": dict(r=3, lora_alpha=48, target_modules=ALL),
     "cohere2": dict(r=2, lora_alpha=3, target_modules=["v_proj", "up_proj", "down_proj"]),
     "ministral": dict(r=2, lora_alpha=3, target_modules=["q_proj", "o_proj"]),
     "gpt_neox": dict(r=3, lora_alpha=4, target_modules=ALL),
