@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use l2l::config::{Deal, Recompute, ScheduleKind, StashPlace};
+use l2l::config::{ByteSize, Deal, Recompute, ScheduleKind, StashPlace};
 use l2l::data::{Batch, Batches, Sequence};
 use l2l::fabric::Fabric;
 use l2l::objectives::{Measurements, Measures, Objective, Scope, Slopes};
@@ -88,6 +88,10 @@ fn run(
         let mut batches = Batches::open(&config)?;
         if let Some(mean) = mean {
             config.step.batch /= mean.sequences; // it counts records
+            // The last tile of the vocabulary has a forward visit more, which writes statistics.
+            if let Some(ceiling) = config.device.memory.bytes() {
+                config.device.memory = ByteSize::from(ceiling + (1 << 20));
+            }
         }
         let mut builder = Trainer::builder(config);
         if let Some(mean) = mean {
