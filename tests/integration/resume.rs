@@ -448,7 +448,7 @@ async fn a_directory_that_is_taken_away_is_noticed() {
             }
             let (_, expected) = uninterrupted(&config).await;
             if is_eps {
-                fs::remove_dir_all(&directory).expect("it is ours");
+                remove(&directory);
             }
             let mut meddler = Meddler { happens, directory: directory.clone(), moved };
             let failed = Trainer::fit(config.clone()).run(&mut meddler).await;
