@@ -163,8 +163,8 @@ impl Engine {
         match &self.model.objective {
             Some(objective) if objective.needs_reference() && batch.reference.is_empty() => {
                 Err(Error::bad_batch(format_args!(
-                    "objective {} needs the log-probability of each sequence by a reference: see \
-                     Batch::with_reference",
+                    "objective {} needs the log-probability of each sequence by a reference: \
+                     Trainer::open and Trainer::fit compute it, and Batch::with_reference gives it",
                     objective.name()
                 )))
             }
