@@ -98,13 +98,19 @@ fn every_recipe_runs() {
         json!({ "messages": [says("user", question), says("assistant", answer)] })
     };
     let chats = write("chats.jsonl", lines(chats));
+    let preferences = |number: usize| {
+        let of = |role: &str, content: String| json!([says(role, content)]);
+        let [chosen, rejected] = [1, 2].map(|more| of("assistant", words(number + more)));
+        json!({ "prompt": of("user", words(number)), "chosen": chosen, "rejected": rejected })
+    };
+    let preferences = write("preferences.jsonl", lines(preferences));
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
     let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 8] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 9] = [
         ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
@@ -112,6 +118,7 @@ fn every_recipe_runs() {
         ("similarity", vec![tiny("wordpiece")], &pairs, "spearman"),
         ("chat", vec![tiny("llama")], &chats, "perplexity"),
         ("lora", vec![tiny("llama")], &chats, "perplexity"),
+        ("preference", vec![tiny("llama")], &preferences, "loss"),
         ("experts", vec![format!("model.path={with_experts}")], &chats, "perplexity"),
     ];
     let known = fs::read_dir(root("examples/recipes")).expect("a folder").count();
