@@ -18,8 +18,9 @@ use crate::hf::hex;
 use crate::objectives::Objective;
 
 /// The message about data of which some records alone bring a reference.
-pub(super) const IN_SOME: &str = "ref_chosen_logps and ref_rejected_logps are in some records and not in others: give them to \
-     all, or to none, for which the run computes them";
+pub(super) const IN_SOME: &str = "ref_chosen_logps and ref_rejected_logps are in some records \
+                                  and not in others: give them to all, or to none, for which the \
+                                  run computes them";
 
 /// A table for each source: the log-probability of each sequence, in the order of the files. Its
 /// name is the digest of the source's records.

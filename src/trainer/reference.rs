@@ -50,7 +50,10 @@ impl Trainer {
                 return Ok(0);
             }
             let batch = Batch::of_records(&records);
-            let found = self.log_probabilities(batch).await?;
+            let found = match batch.labelled {
+                0 => vec![0.0; batch.sequences()], // Sums of nothing.
+                _ => self.log_probabilities(batch).await?,
+            };
             if let Some(at) = found.iter().position(|one| !one.is_finite()) {
                 let record = batches * each as u64 + at as u64 / 2 + 1;
                 return Err(Error::NotFinite(format!(

@@ -21,6 +21,17 @@ fn words(number: usize) -> String {
     format!("{} {} {number}", WORDS[number % 5], WORDS[number / 5 % 5])
 }
 
+fn says(role: &str, content: String) -> Value {
+    json!({ "role": role, "content": content })
+}
+
+/// Two answers to a question.
+fn preference(number: usize) -> Value {
+    let [chosen, rejected] = [1, 2].map(|more| json!([says("assistant", words(number + more))]));
+    let prompt = json!([says("user", words(number))]);
+    json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected })
+}
+
 /// Writes a file, and returns its path.
 fn write(folder: &Path, name: &str, text: String) -> String {
     let path = folder.join(name);
@@ -91,19 +102,13 @@ fn every_recipe_runs() {
         json!({ "text": words(number), "text_pair": words(number + 1), "label": label })
     };
     let pairs = write("pairs.jsonl", lines(pairs));
-    let says = |role: &str, content: String| json!({ "role": role, "content": content });
     let chats = |number: usize| {
         let question = words(number);
         let answer = words(number + 1);
         json!({ "messages": [says("user", question), says("assistant", answer)] })
     };
     let chats = write("chats.jsonl", lines(chats));
-    let preferences = |number: usize| {
-        let of = |role: &str, content: String| json!([says(role, content)]);
-        let [chosen, rejected] = [1, 2].map(|more| of("assistant", words(number + more)));
-        json!({ "prompt": of("user", words(number)), "chosen": chosen, "rejected": rejected })
-    };
-    let preferences = write("preferences.jsonl", lines(preferences));
+    let preferences = write("preferences.jsonl", lines(preference));
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
