@@ -86,6 +86,48 @@ async fn the_first_loss_is_ln_2_and_columns_give_the_same_bits() {
     }
 }
 
+/// Adapters that the run begins with are a part of the reference.
+#[tokio::test]
+async fn the_reference_has_the_adapters_that_the_run_begins_with() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = config(folder.path());
+    config.train.lora = lora();
+    let (mut trainer, mut batches) = Trainer::open(config.clone()).await.expect("one of ours");
+    let mut losses = Vec::new();
+    for _ in 0..3 {
+        let batch = batches.next().await.expect("good records");
+        losses.push(trainer.step(batch).await.expect("a step").loss);
+    }
+    assert_ne!(losses[2], losses[0]);
+    let adapters = folder.path().join("adapters");
+    trainer.checkpoint(&adapters).await.expect("a place for files");
+    config.train.lora = Some(LoraConfig { path: Some(adapters), ..LoraConfig::default() });
+    let (mut trainer, mut batches) = Trainer::open(config).await.expect("adapters of ours");
+    let batch = batches.next().await.expect("good records");
+    assert_eq!(trainer.step(batch).await.expect("a step").loss, std::f64::consts::LN_2);
+}
+
+/// Each record of a batch has its own reference: with several files, weights and a part held out,
+/// in each epoch.
+#[tokio::test]
+async fn each_record_has_its_reference() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = config(folder.path());
+    let more = folder.path().join("more.jsonl");
+    let lines = answers(19)[7..].iter().map(|line| format!("{line}\n")).collect::<String>();
+    fs::write(&more, lines).expect("a place for files");
+    let first = json!({ "path": folder.path().join("pairs.jsonl"), "weight": 2.0 });
+    let files = json!([first, { "path": more, "weight": 0.5 }]);
+    config.data.train = serde_json::from_value(files).expect("files with weights");
+    config.data.validation_split = Some(0.3);
+    let (mut trainer, mut batches) = Trainer::open(config).await.expect("a config of ours");
+    for _ in 0..20 {
+        let batch = batches.next().await.expect("good records");
+        let own = trainer.log_probabilities(batch.clone()).await.expect("it measures");
+        assert_eq!(batch.clone().with_reference(own), batch);
+    }
+}
+
 /// Each rank computes the whole reference.
 #[test]
 fn ranks_have_the_reference_of_one_process() {
