@@ -152,7 +152,7 @@ fn every_recipe_runs() {
         let json = [command("eval"), vec!["--format".into(), "json".into()]].concat();
         let found: Value = serde_json::from_str(&good(&json)).expect("an object");
         assert!(found[metric].as_f64().is_some_and(f64::is_finite), "{recipe}: {found}");
-        if ["chat", "experts", "lora", "pretrain"].contains(&recipe) {
+        if ["chat", "experts", "lora", "preference", "pretrain"].contains(&recipe) {
             answers_and_is_exported(command, recipe != "pretrain", &format!("{run}.exported"));
         }
     }
