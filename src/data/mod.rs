@@ -397,12 +397,6 @@ impl Batch {
             }));
         }
         self.check_label_sets(model.shape.head)?;
-        let each = model.sequences_of_record();
-        if !has.is_multiple_of(each) {
-            return Err(Error::bad_batch(format_args!(
-                "a batch of {has} sequences, and a record of the objective has {each}"
-            )));
-        }
         if self.labelled == 0 {
             return Err(Error::bad_batch("no position of the batch has a label"));
         }

@@ -155,6 +155,18 @@ impl Engine {
         batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)
     }
 
+    /// Refuses a batch that does not consist of whole records. A text that goes on is no record.
+    fn check_records(&self, batch: &Batch) -> Result<(), Error> {
+        let has = batch.sequences();
+        let each = self.model.sequences_of_record();
+        if has.is_multiple_of(each) {
+            return Ok(());
+        }
+        Err(Error::bad_batch(format_args!(
+            "a batch of {has} sequences, and a record of the objective has {each}"
+        )))
+    }
+
     /// Refuses a batch without the reference that the model's objective needs.
     ///
     /// # Errors
@@ -184,6 +196,9 @@ impl Engine {
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
         self.check(&batch)?;
+        if matches!(purpose, Purpose::Evaluate | Purpose::Measure) {
+            self.check_records(&batch)?;
+        }
         if purpose == Purpose::Evaluate {
             self.check_reference(&batch)?;
         }
