@@ -75,16 +75,15 @@ impl Trainer {
     /// The refusal of a run that resumes without a reference for its data.
     fn lacks_reference(&self, data: &str) -> Error {
         let what = match self.run.references.is_empty() {
-            true => format!("is missing in the state that the run resumes from, and data {data}"),
-            false => format!("in the state that the run resumes from is of other data than {data}"),
+            true => "is missing in the state that the run resumes from",
+            false => "in the state that the run resumes from is of other data",
         };
-        let comma = if self.run.references.is_empty() { "" } else { ", which" };
         Error::bad_checkpoint(
             References::FILE,
             format_args!(
-                "{what}{comma} needs it: the reference is the model that the run began with. Set \
-                 the data back, give records the columns ref_chosen_logps and ref_rejected_logps, \
-                 or set model.path to the checkpoint to begin a new run"
+                "{what}, and data {data} needs its own: the reference is the model that the run \
+                 began with. Set the data back, give records the columns ref_chosen_logps and \
+                 ref_rejected_logps, or set model.path to the checkpoint to begin a new run"
             ),
         )
     }

@@ -12,7 +12,7 @@ use l2l::config::{EpsTier, LoraConfig, ObjectiveKind, ReferenceKind};
 use l2l::data::{Batch, Dataset};
 use l2l::fabric::{self, Fabric};
 use l2l::telemetry::{Observe, Slice, WorkKind};
-use l2l::{Callbacks, Config, Error, Fitted, RunMessage, StopRequest, Trainer};
+use l2l::{Callbacks, Config, End, Error, Fitted, RunMessage, StopRequest, Trainer};
 use serde_json::{Value, json};
 
 use crate::preference::{answers, on_file};
@@ -169,6 +169,8 @@ struct Recorder {
     events: Vec<Value>,
     messages: Vec<String>,
     stop_after: Option<u64>,
+    /// It stops before the first batch of the reference.
+    stops_at_once: bool,
     stop: StopRequest,
 }
 
@@ -182,6 +184,9 @@ impl Callbacks for Recorder {
     }
 
     fn message(&mut self, message: &RunMessage) {
+        if self.stops_at_once && format!("{message:?}").contains("reference: 0 of") {
+            self.stop.stop();
+        }
         self.messages.push(format!("{message:?}"));
     }
 }
@@ -195,7 +200,8 @@ impl Recorder {
 }
 
 async fn fit(config: &Config, stop_after: Option<u64>) -> (Result<Fitted, Error>, Recorder) {
-    let mut recorder = Recorder { stop_after, ..Recorder::default() };
+    let stops_at_once = stop_after == Some(0);
+    let mut recorder = Recorder { stop_after, stops_at_once, ..Recorder::default() };
     let fit = Trainer::fit(config.clone()).resume(true).stop(recorder.stop.clone());
     (fit.run(&mut recorder).await, recorder)
 }
@@ -244,6 +250,23 @@ async fn a_resumed_run_has_the_same_reference() {
     }
 }
 
+/// A run that is stopped before its reference is complete keeps none of it, and begins anew.
+#[tokio::test]
+async fn a_reference_that_is_cut_off_is_computed_anew() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = whole(folder.path());
+    config.eps.tier = EpsTier::File;
+    config.eps.path = Some(folder.path().join("eps"));
+    let (stopped, first) = fit(&config, Some(0)).await;
+    assert_eq!(stopped.expect("it stops well").end, End::Stopped);
+    let is_of_reference = |event: &Value| event["event"] == "reference";
+    assert!(first.losses("step").is_empty());
+    assert!(!first.events.iter().any(is_of_reference));
+    let (_, second) = fit(&config, None).await;
+    assert!(second.events.iter().any(is_of_reference));
+    assert_eq!(second.losses("step")[0], std::f64::consts::LN_2);
+}
+
 #[tokio::test]
 async fn a_state_without_the_reference_of_its_data_is_refused() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -273,7 +296,7 @@ async fn a_state_without_the_reference_of_its_data_is_refused() {
     fs::create_dir_all(&other).expect("a place for files");
     let other = Config { data: on_file(&other, &answers(6)).data, ..config.clone() };
     let refused = resume(other, &place).await;
-    assert!(refused.contains("is of other data than"), "{refused}");
+    assert!(refused.contains("is of other data, and data"), "{refused}");
     let (trainer, _) = Trainer::builder(config).resume(&place).open().await.expect("it resumes");
     assert_eq!(trainer.progress().step, 1);
 
