@@ -81,6 +81,9 @@ impl Draft {
             let base = run.config.model.path.as_deref();
             hf::write_adapter_config(&partial, &run.model, &lora, base)?;
         }
+        if !run.references.is_empty() {
+            run.references.write(&partial).map_err(failed)?;
+        }
         record.files = hf::file_digests(&partial).map_err(failed)?;
         for file in linked {
             let name = file.name();

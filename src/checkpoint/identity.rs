@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::record::{FIRST_FORMAT, FORMAT, RunRecord};
 use crate::config::{Config, Files, OnResume, RateSchedule};
+use crate::data::References;
 use crate::models::Model;
 
 /// The values that identify a run. Checkpoints keep them, and a run that resumes must have the
@@ -21,6 +22,8 @@ pub(crate) struct Identity {
     pub(crate) steps: u64,
     /// The fingerprint of the training data, or empty.
     pub(crate) data: String,
+    /// What a preference compares the data with, if it was measured.
+    pub(crate) references: Arc<References>,
     /// True if the run may resume a run that had other values of some keys.
     pub(crate) changes: bool,
 }
@@ -199,6 +202,7 @@ mod tests {
             source_config: Value::Null,
             steps: 1,
             data: String::new(),
+            references: Arc::default(),
             changes: true,
         };
         for (length, chunk_positions, says) in [

@@ -29,7 +29,8 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
             check_products(&config)?;
         }
         let product = devices::device_flops_per_second(&config)?;
-        let (train, _) = Dataset::open(&config, &shape_of(&config)?)?;
+        let (mut train, _) = Dataset::open(&config, &shape_of(&config)?)?;
+        train.refer_to_nothing();
         let steps = config.steps(train.len())?;
         Batches::check(&config, &train, steps)?;
         let mut log = EventLog::open(&config.log)?;

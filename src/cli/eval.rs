@@ -16,7 +16,8 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Exit, Error> {
     let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
-        let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;
+        let mut sets = Dataset::open_validation(&config, &shape_of(&config)?)?;
+        sets.iter_mut().try_for_each(|set| set.refer_to(&from))?;
         for set in &sets {
             set.notes().iter().for_each(|note| say(format_args!("data {}: {note}", set.name())));
         }

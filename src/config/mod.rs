@@ -39,7 +39,7 @@ pub use device::{DeviceConfig, DeviceKind, GradientDtype};
 pub use eps::{EpsConfig, EpsTier};
 pub use experts::ExpertsConfig;
 pub use model::{Labels, ModelConfig, Task};
-pub use objective::{ObjectiveConfig, ObjectiveKind};
+pub use objective::{ObjectiveConfig, ObjectiveKind, ReferenceKind};
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use precision::{LossScaleConfig, LossScaleKind, MasterDtype, NonFinite};
@@ -200,6 +200,7 @@ mod tests {
             ("[objective]\nkind = \"dpo\"\nbeta = 0.0", "objective.beta must be a finite number"),
             ("[objective]\nbeta = 0.1", "objective.beta is for a preference"),
             ("[objective]\nsft = 1.0", "objective.sft is for a preference"),
+            ("[objective]\nkind = \"cpo\"\nreference = \"before\"", "objective.reference is for"),
             ("[objective]\nkind = \"cpo\"\nsft = -1.0", "objective.sft must be a finite number"),
             ("[objective]\nkind = \"dpo\"\ngamma = 0.5", "is for kind = \"simpo\""),
             ("[objective]\nkind = \"ipo\"\nlabel_smoothing = 0.1", "is for kind = \"dpo\" or"),

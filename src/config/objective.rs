@@ -16,9 +16,13 @@ use crate::objectives::{Objective, Preference, PreferenceKind};
 pub struct ObjectiveConfig {
     /// What a step minimises: `cross-entropy` of all labelled tokens, or the mean over its records
     /// of a preference loss: `dpo`, `ipo`, `hinge`, `simpo`, `orpo` or `cpo`. The first three
-    /// compare answers with a reference, whose log-probabilities records bring in the columns
-    /// `ref_chosen_logps` and `ref_rejected_logps`.
+    /// compare answers with a reference.
     pub kind: ObjectiveKind,
+    /// The reference of `dpo`, `ipo` and `hinge`. `before`: the model as the run begins, with the
+    /// adapters that it begins with; its log-probabilities are computed before the first step.
+    /// `columns`: those that records bring in the columns `ref_chosen_logps` and
+    /// `ref_rejected_logps`. When absent: the columns where data has them, else `before`.
+    pub reference: Option<ReferenceKind>,
     /// β of a preference loss. When absent: 2 for `simpo`, else 0.1.
     pub beta: Option<f64>,
     /// γ of `simpo`, by which the scaled difference of the answers must exceed 0. When absent: 0.5.
@@ -57,6 +61,17 @@ pub enum ObjectiveKind {
     Orpo,
     /// Contrastive preference optimisation, without a reference.
     Cpo,
+}
+
+/// The reference that a preference loss compares answers with.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum ReferenceKind {
+    /// The model as the run begins.
+    Before,
+    /// The log-probabilities in columns of the data.
+    Columns,
 }
 
 impl ObjectiveKind {
@@ -106,7 +121,7 @@ impl Config {
     }
 
     pub(super) fn check_objective(&self) -> Result<(), Error> {
-        let ObjectiveConfig { kind, beta, gamma, label_smoothing, robust, sft, .. } =
+        let ObjectiveConfig { kind, beta, gamma, label_smoothing, robust, sft, reference, .. } =
             self.objective;
         must(beta.is_none_or(is_positive), "objective.beta", "a finite number above 0")?;
         let be = "a finite number, 0 or more";
@@ -130,6 +145,9 @@ impl Config {
         refuse(robust && !is_dpo, "objective.robust", "is for kind = \"dpo\"")?;
         let what = "is for a label_smoothing above 0 and below 0.5";
         refuse(robust && !(is_smoothed && label_smoothing < 0.5), "objective.robust", what)?;
+        let compares = self.objective.preference().is_some_and(|one| one.needs_reference());
+        let what = "is for kind = \"dpo\", \"ipo\" or \"hinge\"";
+        refuse(reference.is_some() && !compares, "objective.reference", what)?;
         if !is_preference {
             return Ok(());
         }
@@ -140,7 +158,6 @@ impl Config {
         refuse(self.data.train.is("random"), "data.train", what)?;
         let what = "is \"split\", and an answer cannot be split: set \"cut\", or \"error\"";
         refuse(self.data.too_long == TooLong::Split, "data.too_long", what)?;
-        let compares = self.objective.preference().is_some_and(|one| one.needs_reference());
         let what = "leaves layers out, and the reference has all of them: leave it out";
         refuse(compares && self.depth.drop > 0.0, "depth.drop", what)
     }

@@ -1,7 +1,5 @@
 //! A dataset: sequences by index. A config opens one for training, and others for validation.
 
-use sha2::{Digest, Sha256};
-
 use super::files;
 use super::mask::Mask;
 use super::pack::join;
@@ -13,14 +11,14 @@ use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, Files};
 use crate::error::Error;
-use crate::hf::hex;
 use crate::kernels::ProblemType;
 use crate::models::{Head, Shape};
+use crate::objectives::Preference;
 use crate::random;
 use crate::resolve::label_names;
 
 /// The origin of the sequences.
-enum Kind {
+pub(super) enum Kind {
     Sources(Vec<Source>),
     /// Random tokens: an endless dataset, which depends on this seed alone.
     Random {
@@ -34,7 +32,7 @@ enum Kind {
 
 /// The sequences of training or of a validation set, by index.
 pub struct Dataset {
-    kind: Kind,
+    pub(super) kind: Kind,
     /// The entry of the config: files, "random" or the built-in corpus.
     name: String,
     /// The name of the validation set, if there are several.
@@ -43,8 +41,8 @@ pub struct Dataset {
     predicts: Predicts,
     mask: Option<Mask>,
     attend_across: bool,
-    /// Whether a sequence is the two answers of a preference.
-    pub(super) has_pairs: bool,
+    /// The preference loss, if a sequence is the two answers of a preference.
+    pub(super) preference: Option<Preference>,
     vocabulary: Vocabulary,
 }
 
@@ -185,7 +183,7 @@ impl Dataset {
             predicts,
             mask,
             attend_across: config.data.attend_across,
-            has_pairs: config.objective.preference().is_some(),
+            preference: config.objective.preference(),
             vocabulary,
         })
     }
@@ -230,6 +228,7 @@ impl Dataset {
             bad_records: config.data.bad_records,
             end_of_text: config.data.end_of_text,
             preference: config.objective.preference(),
+            reference: config.objective.reference,
             kinds: shape.token_types,
             predicts,
             classes,
@@ -405,7 +404,7 @@ impl Dataset {
             }
         }
         Ok(match (&source.packed, rows.pop()) {
-            (None, Some(one)) => one,
+            (None, Some(one)) => source.with_reference(one, at),
             (_, last) => {
                 rows.extend(last);
                 join(rows, self.attend_across)
@@ -468,32 +467,5 @@ impl Dataset {
     fn has_labels(&self, most: u64) -> bool {
         let count = self.len().unwrap_or(1);
         (0..count.min(most)).any(|index| self.is_labelled(index))
-    }
-
-    /// Identifies the data: for each source the number of sequences and a SHA-256 of its bytes, and
-    /// the tokenizer. A resumed run compares it with the fingerprint in the checkpoint.
-    pub fn fingerprint(&self) -> String {
-        match &self.kind {
-            Kind::Random { seed, .. } => {
-                format!("random {}", hex(&Sha256::digest(seed.to_le_bytes())[..8]))
-            }
-            Kind::Sources(sources) => {
-                let each = sources.iter().map(|source| {
-                    let rows = source.rows();
-                    let total = source.total();
-                    format!("{rows} of {total} sequences of {}", source.digest)
-                });
-                let each = each.collect::<Vec<_>>().join(", ");
-                match self.vocabulary.tokenizer() {
-                    Some(tokenizer) => {
-                        // The tokens depend on the date if the chat template writes it.
-                        let day = tokenizer.date().map(|day| format!(", on {day}"));
-                        let day = day.unwrap_or_default();
-                        format!("{each}, by tokenizer {}{day}", tokenizer.digest())
-                    }
-                    None => each,
-                }
-            }
-        }
     }
 }

@@ -14,7 +14,7 @@ use super::spool::{Spool, Spooling};
 use super::tally::{Place, Tally};
 use super::vocabulary::SpecialTokens;
 use super::windows::{BadPiece, Piece, Windows};
-use super::{CORPUS, Predicts, Sequence, listing, pairs};
+use super::{CORPUS, Predicts, Sequence, listing, pairs, reference};
 use crate::config::{BadRecords, DataConfig};
 use crate::error::Error;
 use crate::hf::hex;
@@ -74,6 +74,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         hasher: Sha256::new(),
         skipped: Tally::default(),
         unlabelled: Tally::default(),
+        brings_reference: None,
     };
     let mut is_text = true;
     let mut left_out = None;
@@ -113,6 +114,8 @@ pub(super) struct Opening<'r> {
     pub(super) hasher: Sha256,
     skipped: Tally,
     unlabelled: Tally,
+    /// Whether the sequences before bring a reference.
+    brings_reference: Option<bool>,
 }
 
 impl Opening<'_> {
@@ -158,6 +161,10 @@ impl Opening<'_> {
             tally.add(name, place, NOTHING_LEARNT);
         }
         for (sequence, is_labelled) in sequences.iter().zip(labelled) {
+            let brings = !sequence.reference.is_empty();
+            if *self.brings_reference.get_or_insert(brings) != brings {
+                return Err(place.error(name, &reference::IN_SOME));
+            }
             if is_labelled || !skips {
                 self.spooling.push(sequence, is_labelled)?;
             }

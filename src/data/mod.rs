@@ -9,6 +9,7 @@ mod batches;
 mod chats;
 mod dataset;
 mod files;
+mod fingerprint;
 mod json_error;
 mod known;
 mod label_set;
@@ -20,6 +21,7 @@ mod pack;
 mod pairs;
 mod reader;
 mod record;
+mod reference;
 mod remarks;
 mod source;
 mod spool;
@@ -32,6 +34,7 @@ pub use baseline::{Baseline, baselines};
 pub use batches::Batches;
 pub use dataset::Dataset;
 pub use overview::Overview;
+pub(crate) use reference::References;
 pub use vocabulary::Vocabulary;
 
 use std::borrow::Borrow;
@@ -284,9 +287,10 @@ impl Batch {
     }
 
     /// A batch for an objective, of records: each document of a sequence is a sequence by itself.
+    /// It has a reference if all records have one.
     ///
     /// # Panics
-    /// As [`Batch::new`] and [`Batch::with_reference`].
+    /// As [`Batch::new`].
     pub fn of_records<S: Borrow<Sequence>>(records: &[S]) -> Batch {
         let mut reference = Vec::new();
         let mut sequences = Vec::new();
@@ -299,7 +303,8 @@ impl Batch {
             }));
         }
         let batch = Batch::new(&sequences);
-        if reference.is_empty() { batch } else { batch.with_reference(reference) }
+        let is_whole = reference.len() == batch.sequences() && !reference.is_empty();
+        if is_whole { batch.with_reference(reference) } else { batch }
     }
 
     /// The same batch, with the log-probability of each sequence by a reference: see
@@ -392,12 +397,6 @@ impl Batch {
             }));
         }
         self.check_label_sets(model.shape.head)?;
-        let each = model.sequences_of_record();
-        if !has.is_multiple_of(each) {
-            return Err(Error::bad_batch(format_args!(
-                "a batch of {has} sequences, and a record of the objective has {each}"
-            )));
-        }
         if self.labelled == 0 {
             return Err(Error::bad_batch("no position of the batch has a label"));
         }

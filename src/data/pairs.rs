@@ -3,6 +3,7 @@
 use super::reader::Reader;
 use super::record::{ColumnTexts, Record, Turns, columns_of, take};
 use super::{Batch, Dataset, Sequence};
+use crate::config::ReferenceKind;
 use crate::hf::Message;
 use crate::objectives::{Objective, Preference};
 
@@ -46,9 +47,9 @@ impl Pair {
 impl Dataset {
     /// A batch of these sequences.
     pub(super) fn batch_of(&self, sequences: &[Sequence]) -> Batch {
-        match self.has_pairs {
-            true => Batch::of_records(sequences),
-            false => Batch::of(sequences, self.predicts()),
+        match self.preference {
+            Some(_) => Batch::of_records(sequences),
+            None => Batch::of(sequences, self.predicts()),
         }
     }
 }
@@ -98,15 +99,17 @@ impl Reader {
         let named = |name| move |what: String| format!("{name}: {what}");
         let chosen = chosen.map_err(named("chosen"))?;
         let rejected = rejected.map_err(named("rejected"))?;
-        let reference = match (preference.needs_reference(), reference) {
-            (false, _) => Vec::new(),
-            (true, [Some(chosen), Some(rejected)]) => vec![chosen, rejected],
-            (true, _) => {
+        let reference = match (self.reference, reference) {
+            _ if !preference.needs_reference() => Vec::new(),
+            (Some(ReferenceKind::Before), _) | (None, [None, None]) => Vec::new(),
+            (_, [Some(chosen), Some(rejected)]) => vec![chosen, rejected],
+            (of, _) => {
+                let why = match of {
+                    Some(_) => "objective.reference = \"columns\" needs both",
+                    None => "the record has one of them alone: give both or neither",
+                };
                 return Err(format!(
-                    "ref_chosen_logps or ref_rejected_logps is missing: objective.kind = {:?} \
-                     compares answers with a reference; kinds without one are simpo, orpo and cpo; \
-                     {has}",
-                    preference.name()
+                    "ref_chosen_logps or ref_rejected_logps is missing: {why}; {has}"
                 ));
             }
         };

@@ -12,7 +12,7 @@ use super::pairs::Pair;
 use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{OwnLabel, Predicts, Sequence};
-use crate::config::{BadRecords, TooLong};
+use crate::config::{BadRecords, ReferenceKind, TooLong};
 use crate::hf::Encoded;
 use crate::objectives::Preference;
 
@@ -35,6 +35,8 @@ pub(super) struct Reader {
     pub(super) end_of_text: bool,
     /// The preference loss, if a record is a pair of answers.
     pub(super) preference: Option<Preference>,
+    /// Where the preference's reference comes from, if the config says it.
+    pub(super) reference: Option<ReferenceKind>,
     /// The number of the model's token types.
     pub(super) kinds: usize,
     pub(super) predicts: Predicts,

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::Sequence;
 use super::files::Opened;
 use super::pack::pack;
 use super::spool::Spool;
@@ -31,6 +32,9 @@ pub(super) struct Source {
     pub(super) weight: f64,
     /// For each packed sequence, the rows of the part that it joins. `None` without packing.
     pub(super) packed: Option<Vec<Vec<u32>>>,
+    /// The log-probabilities of both answers of each row by a reference that was measured. Empty:
+    /// it was not.
+    pub(super) reference: Arc<[f64]>,
 }
 
 /// The index in the file of the `nth` held-out sequence, if `held_out` of them are spread evenly
@@ -59,7 +63,8 @@ fn training_place(nth: u64, held_out: u64, count: u64) -> u64 {
 impl Source {
     pub(super) fn new(Opened { spool, digest, is_text, .. }: Opened, weight: f64) -> Source {
         let spool = Arc::new(spool);
-        Source { spool, digest, is_text, part: Part::All, weight, packed: None }
+        let reference = Arc::new([]);
+        Source { spool, digest, is_text, part: Part::All, weight, packed: None, reference }
     }
 
     /// The number of sequences in the file, used or not.
@@ -99,6 +104,16 @@ impl Source {
     pub(super) fn pack(&mut self, positions: usize) {
         let lengths = (0..self.rows()).map(|row| self.spool.tokens(self.place(row)));
         self.packed = Some(pack(lengths, positions));
+    }
+
+    /// A row of the part, with its reference if that was measured.
+    pub(super) fn with_reference(&self, mut one: Sequence, row: u64) -> Sequence {
+        if let (pairs, []) = self.reference.as_chunks()
+            && let Some::<&[f64; 2]>(pair) = pairs.get(row as usize)
+        {
+            one.reference = pair.to_vec();
+        }
+        one
     }
 
     /// The rows of the part that a sequence consists of: one, unless the source is packed.

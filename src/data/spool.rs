@@ -140,6 +140,12 @@ impl Spool {
         self.places[index].has_first_label
     }
 
+    /// Whether sequences bring the log-probabilities of their documents by a reference: all do, or
+    /// none.
+    pub(super) fn has_reference(&self) -> bool {
+        self.places.iter().any(|place| place.has_reference)
+    }
+
     /// Reads a sequence.
     pub(super) fn read(&self, index: usize) -> Result<Sequence, Error> {
         let place = self.places[index];

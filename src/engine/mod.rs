@@ -155,6 +155,18 @@ impl Engine {
         batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)
     }
 
+    /// Refuses a batch that does not consist of whole records. A text that goes on is no record.
+    fn check_records(&self, batch: &Batch) -> Result<(), Error> {
+        let has = batch.sequences();
+        let each = self.model.sequences_of_record();
+        if has.is_multiple_of(each) {
+            return Ok(());
+        }
+        Err(Error::bad_batch(format_args!(
+            "a batch of {has} sequences, and a record of the objective has {each}"
+        )))
+    }
+
     /// Refuses a batch without the reference that the model's objective needs.
     ///
     /// # Errors
@@ -163,8 +175,8 @@ impl Engine {
         match &self.model.objective {
             Some(objective) if objective.needs_reference() && batch.reference.is_empty() => {
                 Err(Error::bad_batch(format_args!(
-                    "objective {} needs the log-probability of each sequence by a reference: see \
-                     Batch::with_reference",
+                    "objective {} needs the log-probability of each sequence by a reference: \
+                     Trainer::open and Trainer::fit compute it, and Batch::with_reference gives it",
                     objective.name()
                 )))
             }
@@ -184,6 +196,9 @@ impl Engine {
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
         self.check(&batch)?;
+        if matches!(purpose, Purpose::Evaluate | Purpose::Measure) {
+            self.check_records(&batch)?;
+        }
         if purpose == Purpose::Evaluate {
             self.check_reference(&batch)?;
         }

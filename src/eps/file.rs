@@ -208,6 +208,11 @@ impl FileTier {
         self.file.is_direct()
     }
 
+    /// The folder of the state, unless it has no name.
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
     pub(super) fn updates(&self) -> Vec<u64> {
         self.current().index.blocks.iter().map(|entry| entry.updates).collect()
     }

@@ -205,23 +205,26 @@ impl Builder {
     /// batch is that of the trainer's next step.
     ///
     /// # Errors
-    /// As [`start`](Builder::start); or the data cannot be trained on.
+    /// As [`start`](Builder::start); or the data cannot be trained on; or as [`Trainer::step`], if
+    /// the objective needs a reference, which is measured then.
     ///
     /// # Panics
     /// There is no tokio runtime.
     pub async fn open(self) -> Result<(Trainer, Batches), Error> {
-        unblock(|| {
+        let (mut trainer, mut data) = unblock(|| {
             let config = self.config.clone();
             let shape = self.shape()?;
             let (data, _) = Dataset::open(&config, &shape)?;
             let steps = config.steps(data.len())?;
             Batches::check(&config, &data, steps)?;
             let builder = self.steps(steps).data(data.fingerprint());
-            let trainer = start(builder)?;
-            let batches = Batches::start(&config, data, trainer.progress().step)?;
-            Ok((trainer, batches))
+            Ok::<_, Error>((start(builder)?, data))
         })
-        .await?
+        .await??;
+        trainer.refer(&mut data, &mut |_, _| Ok(true)).await?;
+        trainer.keep_references().await?;
+        let batches = Batches::start(trainer.config(), data, trainer.progress().step)?;
+        Ok((trainer, batches))
     }
 }
 

@@ -5,6 +5,7 @@ mod depth;
 mod events;
 mod fit;
 mod growth;
+mod reference;
 mod sample;
 mod start;
 mod writing;

@@ -85,6 +85,7 @@ mod readme;
 #[cfg(feature = "cli")]
 mod recipes;
 mod records;
+mod reference;
 mod resume;
 mod rotary;
 mod saving;

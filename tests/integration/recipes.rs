@@ -21,6 +21,17 @@ fn words(number: usize) -> String {
     format!("{} {} {number}", WORDS[number % 5], WORDS[number / 5 % 5])
 }
 
+fn says(role: &str, content: String) -> Value {
+    json!({ "role": role, "content": content })
+}
+
+/// Two answers to a question.
+fn preference(number: usize) -> Value {
+    let [chosen, rejected] = [1, 2].map(|more| json!([says("assistant", words(number + more))]));
+    let prompt = json!([says("user", words(number))]);
+    json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected })
+}
+
 /// Writes a file, and returns its path.
 fn write(folder: &Path, name: &str, text: String) -> String {
     let path = folder.join(name);
@@ -91,20 +102,20 @@ fn every_recipe_runs() {
         json!({ "text": words(number), "text_pair": words(number + 1), "label": label })
     };
     let pairs = write("pairs.jsonl", lines(pairs));
-    let says = |role: &str, content: String| json!({ "role": role, "content": content });
     let chats = |number: usize| {
         let question = words(number);
         let answer = words(number + 1);
         json!({ "messages": [says("user", question), says("assistant", answer)] })
     };
     let chats = write("chats.jsonl", lines(chats));
+    let preferences = write("preferences.jsonl", lines(preference));
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
     let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 8] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 9] = [
         ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
@@ -112,6 +123,7 @@ fn every_recipe_runs() {
         ("similarity", vec![tiny("wordpiece")], &pairs, "spearman"),
         ("chat", vec![tiny("llama")], &chats, "perplexity"),
         ("lora", vec![tiny("llama")], &chats, "perplexity"),
+        ("preference", vec![tiny("llama")], &preferences, "loss"),
         ("experts", vec![format!("model.path={with_experts}")], &chats, "perplexity"),
     ];
     let known = fs::read_dir(root("examples/recipes")).expect("a folder").count();
@@ -140,7 +152,7 @@ fn every_recipe_runs() {
         let json = [command("eval"), vec!["--format".into(), "json".into()]].concat();
         let found: Value = serde_json::from_str(&good(&json)).expect("an object");
         assert!(found[metric].as_f64().is_some_and(f64::is_finite), "{recipe}: {found}");
-        if ["chat", "experts", "lora", "pretrain"].contains(&recipe) {
+        if ["chat", "experts", "lora", "preference", "pretrain"].contains(&recipe) {
             answers_and_is_exported(command, recipe != "pretrain", &format!("{run}.exported"));
         }
     }

@@ -20,11 +20,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use l2l::config::Format;
-use l2l::data::{Batch, Batches};
+use l2l::data::{Batch, Batches, Dataset};
 use l2l::models::Model;
 use l2l::plan::Keeping;
 use l2l::telemetry::{Observe, Rates, Slice};
-use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of, model_of};
+use l2l::{
+    Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of, model_of, shape_of,
+};
 
 use super::common::BUILT_IN;
 use super::output::{OutputFile, has_ended, lose, print};
@@ -203,7 +205,10 @@ fn source(path: Option<&Path>) -> Result<String, Error> {
 
 /// The first `count` batches of the training data.
 async fn first_batches(config: &Config, count: u64) -> Result<Vec<Batch>, Error> {
-    let mut batches = Batches::open(config)?;
+    let (mut train, _) = Dataset::open(config, &shape_of(config)?)?;
+    train.refer_to_nothing();
+    Batches::check(config, &train, config.steps(train.len())?)?;
+    let mut batches = Batches::start(config, train, 0)?;
     let mut taken = Vec::new();
     for _ in 0..count {
         taken.push(batches.next().await?);

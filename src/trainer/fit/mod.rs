@@ -261,7 +261,7 @@ impl Prepared {
         let held = self.between.validation.iter().filter_map(Dataset::len).sum::<u64>();
         let sequences = self.train.len();
         let steps = self.steps;
-        let (run, batches) = self.start(&exporter, callbacks).await?;
+        let (run, train) = self.start(&exporter, callbacks).await?;
         if let Some(sequences) = sequences {
             let model = run.trainer.model();
             run.callbacks.info(format!(
@@ -276,7 +276,7 @@ impl Prepared {
         let remarks = remarks(&config, run.trainer.model(), steps, done);
         remarks.into_iter().for_each(|text| run.callbacks.warn(text));
         let watch = run.trainer.watch();
-        let outcome = run.finish(batches).await;
+        let outcome = run.finish(train).await;
         match &outcome {
             Ok(_) => watch.set_ended(),
             Err(_) => watch.set_failed(),
@@ -302,12 +302,12 @@ impl Prepared {
         outcome
     }
 
-    /// Makes the trainer, opens the log, and begins to make batches.
+    /// Makes the trainer and opens the log. Returns the data to train on.
     async fn start<'r>(
         self,
         exporter: &Exporter,
         callbacks: &'r mut dyn Callbacks,
-    ) -> Result<(Run<'r>, Batches), Error> {
+    ) -> Result<(Run<'r>, Dataset), Error> {
         let Prepared { fit, train, steps, between, beginning, .. } = self;
         let Fit { builder, resume, stop, measures_peak } = fit;
         let config = builder.config.clone();
@@ -343,7 +343,6 @@ impl Prepared {
         }
         let log = EventLog::open(&config.log)?;
         let skipped_records = train.skipped_records();
-        let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
         let run = Run {
             trainer,
@@ -359,7 +358,7 @@ impl Prepared {
             lost: None,
             validated: None,
         };
-        Ok((run, batches))
+        Ok((run, train))
     }
 }
 

@@ -1,6 +1,7 @@
 //! The loop of a run: steps, with validations and checkpoints between them, and a clean end.
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -8,18 +9,22 @@ use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::blocking::unblock;
 use crate::checkpoint::{self, Keeper, Progress};
 use crate::config::{ByteSize, OnError};
-use crate::data::{Baseline, Batches};
+use crate::data::{Baseline, Batches, Dataset};
 use crate::error::Error;
 use crate::inference::{Evaluation, Sampling};
 use crate::plan::RankShare;
 use crate::telemetry::EventLog;
 use crate::trainer::Trainer;
+use crate::trainer::reference::Measured;
 
 /// Bytes of a sample of the built-in text during the run: a line of a terminal.
 const SHORT_SAMPLE: u64 = 60;
 
 /// Bytes of the sample at the end of the run: a few lines.
 const LONG_SAMPLE: u64 = 240;
+
+/// The time between two lines about a reference that is computed.
+const EVERY: Duration = Duration::from_secs(10);
 
 /// Steps in a row that may change nothing. A dynamic loss scale halves at each, so it comes from
 /// its start to any scale that trains in fewer.
@@ -57,7 +62,7 @@ pub(super) struct Written {
 
 impl Run<'_> {
     /// Trains to the end, and ends the trainer.
-    pub(super) async fn finish(mut self, mut batches: Batches) -> Result<Fitted, Error> {
+    pub(super) async fn finish(mut self, mut train: Dataset) -> Result<Fitted, Error> {
         let first = self.trainer.progress().step;
         if first > 0 {
             self.callbacks.info(format!("resumes from step {first}"));
@@ -71,6 +76,8 @@ impl Run<'_> {
                 "model.path does not have these tensors, which begin at random: {new}"
             ));
         }
+        self.refer(&mut train).await?;
+        let mut batches = Batches::start(self.trainer.config(), train, first)?;
         let trained = self.all_steps(&mut batches).await;
         drop(batches);
         let step = self.trainer.progress().step;
@@ -119,6 +126,31 @@ impl Run<'_> {
         }
         let validation_loss = validated.map(|(_, loss)| loss);
         Ok(Fitted { end, summary, weights_digest, validation_loss })
+    }
+
+    /// Gives the records of all data the reference that the objective needs.
+    async fn refer(&mut self, train: &mut Dataset) -> Result<(), Error> {
+        let began = Instant::now();
+        let mut said = began;
+        let Run { trainer, between, callbacks, stop, .. } = self;
+        let mut goes_on = |trainer: &Trainer, Measured { batches, of }: Measured| {
+            if batches == 0 || said.elapsed() >= EVERY {
+                said = Instant::now();
+                callbacks.info(format!("reference: {batches} of {of} batches"));
+            }
+            Ok(!trainer.any_rank(stop.is_requested())?)
+        };
+        let mut sequences = 0;
+        for data in [train].into_iter().chain(&mut between.validation) {
+            sequences += trainer.refer(data, &mut goes_on).await?;
+        }
+        trainer.keep_references().await?;
+        if sequences > 0 {
+            let seconds = began.elapsed().as_secs_f64();
+            let event = json!({ "event": "reference", "sequences": sequences, "seconds": seconds });
+            self.report(&event);
+        }
+        Ok(())
     }
 
     /// True if too many validations in a row brought nothing better.

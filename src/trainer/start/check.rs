@@ -80,6 +80,7 @@ impl CheckedRun {
             model: largest.clone(),
             steps,
             data: options.data.clone(),
+            references: Arc::default(),
             changes: options.changes,
         };
         Ok(CheckedRun { run, largest, plan, rule, learning_rate, options })

@@ -1,12 +1,14 @@
 //! Makes memory and parameters, and starts devices, lanes and the ring, once all files are open.
 
 use std::collections::BTreeSet;
+use std::fs;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::check::CheckedRun;
 use super::open::{OpenRun, Origin};
 use crate::checkpoint::{self, Identity, LayerCount, Progress};
+use crate::data::References;
 use crate::engine::Engine;
 use crate::eps::{Eps, lost};
 use crate::error::Error;
@@ -84,6 +86,7 @@ fn fill(
     layers: Option<LayerCount>,
 ) -> Result<(Progress, Vec<String>), Error> {
     let mut new_tensors = Vec::new();
+    let is_of_folder = matches!(origin, Origin::File(_));
     let progress = match origin {
         Origin::File(progress) => progress,
         Origin::Checkpoint(checkpoint) => checkpoint.read(run, eps)?,
@@ -96,6 +99,10 @@ fn fill(
     };
     eps.begin_at(progress.step);
     if let Some(file) = eps.file() {
+        if let Some(folder) = file.folder().filter(|_| !is_of_folder) {
+            // That of an earlier run. This run has its own, or will have it.
+            _ = fs::remove_file(folder.join(References::FILE));
+        }
         file.set_run(checkpoint::remembered(run, &progress));
         file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
     }

@@ -1,6 +1,7 @@
 //! Opens the checkpoint that a run resumes from, and the EPS, before anything is started.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use l2l_actors::schedule::BlockId;
 use serde_json::json;
@@ -9,6 +10,7 @@ use sha2::{Digest, Sha256};
 use super::check::CheckedRun;
 use crate::checkpoint::{self, Checkpoint, LayerCount, Progress};
 use crate::config::{Config, DeviceConfig, EpsConfig, EpsTier, LogConfig, MetricsConfig};
+use crate::data::References;
 use crate::eps::{Eps, ErrorFeedback, FileTier, Folder, RankParts, StateOnFile, agreed_step, lost};
 use crate::error::Error;
 use crate::fabric::Exchanges;
@@ -85,6 +87,12 @@ impl CheckedRun {
             (None, Some(checkpoint)) => Origin::Checkpoint(checkpoint),
             (None, None) => Origin::New,
         };
+        let from = match &origin {
+            Origin::New => None,
+            Origin::Checkpoint(_) => self.options.resume.as_deref(),
+            Origin::File(_) => self.run.config.eps.path.as_deref(),
+        };
+        self.run.references = Arc::new(from.map(References::read).transpose()?.unwrap_or_default());
         let eps = self.open_eps(place, parts)?;
         if eps.has_older() && lacks_older {
             changes.push(format!(
