@@ -4,8 +4,8 @@
 use serde_json::Value;
 
 use super::Names;
-use super::gemma3::with_norms_around;
-use super::llama::{SHARED, read_shared, write_shared};
+use super::gemma3::{AROUND, with_norms_around};
+use super::llama::{read_shared, write_shared};
 use super::read::{
     Keys, above_zero, activation, flag, only, size_or_none, sliding_window, window_of_most,
     write_layer_types,
@@ -13,17 +13,7 @@ use super::read::{
 use crate::kernels::LogitForm;
 use crate::models::{Shape, Window};
 
-pub(super) static NAMES: Names = Names {
-    family: "gemma2",
-    branch_norms: [
-        "model.layers.{}.post_attention_layernorm",
-        "model.layers.{}.post_feedforward_layernorm",
-    ],
-    norm2: "model.layers.{}.pre_feedforward_layernorm",
-    read,
-    write,
-    ..SHARED
-};
+pub(super) static NAMES: Names = Names { family: "gemma2", read, write, ..AROUND };
 
 const SCALAR: &str = "query_pre_attn_scalar";
 const CAPS: [&str; 2] = ["attn_logit_softcapping", "final_logit_softcapping"];

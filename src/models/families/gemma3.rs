@@ -16,13 +16,18 @@ use crate::models::{Head, NormPlaces, Shape, Window};
 pub(super) static NAMES: Names = Names {
     family: "gemma3_text",
     qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
+    read,
+    write,
+    ..AROUND
+};
+
+/// The names of Gemma 2 and 3, which have norms around their branches.
+pub(super) const AROUND: Names = Names {
     branch_norms: [
         "model.layers.{}.post_attention_layernorm",
         "model.layers.{}.post_feedforward_layernorm",
     ],
     norm2: "model.layers.{}.pre_feedforward_layernorm",
-    read,
-    write,
     ..SHARED
 };
 
@@ -33,7 +38,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "use_bidirectional_attention", false)?;
     for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
         if let Some(limit) = given(keys, key) {
-            return Err(format!("{key} is {limit}: logits with a limit are not built"));
+            return Err(format!("{key} is {limit}: Gemma 3 is built without it"));
         }
     }
     let mut shared = keys.clone();
