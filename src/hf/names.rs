@@ -107,8 +107,8 @@ pub(super) fn is_in(name: &str, layers: &[&str]) -> bool {
 /// follow the last block of a masked language model.
 pub(super) fn is_of_new_head(name: &str, model: &Model) -> bool {
     let Names { class_dense, class_out, token_classes, .. } = *model.shape.names;
-    let Names { transform, transform_norm, .. } = *model.shape.names;
-    is_in(name, &[class_dense, class_out, token_classes, transform, transform_norm])
+    let Names { class_norm, transform, transform_norm, .. } = *model.shape.names;
+    is_in(name, &[class_dense, class_norm, class_out, token_classes, transform, transform_norm])
         || model.shape.names.head_biases().iter().any(|bias| bias == name)
 }
 
@@ -122,6 +122,11 @@ pub(super) fn is_float(dtype: Dtype) -> bool {
 pub(super) fn is_of_other_head(name: &str, shape: &Shape) -> bool {
     let names = shape.names;
     let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
+    // ModernBERT's classifier begins as its LM head does, under the same names.
+    let transform = shape.class_transform();
+    if !transform.is_empty() && is_in(name, &[transform, names.class_norm]) {
+        return false;
+    }
     let no_pooler = matches!(shape.head, Head::TokenClasses { .. });
     (no_pooler && is_in(name, &[names.class_dense]))
         || (!shape.scores_vocabulary() && is_in(name, &lm_head))
@@ -152,7 +157,7 @@ fn is_of_other_classes(name: &str, model: &Model) -> bool {
     let own: &[&str] = match model.shape.head {
         Head::Tokens | Head::Masked => &[],
         Head::Classes { .. } => &[class_dense, class_out],
-        Head::TokenClasses { .. } => &[token_classes],
+        Head::TokenClasses { .. } => &[model.shape.class_transform(), token_classes],
     };
     let others = [class_dense, class_out, token_classes].into_iter();
     others.filter(|layer| !layer.is_empty() && !own.contains(layer)).any(|layer| {

@@ -24,7 +24,7 @@ pub struct AttentionShape<'a> {
     pub head_size: usize,
     /// True when a query sees no later position.
     pub causal: bool,
-    /// The most positions that a query sees, its own included.
+    /// A query sees keys that are fewer than this many positions away.
     pub window: Option<usize>,
     /// The factor of scores; `None`: 1 ÷ √D.
     pub scale: Option<f32>,

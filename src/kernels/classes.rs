@@ -11,21 +11,24 @@ use super::loss::Smoothing;
 use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
-/// The row of a sequence that its scores are computed from.
+/// The rows of a sequence that its scores are computed from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
     /// The first.
     First,
     /// The last.
     Last,
+    /// All: their mean.
+    Mean,
 }
 
 impl Pooling {
-    /// The pooled row of a sequence, whose rows are `rows`.
-    pub fn row(self, rows: Range<usize>) -> usize {
+    /// The pooled rows of a sequence, whose rows are `rows`.
+    pub fn rows(self, rows: Range<usize>) -> Range<usize> {
         match self {
-            Pooling::First => rows.start,
-            Pooling::Last => rows.end - 1,
+            Pooling::First => rows.start..rows.start + 1,
+            Pooling::Last => rows.end - 1..rows.end,
+            Pooling::Mean => rows,
         }
     }
 }

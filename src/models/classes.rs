@@ -7,7 +7,8 @@ use l2l_actors::schedule::{Boundary, Role};
 
 use super::adapters::Adapters;
 use super::layer::{Cuts, Init, Kind, Tensor};
-use super::low_rank::{LowRank, ProductSize};
+use super::low_rank::{Adapter, LowRank, ProductSize};
+use super::norms::{Affine, AffineBackward};
 use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
@@ -18,9 +19,6 @@ use crate::tensor::{Scratch, View};
 
 /// The index for dropout. Layers have indices from 1.
 const INDEX: u32 = 0;
-
-/// The number of the head's tensors before those of its adapter.
-const ADAPTER_AT: usize = 4;
 
 /// A head of classes.
 #[derive(Clone, Debug)]
@@ -78,12 +76,32 @@ pub struct ClassesBackward<'a> {
 struct Activations {
     /// One position of each sequence, or each position, behind the first dropout. (N, C).
     first: View,
-    /// The transform before its activation function. (N, C).
-    sum: View,
+    transform: Option<Transformed>,
     /// The transform, behind the second dropout; without a transform, `first`. (N, C).
     pooled: View,
     /// (N, L).
     scores: View,
+}
+
+/// Activations of the transform.
+struct Transformed {
+    /// Before the activation function. (N, C).
+    sum: View,
+    /// Behind it; where no norm follows, `pooled`. (N, C).
+    activated: View,
+    /// Of the norm. (N, 2).
+    statistics: View,
+}
+
+/// The head's tensors, or their gradients, without those of the adapter.
+struct HeadTensors<V> {
+    transform: Option<TransformTensors<V>>,
+    out: Affine<V>,
+}
+
+struct TransformTensors<V> {
+    dense: Affine<V>,
+    norm: Option<Affine<V>>,
 }
 
 impl Classes {
@@ -120,13 +138,13 @@ impl Classes {
     }
 
     fn has_transform(&self) -> bool {
-        self.samples() == Samples::Sequences && !self.shape.names.class_dense.is_empty()
+        !self.shape.class_transform().is_empty()
     }
 
-    /// The position that stands for a sequence. A causal model has read the whole sequence at the
-    /// last position.
+    /// The rows that stand for a sequence. A causal model has read the whole sequence at the last
+    /// position.
     fn pool(&self) -> Pooling {
-        if self.shape.causal { Pooling::Last } else { Pooling::First }
+        if self.shape.causal { Pooling::Last } else { self.shape.pooling }
     }
 
     fn problem(&self) -> ProblemType {
@@ -138,26 +156,62 @@ impl Classes {
 
     /// The tensors of the head's block.
     pub fn tensors(&self) -> Vec<Tensor> {
-        let Shape { names, hidden: c, initializer_range, .. } = self.shape;
-        let linear = |name: &str, outputs: usize, kind| {
-            let init = Init::Normal(initializer_range);
-            [
-                Tensor::new(format!("{name}.weight"), vec![outputs, c], kind, init),
-                Tensor::new(format!("{name}.bias"), vec![outputs], Kind::Bias, Init::Zeros),
-            ]
-        };
-        if self.samples() == Samples::Tokens {
-            return linear(names.token_classes, self.labels(), Kind::Table).to_vec();
-        }
-        if !self.has_transform() {
-            let [weight, _] = linear(names.class_out, self.labels(), Kind::Table);
-            return vec![weight];
-        }
-        let dense = linear(names.class_dense, c, Kind::Weight);
-        let mut all = [dense, linear(names.class_out, self.labels(), Kind::Table)].concat();
+        let c = self.shape.hidden;
         let adapters = self.adapters.iter().flat_map(|adapters| &adapters.modules);
-        all.extend(adapters.flat_map(|adapter| adapter.tensors(c, c)));
+        let of_adapters = adapters.flat_map(|adapter| adapter.tensors(c, c));
+        self.own_tensors().into_iter().chain(of_adapters).collect()
+    }
+
+    fn own_tensors(&self) -> Vec<Tensor> {
+        let Shape { names, hidden: c, initializer_range, transform_bias, .. } = self.shape;
+        let linear = |name: &str, outputs: usize, kind, has_bias: bool| {
+            let init = Init::Normal(initializer_range);
+            let weight = Tensor::new(format!("{name}.weight"), vec![outputs, c], kind, init);
+            let bias =
+                || Tensor::new(format!("{name}.bias"), vec![outputs], Kind::Bias, Init::Zeros);
+            [weight].into_iter().chain(has_bias.then(bias))
+        };
+        let mut all = Vec::new();
+        if self.has_transform() {
+            all.extend(linear(self.shape.class_transform(), c, Kind::Weight, transform_bias));
+        }
+        if self.has_norm() {
+            all.extend(self.shape.norm_tensors(names.class_norm, c, self.shape.norms_shift()));
+        }
+        let out = match self.samples() {
+            Samples::Sequences => names.class_out,
+            Samples::Tokens => names.token_classes,
+        };
+        all.extend(linear(out, self.labels(), Kind::Table, self.scores_have_bias()));
         all
+    }
+
+    fn has_norm(&self) -> bool {
+        self.has_transform() && !self.shape.names.class_norm.is_empty()
+    }
+
+    fn scores_have_bias(&self) -> bool {
+        self.has_transform() || self.samples() == Samples::Tokens
+    }
+
+    fn sorted<V: Copy>(&self, views: &[V]) -> HeadTensors<V> {
+        let Shape { transform_bias, .. } = self.shape;
+        let shifts = self.shape.norms_shift();
+        let mut views = views.iter().copied();
+        let mut next = |has_bias: bool| {
+            let mut next = || views.next().expect("as `tensors` lists them");
+            Affine { weight: next(), bias: has_bias.then(next) }
+        };
+        let transform = self.has_transform().then(|| TransformTensors {
+            dense: next(transform_bias),
+            norm: self.has_norm().then(|| next(shifts)),
+        });
+        HeadTensors { transform, out: next(self.scores_have_bias()) }
+    }
+
+    /// The tensors of the adapter.
+    fn adapter<V: Copy>(&self, adapters: &Adapters, views: &[V]) -> [Adapter<V>; 1] {
+        adapters.only(views, self.own_tensors().len(), self.shape.hidden)
     }
 
     fn activation(&self) -> Activation {
@@ -173,8 +227,12 @@ impl Classes {
     ) -> Option<LowRank<'a>> {
         let adapters = self.adapters.as_ref()?;
         let c = self.shape.hidden;
-        let size = ProductSize { rows: batch.sequences(), inputs: c, outputs: c };
-        Some(LowRank::new(k, adapters, batch, INDEX, size, scratch).of_sequences())
+        let size = ProductSize { rows: self.samples().of(&batch), inputs: c, outputs: c };
+        let low_rank = LowRank::new(k, adapters, batch, INDEX, size, scratch);
+        Some(match self.samples() {
+            Samples::Sequences => low_rank.of_sequences(),
+            Samples::Tokens => low_rank,
+        })
     }
 
     fn activations(
@@ -187,55 +245,63 @@ impl Classes {
     ) -> Activations {
         let n = self.samples().of(batch);
         let c = self.shape.hidden;
-        if !self.has_transform() {
-            let first = scratch.take(n, c);
-            let scores = scratch.take(n, self.labels());
-            match self.samples() {
-                Samples::Sequences => {
-                    let pool = self.pool();
-                    k.pooled_rows(&PooledRows { y: first, x: h, pool, batch: *batch });
-                }
-                Samples::Tokens => {
-                    let dropout = self.token_dropout(batch);
-                    k.dropout(&ApplyDropout { y: first, x: h, dropout });
+        let tensors = self.sorted(w);
+        let first = scratch.take(n, c);
+        let [before, behind] = self.dropouts(batch);
+        match self.samples() {
+            Samples::Sequences => {
+                k.pooled_rows(&PooledRows { y: first, x: h, pool: self.pool(), batch: *batch });
+                if before.is_some() {
+                    k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
                 }
             }
-            let bias = w.get(1).copied();
-            k.linear(&Linear { y: scores, x: first, w: w[0], bias, transposed: true });
-            return Activations { first, sum: first, pooled: first, scores };
+            Samples::Tokens => k.dropout(&ApplyDropout { y: first, x: h, dropout: before }),
         }
-        let all = Activations {
-            first: scratch.take(n, c),
-            sum: scratch.take(n, c),
-            pooled: scratch.take(n, c),
-            scores: scratch.take(n, self.labels()),
-        };
-        let Activations { first, sum, pooled, scores } = all;
-        let [before, behind] = self.dropouts(batch);
-        k.pooled_rows(&PooledRows { y: first, x: h, pool: self.pool(), batch: *batch });
-        k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
-        k.linear(&Linear { y: sum, x: first, w: w[0], bias: Some(w[1]), transposed: true });
-        let low_rank = self.low_rank(k, *batch, &scratch.nested());
-        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
-            low_rank.add(sum, first, &adapters.only(w, ADAPTER_AT, self.shape.hidden));
-        }
-        k.activate(&Activate { y: pooled, x: sum, activation: self.activation() });
-        k.dropout(&ApplyDropout { y: pooled, x: pooled, dropout: behind });
-        k.linear(&Linear { y: scores, x: pooled, w: w[2], bias: Some(w[3]), transposed: true });
-        all
+        let mut pooled = first;
+        let transform = tensors.transform.map(|TransformTensors { dense, norm }| {
+            let sum = scratch.take(n, c);
+            let activated = scratch.take(n, c);
+            let statistics = scratch.take_floats(n, 2);
+            let Affine { weight: w_dense, bias } = dense;
+            k.linear(&Linear { y: sum, x: first, w: w_dense, bias, transposed: true });
+            let low_rank = self.low_rank(k, *batch, &scratch.nested());
+            if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
+                low_rank.add(sum, first, &self.adapter(adapters, w));
+            }
+            k.activate(&Activate { y: activated, x: sum, activation: self.activation() });
+            pooled = activated;
+            if let Some(norm) = norm {
+                pooled = scratch.take(n, c);
+                k.norm(&self.shape.norm(pooled, statistics, activated, norm));
+            }
+            if behind.is_some() {
+                k.dropout(&ApplyDropout { y: pooled, x: pooled, dropout: behind });
+            }
+            Transformed { sum, activated, statistics }
+        });
+        let scores = scratch.take(n, self.labels());
+        let Affine { weight, bias } = tensors.out;
+        k.linear(&Linear { y: scores, x: pooled, w: weight, bias, transposed: true });
+        Activations { first, transform, pooled, scores }
     }
 
-    /// The dropout of each position, before the scores of tokens.
-    fn token_dropout<'a>(&self, batch: &BatchView<'a>) -> Option<Dropout<'a>> {
-        batch.dropout(self.shape.head_dropout(), INDEX, 0)
-    }
-
-    /// The dropouts before the transform and behind it, of one position of each sequence.
+    /// The dropouts before the transform and behind it. Without a transform that of tokens comes
+    /// before the scores.
     fn dropouts<'a>(&self, batch: &BatchView<'a>) -> [Option<Dropout<'a>>; 2] {
         let p = self.shape.head_dropout();
-        let before = if self.shape.names.class_drops_first { p } else { 0.0 };
-        [batch.dropout(before, INDEX, 0), batch.dropout(p, INDEX, 1)]
-            .map(|dropout| dropout.map(|dropout| Dropout { rows: MaskRows::Sequences, ..dropout }))
+        let of_sequences = |p, site| {
+            let dropout = batch.dropout(p, INDEX, site);
+            dropout.map(|dropout| Dropout { rows: MaskRows::Sequences, ..dropout })
+        };
+        match (self.samples(), self.has_transform()) {
+            (Samples::Tokens, false) => [batch.dropout(p, INDEX, 0), None],
+            (Samples::Tokens, true) => [None, batch.dropout(p, INDEX, 1)],
+            (Samples::Sequences, false) => [None; 2],
+            (Samples::Sequences, true) => {
+                let before = if self.shape.names.class_drops_first { p } else { 0.0 };
+                [of_sequences(before, 0), of_sequences(p, 1)]
+            }
+        }
     }
 
     /// The loss of each sequence or token, and its scores.
@@ -258,13 +324,11 @@ impl Classes {
 
     /// The gradients of `h` and of the block.
     pub fn backward(&self, k: &dyn Kernels, pass: &ClassesBackward<'_>, scratch: &Scratch<'_>) {
-        let ClassesBackward { dh, gradients: d, ref batch, weights: w, statistics, h, .. } = *pass;
-        let Activations { first, sum, pooled, scores } = self.activations(k, batch, w, h, scratch);
-        let [before, behind] = self.dropouts(batch);
+        let ClassesBackward { dh, batch, weights, statistics, h, accumulate, .. } = *pass;
+        let all = self.activations(k, &batch, weights, h, scratch);
+        let Activations { first, pooled, scores, .. } = all;
         let dscores = scratch.take_like(scores);
         let dpooled = scratch.take_like(pooled);
-        let dfirst = scratch.take_like(first);
-        let batch = *batch;
         k.class_loss_backward(&ClassLossBackward {
             dscores,
             scores,
@@ -275,42 +339,86 @@ impl Classes {
             smoothing: pass.smoothing,
             batch,
         });
-        let linear_backward = |dx: View, dy: View, x: View, at: usize| {
-            let op = LinearBackward {
-                dx,
-                dw: d[at],
-                dbias: d.get(at + 1).copied().flatten(),
-                dy,
-                x,
-                w: w[at],
-                transposed: true,
-                accumulate: pass.accumulate,
-            };
-            k.linear_backward(&op, scratch);
-        };
-        let pool = self.pool();
+        let w = self.sorted(weights).out;
+        let d = self.sorted(pass.gradients).out;
+        linear_backward(k, [dpooled, dscores, pooled], w, d, accumulate, scratch);
+        let mut dfirst = dpooled;
+        if let Some(transform) = all.transform {
+            dfirst = scratch.take_like(first);
+            self.transform_backward(k, pass, &transform, [dfirst, dpooled, first], scratch);
+        }
+        let [before, _] = self.dropouts(&batch);
         if self.samples() == Samples::Tokens {
-            linear_backward(dfirst, dscores, first, 0);
-            let dropout = self.token_dropout(&batch);
-            return k.dropout(&ApplyDropout { y: dh, x: dfirst, dropout });
+            return k.dropout(&ApplyDropout { y: dh, x: dfirst, dropout: before });
         }
-        if !self.has_transform() {
-            linear_backward(dfirst, dscores, first, 0);
-            return k.pooled_rows_backward(&PooledRowsBackward { dx: dh, dy: dfirst, pool, batch });
+        if before.is_some() {
+            k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });
         }
-        linear_backward(dpooled, dscores, pooled, 2);
-        k.dropout(&ApplyDropout { y: dpooled, x: dpooled, dropout: behind });
-        let activation = self.activation();
-        k.activate_backward(&ActivateBackward { dx: dpooled, x: sum, activation });
-        linear_backward(dfirst, dpooled, first, 0);
-        let low_rank = self.low_rank(k, batch, scratch);
-        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
-            let c = self.shape.hidden;
-            let w = adapters.only(w, ADAPTER_AT, c);
-            let d = adapters.only(d, ADAPTER_AT, c);
-            low_rank.backward([dfirst, dpooled, first], &w, &d, pass.accumulate, scratch);
-        }
-        k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });
+        let pool = self.pool();
         k.pooled_rows_backward(&PooledRowsBackward { dx: dh, dy: dfirst, pool, batch });
     }
+
+    /// The gradients of the transform's tensors and of its input `first`, from that of its output.
+    fn transform_backward(
+        &self,
+        k: &dyn Kernels,
+        pass: &ClassesBackward<'_>,
+        transform: &Transformed,
+        [dfirst, dpooled, first]: [View; 3],
+        scratch: &Scratch<'_>,
+    ) {
+        let ClassesBackward { batch, weights, gradients, accumulate, .. } = *pass;
+        let Transformed { sum, activated, statistics } = *transform;
+        let tensors = self.sorted(weights).transform.zip(self.sorted(gradients).transform);
+        let (w, d) = tensors.expect("the head has a transform");
+        let [_, behind] = self.dropouts(&batch);
+        if behind.is_some() {
+            k.dropout(&ApplyDropout { y: dpooled, x: dpooled, dropout: behind });
+        }
+        let mut dsum = dpooled;
+        if let Some((w, d)) = w.norm.zip(d.norm) {
+            dsum = scratch.take_like(dpooled);
+            let norm = AffineBackward {
+                dx: dsum,
+                d,
+                dy: dpooled,
+                x: activated,
+                statistics,
+                w,
+                residual: None,
+            };
+            self.shape.norm_backward(k, &norm, accumulate, scratch);
+        }
+        let activation = self.activation();
+        k.activate_backward(&ActivateBackward { dx: dsum, x: sum, activation });
+        linear_backward(k, [dfirst, dsum, first], w.dense, d.dense, accumulate, scratch);
+        let low_rank = self.low_rank(k, batch, scratch);
+        if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
+            let w = self.adapter(adapters, weights);
+            let d = self.adapter(adapters, gradients);
+            low_rank.backward([dfirst, dsum, first], &w, &d, accumulate, scratch);
+        }
+    }
+}
+
+/// The gradients of a product's tensors and of its input x, from that of its output.
+fn linear_backward(
+    k: &dyn Kernels,
+    [dx, dy, x]: [View; 3],
+    w: Affine<View>,
+    d: Affine<Option<View>>,
+    accumulate: bool,
+    scratch: &Scratch<'_>,
+) {
+    let op = LinearBackward {
+        dx,
+        dw: d.weight,
+        dbias: d.bias.flatten(),
+        dy,
+        x,
+        w: w.weight,
+        transposed: true,
+        accumulate,
+    };
+    k.linear_backward(&op, scratch);
 }

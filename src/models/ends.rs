@@ -37,7 +37,8 @@ impl Stem {
     /// True when models of this shape have a stem.
     pub fn is_in(shape: &Shape) -> bool {
         let drops = shape.dropout.embedding > 0.0;
-        shape.learned_positions.is_some() || shape.token_types > 0 || drops
+        let has_norm = !shape.names.stem_norm.is_empty();
+        shape.learned_positions.is_some() || shape.token_types > 0 || has_norm || drops
     }
 
     fn has_norm(&self) -> bool {
@@ -175,11 +176,13 @@ impl Layer for Stem {
     }
 }
 
-/// The norm in front of the head, or the head's transform.
+/// The norm behind the last block, or the transform of a masked LM head, which ends with a norm.
 #[derive(Clone, Debug)]
 pub struct Final {
     /// The model.
     pub shape: Shape,
+    /// True for the transform.
+    pub transforms: bool,
     /// The adapter of the transform, if it has one.
     pub adapters: Option<Adapters>,
 }
@@ -187,18 +190,22 @@ pub struct Final {
 /// The index for dropout of the transform's adapter. The stem has the same index and no adapters.
 const ADAPTER_INDEX: u32 = 1;
 
-/// The number of a transform's tensors before those of its adapter.
-const ADAPTER_AT: usize = 4;
-
 impl Final {
-    /// The layer of a shape, without an adapter.
+    /// The norm of a shape.
     pub fn new(shape: Shape) -> Final {
-        Final { shape, adapters: None }
+        Final { shape, transforms: false, adapters: None }
     }
 
-    /// True when models of this shape have such a layer.
-    pub fn is_in(shape: &Shape) -> bool {
-        shape.masked_head() || !shape.names.final_norm.is_empty()
+    /// The layers of a shape, without adapters.
+    pub fn all_of(shape: Shape) -> impl Iterator<Item = Final> {
+        let norm = (!shape.names.final_norm.is_empty()).then(|| Final::new(shape));
+        let transform = Final { transforms: true, ..Final::new(shape) };
+        norm.into_iter().chain(shape.masked_head().then_some(transform))
+    }
+
+    /// The transform's module, which may have an adapter.
+    pub fn module(&self) -> Option<String> {
+        self.transforms.then(|| self.shape.names.transform.into())
     }
 
     /// The transform's activation function.
@@ -229,23 +236,39 @@ impl Final {
         low_rank: Option<&LowRank<'_>>,
         scratch: &Scratch<'_>,
     ) -> (View, Option<View>) {
-        if !self.shape.masked_head() {
+        if !self.transforms {
             return (x, None);
         }
         let sum = scratch.take_like(x);
         let activated = scratch.take_like(x);
         let transposed = self.shape.transposed;
-        k.linear(&Linear { y: sum, x, w: views[0], bias: Some(views[1]), transposed });
+        let Affine { weight, bias } = self.product_of(views);
+        k.linear(&Linear { y: sum, x, w: weight, bias, transposed });
         if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
-            low_rank.add(sum, x, &adapters.only(views, ADAPTER_AT, self.shape.hidden));
+            low_rank.add(sum, x, &adapters.only(views, self.adapter_at(), self.shape.hidden));
         }
         k.activate(&Activate { y: activated, x: sum, activation: self.activation() });
         (activated, Some(sum))
     }
 
-    /// The norm's tensors among the views: they follow those of a transform.
+    /// The transform's tensors among the views.
+    fn product_of<V: Copy>(&self, views: &[V]) -> Affine<V> {
+        Affine { weight: views[0], bias: self.shape.transform_bias.then(|| views[1]) }
+    }
+
+    /// The number of tensors before those of the norm.
+    fn norm_at(&self) -> usize {
+        if self.transforms { 1 + usize::from(self.shape.transform_bias) } else { 0 }
+    }
+
+    /// The number of tensors before those of the adapter.
+    fn adapter_at(&self) -> usize {
+        self.norm_at() + 1 + usize::from(self.shape.norms_shift())
+    }
+
+    /// The norm's tensors among the views.
     fn norm_of<V: Copy>(&self, views: &[V]) -> Affine<V> {
-        let at = if self.shape.masked_head() { 2 } else { 0 };
+        let at = self.norm_at();
         Affine { weight: views[at], bias: self.shape.norms_shift().then(|| views[at + 1]) }
     }
 }
@@ -253,15 +276,15 @@ impl Final {
 impl Layer for Final {
     fn tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, initializer_range, .. } = self.shape;
-        if !self.shape.masked_head() {
+        if !self.transforms {
             return norm_tensors(names.final_norm, &self.shape);
         }
         let transform = names.transform;
         let init = Init::Normal(initializer_range);
-        let mut all = vec![
-            Tensor::new(format!("{transform}.weight"), vec![c, c], Kind::Weight, init),
-            Tensor::new(format!("{transform}.bias"), vec![c], Kind::Bias, Init::Zeros),
-        ];
+        let bias = || Tensor::new(format!("{transform}.bias"), vec![c], Kind::Bias, Init::Zeros);
+        let mut all =
+            vec![Tensor::new(format!("{transform}.weight"), vec![c, c], Kind::Weight, init)];
+        all.extend(self.shape.transform_bias.then(bias));
         all.extend(norm_tensors(names.transform_norm, &self.shape));
         let adapters = self.adapters.iter().flat_map(|adapters| &adapters.modules);
         all.extend(adapters.flat_map(|adapter| adapter.tensors(c, c)));
@@ -314,21 +337,22 @@ impl Layer for Final {
         let Some(sum) = sum else { return };
         let activation = self.activation();
         let activate = ActivateBackward { dx: dinput, x: sum, activation };
+        let dproduct = self.product_of(d);
         let op = LinearBackward {
             dx,
-            dw: d[0],
-            dbias: d[1],
+            dw: dproduct.weight,
+            dbias: dproduct.bias.flatten(),
             dy: dinput,
             x,
-            w: weights[0],
+            w: self.product_of(weights).weight,
             transposed: self.shape.transposed,
             accumulate,
         };
         k.activate_linear_backward(&activate, &op, scratch);
         if let Some((low_rank, adapters)) = low_rank.zip(self.adapters.as_ref()) {
             let c = self.shape.hidden;
-            let w = adapters.only(weights, ADAPTER_AT, c);
-            let d = adapters.only(d, ADAPTER_AT, c);
+            let w = adapters.only(weights, self.adapter_at(), c);
+            let d = adapters.only(d, self.adapter_at(), c);
             low_rank.backward([dx, dinput, x], &w, &d, accumulate, scratch);
         }
     }

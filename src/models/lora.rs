@@ -211,10 +211,10 @@ impl Model {
         let Shape { names, hidden, layers, .. } = self.shape;
         let blocks = (0..layers).map(|number| TransformerBlock::new(0, number, self.shape));
         let of_head = match self.shape.head {
-            Head::Masked => Some(names.transform),
-            Head::Classes { .. } => Some(names.class_dense).filter(|name| !name.is_empty()),
-            Head::Tokens | Head::TokenClasses { .. } => None,
+            Head::Masked => names.transform,
+            _ => self.shape.class_transform(),
         };
+        let of_head = Some(of_head).filter(|name| !name.is_empty());
         let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));
         blocks.flat_map(|block| block.linear_modules()).chain(of_head).collect()
     }

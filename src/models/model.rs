@@ -140,10 +140,9 @@ impl Model {
             let modules = block.linear_modules().into_iter().map(|(name, ..)| name).collect();
             stack.push(Box::new(TransformerBlock { adapters: adapters(modules), ..block }));
         }
-        if Final::is_in(&shape) {
-            let transform = shape.masked_head().then(|| shape.names.transform.to_string());
-            let adapters = adapters(transform.into_iter().collect());
-            stack.push(Box::new(Final { adapters, ..Final::new(shape) }));
+        for end in Final::all_of(shape) {
+            let adapters = adapters(end.module().into_iter().collect());
+            stack.push(Box::new(Final { adapters, ..end }));
         }
         stack
     }

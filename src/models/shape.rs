@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::balance::Balance;
 use super::families::Names;
 use crate::kernels::{
-    Activation, ClampedGate, GateForm, LogitForm, LongRope, ProblemType, Rotary, RotaryScaling,
-    Yarn,
+    Activation, ClampedGate, GateForm, LogitForm, LongRope, Pooling, ProblemType, Rotary,
+    RotaryScaling, Yarn,
 };
 
 /// Probabilities of dropout.
@@ -66,31 +66,62 @@ impl Head {
     }
 }
 
-/// Whether a block is any but the last of every `but_every` blocks. 0: all blocks are.
-pub(crate) fn is_but_every(block: usize, but_every: usize) -> bool {
-    but_every == 0 || !(block + 1).is_multiple_of(but_every)
+/// All blocks but one of every few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllBut {
+    /// Of this many blocks, one is left out. 0: none is.
+    pub every: usize,
+    /// Its number among them.
+    pub at: usize,
+}
+
+impl AllBut {
+    /// All blocks.
+    pub const NONE: AllBut = AllBut { every: 0, at: 0 };
+
+    /// All but the last of every `every` blocks; all if that is 0.
+    pub fn last_of(every: usize) -> AllBut {
+        AllBut { every, at: every.saturating_sub(1) }
+    }
+
+    /// The blocks of which a list says so, if one of every few is left out.
+    pub(crate) fn listed(blocks: &[bool]) -> Option<AllBut> {
+        let mut left_out = (0..blocks.len()).filter(|block| !blocks[*block]);
+        let all = left_out.next().map_or(AllBut::NONE, |at| {
+            let behind = left_out.next().unwrap_or(blocks.len());
+            AllBut { every: (behind - at).max(at + 1), at }
+        });
+        let is_so = blocks.iter().enumerate().all(|(block, one)| all.has(block) == *one);
+        is_so.then_some(all)
+    }
+
+    /// Whether a block is among them.
+    pub fn has(&self, block: usize) -> bool {
+        self.every == 0 || block % self.every != self.at
+    }
 }
 
 /// A window of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// How many positions a position sees at most, itself included.
+    /// A position sees those that are fewer than this many positions away; a causal model, those
+    /// before it.
     pub positions: usize,
     /// The first block with the window.
     pub from: usize,
-    /// The last of every `but_every` blocks has no window. 0: all blocks from the first on have it.
-    pub but_every: usize,
+    /// The blocks from there on that have it.
+    pub blocks: AllBut,
 }
 
 impl Window {
     /// A window of all blocks.
     pub fn of_all(positions: usize) -> Window {
-        Window { positions, from: 0, but_every: 0 }
+        Window { positions, from: 0, blocks: AllBut::NONE }
     }
 
     /// Whether a block has the window.
     pub fn is_of(&self, block: usize) -> bool {
-        block >= self.from && is_but_every(block, self.but_every)
+        block >= self.from && self.blocks.has(block)
     }
 }
 
@@ -157,6 +188,8 @@ impl Experts {
 pub enum NormPlaces {
     /// The input of each branch is normed (GPT-2, Llama).
     Before,
+    /// The same, but the first block's attention reads the norm behind the embedding (ModernBERT).
+    BeforeButFirst,
     /// So is its output, before it is added to the residual stream (Gemma 3).
     Around,
     /// The output of each branch is normed before it is added, and its input is not (OLMo 2).
@@ -224,8 +257,8 @@ pub struct Shape {
     pub score_cap: Option<f32>,
     /// Rotary positions.
     pub rotary: Option<Rotary>,
-    /// The last of every so many blocks has no rotary positions. 0: all blocks have them.
-    pub rotary_but_every: usize,
+    /// The blocks that have rotary positions, if the model has any.
+    pub rotary_blocks: AllBut,
     /// True when a position sees no later one.
     pub causal: bool,
     /// Rotary positions of the blocks with a window, if they differ from those of other blocks.
@@ -254,6 +287,8 @@ pub struct Shape {
     pub sinks: bool,
     /// Whether these have biases: queries, keys and values; attention's output; the feed-forward.
     pub biases: [bool; 3],
+    /// True when the transform of a head, if it has one, has a bias.
+    pub transform_bias: bool,
     /// The feed-forward's activation function.
     pub activation: Activation,
     /// True when the feed-forward multiplies its up projection by a gate (Shazeer 2020).
@@ -277,6 +312,8 @@ pub struct Shape {
     pub tied: bool,
     /// The head, and its predictions.
     pub head: Head,
+    /// The rows of a sequence that the head of classes of an encoder reads.
+    pub pooling: Pooling,
     /// The standard deviation of initial weights.
     pub initializer_range: f32,
 }
@@ -329,6 +366,16 @@ impl Shape {
         [name(self.names.projection), name(self.names.down)]
     }
 
+    /// True when a block has the norm of the attention.
+    pub(crate) fn has_attention_norm(&self, block: usize) -> bool {
+        self.norms != NormPlaces::BeforeButFirst || block > 0
+    }
+
+    /// True when the input of a block's attention is normed.
+    pub(crate) fn norms_attention_input(&self, block: usize) -> bool {
+        self.norms.are_before() && self.has_attention_norm(block)
+    }
+
     /// True when the head has a transform and a bias for each token.
     pub fn masked_head(&self) -> bool {
         self.head == Head::Masked
@@ -357,6 +404,15 @@ impl Shape {
         matches!(self.head, Head::Tokens | Head::Masked)
     }
 
+    /// The module of the transform of a head of classes; "" without one.
+    pub(crate) fn class_transform(&self) -> &'static str {
+        match self.head {
+            Head::Classes { .. } => self.names.class_dense,
+            Head::TokenClasses { .. } if self.names.transforms_tokens => self.names.class_dense,
+            _ => "",
+        }
+    }
+
     pub(crate) fn head_dropout(&self) -> f32 {
         match self.head {
             Head::TokenClasses { .. } if !self.names.token_classifier_dropout => {
@@ -373,7 +429,7 @@ impl Shape {
 
     /// True if a block has rotary positions, if the model has any.
     pub(crate) fn rotates(&self, block: usize) -> bool {
-        is_but_every(block, self.rotary_but_every)
+        self.rotary_blocks.has(block)
     }
 
     /// How a gated feed-forward's gate and up projection become one.

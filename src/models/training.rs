@@ -9,7 +9,7 @@ use super::layer::{Kind, Tensor};
 use super::lora::Lora;
 use super::masters::MasterFormat;
 use super::model::{Model, ModelLayer, largest_block};
-use super::shape::{Head, Shape};
+use super::shape::Shape;
 use crate::error::Error;
 use crate::kernels::packed_row;
 use crate::tensor::Dtype;
@@ -62,9 +62,8 @@ impl Training {
 
     /// The transform of a head of classes, if a target names it and it is not trained as a whole.
     fn adapted_transform(&self, shape: &Shape) -> Option<String> {
-        let is_of_sequences = matches!(shape.head, Head::Classes { .. });
-        let lora = self.lora.as_ref().filter(|_| is_of_sequences)?;
-        let module = Some(shape.names.class_dense).filter(|module| !module.is_empty())?;
+        let lora = self.lora.as_ref()?;
+        let module = Some(shape.class_transform()).filter(|module| !module.is_empty())?;
         let weight = format!("{module}.weight");
         let is_trained = self.beside().any(|pattern| matches(pattern, &weight));
         (lora.names(module) && !is_trained).then(|| module.into())

@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, CamembertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, Olmo2Config,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, CamembertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, ModernBertConfig, Olmo2Config,
     Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig, SmolLM3Config, Starcoder2Config, XLMRobertaConfig,
 )
 
@@ -112,7 +112,17 @@ CLASSES["camembert-classes"] = FAMILIES["camembert-classes"] = CamembertConfig(
     **ENCODER, **DROPS, hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=56,
     max_position_embeddings=32, type_vocab_size=1, num_labels=3, classifier_dropout=0.0)
 ENCODERS["xlm-roberta"] = FAMILIES["xlm-roberta"]
-WINDOWED = {"cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
+MODERN = dict(**ENCODER, hidden_size=48, num_attention_heads=3, intermediate_size=56, max_position_embeddings=40,
+              pad_token_id=1, bos_token_id=None, eos_token_id=None, cls_token_id=None, sep_token_id=None)
+FAMILIES["modernbert"] = ModernBertConfig(**MODERN, num_hidden_layers=4, local_attention=6)
+CLASSES["modernbert-classes"] = FAMILIES["modernbert-classes"] = ModernBertConfig(
+    **MODERN, num_hidden_layers=2, local_attention=8, num_labels=3, classifier_pooling="mean", classifier_bias=True,
+    layer_types=["sliding_attention", "full_attention"])
+TOKENS["modernbert-tokens"] = FAMILIES["modernbert-tokens"] = ModernBertConfig(
+    **MODERN, num_hidden_layers=2, local_attention=4, num_labels=5, norm_bias=True, attention_bias=True, mlp_bias=True,
+    rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}})
+WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
 CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
 

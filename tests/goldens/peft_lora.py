@@ -57,6 +57,8 @@ CASES = {
     "ministral": dict(r=2, lora_alpha=3, target_modules=["q_proj", "o_proj"]),
     "gpt_neox": dict(r=3, lora_alpha=4, target_modules=ALL),
     "ministral3": dict(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "gate_proj"]),
+    "modernbert-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
+    "modernbert-classes": dict(r=2, lora_alpha=6, target_modules=["Wqkv", "mlp.Wo", "head.dense"], task_type="SEQ_CLS"),
 }
 
 

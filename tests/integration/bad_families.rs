@@ -26,7 +26,7 @@ type Change = fn(&mut Value);
 fn configs_of_smollm3_and_olmo() {
     let folder = folder();
     let cases: [(&str, Change, &str); 6] = [
-        ("smollm3", |c| c["no_rope_layers"] = json!([0, 1, 1, 0]), "in the last of every few"),
+        ("smollm3", |c| c["no_rope_layers"] = json!([0, 0, 1, 0]), "in one of every few"),
         ("smollm3", |c| c["no_rope_layers"] = json!([1, 2, 1, 0]), "no_rope_layers has 2"),
         ("smollm3", |c| c["use_sliding_window"] = json!(true), "use_sliding_window is true"),
         ("olmo2", |c| c["num_key_value_heads"] = json!(1), "one norm spans all heads"),
@@ -76,7 +76,19 @@ fn configs_with_factors_and_limits() {
 #[test]
 fn configs_of_other_families() {
     let folder = folder();
-    let cases: [(&str, Change, &str); 21] = [
+    let cases: [(&str, Change, &str); 26] = [
+        ("modernbert", |c| c["decoder_bias"] = json!(false), "decoder_bias is false: only true"),
+        ("modernbert", |c| c["mlp_dropout"] = json!(0.1), "mlp_dropout is 0.1: only 0 is built"),
+        ("modernbert", |c| c["classifier_pooling"] = json!("max"), "must be cls or mean"),
+        ("modernbert", |c| c["rope_scaling"] = json!({}), "in this family only null is built"),
+        (
+            "modernbert",
+            |c| {
+                c["layer_types"] = Value::Null;
+                c["global_attn_every_n_layers"] = json!(0);
+            },
+            "must be at least 1",
+        ),
         (
             "llama",
             |c| c["rope_parameters"]["rope_type"] = json!("ntk"),

@@ -5,8 +5,8 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, CompressionKind, Deal, Dtype, EpsTier, GradientDtype, GroupConfig, MasterDtype,
-    OptimizerKind, Recompute, ScheduleKind, StashDtype, StashPlace, Transfer,
+    ChannelsConfig, CompressionKind, Dtype, EpsTier, GradientDtype, GroupConfig, MasterDtype,
+    OptimizerKind, Recompute, ScheduleKind, StashDtype, StashPlace,
 };
 use l2l::data::Batches;
 use l2l::models::Base;
@@ -18,6 +18,7 @@ use crate::balanced::{Routers, all_losses, whole_steps};
 use crate::compression::{Encodings, encodings, possible};
 use crate::plan::limit;
 use crate::trained::{Family, Trained};
+pub(crate) use crate::ways::{Ways, baseline, ways};
 use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
@@ -45,26 +46,6 @@ pub(crate) struct Case {
     pub(crate) encodings: Encodings,
 }
 
-/// How it is trained: this must not change a bit.
-#[derive(Clone, Debug)]
-pub(crate) struct Ways {
-    pub(crate) kind: ScheduleKind,
-    pub(crate) channels: ChannelsConfig,
-    pub(crate) place: StashPlace,
-    pub(crate) recompute: Recompute,
-    /// With `recompute = "auto"`: the share of the memory for all kept layers that there is.
-    pub(crate) room: f64,
-    pub(crate) on_file: bool,
-    pub(crate) devices: u32,
-    pub(crate) deal: Deal,
-    pub(crate) sharded: bool,
-    pub(crate) chunks: Option<u32>,
-    /// Bundles of experts that a visit has, if a block has experts. `None`: all.
-    pub(crate) bundles: Option<usize>,
-    pub(crate) threads: usize,
-    pub(crate) link: bool,
-}
-
 /// A block has `count` experts, of which a token chooses `per_token`.
 fn set_experts(config: &mut Config, case: &Case, [count, per_token]: [usize; 2]) {
     config.experts = case.routers.config(per_token);
@@ -78,11 +59,11 @@ fn set_experts(config: &mut Config, case: &Case, [count, per_token]: [usize; 2])
 pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let mut config = Config::default();
     config.model.layers = Some(case.layers);
-    let mut kind = ways.kind;
+    let mut ways = ways.clone();
     if let Some(experts) = case.experts {
         set_experts(&mut config, case, experts);
         if case.routers.is_of_step() {
-            kind = whole_steps(kind);
+            ways.kind = whole_steps(ways.kind);
         }
     }
     config.model.hidden = Some(24);
@@ -97,8 +78,6 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.step.seed = 5;
     config.optimizer.clip_norm = case.clip.then_some(0.5);
     config.optimizer.learning_rate = 1e-2;
-    config.schedule.kind = kind;
-    config.schedule.recompute = ways.recompute;
     (config.device.dtype, config.optimizer.masters) = case.precision;
     (config.stash.dtype, config.device.gradient_dtype, config.compression.kind) = case.encodings;
     config.stash.block_size = 8;
@@ -108,10 +87,6 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let on_file = ways.on_file && !in_memory;
     config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
     config.loss_scale.initial = 256.0;
-    config.channels = ways.channels;
-    config.device.count = Some(ways.devices);
-    config.parallel.deal = ways.deal;
-    config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
     config.train = case.trained.config(Family::of(case.experts.is_some(), case.gpt_oss));
     config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
@@ -132,13 +107,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     // One of the two rules of this kind, by chance.
     let has_momentum = case.rule == OptimizerKind::Sgd && case.batch.is_multiple_of(2);
     config.optimizer.momentum = has_momentum.then_some(0.9);
-    config.schedule.chunks = ways.chunks.filter(|_| kind.is_pipeline());
-    config.schedule.bundles = ways.bundles.filter(|_| case.experts.is_some());
-    // Several devices pass boundaries on through the host.
-    config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
-    config.device.threads = Some(ways.threads);
-    config.device.link = ways.link.then(|| "2GB/s".to_string());
-    limit(&mut config, ways.room);
+    ways.set(&mut config, case.experts.is_some());
     config
 }
 
@@ -161,25 +130,6 @@ pub(crate) fn run(mut config: Config, steps: usize) -> (Vec<(u64, u64)>, crate::
         }
         (bits, crate::stop(trainer).await.expect("nothing fails here"))
     })
-}
-
-/// The baseline: resident, everything on the device, one thread.
-pub(crate) fn baseline() -> Ways {
-    Ways {
-        kind: ScheduleKind::Resident,
-        channels: ChannelsConfig { weights: 1000, gradients: 2, reduced: 2, stash: 4 },
-        place: StashPlace::Device,
-        recompute: false.into(),
-        room: 0.0,
-        on_file: false,
-        devices: 1,
-        deal: Deal::Layers,
-        sharded: false,
-        chunks: None,
-        bundles: None,
-        threads: 1,
-        link: false,
-    }
 }
 
 pub(crate) fn cases() -> impl Strategy<Value = Case> {
@@ -226,94 +176,6 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             encodings,
         })
     })
-}
-
-pub(crate) fn ways() -> impl Strategy<Value = Ways> {
-    let channels = (prop::sample::select(vec![1_u32, 2, 3, 1000]), 1..=2_u32, 1..=3_u32);
-    let stash = prop::sample::select(vec![1_u32, 4]);
-    let kinds = prop::sample::select(vec![
-        ScheduleKind::Relay,
-        ScheduleKind::Resident,
-        ScheduleKind::Gpipe,
-        ScheduleKind::OneForwardOneBackward,
-        ScheduleKind::Interleaved,
-    ]);
-    let deals = prop::sample::select(vec![Deal::Layers, Deal::Sequences]);
-    let kinds = (kinds, deals, any::<bool>());
-    let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
-    let auto = prop::sample::select(vec![0.0, 0.4, 0.7, 1.0]);
-    let others = vec![true.into(), false.into(), Recompute::ATTENTION];
-    let others = prop::sample::select(others).prop_map(|recompute| (recompute, 0.0));
-    let recompute = prop_oneof![3 => others, 2 => auto.prop_map(|room| (Recompute::AUTO, room))];
-    let bundles = prop::option::weighted(0.7, 1..=3_usize);
-    let threads = (1..=4_u32, 1..=2_usize, bundles);
-    let flags = (recompute, threads, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
-    (kinds, channels, stash, places, flags).prop_map(
-        |(
-            (kind, deal, sharded),
-            (weights, gradients, reduced),
-            stash,
-            place,
-            ((recompute, room), (devices, threads, bundles), link, on_file),
-        )| Ways {
-            kind,
-            channels: ChannelsConfig { weights, gradients, reduced, stash },
-            place,
-            recompute,
-            room,
-            on_file,
-            devices,
-            deal,
-            sharded,
-            chunks: None,
-            bundles,
-            threads,
-            link,
-        },
-    )
-}
-
-impl Ways {
-    /// The same for one of so many ranks, of which each has some of the groups.
-    pub(crate) fn for_ranks(mut self, case: &Case, ranks: u32) -> Ways {
-        let spans = l2l_actors::schedule::group_spans(case.groups, ranks);
-        self.room = 2.0; // of one process: more than enough for a rank
-        let fewest = spans.iter().map(|span| span.len() as u32).min().expect("there is a rank");
-        let most = spans.iter().map(|span| span.len() as u32).max().expect("there is a rank");
-        if fewest < most {
-            // Ranks with different numbers of groups exchange the same only in a relay.
-            (self.kind, self.devices) = (ScheduleKind::Relay, 1);
-        }
-        let turns = case.batch.div_ceil(case.micro_batch) as u32 / case.groups;
-        let micro_batches = (turns * fewest) as usize;
-        let part = Case { batch: micro_batches * case.micro_batch, groups: fewest, ..case.clone() };
-        self.for_case(&part)
-    }
-
-    /// The nearest way in which this case can be run.
-    pub(crate) fn for_case(mut self, case: &Case) -> Ways {
-        let turns = case.batch.div_ceil(case.micro_batch) as u32;
-        // Behind a block of experts come its norm and its head alone.
-        let layers = if case.experts.is_some() { case.layers as u32 + 2 } else { u32::MAX };
-        self.devices = self.devices.min(layers);
-        if self.kind.is_pipeline() {
-            self.deal = Deal::Layers;
-        }
-        if self.deal == Deal::Sequences {
-            self.devices = self.devices.min(case.groups);
-        }
-        self.sharded &= self.deal == Deal::Sequences && self.kind == ScheduleKind::Relay;
-        if self.kind == ScheduleKind::Interleaved {
-            self.devices = self.devices.min(2); // of two stages each
-            let rounds = (turns / self.devices).max(1);
-            let is_cut = turns.is_multiple_of(rounds) && 2 * self.devices <= layers;
-            self.chunks = Some(2).filter(|_| is_cut);
-            if self.chunks.is_none() {
-                self.kind = ScheduleKind::OneForwardOneBackward;
-            }
-        }
-        self
-    }
 }
 
 /// The bytes that so many steps move, by device, as the plan says.

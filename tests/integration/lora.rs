@@ -16,7 +16,7 @@ use crate::pytorch::{self, check, golden_of};
 
 /// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 30] = [
+const CASES: [&str; 32] = [
     "tied",
     "llama",
     "mistral",
@@ -47,6 +47,8 @@ const CASES: [&str; 30] = [
     "ministral",
     "gpt_neox",
     "ministral3",
+    "modernbert-linear",
+    "modernbert-classes",
 ];
 
 fn adapters(name: &str) -> PathBuf {

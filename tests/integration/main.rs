@@ -40,6 +40,7 @@ mod executor;
 mod expert_adapters;
 mod expert_files;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
+mod families;
 mod few_rows;
 mod fine_tuning;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
@@ -100,6 +101,7 @@ mod text;
 #[cfg(feature = "cli")]
 mod tiers;
 mod trained;
+mod ways;
 
 /// What a run came to.
 #[derive(Clone, Debug)]

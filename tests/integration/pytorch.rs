@@ -106,7 +106,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 38] = [
+pub(crate) const FAMILIES: [&str; 41] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -132,6 +132,9 @@ pub(crate) const FAMILIES: [&str; 38] = [
     "ministral3",
     "mistral",
     "mistral-classes",
+    "modernbert",
+    "modernbert-classes",
+    "modernbert-tokens",
     "olmo2",
     "olmo3",
     "opt",

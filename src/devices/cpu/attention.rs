@@ -152,10 +152,11 @@ impl<'a> Head<'a> {
         document.map_or((0, self.end), |one| (one.from as usize, one.to as usize))
     }
 
-    /// The key behind the last one that a query of the span may see.
-    fn keys_end(&self, queries: Span) -> usize {
-        let (_, end) = self.document(queries.to - 1);
-        if self.size.causal { end.min(queries.to) } else { end }
+    /// The key behind the last one that the query sees.
+    fn keys_end(&self, query: usize) -> usize {
+        let (_, end) = self.document(query);
+        let ahead = if self.size.causal { Some(1) } else { self.size.window };
+        ahead.map_or(end, |ahead| end.min(query.saturating_add(ahead)))
     }
 
     /// The first key that the query sees.
@@ -173,9 +174,10 @@ impl<'a> Head<'a> {
     fn query_tiles(&self, keys: Span) -> Range<usize> {
         let (begin, _) = self.document(keys.from);
         let (_, end) = self.document(keys.to - 1);
-        let first = if self.size.causal { keys.from } else { begin };
-        let end =
-            self.size.window.map_or(end, |window| end.min((keys.to - 1).saturating_add(window)));
+        let window = self.size.window.unwrap_or(usize::MAX);
+        let ahead = if self.size.causal { 1 } else { window };
+        let first = begin.max((keys.from + 1).saturating_sub(ahead));
+        let end = end.min((keys.to - 1).saturating_add(window));
         Span::tiles(first.max(self.before), end.min(self.end))
     }
 
@@ -195,9 +197,8 @@ impl<'a> Head<'a> {
         let scale = self.size.score_scale();
         let cap = self.size.cap;
         for (index, row) in s.chunks_mut(TILE).take(queries.len()).enumerate() {
-            let (_, end) = self.document(queries.from + index);
-            let last = if self.size.causal { end.min(queries.from + index + 1) } else { end };
-            let seen = last.min(keys.to).saturating_sub(keys.from);
+            let end = self.keys_end(queries.from + index);
+            let seen = end.min(keys.to).saturating_sub(keys.from);
             level.run(
                 #[inline(always)]
                 || {
@@ -278,7 +279,7 @@ impl Compute for Attention<'_> {
             let mut output = [0.0_f32; TILE * HEAD_LIMIT];
             let mut most = [f32::NEG_INFINITY; TILE];
             let mut total = [0.0_f32; TILE];
-            let end = head.keys_end(queries);
+            let end = head.keys_end(queries.to - 1);
             for tile in head.key_tiles(queries, end) {
                 let keys = Span::tile(tile, end);
                 head.scores(level, &mut p, [qkv, kv], queries, keys);

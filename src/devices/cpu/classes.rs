@@ -1,5 +1,7 @@
 //! Pooled rows of sequences, and losses of whole sequences or of tokens.
 
+use std::ops::Range;
+
 use super::views::{Call, Compute};
 use crate::kernels::{
     BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType,
@@ -7,9 +9,9 @@ use crate::kernels::{
 };
 use crate::simd::Level;
 
-/// The pooled row of each sequence.
-fn one_of_each(pool: Pooling, batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
-    (0..batch.sequences()).map(move |sequence| pool.row(batch.sequence(sequence)))
+/// The pooled rows of each sequence.
+fn of_each(pool: Pooling, batch: &BatchView<'_>) -> impl Iterator<Item = Range<usize>> {
+    (0..batch.sequences()).map(move |sequence| pool.rows(batch.sequence(sequence)))
 }
 
 impl Compute for PooledRows<'_> {
@@ -17,8 +19,12 @@ impl Compute for PooledRows<'_> {
         let PooledRows { y, x, pool, ref batch } = *self;
         let channels = y.columns;
         let x = call.read(x);
-        for (y, row) in call.write(y).chunks_exact_mut(channels).zip(one_of_each(pool, batch)) {
-            y.copy_from_slice(&x[row * channels..][..channels]);
+        for (y, rows) in call.write(y).chunks_exact_mut(channels).zip(of_each(pool, batch)) {
+            let count = rows.len() as f32;
+            let mut rows = x[rows.start * channels..rows.end * channels].chunks_exact(channels);
+            rows.next().into_iter().for_each(|x| y.copy_from_slice(x));
+            rows.for_each(|x| y.iter_mut().zip(x).for_each(|(y, x)| *y += x));
+            y.iter_mut().for_each(|y| *y /= count);
         }
     }
 }
@@ -29,8 +35,10 @@ impl Compute for PooledRowsBackward<'_> {
         let channels = dy.columns;
         let dx = call.write(dx);
         dx.fill(0.0);
-        for (dy, row) in call.read(dy).chunks_exact(channels).zip(one_of_each(pool, batch)) {
-            dx[row * channels..][..channels].copy_from_slice(dy);
+        for (dy, rows) in call.read(dy).chunks_exact(channels).zip(of_each(pool, batch)) {
+            let count = rows.len() as f32;
+            let rows = dx[rows.start * channels..rows.end * channels].chunks_exact_mut(channels);
+            rows.for_each(|dx| dx.iter_mut().zip(dy).for_each(|(dx, dy)| *dx = dy / count));
         }
     }
 }

@@ -18,7 +18,7 @@ impl On<'_> {
         self.move_pooled_rows("pooled_rows_backward", [dx, dy], pool, batch);
     }
 
-    /// Copies pooled rows forward, or their gradients back, with a block for each row written.
+    /// Moves pooled rows forward, or their gradients back, with a block for each row written.
     fn move_pooled_rows(
         &self,
         kernel: &'static str,
@@ -29,8 +29,12 @@ impl On<'_> {
         let [blocks, channels] = to.shape();
         let starts = self.metadata.starts(batch);
         let b = batch.sequences();
-        let is_last = pool == Pooling::Last;
-        let arguments = arguments!(self; to, from, starts, b, batch.rows(), channels, is_last);
+        let pool: i32 = match pool {
+            Pooling::First => 0,
+            Pooling::Last => 1,
+            Pooling::Mean => 2,
+        };
+        let arguments = arguments!(self; to, from, starts, b, batch.rows(), channels, pool);
         self.queue.columns(kernel, [blocks, 1], channels, arguments);
     }
 

@@ -187,9 +187,10 @@ impl ChunkPass<'_> {
                 sum(dbranch);
                 (g.d.norm1, w.norm1, saved.norm1)
             }
-            NormPlaces::Before | NormPlaces::Around | NormPlaces::BeforeEach => {
-                (g.d.norm2, w.norm2, saved.norm2)
-            }
+            NormPlaces::Before
+            | NormPlaces::BeforeButFirst
+            | NormPlaces::Around
+            | NormPlaces::BeforeEach => (g.d.norm2, w.norm2, saved.norm2),
         };
         let residual = norms.are_before().then_some(dsum);
         let x = if norms.are_beside() { self.x } else { saved.attention_sum };
@@ -308,7 +309,7 @@ impl ChunkPass<'_> {
             activate: None,
             accumulate: g.accumulate,
         };
-        if !block.shape.norms.are_before() {
+        if !block.shape.norms_attention_input(block.number) {
             self.products.backward(&product, scratch);
             k.residual(&Residual { y: g.dx, a: dattention_sum, x: dbranch, dropout: None });
             return;

@@ -162,7 +162,7 @@ impl ChunkPass<'_> {
     pub(super) fn project_qkv(&self) -> View {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let mut input = x;
-        if block.shape.norms.are_before() {
+        if block.shape.norms_attention_input(block.number) {
             self.norm(hidden, saved.norm1, x, w.norm1);
             input = hidden;
         }
@@ -222,9 +222,10 @@ impl ChunkPass<'_> {
         let ChunkPass { block, w, ref saved, .. } = *self;
         match block.shape.norms {
             NormPlaces::BehindSums | NormPlaces::BeforeBoth => Some((saved.norm1, w.norm1)),
-            NormPlaces::Before | NormPlaces::Around | NormPlaces::BeforeEach => {
-                Some((saved.norm2, w.norm2))
-            }
+            NormPlaces::Before
+            | NormPlaces::BeforeButFirst
+            | NormPlaces::Around
+            | NormPlaces::BeforeEach => Some((saved.norm2, w.norm2)),
             NormPlaces::Behind => None,
         }
     }

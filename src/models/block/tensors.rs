@@ -357,7 +357,10 @@ impl TransformerBlock {
         let [qkv, projection] = self.attention_modules();
         let experts = self.experts();
         let shared = experts.filter(|experts| experts.shared > 0);
-        let mut all = self.norm_tensors(names.norm1, c, shifts);
+        let mut all = Vec::new();
+        if self.shape.has_attention_norm(self.number) {
+            all.extend(self.norm_tensors(names.norm1, c, shifts));
+        }
         all.extend(self.product_tensors(&qkv));
         all.extend(self.product_tensors(&projection));
         if norms != NormPlaces::BeforeBoth {
@@ -444,10 +447,12 @@ impl TransformerBlock {
         let Shape { qk_norm, biases, norms, sinks, .. } = self.shape;
         let shifts = self.shape.norms_shift();
         let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
-        let norm1 = next.affine(shifts);
+        let norm1 = self.shape.has_attention_norm(self.number).then(|| next.affine(shifts));
         let qkv = next.affine(biases[0]);
         let projection = next.affine(biases[1]);
-        let norm2 = if norms == NormPlaces::BeforeBoth { norm1 } else { next.affine(shifts) };
+        let norm2 = norm1.filter(|_| norms == NormPlaces::BeforeBoth);
+        let norm2 = norm2.unwrap_or_else(|| next.affine(shifts));
+        let norm1 = norm1.unwrap_or(norm2); // Nothing reads it where it is missing.
         let router = self.experts().map(|experts| next.affine(experts.router_bias));
         let common = self.common_modules();
         let mlp = common.as_ref().map(|_| [(); 2].map(|()| next.affine(biases[2])));
@@ -456,6 +461,7 @@ impl TransformerBlock {
             NormPlaces::Around => Some([(); 2].map(|()| next.affine(shifts))),
             NormPlaces::Behind => Some([norm1, norm2]),
             NormPlaces::Before
+            | NormPlaces::BeforeButFirst
             | NormPlaces::BehindSums
             | NormPlaces::BeforeBoth
             | NormPlaces::BeforeEach => None,

@@ -25,7 +25,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     };
     let pattern = size_or_none(keys, "sliding_window_pattern")?.unwrap_or(4);
     let window = window_of_most(keys, positions, pattern)?;
-    Ok(Shape { window: Some(window), rotary_but_every: window.but_every, ..shape })
+    Ok(Shape { window: Some(window), rotary_blocks: window.blocks, ..shape })
 }
 
 fn write(shape: &Shape) -> Value {

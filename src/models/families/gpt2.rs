@@ -7,8 +7,8 @@ use super::read::{
     Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, write_keys,
 };
 use super::{NONE, Names};
-use crate::kernels::{Activation, LogitForm};
-use crate::models::{Dropouts, Head, NormPlaces, Shape};
+use crate::kernels::{Activation, LogitForm, Pooling};
+use crate::models::{AllBut, Dropouts, Head, NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "gpt2",
@@ -48,7 +48,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         score_cap: None,
         rotary: None,
         causal: true,
-        rotary_but_every: 0,
+        rotary_blocks: AllBut::NONE,
         window_rotary: None,
         window: None,
         rms_norm: false,
@@ -61,6 +61,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         qkv_by_head: false,
         sinks: false,
         biases: [true; 3],
+        transform_bias: true,
         activation: Activation::GeluTanh,
         gated: false,
         clamped: None,
@@ -72,6 +73,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         residual_scale: 1.0,
         logits: LogitForm::PLAIN,
         head: Head::Tokens,
+        pooling: Pooling::First,
         initializer_range: 0.02,
     }
 }

@@ -19,6 +19,7 @@ mod ministral;
 mod ministral3;
 mod mistral;
 mod mixtral;
+mod modernbert;
 mod olmo2;
 mod olmo3;
 mod olmoe;
@@ -104,6 +105,10 @@ pub struct Names {
     /// The first layer of a classifier, a dense layer on the first position (BERT's pooler). Empty:
     /// it has one layer, without a bias, on the last position.
     pub class_dense: &'static str,
+    /// The norm behind it and its activation. Empty: there is none.
+    pub class_norm: &'static str,
+    /// Whether a classifier of tokens has that first layer, too.
+    pub transforms_tokens: bool,
     /// The second layer of a classifier, which gives the logits of the classes.
     pub class_out: &'static str,
     /// The activation between the two layers of the classifier.
@@ -130,13 +135,14 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        const WITHOUT: [&str; 10] = [
+        const WITHOUT: [&str; 11] = [
             "bert",
             "camembert",
             "cohere2",
             "distilbert",
             "gpt2",
             "gpt_neox",
+            "modernbert",
             "olmoe",
             "opt",
             "roberta",
@@ -199,6 +205,8 @@ const NONE: Names = Names {
     head: "lm_head.weight",
     transform_activation: None,
     class_dense: "",
+    class_norm: "",
+    transforms_tokens: false,
     class_out: "",
     class_activation: Activation::Tanh,
     class_drops_first: false,
@@ -208,7 +216,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 31] = [
+static FAMILIES: [&Names; 32] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
@@ -226,6 +234,7 @@ static FAMILIES: [&Names; 31] = [
     &ministral3::NAMES,
     &mistral::NAMES,
     &mixtral::NAMES,
+    &modernbert::NAMES,
     &olmo2::NAMES,
     &olmo3::NAMES,
     &olmoe::NAMES,

@@ -3,8 +3,7 @@
 use serde_json::{Map, Value};
 
 use crate::kernels::{Activation, ProblemType};
-use crate::models::shape::is_but_every;
-use crate::models::{Head, Shape, Window};
+use crate::models::{AllBut, Head, Shape, Window};
 
 /// The keys of a `config.json`.
 pub(super) type Keys = Map<String, Value>;
@@ -114,15 +113,15 @@ pub(super) fn layer_types(keys: &Keys) -> Result<Option<Vec<bool>>, String> {
     types.iter().map(slides).collect::<Result<Vec<_>, _>>().map(Some)
 }
 
-/// The window of all blocks but the last of every few. Without `layer_types` these are every
-/// `but_every`.
+/// The window of all blocks but one of every few. Without `layer_types` it is the last of every
+/// `every`.
 pub(super) fn window_of_most(
     keys: &Keys,
     positions: usize,
-    but_every: usize,
+    every: usize,
 ) -> Result<Window, String> {
     match layer_types(keys)? {
-        None => Ok(Window { but_every, ..Window::of_all(positions) }),
+        None => Ok(Window { blocks: AllBut::last_of(every), ..Window::of_all(positions) }),
         Some(slides) => window_by_kinds("layer_types", &slides, positions),
     }
 }
@@ -133,19 +132,9 @@ pub(super) fn window_by_kinds(
     slides: &[bool],
     positions: usize,
 ) -> Result<Window, String> {
-    let but_every = but_every(slides).ok_or_else(|| {
-        format!("{key}: only full_attention in the last of every few blocks is built")
-    })?;
-    Ok(Window { but_every, ..Window::of_all(positions) })
-}
-
-/// The number of which the last of every so many blocks is not as the others; 0: all are alike.
-/// `None`: there is no such number.
-pub(super) fn but_every(blocks: &[bool]) -> Option<usize> {
-    let first = blocks.iter().position(|one| !one);
-    let every = first.map_or(0, |block| block + 1);
-    let is_so = blocks.iter().enumerate().all(|(block, one)| is_but_every(block, every) == *one);
-    is_so.then_some(every)
+    let blocks = AllBut::listed(slides)
+        .ok_or_else(|| format!("{key}: only full_attention in one of every few blocks is built"))?;
+    Ok(Window { blocks, ..Window::of_all(positions) })
 }
 
 pub(super) fn write_layer_types(shape: &Shape, config: &mut Value) {

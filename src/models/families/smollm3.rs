@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, but_every, flag, given, layer_types, only, size_or_none};
-use crate::models::Shape;
+use super::read::{Keys, flag, given, layer_types, only, size_or_none};
+use crate::models::{AllBut, Shape};
 
 pub(super) static NAMES: Names = Names { family: "smollm3", read, write, ..SHARED };
 
@@ -18,16 +18,16 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     let shape = read_shared(keys, &NAMES, 2_000_000.0)?;
     Ok(Shape {
         biases: [bias, bias, flag(keys, "mlp_bias", false)?],
-        rotary_but_every: rotary_but_every(keys, shape.layers)?,
+        rotary_blocks: rotary_blocks(keys, shape.layers)?,
         tied: flag(keys, "tie_word_embeddings", true)?,
         ..shape
     })
 }
 
-/// The last of every so many blocks does not rotate. 0: all blocks rotate.
-fn rotary_but_every(keys: &Keys, layers: usize) -> Result<usize, String> {
+/// The blocks that rotate: all but the last of every few.
+fn rotary_blocks(keys: &Keys, layers: usize) -> Result<AllBut, String> {
     let Some(list) = given(keys, "no_rope_layers") else {
-        return Ok(size_or_none(keys, "no_rope_layer_interval")?.unwrap_or(4));
+        return Ok(AllBut::last_of(size_or_none(keys, "no_rope_layer_interval")?.unwrap_or(4)));
     };
     // Each block has a number: 1 if it rotates, else 0.
     let rotates = |one: &Value| match one.as_u64() {
@@ -37,8 +37,8 @@ fn rotary_but_every(keys: &Keys, layers: usize) -> Result<usize, String> {
     let list = list.as_array().filter(|list| list.len() >= layers);
     let list = list.ok_or_else(|| format!("no_rope_layers must be a list of {layers} numbers"))?;
     let rotates = list[..layers].iter().map(rotates).collect::<Result<Vec<bool>, String>>()?;
-    but_every(&rotates)
-        .ok_or_else(|| "no_rope_layers: only 0 in the last of every few blocks is built".into())
+    AllBut::listed(&rotates)
+        .ok_or_else(|| "no_rope_layers: only 0 in one of every few blocks is built".into())
 }
 
 fn write(shape: &Shape) -> Value {

@@ -68,7 +68,7 @@ class Case:
         if self.causal:
             seen = seen & (key <= query)
         if self.window:
-            seen = seen & (key > query - self.window)
+            seen = seen & (key > query - self.window) & (key < query + self.window)
         if self.every:
             documents = self.documents()
             seen = seen & (documents[:, :, :1] <= key) & (key < documents[:, :, 1:])

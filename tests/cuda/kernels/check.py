@@ -1346,15 +1346,20 @@ def check_kinds(device, random, rows, channels, count, chunk):
     device.expect(parts, chunks_of(own[:, :, None] * dy.wide[:, None], chunk), 1e-6)
 
 
-def check_pooled_rows(device, random, sequences, positions, channels, last):
+def check_pooled_rows(device, random, sequences, positions, channels, pool):
     x = device.elements(noise(random, sequences, positions, channels))
     dy = device.elements(noise(random, sequences, channels))
     y, dx = device.out(sequences, channels), device.out(sequences, positions, channels)
-    sizes = [make_starts(device, random, sequences, positions), sequences, sequences * positions, channels, last]
-    at = -1 if last else 0
+    starts = make_starts(device, random, sequences, positions)
+    sizes = [starts, sequences, sequences * positions, channels, pool]
     device.launch("pooled_rows", y, x, *sizes)
-    device.same(y, x.bits[:, at])
     device.launch("pooled_rows_backward", dx, dy, *sizes)
+    if pool == 2:
+        device.expect(y, x.wide.mean(1), 1e-6)
+        device.expect(dx, np.repeat(dy.wide[:, None], positions, 1) / positions, 1e-6)
+        return
+    at = [0, -1][pool]
+    device.same(y, x.bits[:, at])
     expected = np.zeros_like(dx.bits)
     expected[:, at] = dy.bits
     device.same(dx, expected)
@@ -1782,7 +1787,7 @@ def checks():
         ("rotary", check_rotate, each(places, heads[:4])),
         ("embedding", check_positions, each(places, channels=[1, 6, 1028])),
         ("embedding", check_kinds, each(rows, kinds)),
-        ("classes", check_pooled_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027], last=[0, 1])),
+        ("classes", check_pooled_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027], pool=[0, 1, 2])),
         ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
         ("classes", check_token_classes, each(rows=[1, 13], labels=[1, 9, 40])),
         ("classes", check_classes, each(sequences=[3], positions=[2], labels=[2, 40], problem=[0], smoothing=[0.1])),

@@ -320,13 +320,13 @@ fn a_rule_of_ones_own_moves_split_masters() {
 }
 
 /// Models with factors of scores, branches and logits, with branches beside each other, with pairs
-/// of neighbours that rotate, and with queries that grow.
+/// of neighbours that rotate, with queries that grow, and with windows of positions on both sides.
 #[test]
 fn families_with_factors_are_pytorchs() {
     if !emulated::instead() {
         return;
     }
-    for name in ["granite", "glm4", "cohere2", "gpt_neox", "ministral3"] {
+    for name in ["granite", "glm4", "cohere2", "gpt_neox", "ministral3", "modernbert-classes"] {
         for of in KINDS {
             let (mut config, expected) = golden(name);
             config.device.dtype = of;

@@ -26,7 +26,8 @@ fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
                 Some(document) => (document.from as usize, document.to as usize),
                 None => (0, rows.len()),
             };
-            let end = end.min(if size.causal { query + 1 } else { rows.len() });
+            let ahead = if size.causal { Some(1) } else { size.window };
+            let end = ahead.map_or(end, |ahead| end.min(query + ahead));
             let score = |key| {
                 let products = at(query, 0).iter().zip(at(key, 1)).map(|(q, k)| q * k);
                 let scale = size.scale.map_or(1.0 / (d as f64).sqrt(), f64::from);
@@ -229,6 +230,11 @@ fn shared_keys_and_windows_are_the_plain_ones() {
     check([1, 200], [2, 1, 5], true, Some(40), 0.0, &[]);
     check([1, 400], [2, 1, 5], true, Some(20), 0.2, &[70, 30]);
     check([2, 5], [4, 2, 3], false, None, 0.0, &[]);
+    for window in [1, 2, 65, 100] {
+        check([2, 70], [2, 1, 2], false, Some(window), 0.0, &[]);
+    }
+    check([1, 300], [2, 1, 5], false, Some(20), 0.2, &[]);
+    check([1, 200], [2, 1, 5], false, Some(40), 0.0, &[70, 30]);
 }
 
 #[test]

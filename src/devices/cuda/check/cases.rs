@@ -281,17 +281,21 @@ impl<'c> Cases<'c> {
             let y = p.output([b, c]);
             let x = p.input([r, c]);
             let z = p.output([b, c]);
+            let mean = p.output([b, c]);
             move |k, _| {
                 k.pooled_rows(&PooledRows { y, x, pool: Pooling::First, batch });
                 k.pooled_rows(&PooledRows { y: z, x, pool: Pooling::Last, batch });
+                k.pooled_rows(&PooledRows { y: mean, x, pool: Pooling::Mean, batch });
             }
         });
-        case!(self.pooled_rows_backward, |p| PooledRowsBackward {
-            dx: p.output([r, c]),
-            dy: p.input([b, c]),
-            pool: Pooling::Last,
-            batch,
-        });
+        for pool in [Pooling::Last, Pooling::Mean] {
+            case!(self.pooled_rows_backward, |p| PooledRowsBackward {
+                dx: p.output([r, c]),
+                dy: p.input([b, c]),
+                pool,
+                batch,
+            });
+        }
     }
 
     fn of_tables(&mut self) {

@@ -8,27 +8,42 @@ constexpr int STATISTICS = 4;
 // the loss, then a number from 0 to 1 for each label.
 constexpr int REGRESSION = 1, MULTI_LABEL = 2;
 
-__device__ inline long long pooled_row(Sequence sequence, int last) {
-    return last ? sequence.first + sequence.count - 1 : sequence.first;
+// The pooled rows of a sequence: its first (0), its last (1), or all (2).
+__device__ inline Sequence pooled(Sequence sequence, int pool) {
+    sequence.first += pool == 1 ? sequence.count - 1 : 0;
+    sequence.count = pool == 2 ? sequence.count : 1;
+    return sequence;
 }
 
-// y: (B, C), the first rows of the sequences of x, or the last ones. x: (rows, C).
+// y: (B, C), the means of the pooled rows of the sequences of x. x: (rows, C).
 // launch: grid (sequences, ceil(channels / 1024)), block (threads(channels))
 extern "C" __global__ void pooled_rows(T* y, const T* x, const int* starts, int sequences, int rows,
-                                       int channels, int last) {
+                                       int channels, int pool) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
     }
     const long long sequence = blockIdx.x;
-    const long long row = pooled_row(sequence_at(starts, sequences, rows, blockIdx.x), last);
-    write(y + sequence * channels + column, read(x + row * channels + column, count), count);
+    const Sequence of = pooled(sequence_at(starts, sequences, rows, blockIdx.x), pool);
+    const T* row = x + static_cast<long long>(of.first) * channels + column;
+    Four sum = read(row, count);
+    for (int i = 1; i < of.count; ++i) {
+        row += channels;
+        const Four next = read(row, count);
+        for (int j = 0; j < 4; ++j) {
+            sum.of[j] += next.of[j];
+        }
+    }
+    for (int j = 0; j < 4; ++j) {
+        sum.of[j] /= of.count;
+    }
+    write(y + sequence * channels + column, sum, count);
 }
 
-// dx: dy in the first rows, or the last ones, 0 in all others.
+// dx: dy ÷ their number in the pooled rows, 0 in all others.
 // launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
 extern "C" __global__ void pooled_rows_backward(T* dx, const T* dy, const int* starts, int sequences,
-                                                int rows, int channels, int last) {
+                                                int rows, int channels, int pool) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
@@ -36,7 +51,15 @@ extern "C" __global__ void pooled_rows_backward(T* dx, const T* dy, const int* s
     const long long row = blockIdx.x;
     const Sequence sequence = sequence_of(starts, sequences, rows, blockIdx.x);
     const T* const from = dy + static_cast<long long>(sequence.index) * channels + column;
-    write(dx + row * channels + column, row == pooled_row(sequence, last) ? read(from, count) : Four{}, count);
+    const Sequence of = pooled(sequence, pool);
+    Four gradient = {};
+    if (row >= of.first && row < of.first + of.count) {
+        gradient = read(from, count);
+        for (int j = 0; j < 4; ++j) {
+            gradient.of[j] /= of.count;
+        }
+    }
+    write(dx + row * channels + column, gradient, count);
 }
 
 // The largest score, and the sum of exp(score - largest).

@@ -21,7 +21,8 @@ impl<'c> Cases<'c> {
                 self.of_cached_attention(shape);
                 continue;
             }
-            for (causal, window) in [(true, None), (false, None), (true, Some(3))] {
+            for (causal, window) in [(true, None), (false, None), (true, Some(3)), (false, Some(3))]
+            {
                 self.of_attention(AttentionShape { causal, window, ..shape });
             }
         }
@@ -33,7 +34,9 @@ impl<'c> Cases<'c> {
     pub(in super::super) fn of_wide_heads(&mut self) {
         for heads in [[2, 1, 64], [if cfg!(test) { 4 } else { 8 }, 2, 128]] {
             let shape = self.attention(heads);
-            for (causal, window) in [(true, None), (false, None), (true, Some(100))] {
+            for (causal, window) in
+                [(true, None), (false, None), (true, Some(100)), (false, Some(70))]
+            {
                 self.of_attention(AttentionShape { causal, window, ..shape });
             }
         }

@@ -136,7 +136,11 @@ struct Head {
     // Keys that a query sees.
     __device__ Span seen(int query) const {
         Span span = document(query);
-        span.to = min(span.to, size.causal ? query + 1 : end());
+        span.to = min(span.to, end());
+        const int ahead = size.causal ? 1 : size.window; // 0: all
+        if (ahead > 0 && ahead < span.to - query) {
+            span.to = query + ahead;
+        }
         span.from = size.window > 0 ? max(span.from, query + 1 - size.window) : span.from;
         return span;
     }
@@ -148,7 +152,8 @@ struct Head {
     // Queries that may see some of the keys.
     __device__ Span seeing(Span keys) const {
         const Span first = document(keys.from), last = document(keys.to - 1);
-        Span span = {size.causal ? keys.from : first.from, last.to};
+        const int ahead = size.causal ? 1 : size.window; // 0: all
+        Span span = {ahead > 0 ? max(first.from, keys.from + 1 - ahead) : first.from, last.to};
         if (size.window > 0 && size.window < span.to - keys.to) {
             span.to = keys.to - 1 + size.window;
         }
