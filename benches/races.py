@@ -1,6 +1,6 @@
 """Training speed and memory against PyTorch and transformers on the same CPU.
 
-    cargo build --release && pip install torch transformers && python benches/races.py A B C D E G H
+    cargo build --release && pip install torch transformers && python benches/races.py A B C D E G H I
 
 Each race trains one model on the same shapes and data. The runs alternate: each round starts every
 process anew, so that a slow phase of the machine affects all of them. The figures are medians over
@@ -17,6 +17,7 @@ the peak resident set of the process. The losses of the first round are printed 
     G  Mixtral of 8 x 512, 8 experts of 1792, 2 a token, 16 x 256 in micro-batches of 4
     H  Qwen3-MoE of 8 x 512, 32 experts of 256, 4 a token, the same
        PyTorch's experts run one by one ("torch") and as one grouped product ("torch grouped")
+    I  ModernBERT of 9 x 512, masked LM, 16 x 512 in micro-batches of 2, 15 % labelled
 
 Options: --rounds N, --steps N, --threads N; --peer sdpa or --peer compile instead of eager
 attention without compilation; --peer-micro N sets another micro-batch for PyTorch.
@@ -181,6 +182,27 @@ RACES["H"] = SPARSE | dict(
         num_experts_per_tok=4,
         norm_topk_prob=True,
     ),
+)
+RACES["I"] = dict(
+    config="ModernBertConfig",
+    fields=dict(
+        vocab_size=8192,
+        hidden_size=512,
+        num_hidden_layers=9,
+        num_attention_heads=8,
+        intermediate_size=768,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        cls_token_id=0,
+        sep_token_id=0,
+    ),
+    task="masked-lm",
+    batch=16,
+    micro=2,
+    length=512,
+    ways=["torch", "kept", "recomputing"],
 )
 RACES["A-dropout"] = RACES["A"] | dict(
     fields=RACES["A"]["fields"]
