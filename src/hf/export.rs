@@ -146,6 +146,9 @@ fn tables_of(weights_from: &Path, config: &Value, changed: &Changed) -> Option<T
     Some(Tables { names: shape.names, has_own_head })
 }
 
+const OF_IMAGES: &str = "it also reads images, and adapters with a head of classes cannot be merged \
+                         into it: train without train.lora";
+
 /// The `config.json` of a model with adapters. A checkpoint of adapters has its own. PEFT's
 /// directory has none, or the base model's, so that the head is described here.
 fn merged_config(
@@ -154,10 +157,17 @@ fn merged_config(
     merge: &Merge,
     labels: &[String],
 ) -> Result<Value, Error> {
+    let source = read_config(base)?;
+    if families::text_part(&source).is_some() {
+        // The rest of the base is copied, so that the model reads images as before.
+        return match merge.shape().scores_vocabulary() {
+            true => Ok(source),
+            false => Err(Error::bad_model(base.display(), OF_IMAGES)),
+        };
+    }
     if from.join(RECORD).is_file() {
         return json::read(&from.join(CONFIG));
     }
-    let source = read_config(base)?;
     let of_base = families::read(&source).map(|shape| shape.head);
     let head = merge.shape().head;
     let mut config = match of_base == Ok(head) {

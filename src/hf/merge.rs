@@ -9,7 +9,7 @@ use safetensors::tensor::TensorView;
 
 use super::adapters::{PREFIX, SavedAdapters, WEIGHTS, adapters_head, read_lora, refused_adapters};
 use super::config::read_shape;
-use super::names::{is_float, is_of_other_head};
+use super::names::{in_files, is_float, is_of_other_head, meanings};
 use super::tied::{has_own_head, keeps_tied};
 use super::weight_file::WeightFile;
 use super::weights::decode_all;
@@ -103,10 +103,9 @@ impl Merge {
         self.file.tensors().tensor(&name).expect("new_tensors() found it")
     }
 
-    /// Whether a tensor's name in a file means the tensor of this name. Files may leave out the
-    /// family's prefix.
+    /// Whether a tensor's name in a file means the tensor of this name.
     fn is_called(&self, in_file: &str, name: &str) -> bool {
-        in_file == name || name.strip_prefix(self.shape.names.prefix) == Some(in_file)
+        in_files(name, self.shape.names.prefix).iter().any(|one| one == in_file)
     }
 
     /// The values of a tensor with its adapter, or of the adapters' tensor that replaces it. `None`
@@ -119,8 +118,8 @@ impl Merge {
         let tensors = self.file.tensors();
         let find = |end: &str, of: &str| {
             let prefix = self.shape.names.prefix;
-            let names = [format!("{PREFIX}{of}{end}"), format!("{PREFIX}{prefix}{of}{end}")];
-            names.iter().find_map(|name| tensors.tensor(name).ok())
+            let mut names = meanings(of, prefix).into_iter();
+            names.find_map(|name| tensors.tensor(&format!("{PREFIX}{name}{end}")).ok())
         };
         let floats = |view: &TensorView<'_>| -> Result<Vec<f32>, String> {
             if !is_float(view.dtype()) {

@@ -77,16 +77,35 @@ impl Spelling<'_> {
     }
 }
 
-/// Finds a tensor in files by its name, with or without the prefix, or by its old name.
+/// The names that files may have for a tensor of this name: without the family's prefix, and as a
+/// part of a model that also reads images, in the layouts of transformers 4 and 5.
+pub(super) fn in_files(name: &str, prefix: &str) -> [String; 4] {
+    let short = name.strip_prefix(prefix).unwrap_or(name);
+    [
+        name.into(),
+        short.into(),
+        format!("language_model.{name}"),
+        format!("model.language_model.{short}"),
+    ]
+}
+
+/// The names that a name in a file may mean: the converse of [`in_files`].
+pub(super) fn meanings(in_file: &str, prefix: &str) -> Vec<String> {
+    let part = in_file.strip_prefix("model.language_model.").map(|name| format!("{prefix}{name}"));
+    let whole = in_file.strip_prefix("language_model.").map(String::from);
+    let own = [in_file.to_string(), format!("{prefix}{in_file}")];
+    own.into_iter().chain(part).chain(whole).collect()
+}
+
+/// Finds a tensor in files by one of its names, or by its old name.
 pub(super) fn find<'t>(
     files: &[SafeTensors<'t>],
     name: &str,
     prefix: &str,
 ) -> Option<TensorView<'t>> {
     let old = old_name(name);
-    let short = |name| str::strip_prefix(name, prefix).unwrap_or(name);
-    let names = [name, short(name), &old, short(&old)];
-    names.iter().find_map(|name| files.iter().find_map(|file| file.tensor(name).ok()))
+    let mut names = [name, &old].into_iter().flat_map(|name| in_files(name, prefix));
+    names.find_map(|name| files.iter().find_map(|file| file.tensor(&name).ok()))
 }
 
 /// The name that the tensor of a norm has in the first BERT's checkpoints.
@@ -144,7 +163,14 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         "rotary_emb.inv_freq",
         ".decoder.bias",
     ];
-    const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
+    const PARTS: [&str; 5] = [
+        "cls.seq_relationship.",
+        "pooler.dense.",
+        // What reads images, beside the text model of such a directory.
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.visual.",
+    ];
     is_of_other_head(name, &model.shape)
         || is_of_other_classes(name, model)
         || ENDS.iter().any(|end| name.ends_with(end))
@@ -213,9 +239,7 @@ pub(super) fn check<'t>(
     };
     let names = tensors.keys().copied().chain(brought).flat_map(all);
     let names = names.flat_map(|name| [old_name(&name), name]);
-    let known: BTreeSet<String> = names
-        .flat_map(|name| [name.strip_prefix(prefix).unwrap_or(&name).to_string(), name.clone()])
-        .collect();
+    let known: BTreeSet<String> = names.flat_map(|name| in_files(&name, prefix)).collect();
     let base = spelling.filter(|spelling| !spelling.of_adapters).map(|spelling| spelling.model);
     problems.append(&mut missing);
     for name in files.iter().flat_map(|tensors| tensors.names()) {

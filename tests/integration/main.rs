@@ -66,6 +66,7 @@ mod lora;
 #[cfg(feature = "tokenizers")]
 mod machines;
 mod multi_label;
+mod multimodal;
 mod objective;
 #[cfg(feature = "cli")]
 mod observed;

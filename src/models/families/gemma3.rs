@@ -15,6 +15,7 @@ use crate::models::{Head, NormPlaces, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
     family: "gemma3_text",
+    token_classes: "", // transformers has no such model
     qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
     read,
     write,
@@ -34,6 +35,19 @@ pub(super) const AROUND: Names = Names {
 /// transformers' defaults of the base of rotary positions: in all of a sequence, and in a window.
 const THETAS: [f32; 2] = [1_000_000.0, 10_000.0];
 
+/// transformers' defaults of sizes, which Google's own files leave out.
+const ABSENT: [(&str, usize); 9] = [
+    ("vocab_size", 262_208),
+    ("hidden_size", 2304),
+    ("intermediate_size", 9216),
+    ("num_hidden_layers", 26),
+    ("num_attention_heads", 8),
+    ("num_key_value_heads", 4),
+    ("head_dim", 256),
+    ("max_position_embeddings", 131_072),
+    ("sliding_window", 4096),
+];
+
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "use_bidirectional_attention", false)?;
     for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
@@ -41,10 +55,15 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             return Err(format!("{key} is {limit}: Gemma 3 is built without it"));
         }
     }
+    let mut keys = keys.clone();
+    for (key, size) in ABSENT {
+        keys.entry(key).or_insert(size.into());
+    }
+    let keys = &keys;
     let mut shared = keys.clone();
     shared.retain(|key, _| !ROPE.contains(&key.as_str()));
     let shape = read_shared(&shared, &NAMES, THETAS[0])?;
-    let head_size = size_or_none(keys, "head_dim")?.unwrap_or(256);
+    let head_size = size_or_none(keys, "head_dim")?.unwrap_or(shape.head_size);
     let scalar = number(keys, "query_pre_attn_scalar", 256.0)?;
     if scalar != head_size as f32 {
         return Err(format!(

@@ -9,7 +9,15 @@ use super::read::{Keys, above_zero, flag, number};
 use crate::kernels::LogitForm;
 use crate::models::Shape;
 
-pub(super) static NAMES: Names = Names { family: "granite", read, write, ..SHARED };
+pub(super) static NAMES: Names = Names {
+    family: "granite",
+    // transformers has no models of this family that classify.
+    class_out: "",
+    token_classes: "",
+    read,
+    write,
+    ..SHARED
+};
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     let bias = flag(keys, "attention_bias", false)?;

@@ -256,12 +256,7 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 9] = [
-    (
-        "gemma3",
-        "which also reads images: only its text model (gemma3_text, as google/gemma-3-1b-it) is \
-         built",
-    ),
+const NOT_BUILT: [(&str, &str); 8] = [
     ("deepseek_v2", "whose keys and values are of low rank (MLA), which is not built"),
     ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
     ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
@@ -276,13 +271,27 @@ const NOT_BUILT: [(&str, &str); 9] = [
     ("qwen3_next", "most of whose blocks have linear attention, which is not built"),
 ];
 
-/// Reads the shape that a `config.json` describes.
+/// The `config.json` of the text model, where it is a part of a model that also reads images.
+pub(crate) fn text_part(config: &Value) -> Option<Value> {
+    let mut text = config.get("text_config")?.as_object()?.clone();
+    for key in ["bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"] {
+        if let Some(value) = config.get(key).filter(|value| !value.is_null()) {
+            text.entry(key).or_insert_with(|| value.clone());
+        }
+    }
+    Some(Value::Object(text))
+}
+
+/// Reads the shape that a `config.json` describes. Of a model that also reads images, it is that of
+/// the text model.
 ///
 /// # Errors
 /// A key is missing or wrong, or needs something that is not built: the key, its value, and what
 /// is built.
 pub fn read(config: &Value) -> Result<Shape, String> {
     let known = FAMILIES.map(|names| names.family).join(", ");
+    let text = text_part(config);
+    let config = text.as_ref().unwrap_or(config);
     let Some(config) = config.as_object() else { return Err("it is no JSON object".into()) };
     let kind = config.get("model_type").and_then(Value::as_str).unwrap_or("none");
     if let Some((_, why)) = NOT_BUILT.iter().find(|(family, _)| *family == kind) {
@@ -325,8 +334,11 @@ fn keep_activations(source: &Value, own: &mut Value) {
 }
 
 /// Writes the `config.json` of a shape. All other keys are kept from `source`, the config that the
-/// model was read with, which may be null.
+/// model was read with, which may be null. Of a model that also reads images, it is the config of
+/// the text model alone.
 pub fn write(shape: &Shape, source: &Value) -> Value {
+    let text = text_part(source);
+    let source = text.as_ref().unwrap_or(source);
     let mut config = source.as_object().cloned().unwrap_or_default();
     let mut own = (shape.names.write)(shape);
     shorten(&mut own);

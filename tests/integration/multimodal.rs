@@ -1,0 +1,135 @@
+//! Text models of directories whose models also read images. `goldens/multimodal.py` makes what is
+//! compared with.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use l2l::config::{LoraConfig, ScheduleKind, StashPlace, Task, TrainConfig};
+use l2l::hf::{self, ExportOptions};
+use l2l::inference::Evaluator;
+use l2l::{Config, Trainer};
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+use crate::pytorch::{case, check};
+
+const PART: &str = "language_model.";
+
+fn config_of(directory: &Path) -> Value {
+    let text = fs::read_to_string(directory.join("config.json")).expect("a directory has one");
+    serde_json::from_str(&text).expect("it is JSON")
+}
+
+fn weights(directory: &Path) -> Vec<u8> {
+    fs::read(directory.join("model.safetensors")).expect("a directory has them")
+}
+
+fn read(bytes: &[u8]) -> SafeTensors<'_> {
+    SafeTensors::deserialize(bytes).expect("it is whole")
+}
+
+#[tokio::test]
+async fn the_text_model_is_pytorchs() {
+    let (config, golden) = case("gemma3");
+    let relay = check(config.clone(), &golden).await;
+    let mut resident = config;
+    resident.schedule.kind = ScheduleKind::Resident;
+    resident.schedule.recompute = false.into();
+    resident.stash.place = StashPlace::Device;
+    assert_eq!(check(resident, &golden).await, relay);
+}
+
+#[tokio::test]
+async fn a_text_model_is_written_alone() {
+    let (config, _) = case("gemma3");
+    let from = config.model.path.clone().expect("a case has one");
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
+    trainer.save(folder.path()).await.expect("a directory of ours");
+    trainer.stop().await.expect("nothing fails here");
+    let [from_bytes, to_bytes] = [&from, folder.path()].map(weights);
+    let [from, to] = [&from_bytes, &to_bytes].map(|bytes| read(bytes));
+    let text = from.tensors().into_iter().filter_map(|(name, tensor)| {
+        name.strip_prefix(PART).map(|own| (own.to_string(), tensor.data().to_vec()))
+    });
+    let text: Vec<(String, Vec<u8>)> = text.collect();
+    assert_eq!(to.len(), text.len());
+    for (name, data) in &text {
+        assert_eq!(to.tensor(name).expect("it is written").data(), data, "{name}");
+    }
+}
+
+/// Trains adapters for two steps; returns the config and the place of the checkpoint.
+async fn adapted(folder: &Path, task: Option<Task>) -> (Config, PathBuf) {
+    let (mut config, _) = case("gemma3");
+    config.train.lora = Some(LoraConfig { rank: Some(2), ..LoraConfig::default() });
+    config.optimizer.learning_rate = 0.05;
+    if task.is_some() {
+        config.model.task = task;
+        let classes = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/roberta-classes");
+        config.data.train = classes.join("data.jsonl").display().to_string().into();
+        config.model.labels = Some(l2l::config::Labels::Count(3));
+    }
+    let mut batches = l2l::data::Batches::open(&config).expect("it is committed");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+    for _ in 0..2 {
+        trainer.step(batches.next().await.expect("good data")).await.expect("nothing fails here");
+    }
+    let place = folder.join("checkpoint");
+    trainer.checkpoint(&place).await.expect("a directory of ours");
+    trainer.stop().await.expect("nothing fails here");
+    (config, place)
+}
+
+async fn loss_of(config: &Config) -> f64 {
+    let shape = l2l::shape_of(config).expect("a case of ours");
+    let (data, _) = l2l::data::Dataset::open(config, &shape).expect("it is committed");
+    let mut evaluator = Evaluator::start(config.clone()).await.expect("a case of ours");
+    let loss = evaluator.evaluate(data.in_order(4, 3)).await.expect("nothing fails here").loss;
+    evaluator.stop().await.expect("nothing fails here");
+    loss
+}
+
+#[tokio::test]
+async fn merged_adapters_give_the_whole_model() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let (config, place) = adapted(folder.path(), None).await;
+    let base = config.model.path.clone().expect("a case has one");
+    let merged = folder.path().join("merged");
+    hf::export(&place, Some(&base), &merged, ExportOptions::default()).expect("ours");
+    let [mut described, mut of_base] = [config_of(&merged), config_of(&base)];
+    for config in [&mut described, &mut of_base] {
+        config.as_object_mut().expect("it is one").remove("dtype");
+    }
+    assert_eq!(described, of_base);
+    let [from_bytes, to_bytes] = [&base, &merged].map(|place| weights(place));
+    let [from, to] = [&from_bytes, &to_bytes].map(|bytes| read(bytes));
+    assert_eq!(from.len(), to.len());
+    let mut changed = 0;
+    for (name, tensor) in from.tensors() {
+        let is_same = to.tensor(&name).expect("it is written").data() == tensor.data();
+        let is_adapted = name.starts_with(PART) && name.ends_with("_proj.weight");
+        assert_eq!(is_same, !is_adapted, "{name}");
+        changed += usize::from(is_adapted);
+    }
+    assert_eq!(changed, 2 * 7);
+    let mut trained = config.clone();
+    trained.train.lora = Some(LoraConfig { path: Some(place), ..LoraConfig::default() });
+    let mut plain = config;
+    plain.model.path = Some(merged);
+    plain.train = TrainConfig::default();
+    let [with, without] = [loss_of(&trained).await, loss_of(&plain).await];
+    assert!((with - without).abs() < 1e-5, "{with} {without}");
+}
+
+#[tokio::test]
+async fn a_head_of_classes_is_not_merged_into_the_whole_model() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let (config, place) = adapted(folder.path(), Some(Task::SequenceClassification)).await;
+    let merged = folder.path().join("merged");
+    let base = config.model.path.as_deref();
+    let refused = hf::export(&place, base, &merged, ExportOptions::default());
+    let refused = refused.expect_err("it reads images").to_string();
+    assert!(refused.contains("it also reads images"), "{refused}");
+    assert!(!merged.exists());
+}
