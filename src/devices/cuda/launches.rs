@@ -106,6 +106,9 @@ fn mask_words(dropout: Dropout<'_>) -> [u32; 7] {
     ]
 }
 
+/// The text's number for a window of all positions.
+const ALL: usize = 1 << 30;
+
 /// The text's `Attention`.
 pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<17> {
     attention_words_from(shape, 0)
@@ -113,6 +116,7 @@ pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<17> {
 
 /// The text's `Attention` for a chunk whose keys and values are there from a position on.
 pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize) -> Words<17> {
+    let window = shape.window.map_or(ALL, |window| window.min(ALL));
     let words = [
         shape.batch.sequences(),
         shape.rows(),
@@ -120,8 +124,8 @@ pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize
         shape.heads,
         shape.kv_heads,
         shape.head_size,
-        usize::from(shape.causal),
-        shape.window.unwrap_or(0),
+        if shape.causal { 1 } else { window },
+        window,
         first_kept,
     ];
     let mut all = [0; 17];

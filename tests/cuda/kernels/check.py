@@ -354,7 +354,7 @@ class Dropout(ctypes.Structure):
 class Attention(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ["sequences", "rows", "past", "heads", "kv_heads"]),
-        *((name, ctypes.c_int) for name in ["head_size", "causal", "window", "first_kept"]),
+        *((name, ctypes.c_int) for name in ["head_size", "ahead", "window", "first_kept"]),
         ("scale", ctypes.c_float),
         ("dropout", Dropout),
     ]
@@ -362,7 +362,9 @@ class Attention(ctypes.Structure):
     @staticmethod
     def of(sequences, rows, heads, kv_heads, head_size, past=0, causal=1, window=0, dropout=None, first_kept=0):
         scale = 1 / math.sqrt(head_size)
-        sizes = [sequences, rows, past, heads, kv_heads, head_size, causal, window, first_kept]
+        window = window or 2**30
+        ahead = 1 if causal else window
+        sizes = [sequences, rows, past, heads, kv_heads, head_size, ahead, window, first_kept]
         return Attention(*sizes, scale, dropout or Dropout.of(0))
 
     @property

@@ -135,14 +135,9 @@ struct Head {
 
     // Keys that a query sees.
     __device__ Span seen(int query) const {
-        Span span = document(query);
-        span.to = min(span.to, end());
-        const int ahead = size.causal ? 1 : size.window; // 0: all
-        if (ahead > 0 && ahead < span.to - query) {
-            span.to = query + ahead;
-        }
-        span.from = size.window > 0 ? max(span.from, query + 1 - size.window) : span.from;
-        return span;
+        const Span span = document(query);
+        const int to = min(end(), query + size.ahead);
+        return {max(span.from, query + 1 - size.window), min(span.to, to)};
     }
 
     __device__ Sight sight(Span queries) const {
@@ -152,12 +147,9 @@ struct Head {
     // Queries that may see some of the keys.
     __device__ Span seeing(Span keys) const {
         const Span first = document(keys.from), last = document(keys.to - 1);
-        const int ahead = size.causal ? 1 : size.window; // 0: all
-        Span span = {ahead > 0 ? max(first.from, keys.from + 1 - ahead) : first.from, last.to};
-        if (size.window > 0 && size.window < span.to - keys.to) {
-            span.to = keys.to - 1 + size.window;
-        }
-        return {max(span.from, size.past), min(span.to, end())};
+        const int from = max(first.from, keys.from + 1 - size.ahead);
+        const int to = min(last.to, keys.to - 1 + size.window);
+        return {max(from, size.past), min(to, end())};
     }
 
     // Draws a tile's dropout mask. A byte of `kept` is for one query and four keys, with a bit for each key.
