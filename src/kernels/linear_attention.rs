@@ -64,7 +64,7 @@ pub struct LinearShape<'a> {
 
 /// The numbers that each head of values learns.
 #[derive(Clone, Copy, Debug)]
-pub struct Decay<T = View> {
+pub struct HeadDecay<T = View> {
     /// ln A. (1, H).
     pub log: T,
     /// What is added to the steps. (1, H).
@@ -115,7 +115,7 @@ pub struct DeltaRule<'a> {
     /// The projection. (R, P).
     pub projected: View,
     /// Of each head of values. (1, H).
-    pub decay: Decay,
+    pub decay: HeadDecay,
     /// Sizes.
     pub shape: LinearShape<'a>,
 }
@@ -128,7 +128,7 @@ pub struct DeltaRuleBackward<'a> {
     /// The gradient of the projection, of which this writes the columns of β and a. (R, P).
     pub dprojected: View,
     /// Floats. (1, H).
-    pub ddecay: Decay,
+    pub ddecay: HeadDecay,
     /// (R, H D_v).
     pub dy: View,
     /// The forward's input. (R, M).
@@ -136,7 +136,7 @@ pub struct DeltaRuleBackward<'a> {
     /// The projection. (R, P).
     pub projected: View,
     /// Of each head of values. (1, H).
-    pub decay: Decay,
+    pub decay: HeadDecay,
     /// Sizes.
     pub shape: LinearShape<'a>,
     /// True when `ddecay` is added to; false when it is replaced.
@@ -156,7 +156,7 @@ pub struct CachedDeltaRule<'a> {
     /// Weights of the convolution. (M, taps).
     pub w: View,
     /// Of each head of values. (1, H).
-    pub decay: Decay,
+    pub decay: HeadDecay,
     /// Sizes.
     pub shape: LinearShape<'a>,
 }
@@ -216,7 +216,7 @@ impl LinearShape<'_> {
     }
 }
 
-impl Decay {
+impl HeadDecay {
     fn reads(self, views: &mut Views<'_>, heads: usize, dtype: Dtype) {
         views.reads("decay.log", self.log, [1, heads], dtype);
         views.reads("decay.bias", self.bias, [1, heads], dtype);

@@ -65,7 +65,7 @@ pub use kv_cache::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
 pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};
 pub use linear_attention::{
-    CachedDeltaRule, Decay, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward,
+    CachedDeltaRule, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward, HeadDecay,
     LinearHeads, LinearShape, ShortConvolution, ShortConvolutionBackward,
 };
 pub use loss::{CrossEntropy, Loss, Smoothing};

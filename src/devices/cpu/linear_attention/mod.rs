@@ -7,6 +7,8 @@ mod gated_norm;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::activation::sigmoid;
@@ -74,7 +76,7 @@ struct Factors {
 
 impl<'i> Inputs<'i> {
     /// A head of values, on the rows of a sequence.
-    fn head(&self, number: usize, rows: std::ops::Range<usize>) -> Head<'i> {
+    fn head(&self, number: usize, rows: Range<usize>) -> Head<'i> {
         let Inputs { heads, x, projected, before, log, bias } = *self;
         let width = projected.len() / before.len();
         let mixed = heads.mixed();
@@ -189,7 +191,7 @@ fn states(heads: LinearHeads, sequences: usize) -> usize {
 fn delta_rule(
     level: Level,
     inputs: &Inputs<'_>,
-    sequences: &[std::ops::Range<usize>],
+    sequences: &[Range<usize>],
     mut y: &mut [f32],
     mut workspace: &mut [f32],
 ) {

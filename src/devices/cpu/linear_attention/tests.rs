@@ -1,9 +1,11 @@
 //! Linear attention beside plain f64, with gradients by central differences.
 
-use super::super::oracle::{Bench, Noise, close, differences, noise};
+use std::ops::Range;
+
+use super::super::oracle::{Bench, close, differences, noise};
 use crate::kernels::{
-    BatchMetadata, BatchView, CachedDeltaRule, Decay, DeltaRule, DeltaRuleBackward, Document,
-    GatedNorm, GatedNormBackward, LinearHeads, LinearShape, ShortConvolution,
+    BatchMetadata, BatchView, CachedDeltaRule, DeltaRule, DeltaRuleBackward, Document, GatedNorm,
+    GatedNormBackward, HeadDecay, LinearHeads, LinearShape, ShortConvolution,
     ShortConvolutionBackward,
 };
 use crate::simd::Level;
@@ -160,15 +162,24 @@ fn convolutions_are_the_plain_ones() {
             let expected = differences(&w.wide, |w| loss(&projected.wide, w));
             close(&bench.values(dw), &expected, 1e-4);
             let expected = differences(&projected.wide, |x| loss(x, &w.wide));
-            let found = bench.values(dprojected);
-            let rows = found.chunks(heads.projected()).zip(expected.chunks(heads.projected()));
-            for (found, expected) in rows {
-                let (found, others) = found.split_at(heads.mixed());
-                close(found, &expected[..heads.mixed()], 1e-4);
-                assert!(others.iter().all(|other| other.is_nan()), "columns of others");
-            }
+            of_columns(&bench.values(dprojected), &expected, heads, 0..heads.mixed());
         }
     }
+}
+
+/// The inputs of the delta rule: queries, keys and values; projection; ln A; bias.
+type RuleInputs<'i> = [&'i [f64]; 4];
+
+/// The gradients of all inputs, from that of the output.
+fn plain_rule_backward(all: RuleInputs<'_>, dy: &[f64], shape: &LinearShape<'_>) -> [Vec<f64>; 4] {
+    [0, 1, 2, 3].map(|which: usize| {
+        differences(all[which], |one| {
+            let mut all = all;
+            all[which] = one;
+            let [x, projected, log, bias] = all;
+            sum_of_products(&plain_rule(x, projected, [log, bias], shape), dy)
+        })
+    })
 }
 
 #[test]
@@ -177,70 +188,63 @@ fn the_delta_rule_is_the_plain_one() {
     for heads in [WIDE, TALL] {
         let shape = LinearShape { batch: batch(&documents), heads };
         let rows = shape.batch.rows();
+        let of_heads = heads.value_heads;
         let [x, projected, dy] = [heads.mixed(), heads.projected(), heads.values()]
             .map(|width| noise(rows * width, width as u64));
-        let [log, bias] = [7, 8].map(|seed| noise(heads.value_heads, seed));
-        let plain = |x: &[f64], projected: &[f64], log: &[f64], bias: &[f64]| {
-            sum_of_products(&plain_rule(x, projected, [log, bias], &shape), &dy.wide)
-        };
-        let loss = |[x, projected, log, bias]: [&[f64]; 4]| plain(x, projected, log, bias);
+        let [log, bias] = [7, 8].map(|seed| noise(of_heads, seed));
+        let plain_y = plain_rule(&x.wide, &projected.wide, [&log.wide, &bias.wide], &shape);
         let all = [&x.wide[..], &projected.wide, &log.wide, &bias.wide];
-        let expected = [0, 1, 2, 3].map(|which: usize| {
-            differences(all[which], |one| {
-                let mut all = all;
-                all[which] = one;
-                loss(all)
-            })
-        });
+        let expected = plain_rule_backward(all, &dy.wide, &shape);
         for level in Level::all() {
             let mut bench = Bench::new();
             let y = bench.nan(rows, heads.values());
             let dx = bench.nan(rows, heads.mixed());
             let dprojected = bench.nan(rows, heads.projected());
-            let half = vec![0.5; heads.value_heads];
-            let ddecay = Decay {
-                log: bench.tensor(heads.value_heads, &half),
-                bias: bench.tensor(heads.value_heads, &half),
-            };
-            let mut put = |columns, noise: &Noise| bench.tensor(columns, &noise.narrow);
-            let x = put(heads.mixed(), &x);
-            let projected_view = put(heads.projected(), &projected);
+            let mut put = |columns, values: &[f32]| bench.tensor(columns, values);
+            let half = vec![0.5; of_heads];
+            let ddecay = HeadDecay { log: put(of_heads, &half), bias: put(of_heads, &half) };
+            let x = put(heads.mixed(), &x.narrow);
+            let projected = put(heads.projected(), &projected.narrow);
             let decay =
-                Decay { log: put(heads.value_heads, &log), bias: put(heads.value_heads, &bias) };
-            let dy = put(heads.values(), &dy);
+                HeadDecay { log: put(of_heads, &log.narrow), bias: put(of_heads, &bias.narrow) };
+            let dy = put(heads.values(), &dy.narrow);
+            let rule = DeltaRule { y, x, projected, decay, shape };
+            let backward = DeltaRuleBackward {
+                dx,
+                dprojected,
+                ddecay,
+                dy,
+                x,
+                projected,
+                decay,
+                shape,
+                accumulate: true,
+            };
             bench.run(level, |k, scratch| {
-                let projected = projected_view;
-                k.delta_rule(&DeltaRule { y, x, projected, decay, shape }, scratch);
-                let op = DeltaRuleBackward {
-                    dx,
-                    dprojected,
-                    ddecay,
-                    dy,
-                    x,
-                    projected,
-                    decay,
-                    shape,
-                    accumulate: true,
-                };
-                k.delta_rule_backward(&op, scratch);
+                k.delta_rule(&rule, scratch);
+                k.delta_rule_backward(&backward, scratch);
             });
-            let [plain_x, plain_projected, plain_log, plain_bias] = all;
-            let plain_y = plain_rule(plain_x, plain_projected, [plain_log, plain_bias], &shape);
             close(&bench.values(y), &plain_y, 1e-5);
             close(&bench.values(dx), &expected[0], 1e-4);
             for (view, expected) in [(ddecay.log, &expected[2]), (ddecay.bias, &expected[3])] {
                 let with_half: Vec<f64> = expected.iter().map(|one| one + 0.5).collect();
                 close(&bench.values(view), &with_half, 1e-4);
             }
-            let found = bench.values(dprojected);
-            let both = found.chunks(heads.projected());
-            for (found, expected) in both.zip(expected[1].chunks(heads.projected())) {
-                let own = heads.mixed()..heads.remembered();
-                close(&found[own.clone()], &expected[own.clone()], 1e-4);
-                let others = found[..own.start].iter().chain(&found[own.end..]);
-                assert!(others.into_iter().all(|other| other.is_nan()), "columns of others");
-            }
+            let own = heads.mixed()..heads.remembered();
+            of_columns(&bench.values(dprojected), &expected[1], heads, own);
         }
+    }
+}
+
+/// These columns of the gradient of a projection are the expected ones, and the others were not
+/// written.
+#[track_caller]
+fn of_columns(found: &[f32], expected: &[f64], heads: LinearHeads, columns: Range<usize>) {
+    let width = heads.projected();
+    for (found, expected) in found.chunks(width).zip(expected.chunks(width)) {
+        close(&found[columns.clone()], &expected[columns.clone()], 1e-4);
+        let mut others = found[..columns.start].iter().chain(&found[columns.end..]);
+        assert!(others.all(|other| other.is_nan()), "columns of others");
     }
 }
 
@@ -289,12 +293,8 @@ fn gated_norms_are_the_plain_ones() {
         let expected = differences(&gamma.wide, |gamma| loss(&x.wide, &projected.wide, gamma));
         close(&bench.values(dgamma), &expected, 1e-4);
         let expected = differences(&projected.wide, |p| loss(&x.wide, p, &gamma.wide));
-        let found = bench.values(dprojected);
-        let rows = found.chunks(heads.projected()).zip(expected.chunks(heads.projected()));
-        for (found, expected) in rows {
-            close(&found[heads.remembered()..], &expected[heads.remembered()..], 1e-4);
-            assert!(found[..heads.remembered()].iter().all(|other| other.is_nan()));
-        }
+        let own = heads.remembered()..heads.projected();
+        of_columns(&bench.values(dprojected), &expected, heads, own);
     }
 }
 
@@ -335,7 +335,7 @@ fn rows_behind_cached_ones_have_the_same_bits() {
         let w = bench.tensor(heads.taps, &w);
         let log = bench.tensor(heads.value_heads, &log);
         let bias = bench.tensor(heads.value_heads, &bias);
-        let decay = Decay { log, bias };
+        let decay = HeadDecay { log, bias };
         bench.run(level, |k, scratch| {
             k.short_convolution(&ShortConvolution { y: mixed, projected, w, shape: all });
             k.delta_rule(&DeltaRule { y, x: mixed, projected, decay, shape: all }, scratch);
