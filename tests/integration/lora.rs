@@ -16,7 +16,7 @@ use crate::pytorch::{self, check, golden_of};
 
 /// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 32] = [
+const CASES: [&str; 34] = [
     "tied",
     "llama",
     "mistral",
@@ -49,6 +49,8 @@ const CASES: [&str; 32] = [
     "ministral3",
     "modernbert-linear",
     "modernbert-classes",
+    "qwen3_5_text",
+    "qwen3_5_text-tied",
 ];
 
 fn adapters(name: &str) -> PathBuf {
