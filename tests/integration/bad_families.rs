@@ -138,7 +138,7 @@ fn configs_of_linear_attention() {
     let folder = folder();
     let cases: [(Change, &str); 12] = [
         (|c| c["layer_types"][0] = json!("sliding_attention"), "known are full_attention, linear"),
-        (|c| c["layer_types"][0] = json!("full_attention"), "in the last of every few"),
+        (|c| c["layer_types"][1] = json!("full_attention"), "in one of every few"),
         (|c| c["layer_types"] = json!(["full_attention"]), "a list of 4 kinds"),
         (
             |c| {

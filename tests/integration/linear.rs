@@ -9,11 +9,12 @@ use l2l::{Config, Trainer};
 use proptest::prelude::*;
 use serde_json::json;
 
-use crate::exact::{self, Case, SMALL, Ways, baseline, check_links, run, ways};
+use crate::exact::{self, Case, SMALL, check_links, run};
 use crate::packing::{packed, steps, texts};
 use crate::plan::limit;
 use crate::pytorch::case as golden;
 use crate::trained::Trained;
+use crate::ways::{Ways, baseline, ways};
 use crate::whole;
 
 /// A run of the golden's model, on sequences over several pieces of the delta rule's backward.

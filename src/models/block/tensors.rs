@@ -348,14 +348,6 @@ impl TransformerBlock {
         modules.flat_map(tensors).collect()
     }
 
-    /// A matrix of the router, or of the gate of the shared expert. A rule for matrices leaves it
-    /// to another rule, and a quantised base keeps it as it is.
-    fn routing_tensor(&self, module: &str, rows: usize) -> Tensor {
-        let name = format!("{}.weight", self.name(module));
-        let init = Init::Normal(self.shape.initializer_range);
-        Tensor::new(name, vec![rows, self.shape.hidden], Kind::Table, init)
-    }
-
     /// The tensors of the first block: all but those of experts.
     fn base_tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, norms, .. } = self.shape;

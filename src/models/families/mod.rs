@@ -255,7 +255,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 32] = [
+static FAMILIES: [&Names; 33] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
