@@ -82,6 +82,11 @@ fn fill(values: &mut [f32], init: Init, mut draws: Draws) {
                 *value = ((2.0 * draws.uniform() - 1.0) * f64::from(bound)) as f32;
             }
         }
+        Init::LogOfUniform => {
+            for value in values {
+                *value = (0.01 + draws.uniform() * 15.99).ln() as f32;
+            }
+        }
         Init::Normal(deviation) => {
             for pair in values.chunks_mut(2) {
                 for (value, normal) in pair.iter_mut().zip(draws.normals()) {
@@ -99,7 +104,8 @@ mod tests {
     /// Any number of threads draws what one thread draws value after value.
     #[test]
     fn weights_that_are_drawn_side_by_side_have_the_bits_of_one_stream() {
-        let inits = [Init::Zeros, Init::Ones, Init::Uniform(0.3), Init::Normal(0.02)];
+        let inits =
+            [Init::Zeros, Init::Ones, Init::Uniform(0.3), Init::LogOfUniform, Init::Normal(0.02)];
         for threads in [1, 3] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             let pool = pool.expect("threads of a test");

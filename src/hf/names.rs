@@ -163,13 +163,15 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         "rotary_emb.inv_freq",
         ".decoder.bias",
     ];
-    const PARTS: [&str; 5] = [
+    const PARTS: [&str; 6] = [
         "cls.seq_relationship.",
         "pooler.dense.",
         // What reads images, beside the text model of such a directory.
         "vision_tower.",
         "multi_modal_projector.",
         "model.visual.",
+        // What guesses tokens further ahead, beside Qwen3.5.
+        "mtp.",
     ];
     is_of_other_head(name, &model.shape)
         || is_of_other_classes(name, model)

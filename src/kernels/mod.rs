@@ -27,9 +27,11 @@ mod experts;
 mod head_norm;
 mod kv_cache;
 mod linear;
+mod linear_attention;
 mod loss;
 mod norm;
 mod operation;
+mod output_gates;
 mod positive;
 mod quantised;
 mod rotary;
@@ -62,10 +64,15 @@ pub use head_norm::{HeadNorm, HeadNormBackward, QueryKey};
 pub use kv_cache::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
 pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};
+pub use linear_attention::{
+    CachedDeltaRule, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward, HeadDecay,
+    LinearHeads, LinearShape, ShortConvolution, ShortConvolutionBackward,
+};
 pub use loss::{CrossEntropy, Loss, Smoothing};
 pub use norm::{Norm, NormBackward};
 pub(crate) use operation::{Access, Inspected, each_view};
 pub use operation::{KernelOperation, Named, Views};
+pub use output_gates::{JoinGates, SigmoidGate, SigmoidGateBackward, SplitGates};
 pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
 pub(crate) use rotary::PAIRS;
@@ -105,6 +112,12 @@ operations! {
         cached_attention(CachedAttention<'a>);
         sink(Sink<'a>);
         sink_backward(SinkBackward<'a>);
+        split_gates(SplitGates<'a>);
+        join_gates(JoinGates<'a>);
+        sigmoid_gate(SigmoidGate);
+        sigmoid_gate_backward(SigmoidGateBackward);
+        short_convolution(ShortConvolution<'a>);
+        gated_norm(GatedNorm<'a>);
         dropout(ApplyDropout<'a>);
         residual(Residual<'a>);
         scale(Scale);
@@ -136,6 +149,11 @@ operations! {
         norm_backward(NormBackward);
         head_norm_backward(HeadNormBackward<'a>);
         attention_backward(AttentionBackward<'a>);
+        short_convolution_backward(ShortConvolutionBackward<'a>);
+        delta_rule(DeltaRule<'a>);
+        delta_rule_backward(DeltaRuleBackward<'a>);
+        cached_delta_rule(CachedDeltaRule<'a>);
+        gated_norm_backward(GatedNormBackward<'a>);
         add_token_types_backward(AddTokenTypesBackward<'a>);
         score(Score);
         logits(Logits);

@@ -75,6 +75,8 @@ macro_rules! found {
     (@view $place:expr) => { Viewed::view(&mut $place) };
 }
 
+mod linear_attention;
+
 /// A field of an operation: a view, or one that may be absent.
 trait Viewed {
     fn view(&mut self) -> &mut View;

@@ -22,6 +22,8 @@ pub enum Init {
     Normal(f32),
     /// Uniform between − and + this bound.
     Uniform(f32),
+    /// The logarithm of uniform numbers between 0.01 and 16: decays of the gated delta rule.
+    LogOfUniform,
 }
 
 /// The kind of a tensor, for weight decay.

@@ -46,7 +46,9 @@ pub use model::{Model, ModelLayer, Tile};
 pub(crate) use ports::{FirstPorts, Port};
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;
-pub use shape::{AllBut, Dropouts, Experts, Head, IdleExperts, NormPlaces, Shape, Window};
+pub use shape::{
+    AllBut, Dropouts, Experts, Head, IdleExperts, LinearAttention, NormPlaces, Shape, Window,
+};
 pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};

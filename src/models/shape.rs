@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::balance::Balance;
 use super::families::Names;
 use crate::kernels::{
-    Activation, ClampedGate, GateForm, LogitForm, LongRope, Pooling, ProblemType, Rotary,
-    RotaryScaling, Yarn,
+    Activation, ClampedGate, GateForm, LinearHeads, LogitForm, LongRope, Pooling, ProblemType,
+    Rotary, RotaryScaling, Yarn,
 };
 
 /// Probabilities of dropout.
@@ -224,6 +224,15 @@ impl NormPlaces {
     }
 }
 
+/// Linear attention in place of attention in some blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearAttention {
+    /// Its sizes.
+    pub heads: LinearHeads,
+    /// The blocks that have it.
+    pub blocks: AllBut,
+}
+
 /// A transformer of one of the families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
@@ -285,6 +294,11 @@ pub struct Shape {
     /// True when each head of attention has a sink: a learned score that joins the softmax and has
     /// no value.
     pub sinks: bool,
+    /// True when the output of attention is multiplied by sigmoids of gates, which the projection
+    /// of the queries gives beside these, head by head.
+    pub output_gates: bool,
+    /// Linear attention, and the blocks that have it.
+    pub linear: Option<LinearAttention>,
     /// Whether these have biases: queries, keys and values; attention's output; the feed-forward.
     pub biases: [bool; 3],
     /// True when the transform of a head, if it has one, has a bias.
@@ -363,7 +377,11 @@ impl Shape {
     /// feed-forward layer.
     pub(crate) fn residual_outputs(&self, layer: usize) -> [String; 2] {
         let name = |module: &str| module.replace("{}", &layer.to_string());
-        [name(self.names.projection), name(self.names.down)]
+        let output = match self.linear_of(layer) {
+            Some(_) => self.names.linear.output,
+            None => self.names.projection,
+        };
+        [name(output), name(self.names.down)]
     }
 
     /// True when a block has the norm of the attention.
@@ -420,6 +438,11 @@ impl Shape {
             }
             _ => self.dropout.classifier,
         }
+    }
+
+    /// The sizes of a block's linear attention, if it has that.
+    pub(crate) fn linear_of(&self, block: usize) -> Option<LinearHeads> {
+        self.linear.filter(|linear| linear.blocks.has(block)).map(|linear| linear.heads)
     }
 
     /// True when norms have shifts beside their scales.

@@ -140,7 +140,7 @@ impl Plan {
         let positions = config.sequence_length(&model.shape)?;
         let mut steps = Plan::training_steps(config, model, share, positions);
         let dtype = config.device.dtype;
-        let cache = room.map(|room| KvCache::new(model, room, dtype)).transpose()?;
+        let cache = room.map(|room| KvCache::new(model, room, dtype));
         steps.extend(room.into_iter().flat_map(|room| room.steps(model)));
         let spec = PlanSpec::new(config, model, Some(rule), &steps, share);
         PlanSpec { cache, ..spec }.plan()
@@ -184,7 +184,7 @@ impl Plan {
     pub fn of_generation(config: &Config, model: &Model, room: Room) -> Result<Plan, Error> {
         let steps = &room.steps(model);
         let spec = PlanSpec::new(config, model, None, steps, RankShare::WHOLE);
-        let cache = Some(KvCache::new(model, room, config.device.dtype)?);
+        let cache = Some(KvCache::new(model, room, config.device.dtype));
         PlanSpec { cache, ..spec }.plan()
     }
 

@@ -61,43 +61,48 @@ impl Room {
 #[derive(Clone, Debug)]
 pub(super) struct KvCache {
     /// The layers that have keys and values, in order.
-    layers: Vec<LayerId>,
+    layers: Vec<CachedLayer>,
+    /// Floats of a position in all layers.
+    width: usize,
     sequences: usize,
     /// Positions of a sequence.
     capacity: usize,
+}
+
+/// A layer's part of the KV cache.
+#[derive(Clone, Copy, Debug)]
+struct CachedLayer {
+    layer: LayerId,
     /// Floats of a position.
     width: usize,
+    /// Those of a position in all layers before.
+    before: usize,
 }
 
 impl KvCache {
     /// The cache of a room.
-    ///
-    /// # Errors
-    /// The layers that have a cache need different widths.
-    pub(super) fn new(model: &Model, room: Room, dtype: Dtype) -> Result<KvCache, Error> {
+    pub(super) fn new(model: &Model, room: Room, dtype: Dtype) -> KvCache {
         let widths = model.kv_widths(dtype).into_iter().map(|numbers| dtype.floats(numbers));
-        let cached: Vec<(LayerId, usize)> =
-            (0..).map(LayerId).zip(widths).filter(|&(_, floats)| floats > 0).collect();
-        let width = cached.first().map_or(0, |&(_, floats)| floats);
-        if cached.iter().any(|&(_, floats)| floats != width) {
-            let problem = "the model cannot generate text: the keys and values of its layers have \
-                           different widths";
-            return Err(Error::argument(problem));
+        let mut all = 0;
+        let mut layers = Vec::new();
+        for (layer, width) in (0..).map(LayerId).zip(widths).filter(|(_, width)| *width > 0) {
+            layers.push(CachedLayer { layer, width, before: all });
+            all += width;
         }
         let Room { prompts: sequences, tokens: capacity, .. } = room;
-        let layers = cached.into_iter().map(|(layer, _)| layer).collect();
-        Ok(KvCache { layers, sequences, capacity, width })
+        KvCache { layers, width: all, sequences, capacity }
     }
 
     pub(super) fn floats(&self) -> usize {
-        (self.layers.len() * self.sequences * self.capacity * self.width).next_multiple_of(ALIGNED)
+        (self.sequences * self.capacity * self.width).next_multiple_of(ALIGNED)
     }
 
     /// The first float of a position, counted from the begin of the cache.
     pub(super) fn at(&self, layer: LayerId, sequence: usize, position: usize) -> usize {
-        let KvCache { ref layers, sequences, capacity, width } = *self;
+        let KvCache { ref layers, sequences, capacity, .. } = *self;
         assert!(sequence < sequences && position < capacity, "{self:?}");
-        let layer = layers.binary_search(&layer).expect("the layer has keys and values");
-        ((layer * sequences + sequence) * capacity + position) * width
+        let at = layers.binary_search_by_key(&layer, |one| one.layer);
+        let CachedLayer { width, before, .. } = layers[at.expect("the layer has keys and values")];
+        sequences * capacity * before + (sequence * capacity + position) * width
     }
 }

@@ -37,10 +37,15 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
         let problem = format_args!("is {layers}: it must be 1 to {MOST_LAYERS}");
         return Err(Error::config("model.max_layers", problem));
     }
-    if layers > shape.layers && shape.experts.is_some() {
+    let kind = match (shape.experts, shape.linear) {
+        (Some(_), _) => Some("experts"),
+        (None, Some(_)) => Some("linear attention"),
+        (None, None) => None,
+    };
+    if let Some(kind) = kind.filter(|_| layers > shape.layers) {
         let problem = format_args!(
             "is {layers}, and the model has {} layers: layers are not added to a model with \
-             experts. Leave it out",
+             {kind}. Leave it out",
             shape.layers
         );
         return Err(Error::config("model.max_layers", problem));

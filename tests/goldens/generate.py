@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM, Cohere2Config, CohereConfig, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
-    Qwen3Config, SmolLM3Config, Starcoder2Config,
+    Qwen3_5TextConfig, Qwen3Config, SmolLM3Config, Starcoder2Config,
 )
 
 LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
@@ -65,6 +65,9 @@ FAMILIES = {
                                    rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 6.0, "beta_fast": 8.0,
                                                     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                                                     "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}),
+    "qwen3_5_text": Qwen3_5TextConfig(**DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
+                                      linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+                                      linear_value_head_dim=5, layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}

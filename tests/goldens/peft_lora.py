@@ -59,6 +59,8 @@ CASES = {
     "ministral3": dict(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "gate_proj"]),
     "modernbert-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
     "modernbert-classes": dict(r=2, lora_alpha=6, target_modules=["Wqkv", "mlp.Wo", "head.dense"], task_type="SEQ_CLS"),
+    "qwen3_5_text": dict(r=2, lora_alpha=3, target_modules=ALL),
+    "qwen3_5_text-tied": dict(r=3, lora_alpha=4, target_modules=["in_proj_qkv", "in_proj_a", "q_proj", "out_proj"]),
 }
 
 

@@ -132,3 +132,32 @@ fn configs_of_other_families() {
     let text = of_family(&folder, "bert", |_| ()).replace("random", "built-in");
     refused(&folder, &text, &["no tokenizer.json in"]);
 }
+
+#[test]
+fn configs_of_linear_attention() {
+    let folder = folder();
+    let cases: [(Change, &str); 10] = [
+        (|c| c["layer_types"][0] = json!("sliding_attention"), "known are full_attention, linear"),
+        (|c| c["layer_types"][1] = json!("full_attention"), "in one of every few"),
+        (|c| c["layer_types"] = json!(["full_attention"]), "a list of 4 kinds"),
+        (
+            |c| {
+                c["layer_types"] = json!(null);
+                c["full_attention_interval"] = json!(0);
+            },
+            "full_attention_interval is 0",
+        ),
+        (|c| c["linear_num_value_heads"] = json!(5), "a multiple of linear_num_key_heads"),
+        (|c| c["linear_conv_kernel_dim"] = json!(0), "linear_conv_kernel_dim is 0"),
+        (|c| c["linear_key_head_dim"] = json!(4096), "linear_key_head_dim is 4096"),
+        (|c| c["hidden_act"] = json!("gelu"), "only \"silu\" is built"),
+        (|c| c["model_type"] = json!("qwen3_5_moe_text"), "experts beside linear attention"),
+        (|c| c["model_type"] = json!("qwen3_next"), "experts beside linear attention"),
+    ];
+    for (change, says) in cases {
+        refused(&folder, &of_family(&folder, "qwen3_5_text", change), &["config.json", says]);
+    }
+    let tokens =
+        of_family(&folder, "qwen3_5_text", |_| ()) + "model.task = \"token-classification\"\n";
+    refused(&folder, &tokens, &["model.task", "qwen3_5_text can only do causal-lm"]);
+}

@@ -70,6 +70,7 @@ async fn greedy_text_is_transformers() {
         "opt",
         "qwen2_moe",
         "qwen3",
+        "qwen3_5_text",
         "smollm3",
         "starcoder2",
     ] {

@@ -61,6 +61,7 @@ mod kept;
 mod kills;
 #[cfg(feature = "cli")]
 mod limits;
+mod linear;
 mod longest;
 mod lora;
 #[cfg(feature = "tokenizers")]

@@ -106,7 +106,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 41] = [
+pub(crate) const FAMILIES: [&str; 43] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -143,6 +143,8 @@ pub(crate) const FAMILIES: [&str; 41] = [
     "qwen2",
     "qwen3",
     "qwen3-classes",
+    "qwen3_5_text",
+    "qwen3_5_text-tied",
     "roberta",
     "roberta-classes",
     "smollm3",

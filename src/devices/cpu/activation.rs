@@ -49,12 +49,12 @@ fn slope_by_tanh(x: f32) -> f32 {
 }
 
 #[inline(always)]
-fn silu(x: f32) -> f32 {
+pub(super) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
 #[inline(always)]
-fn slope_of_silu(x: f32) -> f32 {
+pub(super) fn slope_of_silu(x: f32) -> f32 {
     let s = sigmoid(x);
     s * (1.0 + x * (1.0 - s))
 }

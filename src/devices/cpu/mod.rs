@@ -17,10 +17,12 @@ mod experts;
 mod head_norm;
 mod kv_cache;
 mod linear;
+mod linear_attention;
 mod math;
 mod norm;
 #[cfg(test)]
 mod oracle;
+mod output_gates;
 mod positive;
 mod product;
 mod quantised;

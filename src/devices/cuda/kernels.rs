@@ -6,13 +6,15 @@ use super::launches::{Queue, Words, int};
 use super::{attention, cross_entropy, embedding, experts, head_norm, linear, norm, routing};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
-    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, CombineRows, Custom, Dequantise, DeviceKernels, Dispatch,
-    Gate, GateBackward, GateRows, GateRowsBackward, GatherRows, HeadNorm, HeadNormBackward,
-    LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward, PackPositive,
-    PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual, Rotate, Route, RouteBackward,
-    RowDots, Runs, RunsIn, Scale, Score, ScoreBackward, Sink, SinkBackward, SumRows, TakeColumns,
-    UnpackPositive, WeighRows, WriteKv,
+    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention,
+    CachedDeltaRule, Cast, ClassLoss, ClassLossBackward, Clear, CombineRows, Custom, DeltaRule,
+    DeltaRuleBackward, Dequantise, DeviceKernels, Dispatch, Gate, GateBackward, GateRows,
+    GateRowsBackward, GatedNorm, GatedNormBackward, GatherRows, HeadNorm, HeadNormBackward,
+    JoinGates, LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward,
+    PackPositive, PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual, Rotate, Route,
+    RouteBackward, RowDots, Runs, RunsIn, Scale, Score, ScoreBackward, ShortConvolution,
+    ShortConvolutionBackward, SigmoidGate, SigmoidGateBackward, Sink, SinkBackward, SplitGates,
+    SumRows, TakeColumns, UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -210,6 +212,34 @@ launched_in! {
     score_backward(ScoreBackward<'_>) cross_entropy::backward_scratch;
     route_backward(RouteBackward<'_>) experts::backward_scratch;
     measure_routes(MeasureRoutes<'_>) routing::measure_scratch;
+}
+
+/// Operations of families that run on the CPU alone: a model with them is refused before a device
+/// is opened, so there is no text.
+macro_rules! cpu_alone {
+    ($($op:ty),*; $($op_in:ty),*) => {
+        $(
+            impl Runs<$op> for CudaKernels<'_> {
+                fn run(&self, _: &$op) {
+                    self.on_device(|_| unreachable!("refused when devices are opened"));
+                }
+            }
+        )*
+        $(
+            impl RunsIn<$op_in> for CudaKernels<'_> {
+                fn run_in(&self, _: &$op_in, _: &Scratch<'_>) {
+                    self.on_device(|_| unreachable!("refused when devices are opened"));
+                }
+            }
+        )*
+    };
+}
+
+cpu_alone! {
+    SplitGates<'_>, JoinGates<'_>, SigmoidGate, SigmoidGateBackward, ShortConvolution<'_>,
+    GatedNorm<'_>;
+    ShortConvolutionBackward<'_>, DeltaRule<'_>, DeltaRuleBackward<'_>, CachedDeltaRule<'_>,
+    GatedNormBackward<'_>
 }
 
 impl DeviceKernels for CudaKernels<'_> {

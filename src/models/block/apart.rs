@@ -129,7 +129,7 @@ impl TransformerBlock {
         let routing = RoutingViews::of_forward(&ports);
         let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
         let pass = self.chunk_pass(k, &inputs, scratch);
-        pass.recompute_feed_forward_input();
+        pass.recompute_feed_forward_input(scratch);
         let Opened { sum, chosen } = pass.open_experts(experts, scratch);
         let attention_sum = pass.saved.attention_sum;
         let left =

@@ -2,6 +2,7 @@
 
 use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
 use super::experts::PassedDown;
+use super::linear::LinearPass;
 use super::products::{MlpPart, MlpPass, ProductBackward};
 use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients};
@@ -50,10 +51,10 @@ impl ChunkPass<'_> {
         let r = self.batch.rows();
         let buffers = Buffers { dbranch: scratch.take(r, c), dattention_sum: scratch.take(r, c) };
         match g.save {
-            None => self.recompute_feed_forward_input(),
+            None => self.recompute_feed_forward_input(scratch),
             Some(Save::All) => self.norm_saved_sum(),
             Some(Save::AllButAttention) => {
-                self.recompute_attention();
+                self.recompute_attention(scratch);
                 self.norm_saved_sum();
             }
         }
@@ -212,24 +213,32 @@ impl ChunkPass<'_> {
         let dropped = self.products.dropout_backward(buffers.dbranch, dsum, dropout);
         let dprojected = self.branch_norm_backward(g, dropped, ATTENTION, scratch);
         let y = saved.attention_output;
-        let doutput = scratch.take_like(y);
+        let dgated = scratch.take_like(y);
         let op = ProductBackward {
-            dx: doutput,
+            dx: dgated,
             d: &g.d.projection,
             dy: dprojected,
-            x: y,
+            x: self.gated_output(),
             w: &w.projection,
             dbias: g.d.projection.bias(),
             activate: None,
             accumulate: g.accumulate,
         };
         self.products.backward(&op, scratch);
+        if let (Some(w), Some(d), Some(heads)) = (&w.linear, &g.d.linear, block.linear()) {
+            if g.save == Some(Save::All) {
+                self.mixed_channels(w, heads);
+            }
+            let pass = LinearPass { w, d, heads, dy: dgated };
+            return self.linear_backward(g, &pass, scratch);
+        }
+        let [doutput, dgates] = self.gates_backward(dgated, scratch);
         let dqkv = scratch.take_like(saved.qkv);
         let shape = block.attention(batch);
         self.sinks_backward(g, doutput);
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
-        } else if block.shape.qk_norm {
+        } else if block.has_qk_norm() {
             self.rotated
         } else {
             saved.qkv
@@ -245,6 +254,13 @@ impl ChunkPass<'_> {
         if let Some(rotary) = block.rotary() {
             k.rotate(&Rotate { qkv: dqkv, rotary, shape, inverse: true });
         }
+        self.head_norms_backward(g, dqkv, scratch);
+        self.join_gates(dqkv, dgates, scratch)
+    }
+
+    /// The backward of the norms of queries and keys, in place.
+    fn head_norms_backward(&self, g: &ChunkGradients<'_>, dqkv: View, scratch: &Scratch<'_>) {
+        let ChunkPass { block, k, ref saved, ref batch, .. } = *self;
         let norms = (g.d.qk_norm, self.w.qk_norm(), saved.qk_norm);
         if let (Some([dquery, dkey]), Some(gamma), Some(statistics)) = norms {
             let scratch = &scratch.nested();
@@ -264,7 +280,6 @@ impl ChunkPass<'_> {
             };
             k.head_norm_backward(&op, scratch);
         }
-        dqkv
     }
 
     /// The gradients of the sinks, from that of attention's output.

@@ -9,7 +9,7 @@ use super::state::ChunkState;
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
     Attention, BatchView, CachedAttention, Cast, HeadNorm, Kernels, PackPositive, RegroupHeads,
-    Residual, Rotate, Scale, Sink, UnpackPositive, WriteKv,
+    Residual, Rotate, Scale, Sink, SplitGates, UnpackPositive, WriteKv,
 };
 use crate::models::layer::KvCache;
 use crate::models::norms::Affine;
@@ -58,9 +58,13 @@ pub(super) struct ChunkPass<'a> {
     /// feed-forward. (R, C).
     pub(super) hidden: View,
     /// Queries and keys that were normed and rotated, where their heads are normed; or the
-    /// projection, if it is head by head.
-    /// (R, (H + 2 K) D).
+    /// projection, if it is head by head. (R, (H + 2 K) D). With linear attention: what the delta
+    /// rule reads. (R, M).
     pub(super) rotated: View,
+    /// The projection, where the outputs of attention have gates. (R, (2 H + 2 K) D).
+    pub(super) projected: View,
+    /// The output of attention or of the delta rule behind its gates, if it has any.
+    pub(super) gated: View,
     pub(super) products: Products<'a>,
     pub(super) kv: KvViews,
     /// With experts: boundaries of the router.
@@ -96,7 +100,7 @@ impl ChunkPass<'_> {
 
     /// Computes the chunk's output, to `y`.
     pub(super) fn forward(&self, y: View, scratch: &Scratch<'_>) {
-        self.recompute_feed_forward_input();
+        self.recompute_feed_forward_input(scratch);
         match &self.w.feed_forward {
             FeedForward::Dense(mlp) => self.dense_forward(mlp, y, scratch),
             FeedForward::Experts(experts) => self.experts_forward(experts, y, scratch),
@@ -124,10 +128,10 @@ impl ChunkPass<'_> {
     }
 
     /// Computes attention's activations and its sum, and the feed-forward's input.
-    pub(super) fn recompute_feed_forward_input(&self) {
-        self.recompute_attention();
+    pub(super) fn recompute_feed_forward_input(&self, scratch: &Scratch<'_>) {
+        self.recompute_attention(scratch);
         let ChunkPass { block, w, x: a, ref saved, hidden, ref batch, .. } = *self;
-        self.branch(hidden, saved.attention_output, &w.projection, ATTENTION);
+        self.branch(hidden, self.gated_output(), &w.projection, ATTENTION);
         let y = saved.attention_sum;
         let dropout = block.attention_dropout(batch);
         let sum = Residual { y, a, x: hidden, dropout };
@@ -143,10 +147,13 @@ impl ChunkPass<'_> {
     }
 
     /// Computes attention's activations, from the chunk's input to attention's output.
-    pub(super) fn recompute_attention(&self) {
-        let ChunkPass { k, w, ref saved, kv, .. } = *self;
+    pub(super) fn recompute_attention(&self, scratch: &Scratch<'_>) {
+        let ChunkPass { block, k, w, ref saved, kv, .. } = *self;
         let qkv = self.project_qkv();
-        let shape = self.block.attention(&self.batch);
+        if let Some((w, heads)) = w.linear.as_ref().zip(block.linear()) {
+            return self.delta_rule(w, heads, scratch);
+        }
+        let shape = block.attention(&self.batch);
         let y = saved.attention_output;
         let lse = saved.lse;
         match kv.cached {
@@ -166,7 +173,12 @@ impl ChunkPass<'_> {
             self.norm(hidden, saved.norm1, x, w.norm1);
             input = hidden;
         }
-        if block.shape.qkv_by_head {
+        if let Some(gates) = saved.gates {
+            let x = self.projected;
+            self.products.linear(x, input, &w.qkv);
+            let shape = block.attention(&self.batch);
+            k.split_gates(&SplitGates { qkv: saved.qkv, gates, x, shape });
+        } else if block.shape.qkv_by_head {
             let x = self.rotated;
             self.products.linear(x, input, &w.qkv);
             let heads = block.shape.heads;
@@ -174,7 +186,7 @@ impl ChunkPass<'_> {
         } else {
             self.products.linear(saved.qkv, input, &w.qkv);
         }
-        if let (Some(rotary), None) = (block.rotary(), &w.qk_norm) {
+        if let (Some(rotary), None, None) = (block.rotary(), &w.qk_norm, &w.linear) {
             let shape = block.attention(&self.batch);
             k.rotate(&Rotate { qkv: saved.qkv, rotary, shape, inverse: false });
         }
@@ -185,6 +197,9 @@ impl ChunkPass<'_> {
     /// Writes new keys and values to the KV cache and to the chunk state.
     pub(super) fn qkv_for_attention(&self) -> View {
         let ChunkPass { block, k, w, ref saved, rotated, .. } = *self;
+        if let Some((w, heads)) = w.linear.as_ref().zip(block.linear()) {
+            return self.mixed_channels(w, heads);
+        }
         let shape = block.attention(&self.batch);
         let mut qkv = saved.qkv;
         if let (Some(gamma), Some(statistics)) = (w.qk_norm(), saved.qk_norm) {

@@ -5,6 +5,7 @@ mod apart;
 mod backward;
 mod chunk;
 mod experts;
+mod linear;
 mod products;
 mod routing;
 mod saved;
@@ -26,7 +27,9 @@ use super::layer::{Backward, Cuts, Forward, Keys, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
 use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
-use crate::kernels::{Activation, AttentionShape, BatchView, Dropout, Kernels, Rotary};
+use crate::kernels::{
+    Activation, AttentionShape, BatchView, Dropout, Kernels, LinearHeads, Rotary,
+};
 use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
 /// The transformer block of a shape.
@@ -124,9 +127,9 @@ impl TransformerBlock {
         scratch: &Scratch<'_>,
     ) -> ChunkPass<'a> {
         let ChunkInputs { weights, chunk, x, saved, kv, routing } = *inputs;
-        let rows = chunk.rows();
-        let has_rotated = self.shape.qk_norm || self.shape.qkv_by_head;
-        let rotated_rows = if has_rotated { rows } else { 0 };
+        let widths = self.widths();
+        let take = |columns| scratch.take(if columns == 0 { 0 } else { chunk.rows() }, columns);
+        let is_gated = widths.gates > 0 || self.linear().is_some();
         ChunkPass {
             block: self,
             k,
@@ -134,8 +137,10 @@ impl TransformerBlock {
             batch: chunk,
             x,
             saved: self.activations(&chunk, saved, scratch),
-            hidden: scratch.take(rows, self.shape.hidden),
-            rotated: scratch.take(rotated_rows, self.shape.qkv()),
+            hidden: take(self.shape.hidden),
+            rotated: take(widths.rotated),
+            projected: take(if widths.gates > 0 { widths.projected } else { 0 }),
+            gated: take(if is_gated { widths.output } else { 0 }),
             products: self.products_on(k, chunk, scratch),
             kv,
             routing,
@@ -174,15 +179,18 @@ impl Layer for TransformerBlock {
         let passed = self.experts().map_or(0, |experts| {
             (experts.count - experts.per_token) * weights(self.expert_tensors(experts, 0))
         });
-        weights(self.tensors()) - passed
+        // The delta rule multiplies its state by a key and a query, and adds a product to it.
+        let of_states = |heads: LinearHeads| 3 * heads.values() * heads.key_size;
+        weights(self.tensors()) - passed + self.linear().map_or(0, of_states)
     }
 
     fn kv_width(&self) -> usize {
-        2 * self.shape.kv_heads * self.shape.head_size
+        let of_attention = 2 * self.shape.kv_heads * self.shape.head_size;
+        self.linear().map_or(of_attention, |heads| heads.remembered())
     }
 
     fn attention_channels(&self) -> usize {
-        self.shape.attention_width()
+        self.linear().map_or(self.shape.attention_width(), |_| 0)
     }
 
     fn dropout_index(&self) -> Option<u32> {
@@ -201,7 +209,7 @@ impl Layer for TransformerBlock {
 
     fn cuts(&self, step: usize) -> Cuts {
         match step {
-            _ if !self.shape.causal => Cuts::Never,
+            _ if !self.shape.causal || self.linear().is_some() => Cuts::Never,
             0 => Cuts::Causal,
             _ => Cuts::ByPosition,
         }
@@ -217,7 +225,7 @@ impl Layer for TransformerBlock {
     }
 
     fn chunk_state_len(&self, positions: usize, trains: bool, dtype: Dtype) -> usize {
-        let is_cut = self.shape.causal && positions > self.shape.chunk_positions;
+        let is_cut = self.cuts(0) != Cuts::Never && positions > self.shape.chunk_positions;
         let numbers = positions * self.kv_width();
         let gradients = if trains { numbers } else { 0 };
         let [values, gradients] =

@@ -2,8 +2,10 @@
 
 use l2l_actors::schedule::Role;
 
+use super::TransformerBlock;
 use super::chunk::ChunkPass;
 use crate::kernels::{DROPPED, LimitExperts, MeasureRoutes, RouteSlopes};
+use crate::models::layer::{Init, Kind, Tensor};
 use crate::models::ports::PortViews;
 use crate::models::{Balance, BalanceOf, Experts};
 use crate::tensor::{Scratch, View};
@@ -33,6 +35,16 @@ impl RoutingViews {
 
     pub(super) fn of_backward(ports: &PortViews<'_>) -> RoutingViews {
         RoutingViews { slopes: ports.read(Role::Balance), ..RoutingViews::NONE }
+    }
+}
+
+impl TransformerBlock {
+    /// A matrix of the router, or of the gate of the shared expert. A rule for matrices leaves it
+    /// to another rule, and a quantised base keeps it as it is.
+    pub(super) fn routing_tensor(&self, module: &str, rows: usize) -> Tensor {
+        let name = format!("{}.weight", self.name(module));
+        let init = Init::Normal(self.shape.initializer_range);
+        Tensor::new(name, vec![rows, self.shape.hidden], Kind::Table, init)
     }
 }
 

@@ -12,13 +12,16 @@ pub(super) struct Activations {
     /// Statistics of the first norm. (R, 2).
     pub(super) norm1: View,
     /// Queries, keys and values: as attention sees them, unless their heads are normed after this.
-    /// (R, (H + 2K) D).
+    /// (R, (H + 2K) D). With linear attention: all of the projection. (R, P).
     pub(super) qkv: View,
+    /// The gates of attention's output, if they are not in `qkv`. (R, H D).
+    pub(super) gates: Option<View>,
     /// Statistics of the norms of heads. (R, H + K).
     pub(super) qk_norm: Option<View>,
-    /// (R, H D).
+    /// The output of attention, or of the delta rule, in front of its gates. (R, H D).
     pub(super) attention_output: View,
-    /// Log-sum-exp of attention's scores, and of the sinks if there are any. (R, H).
+    /// Log-sum-exp of attention's scores, and of the sinks if there are any. (R, H). With linear
+    /// attention it has no columns.
     pub(super) lse: View,
     /// The residual stream behind attention. (R, C).
     pub(super) attention_sum: View,
@@ -89,13 +92,15 @@ impl TransformerBlock {
         let attention = matches!(saved, Some((Save::All, _)));
         let [of_queries, of_keys, _] = shape.normed_heads();
         let heads = of_queries + of_keys;
+        let widths = self.widths();
         let relu_room = self.relu_room.filter(|_| saved.is_some());
         Activations {
             norm1: places.take_floats(true, 2),
-            qkv: places.take(attention, shape.qkv()),
-            qk_norm: shape.qk_norm.then(|| places.take_floats(attention, heads)),
-            attention_output: places.take(attention, shape.attention_width()),
-            lse: places.take_floats(attention, shape.heads),
+            qkv: places.take(attention, widths.qkv),
+            gates: (widths.gates > 0).then(|| places.take(attention, widths.gates)),
+            qk_norm: self.has_qk_norm().then(|| places.take_floats(attention, heads)),
+            attention_output: places.take(attention, widths.output),
+            lse: places.take_floats(attention, widths.statistics),
             attention_sum: places.take(true, shape.hidden),
             norm2: places.take_floats(true, 2),
             up: places.take(relu_room.is_none(), self.common_up()),
@@ -137,12 +142,13 @@ impl TransformerBlock {
     pub(super) fn saved_activations(&self, save: Save, dtype: Dtype, chunks: usize) -> Boundary {
         let shape = &self.shape;
         let [of_queries, of_keys, _] = shape.normed_heads();
-        let heads = if shape.qk_norm { of_queries + of_keys } else { 0 };
+        let heads = if self.has_qk_norm() { of_queries + of_keys } else { 0 };
+        let widths = self.widths();
         let feed_forward_sum = if shape.norms.are_behind_sums() { shape.hidden } else { 0 };
         let [branches, of_branches] =
             if shape.norms.are_behind() { [2 * shape.hidden, 4] } else { [0, 0] };
         let [attention, statistics] = match save {
-            Save::All => [shape.qkv() + shape.attention_width(), heads + shape.heads],
+            Save::All => [widths.qkv + widths.gates + widths.output, heads + widths.statistics],
             Save::AllButAttention => [0, 0],
         };
         let sums = shape.hidden + feed_forward_sum + branches;
@@ -154,9 +160,12 @@ impl TransformerBlock {
         let numbers = attention + up + sums;
         let floats = 4 + statistics + of_branches + packed;
         let token_bytes = (numbers * dtype.size() + floats * size_of::<f32>()) as u64;
-        // Each of at most fourteen views of a chunk is aligned by itself. The padding is counted by
+        // Each of at most fifteen views of a chunk is aligned by itself. The padding is counted by
         // sequence.
-        let views = 9 + if shape.norms.are_behind() { 4 } else { 0 } + usize::from(experts > 0);
+        let views = 9
+            + if shape.norms.are_behind() { 4 } else { 0 }
+            + usize::from(experts > 0)
+            + usize::from(widths.gates > 0);
         let padding = chunks * views * ALIGNED;
         let aligned = Boundary::of_sequences(Role::SavedActivations, padding, size_of::<f32>());
         Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned }

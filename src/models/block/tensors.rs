@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::slice;
 
 use super::TransformerBlock;
+use super::linear::LinearTensors;
 use crate::kernels::{Kernels, QueryKey};
 use crate::models::adapters::AdaptedModule;
 use crate::models::block_tensors::SlotWeight;
@@ -102,6 +103,8 @@ pub(super) struct Tensors<V, E> {
     pub(super) branch_norms: Option<[Affine<V>; 2]>,
     /// The sinks of attention's heads.
     pub(super) sinks: Option<V>,
+    /// Those of linear attention, in place of attention.
+    pub(super) linear: Option<LinearTensors<V>>,
 }
 
 /// Views of a block's weights. Those of an expert are dequantised when it has rows.
@@ -188,12 +191,12 @@ impl TransformerBlock {
         self.shape.experts.filter(|experts| experts.is_of(self.number))
     }
 
-    fn name(&self, name: &str) -> String {
+    pub(super) fn name(&self, name: &str) -> String {
         name.replacen("{}", &self.number.to_string(), 1)
     }
 
     /// The modules of a product. Names may have a place for the number of an expert.
-    fn product_modules(
+    pub(super) fn product_modules(
         &self,
         named: &[(&str, usize)],
         expert: Option<usize>,
@@ -207,7 +210,7 @@ impl TransformerBlock {
 
     /// A product with this number of inputs. If it is `onto` the residual stream, its weights begin
     /// smaller: each block adds two such products.
-    fn product_of(&self, inputs: usize, has_bias: bool, onto: bool) -> Modules {
+    pub(super) fn product_of(&self, inputs: usize, has_bias: bool, onto: bool) -> Modules {
         let Shape { initializer_range, layers, .. } = self.shape;
         let divisor = if onto { (2.0 * layers as f32).sqrt() } else { 1.0 };
         let init = Init::Normal(initializer_range / divisor);
@@ -216,10 +219,14 @@ impl TransformerBlock {
 
     /// The modules of attention's products: queries, keys and values; its output.
     fn attention_modules(&self) -> [Modules; 2] {
+        if let Some(heads) = self.linear() {
+            return self.linear_attention_modules(heads);
+        }
         let Shape { names, hidden, heads, kv_heads, head_size: d, biases, .. } = self.shape;
+        let of_queries = heads * d + self.widths().gates;
         let qkv: Vec<(&str, usize)> = match names.qkv {
             [fused] => vec![(*fused, self.shape.qkv())],
-            three => three.iter().copied().zip([heads * d, kv_heads * d, kv_heads * d]).collect(),
+            three => three.iter().copied().zip([of_queries, kv_heads * d, kv_heads * d]).collect(),
         };
         let output = [(names.projection, hidden)];
         [
@@ -341,17 +348,9 @@ impl TransformerBlock {
         modules.flat_map(tensors).collect()
     }
 
-    /// A matrix of the router, or of the gate of the shared expert. A rule for matrices leaves it
-    /// to another rule, and a quantised base keeps it as it is.
-    fn routing_tensor(&self, module: &str, rows: usize) -> Tensor {
-        let name = format!("{}.weight", self.name(module));
-        let init = Init::Normal(self.shape.initializer_range);
-        Tensor::new(name, vec![rows, self.shape.hidden], Kind::Table, init)
-    }
-
     /// The tensors of the first block: all but those of experts.
     fn base_tensors(&self) -> Vec<Tensor> {
-        let Shape { names, hidden: c, qk_norm, norms, .. } = self.shape;
+        let Shape { names, hidden: c, norms, .. } = self.shape;
         let shifts = self.shape.norms_shift();
         let [.., of_norm] = self.shape.normed_heads();
         let [qkv, projection] = self.attention_modules();
@@ -378,11 +377,12 @@ impl TransformerBlock {
         all.extend(shared.map(|_| self.routing_tensor(names.shared_gate, 1)));
         let of_branches = names.branch_norms.iter().filter(|_| norms == NormPlaces::Around);
         all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, shifts)));
-        let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
+        let of_heads = names.qk_norm.iter().filter(|_| self.has_qk_norm());
         all.extend(of_heads.flat_map(|name| self.norm_tensors(name, of_norm, false)));
         let sinks =
             || Tensor::new(self.name(names.sinks), vec![self.shape.heads], Kind::Bias, normal);
         all.extend(self.shape.sinks.then(sinks));
+        all.extend(self.linear_tensors());
         all.extend(self.adapter_tensors(self.base_modules()));
         all
     }
@@ -444,7 +444,8 @@ impl TransformerBlock {
     /// Sorts the tensors of a step with the base block, or their gradients, by name. `experts` are
     /// those of experts.
     pub(super) fn sorted<V: Copy, E: Copy>(&self, views: &[V], experts: &[E]) -> Tensors<V, E> {
-        let Shape { qk_norm, biases, norms, sinks, .. } = self.shape;
+        let Shape { norms, sinks, .. } = self.shape;
+        let biases = self.biases();
         let shifts = self.shape.norms_shift();
         let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
         let norm1 = self.shape.has_attention_norm(self.number).then(|| next.affine(shifts));
@@ -466,8 +467,9 @@ impl TransformerBlock {
             | NormPlaces::BeforeBoth
             | NormPlaces::BeforeEach => None,
         };
-        let qk_norm = qk_norm.then(|| [next.view(), next.view()]);
+        let qk_norm = self.has_qk_norm().then(|| [next.view(), next.view()]);
         let sinks = sinks.then(|| next.view());
+        let linear = self.linear().map(|_| LinearTensors::next(|| next.view()));
         let [of_qkv, of_projection] = self.attention_modules();
         let qkv = next.product(qkv, of_qkv);
         let projection = next.product(projection, of_projection);
@@ -480,6 +482,16 @@ impl TransformerBlock {
             }),
             None => FeedForward::Dense(mlp.expect("a block without experts has a feed-forward")),
         };
-        Tensors { norm1, qkv, qk_norm, projection, norm2, feed_forward, branch_norms, sinks }
+        Tensors {
+            norm1,
+            qkv,
+            qk_norm,
+            projection,
+            norm2,
+            feed_forward,
+            branch_norms,
+            sinks,
+            linear,
+        }
     }
 }

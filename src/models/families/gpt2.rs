@@ -60,6 +60,8 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         joint_qk_norm: false,
         qkv_by_head: false,
         sinks: false,
+        output_gates: false,
+        linear: None,
         biases: [true; 3],
         transform_bias: true,
         activation: Activation::GeluTanh,

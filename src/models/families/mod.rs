@@ -29,6 +29,7 @@ mod presets;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
 mod read;
 mod roberta;
@@ -40,6 +41,29 @@ use serde_json::{Map, Value};
 
 use super::shape::Shape;
 use crate::kernels::Activation;
+
+/// The names of linear attention's tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearNames {
+    /// The projection to queries, keys and values.
+    pub qkv: &'static str,
+    /// The projection to the factors of new values.
+    pub beta: &'static str,
+    /// The projection to the steps.
+    pub step: &'static str,
+    /// The projection to the gates of the output.
+    pub gate: &'static str,
+    /// The convolution.
+    pub convolution: &'static str,
+    /// The logarithm of each head's decay. The name is complete.
+    pub log: &'static str,
+    /// The bias of each head's steps. The name is complete.
+    pub bias: &'static str,
+    /// The norm of the output.
+    pub norm: &'static str,
+    /// The output projection.
+    pub output: &'static str,
+}
 
 /// The tensor names of a family. `{}` stands for the number of a transformer block. Names of layers
 /// have no `.weight` or `.bias`; names of tables and of `head_bias` are complete. A layer that the
@@ -86,6 +110,8 @@ pub struct Names {
     pub stacked: &'static [&'static str],
     /// The sinks of attention's heads.
     pub sinks: &'static str,
+    /// Those of linear attention.
+    pub linear: LinearNames,
     /// The gate, the up projection and the down projection of the shared expert.
     pub shared: [&'static str; 3],
     /// The layer whose sigmoid multiplies the output of the shared expert.
@@ -161,7 +187,7 @@ impl Names {
 
     /// Whether a part of each head may rotate, as in transformers.
     pub(crate) fn rotates_parts(&self) -> bool {
-        ["glm", "glm4", "gpt_neox", "phi3"].contains(&self.family)
+        ["glm", "glm4", "gpt_neox", "phi3", "qwen3_5_text"].contains(&self.family)
     }
 
     /// Whether transformers reads a text anew when it grows beyond the positions that the model was
@@ -175,6 +201,18 @@ impl Names {
         !["gpt2", "gpt_neox", "opt"].contains(&self.family)
     }
 }
+
+const NO_LINEAR: LinearNames = LinearNames {
+    qkv: "",
+    beta: "",
+    step: "",
+    gate: "",
+    convolution: "",
+    log: "",
+    bias: "",
+    norm: "",
+    output: "",
+};
 
 /// Names of a family without any layers, which each family fills in.
 const NONE: Names = Names {
@@ -196,6 +234,7 @@ const NONE: Names = Names {
     expert: ["", "", ""],
     stacked: &[],
     sinks: "",
+    linear: NO_LINEAR,
     shared: ["", "", ""],
     shared_gate: "",
     final_norm: "",
@@ -216,7 +255,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 32] = [
+static FAMILIES: [&Names; 33] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
@@ -243,6 +282,7 @@ static FAMILIES: [&Names; 32] = [
     &qwen2::NAMES,
     &qwen2_moe::NAMES,
     &qwen3::NAMES,
+    &qwen3_5::NAMES,
     &qwen3_moe::NAMES,
     &roberta::NAMES,
     &roberta::XLM,
@@ -256,7 +296,7 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 8] = [
+const NOT_BUILT: [(&str, &str); 9] = [
     ("deepseek_v2", "whose keys and values are of low rank (MLA), which is not built"),
     ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
     ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
@@ -268,7 +308,8 @@ const NOT_BUILT: [(&str, &str); 8] = [
     ),
     ("llama4", "which also reads images, and whose experts read weighted inputs: not built"),
     ("llama4_text", "whose router has sigmoids and whose experts read weighted inputs: not built"),
-    ("qwen3_next", "most of whose blocks have linear attention, which is not built"),
+    ("qwen3_5_moe_text", "which has experts beside linear attention: only qwen3_5_text is built"),
+    ("qwen3_next", "which has experts beside linear attention: only qwen3_5_text is built"),
 ];
 
 /// The `config.json` of the text model, where it is a part of a model that also reads images.

@@ -255,7 +255,7 @@ pub(super) fn check_rotary(shape: &Shape) -> Result<(), String> {
         if part != 1.0 && !shape.names.rotates_parts() {
             return Err(format!(
                 "{PART} is {part}: heads of {family} rotate as a whole, also in transformers; a \
-                 part of each rotates in glm, glm4, gpt_neox and phi3 only"
+                 part of each rotates in glm, glm4, gpt_neox, phi3 and qwen3_5_text only"
             ));
         }
         if part != 1.0 && (channels == 0 || channels % 2 != 0) {
