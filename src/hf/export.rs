@@ -146,8 +146,8 @@ fn tables_of(weights_from: &Path, config: &Value, changed: &Changed) -> Option<T
     Some(Tables { names: shape.names, has_own_head })
 }
 
-const OF_IMAGES: &str = "it also reads images, and adapters with a head of classes cannot be merged \
-                         into it: train without train.lora";
+const OF_IMAGES: &str = "it also reads images, and adapters with a head of classes cannot be \
+                         merged into it: train without train.lora";
 
 /// The `config.json` of a model with adapters. A checkpoint of adapters has its own. PEFT's
 /// directory has none, or the base model's, so that the head is described here.
