@@ -106,7 +106,7 @@ impl RankParts {
                 let none = || Parts::new(vec![0; self.exchanges.ranks() as usize]);
                 cuts.get(state).cloned().unwrap_or_else(none)
             }
-            BlockRun::Older => unreachable!("with several ranks there is no delay"),
+            BlockRun::Older => self.of_trained(id),
             BlockRun::Feedback(_) => unreachable!("the EPS cuts error feedback by group"),
         }
     }

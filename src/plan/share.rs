@@ -94,11 +94,6 @@ impl RankShare {
                  UpdateRule::is_elementwise if a rule of your own updates each parameter by itself",
             ));
         }
-        if config.schedule.delay().is_some() {
-            let problem = "is for one process, which has both versions of all weights: start one \
-                           process, or leave it out";
-            return Err(Error::config("schedule.delay", problem));
-        }
         if model.blocks.iter().any(|block| block.stored().pieces().next().is_some()) {
             let problem = "is for one process, and each of several has parts of tensors: start one \
                            process, or leave it out";

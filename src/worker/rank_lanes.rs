@@ -83,9 +83,13 @@ impl RankLanes {
             slot.copy_within(..own.len(), own.start); // the file lane has read it, published first
         } else {
             let lease = eps.memory().read(block, version);
-            let published: &[u8] = bytemuck::cast_slice(lease.pieces()[0]);
-            let len = own.len();
-            slot[own].copy_from_slice(&published[..len]);
+            let mut to = &mut slot[own];
+            for piece in lease.pieces() {
+                let piece: &[u8] = bytemuck::cast_slice(piece);
+                let (first, rest) = to.split_at_mut(piece.len().min(to.len()));
+                first.copy_from_slice(&piece[..first.len()]);
+                to = rest;
+            }
         }
         let exchanges = &parts.exchanges;
         Ok(exchanges.all_gather(Channel::Blocks, u64::from(block.0), &cut, slot, beat)?)

@@ -11,7 +11,6 @@ use l2l::config::{
 };
 use l2l::data::{Batches, Dataset};
 use l2l::models::IdleExperts;
-use l2l::plan::RankShare;
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
@@ -24,7 +23,7 @@ use crate::trained::Trained;
 use crate::whole;
 
 /// A run with a delay, which is a relay in memory.
-fn delayed(case: &Case, ways: &Ways, after: Option<u64>) -> Config {
+pub(crate) fn delayed(case: &Case, ways: &Ways, after: Option<u64>) -> Config {
     let ways = Ways { kind: ScheduleKind::Relay, on_file: false, ..ways.clone() };
     let mut config = exact::config(case, &ways.for_case(case));
     config.schedule.delay = 1;
@@ -317,13 +316,6 @@ fn what_a_delay_cannot_have_is_refused_by_name() {
         (config.schedule.delay, config.schedule.delay_after) = (0, Some(3));
     };
     refused(alone, "schedule.delay_after is for schedule.delay = 1");
-    let mut config = delayed(&SMALL, &baseline(), None);
-    config.parallel.groups = 2;
-    let model = model_of(&config, shape_of(&config).expect("ours")).expect("ours");
-    let share = RankShare { rank: 0, ranks: 2 };
-    let error = Plan::of_rank(&config, &model, &config.update_rule(), share);
-    let error = error.map(drop).expect_err("two processes").to_string();
-    assert!(error.contains("schedule.delay is for one process"), "{error}");
 }
 
 /// The trained weights are there once more, and gradients have regions.
