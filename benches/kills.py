@@ -13,7 +13,7 @@ The environment variable L2L names the program (default target/release/l2l). Eac
 
 A kind that the machine or the program does not allow is skipped, and the script says why. A moment is drawn from the
 time that the unbroken command takes; for a resumed run, from the first 40 % of it. Cases: all families of tests/goldens
-in turn with checkpoints, with the EPS on file, and with both; packed data, LoRA, bf16, frozen parts in NF4.
+in turn with checkpoints, with the EPS on file, and with both; packed data, LoRA, bf16, frozen parts in NF4, a delay.
 
 A broken run is resumed, and broken again or left to its end; a frozen one goes on by itself. The script counts how
 often runs were broken, and four faults:
@@ -188,6 +188,9 @@ def cases(way=KILLED):
             Case("bf16", place, golden("tied", "device.dtype=bf16"), way),
             Case("LoRA", place, lora, way),
             Case("LoRA on NF4", place, (*lora, "train.base=nf4"), way),
+            Case("delay", place, golden("llama", "schedule.delay=1"), way),
+            Case("delay, bf16", place, golden("tied", "schedule.delay=1", "device.dtype=bf16"), way),
+            Case("delay, LoRA", place, (*lora, "schedule.delay=1"), way),
         ]
     return found
 

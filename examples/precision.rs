@@ -52,6 +52,7 @@ fn model(precision: Precision) -> RingModel {
         encoded: gradient < 4,
         master_bytes: 4 * PARAMETERS,
         state_bytes: 8 * PARAMETERS,
+        older_bytes: 0,
         region_bytes: 4 * PARAMETERS,
         staged: false,
         frozen: false,

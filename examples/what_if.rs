@@ -32,6 +32,7 @@ fn model() -> RingModel {
         encoded: false,
         master_bytes: 4 * parameters,
         state_bytes: 8 * parameters,
+        older_bytes: 0,
         region_bytes: 4 * parameters,
         staged: false,
         frozen: false,

@@ -29,6 +29,7 @@ fn schedule() -> Schedule {
         encoded: false,
         master_bytes: 1,
         state_bytes: 2,
+        older_bytes: 0,
         region_bytes: 1,
         staged: false,
         frozen: false,

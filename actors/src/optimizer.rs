@@ -39,6 +39,8 @@ pub(crate) struct Optimizer {
     pub(crate) state_slots: Pool,
     /// The staged block that is being updated, and is to be written behind its update.
     pub(crate) updating: Option<Updating>,
+    /// The seal of the last step whose blocks are staged.
+    pub(crate) sealed: Option<Fence>,
 }
 
 /// A staged block that is being updated in its slot.
@@ -87,6 +89,11 @@ impl Optimizer {
                 Flow::Begin(_) | Flow::Stop => unreachable!("a step ends before anything else"),
             }
         };
+        // A step ends when the state before it is sealed. So of several processes none writes over
+        // a state that another one may have to go back to.
+        if let Some(sealed) = self.sealed.take() {
+            self.context.fence(Lane::File, &sealed, None).await?;
+        }
         // In micro-batch order and in block order, so that the sums do not depend on timing.
         let lane = if self.deferred { Lane::Host } else { Lane::Update };
         let [loss, squares] = if step.plan.schedule.ranks.count == 1 {
@@ -106,7 +113,7 @@ impl Optimizer {
     /// the next step.
     async fn end(&mut self, step: &Arc<Step>, resolved: Resolved) -> Result<(), BoxedError> {
         if step.plan.schedule.trains {
-            self.carry(step);
+            self.carry(step).await?;
         }
         self.context.resolves();
         self.resolved.send(resolved);
@@ -123,7 +130,7 @@ impl Optimizer {
         }
         self.store(step).await?;
         if updates.iter().any(|&id| step.plan.schedule.block(id).staged) {
-            self.context.queue(Order::new(step, Work::Seal));
+            self.sealed = Some(self.context.queue(Order::new(step, Work::Seal)));
         }
         Ok(())
     }
@@ -185,13 +192,19 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Publishes the blocks that nothing updated, after the last use of this version.
-    fn carry(&self, step: &Arc<Step>) {
+    /// Publishes the blocks that nothing updated, after the last use of this version. The write of
+    /// a staged block of the step before may still be on its way.
+    async fn carry(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
+        let is_staged = |id: &&BlockId| step.plan.schedule.block(**id).staged;
+        for &block in step.plan.carried.iter().filter(is_staged) {
+            self.context.published(block, step.version, layer_of(step, block)).await?;
+        }
         let mut order = Order::new(step, Work::Carry { version: step.version });
         let carried = step.plan.carried.iter();
         order.raises = carried.map(|&block| Fact::Updated(block, step.version + 1)).collect();
         order.commits = true;
         self.context.queue(order);
+        Ok(())
     }
 
     async fn sum_over_ranks(

@@ -216,11 +216,11 @@ impl Reducer {
     ) -> Result<Fence, BoxedError> {
         let is_staged = step.plan.schedule.block(block).staged;
         let reduced = landing.slot(Content::Gradient(block, step.number));
+        // With a delay, the region may still feed the update of the step before.
+        self.context.published(block, step.version, layer).await?;
         let complete = if scattered && is_staged {
             landed
         } else {
-            // With a delay, the region may still feed the update of the step before.
-            self.context.published(block, step.version, layer).await?;
             let work = Work::Reduce { block, reduced, to_region: !is_staged };
             let mut order = Order::gradient(step, layer, work);
             order.waits = vec![landed];

@@ -87,6 +87,7 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
         deferred,
         state_slots,
         updating: None,
+        sealed: None,
     };
     let mut tasks = vec![task(ActorName::Optimizer, &ring, lanes, optimizer)];
     let mut gradients = Vec::new();

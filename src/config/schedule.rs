@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, Deal, EpsTier, OnResume};
+use super::{Config, Deal, OnResume};
 use crate::error::Error;
 use crate::models::Save;
 
@@ -194,9 +194,6 @@ impl Config {
         let problem = "is for schedule.delay = 1: leave it out";
         refuse(delay == 0 && delay_after.is_some(), "schedule.delay_after", problem)?;
         let problem = "is for schedule.kind = \"relay\": leave it out";
-        refuse(delay > 0 && kind != ScheduleKind::Relay, "schedule.delay", problem)?;
-        let problem = "is for eps.tier = \"memory\": the file has no copy of the weights before \
-                       an update that a step could read meanwhile; leave it out";
-        refuse(delay > 0 && self.eps.tier == EpsTier::File, "schedule.delay", problem)
+        refuse(delay > 0 && kind != ScheduleKind::Relay, "schedule.delay", problem)
     }
 }

@@ -3,7 +3,10 @@
 //! An update writes the new block over the older copy; the newer copy stays as it is. The
 //! [index](super::index) says which copy is valid, and is written when a step is complete
 //! ([`FileTier::seal`]). The runs of a block (masters, each optimizer state) begin at pages, and
-//! each has a digest that is checked when it is read. Memory holds only the index.
+//! each has a digest that is checked when it is read. Memory holds only the index. `older.rs` has
+//! what a delay adds.
+
+mod older;
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,7 +19,7 @@ use serde_json::Value;
 use super::BlockRun;
 use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
-use super::places::{BlockPlace, FileRange, Places};
+use super::places::{BlockPlace, FileRange, OLDER, Places};
 use crate::folder;
 use crate::limits::named;
 use crate::lock::Lock;
@@ -31,6 +34,8 @@ const COPIES: usize = 2;
 /// What changes while a run goes on.
 struct Current {
     versions: Vec<Version>,
+    /// With a delay, where the version before is. `None`: this run has not written the newest one.
+    before: Vec<Option<Entry>>,
     /// The digests of gradient regions. They are not in the index, because no region outlives a
     /// run.
     regions: Vec<u128>,
@@ -103,6 +108,7 @@ impl FileTier {
         blocks: &[BlockTensors],
         states: &StateLayout,
         region: impl Fn(BlockId) -> bool,
+        is_delayed: bool,
         resume: Option<u64>,
     ) -> io::Result<FileTier> {
         let Folder { path, lock } = folder;
@@ -114,7 +120,7 @@ impl FileTier {
         if locks[0].is_by_system() {
             locks.push(Lock::of(&at, file.try_clone()?)?);
         }
-        let places = Places::new(blocks, COPIES, states, region);
+        let places = Places::new(blocks, COPIES, states, region, is_delayed);
         let layout = places.layout();
         let fits =
             |index: &Index| index.layout == layout && index.blocks.len() == places.blocks.len();
@@ -125,8 +131,8 @@ impl FileTier {
         let index = match found {
             Some(index) if resume.is_some() && fits(&index) => index,
             _ if resume.is_some() => {
-                let what = "it is of a model of another shape, of another update rule, or of \
-                            another number of processes";
+                let what = "it is of a model of another shape, of another update rule, of another \
+                            schedule.delay, or of another number of processes";
                 return Err(io::Error::new(io::ErrorKind::InvalidData, what));
             }
             // The new blocks go where the valid copies are not.
@@ -158,9 +164,11 @@ impl FileTier {
         trains: bool,
         states: &StateLayout,
         region: impl Fn(BlockId) -> bool,
+        is_delayed: bool,
     ) -> io::Result<FileTier> {
         fs::create_dir_all(folder)?;
-        let places = Places::new(blocks, if trains { COPIES } else { 1 }, states, region);
+        let copies = if trains { COPIES } else { 1 };
+        let places = Places::new(blocks, copies, states, region, is_delayed);
         let index = FileTier::blank(&places);
         FileTier::new(tempfile::tempfile_in(folder)?, None, places, index, Vec::new())
     }
@@ -186,7 +194,12 @@ impl FileTier {
         file.reserve(places.bytes)?;
         let buffer = Mutex::new(Arena::new(places.largest())?);
         let blocks = places.blocks.len();
-        let current = Current { versions: vec![0; blocks], regions: vec![0; blocks], index };
+        let current = Current {
+            versions: vec![0; blocks],
+            before: vec![None; blocks],
+            regions: vec![0; blocks],
+            index,
+        };
         let current = Mutex::new(current);
         Ok(FileTier { file, folder, places, current, buffer, locks })
     }
@@ -232,9 +245,11 @@ impl FileTier {
     }
 
     pub(super) fn carry(&self, id: BlockId, version: Version) {
-        let held = &mut self.current().versions[id.0 as usize];
+        let mut current = self.current();
+        let held = &mut current.versions[id.0 as usize];
         assert!(*held == version, "{id} v{version} asked, the EPS holds v{held}");
         *held = version + 1;
+        self.forget_older(id, &mut current);
     }
 
     /// Sets the run's progress and identity, which the next seal writes beside the blocks.
@@ -291,22 +306,7 @@ impl FileTier {
         io::Error::new(error.kind(), format!("eps.path {folder}: {id}: {}", named(error)))
     }
 
-    /// Reads the masters of a block, which must have this version.
-    ///
-    /// # Errors
-    /// The disk fails, or the data is not what was written.
-    pub(crate) fn read_parameters(
-        &self,
-        id: BlockId,
-        version: Version,
-        to: &mut [f32],
-        progress: Progress<'_>,
-    ) -> io::Result<()> {
-        let run = BlockRun::Parameters.index();
-        self.read_run(id, &self.entry(id, version), run, to, progress)
-    }
-
-    /// Splits memory into the runs of a block (masters, then states) and the rest behind them.
+    /// Splits memory into the runs of a block and the rest behind them.
     pub(crate) fn split<'m>(&self, id: BlockId, memory: &'m mut [f32]) -> Vec<&'m mut [f32]> {
         let mut rest = memory;
         let mut all = Vec::new();
@@ -319,8 +319,8 @@ impl FileTier {
         all
     }
 
-    /// Reads all runs of a block into `to`, one behind the other. With `region`, the block's
-    /// gradient region follows.
+    /// Reads all runs of a block into `to`, one behind the other, but not that of the version
+    /// before: an update fills it. With `region`, the block's gradient region follows.
     ///
     /// # Errors
     /// As [`read_parameters`](FileTier::read_parameters).
@@ -335,7 +335,8 @@ impl FileTier {
         let entry = self.entry(id, version);
         let mut runs = self.split(id, to);
         let behind = runs.pop().expect("the rest is behind the runs");
-        for (run, to) in runs.into_iter().enumerate() {
+        let is_read = |run: &usize| *run != OLDER || !self.has_older();
+        for (run, to) in runs.into_iter().enumerate().filter(|(run, _)| is_read(run)) {
             self.read_run(id, &entry, run, to, progress)?;
         }
         if region { self.read_region(id, behind, progress) } else { Ok(()) }
@@ -353,8 +354,9 @@ impl FileTier {
         mut from: &[f32],
         progress: Progress<'_>,
     ) -> io::Result<()> {
-        let Entry { copy, updates, .. } = self.entry(id, version);
-        let copy = 1 - copy;
+        let before = self.entry(id, version);
+        let copy = 1 - before.copy;
+        let updates = before.updates + 1;
         let mut digests = Vec::new();
         for run in 0..self.places.runs(id).len() {
             let range = self.places.of(id, copy, run);
@@ -364,7 +366,8 @@ impl FileTier {
         }
         let mut current = self.current();
         current.versions[id.0 as usize] = version + 1;
-        current.index.blocks[id.0 as usize] = Entry { copy, updates: updates + 1, digests };
+        current.before[id.0 as usize] = Some(before).filter(|_| self.has_older());
+        current.index.blocks[id.0 as usize] = Entry { copy, updates, digests };
         Ok(())
     }
 
@@ -436,11 +439,12 @@ impl FileTier {
         run: BlockRun,
         read: impl FnOnce(&[f32]) -> R,
     ) -> io::Result<R> {
-        let Some(&floats) = self.places.runs(id).get(run.index()) else { return Ok(read(&[])) };
+        let Some(nth) = self.places.nth(id, run) else { return Ok(read(&[])) };
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.current().index.blocks[id.0 as usize].clone();
-        let to = buffer.values_mut(View::floats(0, floats));
-        self.read_run(id, &entry, run.index(), to, NO_PROGRESS)?;
+        let nth = self.given(nth, &entry);
+        let to = buffer.values_mut(View::floats(0, self.places.runs(id)[nth]));
+        self.read_run(id, &entry, nth, to, NO_PROGRESS)?;
         Ok(read(to))
     }
 
@@ -450,19 +454,24 @@ impl FileTier {
         run: BlockRun,
         write: impl FnOnce(&mut [f32]),
     ) -> io::Result<()> {
-        if run.index() >= self.places.runs(id).len() {
+        let Some(nth) = self.places.nth(id, run) else {
             write(&mut []);
             return Ok(());
-        }
+        };
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.current().index.blocks[id.0 as usize].clone();
-        let run = run.index();
-        let range = self.places.of(id, entry.copy, run);
-        let values = buffer.values_mut(View::floats(0, range.floats));
-        self.read_run(id, &entry, run, values, NO_PROGRESS)?;
+        let given = self.given(nth, &entry);
+        let values = buffer.values_mut(View::floats(0, self.places.runs(id)[given]));
+        self.read_run(id, &entry, given, values, NO_PROGRESS)?;
+        let range = self.places.of(id, entry.copy, nth);
+        let values = &mut values[..range.floats];
         write(values);
         let digest = self.write_range(id, range, values, NO_PROGRESS)?;
-        self.current().index.blocks[id.0 as usize].digests[run] = Some(format!("{digest:032x}"));
+        let mut current = self.current();
+        if run == BlockRun::Parameters {
+            self.forget_older(id, &mut current);
+        }
+        current.index.blocks[id.0 as usize].digests[nth] = Some(format!("{digest:032x}"));
         Ok(())
     }
 }

@@ -270,7 +270,10 @@ impl Eps {
 
     /// True if the version before the newest is there, too.
     pub(crate) fn has_older(&self) -> bool {
-        matches!(&self.tier, Tier::Memory(memory) if memory.has_older())
+        match &self.tier {
+            Tier::Memory(memory) => memory.has_older(),
+            Tier::File(file) => file.has_older(),
+        }
     }
 
     /// The number of updates that each block has had.

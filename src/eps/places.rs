@@ -1,9 +1,12 @@
 //! Where blocks lie in the EPS's file. Each block has its copies, and each copy has the block's
-//! runs: masters, then optimizer states. Runs begin at pages. Gradient regions follow all blocks.
+//! runs: masters, with a delay the trained weights that devices were sent of the version before,
+//! then optimizer states. Runs begin at pages. Gradient regions follow all blocks.
 
 use l2l_actors::schedule::BlockId;
 
+use super::BlockRun;
 use super::direct::PAGE_FLOATS;
+use super::twice::doubled_len;
 use crate::models::BlockTensors;
 use crate::optimizers::{BlockStates, StateLayout};
 
@@ -12,6 +15,8 @@ pub(super) struct BlockPlace {
     at: u64,
     /// The floats of each run of a copy.
     pub(super) runs: Vec<usize>,
+    /// With a delay, the floats of the run of the version before, without the rest of its pages.
+    older: Option<usize>,
 }
 
 impl BlockPlace {
@@ -36,14 +41,23 @@ pub(super) struct Places {
     pub(super) bytes: u64,
 }
 
+/// The place of the masters among the runs of a block, and that of the version before.
+pub(super) const MASTERS: usize = 0;
+pub(super) const OLDER: usize = 1;
+
 /// The floats that a run takes on file: whole pages.
 pub(crate) fn paged(floats: usize) -> usize {
     floats.next_multiple_of(PAGE_FLOATS)
 }
 
 /// The floats of each run of a block on file.
-pub(crate) fn runs_on_file(tensors: &BlockTensors, states: &BlockStates) -> Vec<usize> {
-    let runs = [tensors.host_len()].into_iter().chain(states.lens().iter().copied());
+pub(crate) fn runs_on_file(
+    tensors: &BlockTensors,
+    states: &BlockStates,
+    is_delayed: bool,
+) -> Vec<usize> {
+    let older = is_delayed.then(|| doubled_len(tensors, false));
+    let runs = [tensors.host_len()].into_iter().chain(older).chain(states.lens().iter().copied());
     runs.map(paged).collect()
 }
 
@@ -53,6 +67,7 @@ impl Places {
         copies: usize,
         states: &StateLayout,
         region: impl Fn(BlockId) -> bool,
+        is_delayed: bool,
     ) -> Places {
         let mut bytes = 0;
         let mut place = |floats: usize| {
@@ -61,8 +76,9 @@ impl Places {
             at
         };
         let mut of_block = |(index, tensors): (usize, &BlockTensors)| {
-            let runs = runs_on_file(tensors, states.of(index));
-            BlockPlace { at: place(copies * runs.iter().sum::<usize>()), runs }
+            let runs = runs_on_file(tensors, states.of(index), is_delayed);
+            let at = place(copies * runs.iter().sum::<usize>());
+            BlockPlace { at, runs, older: is_delayed.then(|| doubled_len(tensors, false)) }
         };
         let places = blocks.iter().enumerate().map(&mut of_block).collect();
         let regions = (0..).map(BlockId).zip(blocks).map(|(id, tensors)| {
@@ -75,6 +91,29 @@ impl Places {
 
     pub(super) fn runs(&self, id: BlockId) -> &[usize] {
         &self.blocks[id.0 as usize].runs
+    }
+
+    /// The floats of the run of the version before, without the rest of its pages. `None`: the
+    /// blocks have no such run.
+    pub(super) fn older(&self, id: BlockId) -> Option<usize> {
+        self.blocks[id.0 as usize].older
+    }
+
+    /// True if copies have the version before.
+    pub(super) fn has_older(&self) -> bool {
+        self.blocks.iter().any(|block| block.older.is_some())
+    }
+
+    /// The place of a run among those of its block, if it has this run.
+    pub(super) fn nth(&self, id: BlockId, run: BlockRun) -> Option<usize> {
+        let BlockPlace { runs, older, .. } = &self.blocks[id.0 as usize];
+        let nth = match run {
+            BlockRun::Parameters => MASTERS,
+            BlockRun::Older => older.map(|_| OLDER)?,
+            BlockRun::State(index) => 1 + usize::from(older.is_some()) + index,
+            BlockRun::Feedback(_) => return None,
+        };
+        (nth < runs.len()).then_some(nth)
     }
 
     pub(super) fn of(&self, id: BlockId, copy: u8, run: usize) -> FileRange {

@@ -83,7 +83,7 @@ impl Loaded {
             Some(path) => {
                 let refused =
                     |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
-                let file = FileTier::unnamed(path, &model.blocks, false, &none, |_| false);
+                let file = FileTier::unnamed(path, &model.blocks, false, &none, |_| false, false);
                 Eps::on_file(model.blocks.clone(), none, file.map_err(refused)?)
             }
             None => Eps::in_memory(model.blocks.clone(), none, |_| false, None),

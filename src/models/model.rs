@@ -270,6 +270,7 @@ impl Model {
                 encoded: false,
                 master_bytes: (tensors.host_len() * size_of::<f32>()) as u64,
                 state_bytes: 0,
+                older_bytes: 0,
                 region_bytes: gradient_bytes,
                 staged: false,
                 frozen: tensors.trained().is_empty() && !tensors.is_empty(),

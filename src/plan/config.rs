@@ -37,6 +37,11 @@ impl Settings {
         self.trains && self.config.defers()
     }
 
+    /// Whether a step reads the version before the newest.
+    pub(super) fn delayed(&self) -> bool {
+        self.trains && self.config.schedule.delay().is_some()
+    }
+
     pub(super) fn on_file(&self) -> bool {
         self.config.eps.tier == EpsTier::File
     }

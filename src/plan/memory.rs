@@ -137,14 +137,15 @@ impl PlanSpec<'_> {
 
     fn add_host(&self, regions: &mut Regions, pools: &Pools, sizes: &BlockSizes) {
         let if_trains = |slots: u32| if self.settings.trains { slots as usize } else { 0 };
-        let on_file = self.settings.on_file();
+        let settings = &self.settings;
+        let on_file = settings.on_file();
         regions.add(Holder::Landing, Side::Host, if_trains(pools.reduced), sizes.landing);
         regions.add(Holder::Parts, Side::Host, if_trains(pools.parts), sizes.landing);
         if self.share.ranks > 1 || on_file {
             regions.add(Holder::FileReads, Side::Host, pools.reads as usize, sizes.on_host);
         }
         if on_file {
-            let lens = |(index, own)| runs_on_file(own, self.states.of(index));
+            let lens = |(index, own)| runs_on_file(own, self.states.of(index), settings.delayed());
             let lens: Vec<Vec<usize>> = self.own.iter().enumerate().map(lens).collect();
             let slots = self.own.iter().zip(&lens).map(|(own, lens)| {
                 let region = if self.settings.deferred() { own.trained_len() } else { 0 };
@@ -164,10 +165,10 @@ impl PlanSpec<'_> {
         // On file a block is there twice, as it is and as it was, unless it never changes.
         let copies = if settings.on_file() && settings.trains { 2 } else { 1 };
         let masters: usize = self.own.iter().map(|own| self.on_host(own.host_len())).sum();
-        let is_delayed = settings.trains && settings.config.schedule.delay().is_some();
-        let tiles = self.model.tiles.len();
-        let blocks = self.own.iter().enumerate().filter(|_| is_delayed);
-        let older: usize = blocks.map(|(block, own)| doubled_len(own, block < tiles)).sum();
+        let tiles = if settings.on_file() { 0 } else { self.model.tiles.len() };
+        let blocks = self.own.iter().enumerate().filter(|_| settings.delayed());
+        let older = blocks.map(|(block, own)| self.on_host(doubled_len(own, block < tiles)));
+        let older: usize = older.sum();
         let states = (0..self.own.len()).flat_map(|block| self.states.of(block).lens());
         let states = states.map(|&floats| self.on_host(floats)).sum();
         let waiting = self.own.iter().enumerate().filter(|(block, _)| settings.has_region(*block));

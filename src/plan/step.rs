@@ -1,5 +1,6 @@
 //! The schedule of a step, from its purpose, the config and the steps that layers declare.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 use l2l_actors::schedule::{
@@ -11,7 +12,7 @@ use super::{DealtStep, RankShare, Units, most_positions, pipelines};
 use crate::config::{
     Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, StashPlace, Transfer,
 };
-use crate::eps::cut;
+use crate::eps::{cut, doubled_len};
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, StepContext};
 use crate::objectives::{Objective, Scope};
@@ -227,11 +228,15 @@ fn ring_model(
         }
         let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());
         block.state_bytes = (floats * size_of::<f32>()) as u64;
+        let mut own = Cow::Borrowed(tensors);
         if staged && share.ranks > 1 {
             let cut = cut(tensors, share.ranks);
-            let own = tensors.part(cut.of(share.rank));
+            own = Cow::Owned(tensors.part(cut.of(share.rank)));
             block.master_bytes = (own.host_len() * size_of::<f32>()) as u64;
             block.region_bytes = (own.trained_len() * size_of::<f32>()) as u64;
+        }
+        if staged && states.is_some() && config.schedule.delay().is_some() {
+            block.older_bytes = (doubled_len(&own, false) * size_of::<f32>()) as u64;
         }
     }
     ring

@@ -120,6 +120,7 @@ fn moves(
     let master = sum(|block| block.master_bytes);
     let gradient = sum(|block| block.gradient_bytes);
     let state = sum(|block| block.state_bytes) / own;
+    let older = sum(|block| block.older_bytes) / own;
     let landed = sum(|block| block.download_bytes);
     let dealt = sum(|block| block.reduce_scatter_bytes);
     let through = |boundaries: &[BoundaryId]| -> f64 {
@@ -134,7 +135,7 @@ fn moves(
     let waits = f64::from(u8::from(deferred)) * gradient;
     // Blocks that are frozen are not written.
     let is_written = updates * f64::from(u8::from(gradient > 0.0));
-    let file = master + is_written * 2.0 * (master + state) + waits;
+    let file = master + is_written * (2.0 * (master + state) + older) + waits;
     let fixed = |fixed: f64| Moves { fixed, each: 0.0 };
     [
         Moves { fixed: weights / rates.link[0], each: through(&visit.reads) / up },

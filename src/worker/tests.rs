@@ -154,7 +154,7 @@ impl Small {
                 // A relay that was dropped may have its file a little longer.
                 let nth = self.made.fetch_add(1, Relaxed).to_string();
                 let folder = Folder::lock(&folder.path().join(nth)).expect("a place for files");
-                let file = FileTier::open(folder, &model.blocks, &states, |_| true, None);
+                let file = FileTier::open(folder, &model.blocks, &states, |_| true, false, None);
                 Eps::on_file(model.blocks.clone(), states, file.expect("a place for files"))
             }
         };

@@ -8,7 +8,7 @@ use crate::{
 
 /// The first call of this name and end of a path fails, and the run resumes.
 fn fails(scenario: &Scenario, on: &str) {
-    let Some(bench) = Bench::new() else { return };
+    let Some(bench) = Bench::new(false) else { return };
     let place = bench.place("fault");
     let before = bench.begin(scenario, &place);
     let faults = [("FAULTS_KIND", "io"), ("FAULTS_ON", on)];
@@ -23,7 +23,7 @@ fn fails(scenario: &Scenario, on: &str) {
 
 /// The power fails after the first call of this name and end of a path.
 fn power_fails(scenario: &Scenario, name: &str, end: &str) {
-    let Some(bench) = Bench::new() else { return };
+    let Some(bench) = Bench::new(false) else { return };
     let place = bench.place("power");
     bench.begin(scenario, &place);
     let before = if scenario.kills.is_empty() { 0 } else { place.records().len() };
@@ -92,7 +92,7 @@ fn checkpoints_that_cannot_be_read_are_not_taken_for_absent() {
 /// What a replaced checkpoint was kept under was removed, when it could not be seen.
 #[test]
 fn a_checkpoint_that_was_being_replaced_is_not_removed_unseen() {
-    let Some(bench) = Bench::new() else { return };
+    let Some(bench) = Bench::new(false) else { return };
     let place = bench.place("replaced");
     let safe = bench.begin(&RESUMED_REPLACED, &place);
     assert_eq!(safe, 2);

@@ -15,7 +15,7 @@ const MOST: u64 = 200;
 /// and others were waited for without end.
 #[test]
 fn a_thread_that_does_not_start_is_an_error() {
-    let Some(bench) = Bench::new() else { return };
+    let Some(bench) = Bench::new(false) else { return };
     let mut has_resumed = false;
     for started in 0..MOST {
         let place = bench.place(&format!("threads-{started}"));

@@ -24,16 +24,29 @@ use disk::{Disk, Tree};
 use journal::Record;
 use scenario::{Bench, Ended, Place, Scenario, safe_step};
 
-const CHECKPOINTS: Scenario =
-    Scenario { name: "checkpoints", checkpoints: true, on_file: false, kills: &[], replaced: None };
+const CHECKPOINTS: Scenario = Scenario {
+    name: "checkpoints",
+    checkpoints: true,
+    on_file: false,
+    is_delayed: false,
+    kills: &[],
+    replaced: None,
+};
 
-const ON_FILE: Scenario =
-    Scenario { name: "on file", checkpoints: false, on_file: true, kills: &[], replaced: None };
+const ON_FILE: Scenario = Scenario {
+    name: "on file",
+    checkpoints: false,
+    on_file: true,
+    is_delayed: false,
+    kills: &[],
+    replaced: None,
+};
 
 const BOTH: Scenario = Scenario {
     name: "on file, with checkpoints",
     checkpoints: true,
     on_file: true,
+    is_delayed: false,
     kills: &[],
     replaced: None,
 };
@@ -42,6 +55,7 @@ const RESUMED_PARTIAL: Scenario = Scenario {
     name: "resumed with a checkpoint that was not complete",
     checkpoints: true,
     on_file: false,
+    is_delayed: false,
     kills: &["rename step-00000002"],
     replaced: None,
 };
@@ -50,6 +64,7 @@ const RESUMED_REMOVED: Scenario = Scenario {
     name: "resumed with a checkpoint that was being removed",
     checkpoints: true,
     on_file: false,
+    is_delayed: false,
     kills: &["remove config.json"],
     replaced: None,
 };
@@ -58,6 +73,7 @@ const RESUMED_REPLACED: Scenario = Scenario {
     name: "resumed on file with a checkpoint that was being replaced",
     checkpoints: true,
     on_file: true,
+    is_delayed: false,
     kills: &["rename step-00000002"],
     replaced: Some("best-00000002"),
 };
@@ -66,6 +82,7 @@ const RESUMED_INDEX: Scenario = Scenario {
     name: "resumed on file with an index that was being written",
     checkpoints: false,
     on_file: true,
+    is_delayed: false,
     kills: &["sync eps/index.1"],
     replaced: None,
 };
@@ -74,11 +91,24 @@ const RESUMED_BLOCKS: Scenario = Scenario {
     name: "resumed on file with blocks of a step that was not complete",
     checkpoints: false,
     on_file: true,
+    is_delayed: false,
     kills: &["truncate eps/index.1"],
     replaced: None,
 };
 
-const SCENARIOS: [&Scenario; 8] = [
+const DELAYED: Scenario =
+    Scenario { name: "checkpoints of a delay", is_delayed: true, ..CHECKPOINTS };
+
+const DELAYED_BOTH: Scenario =
+    Scenario { name: "on file, with checkpoints, with a delay", is_delayed: true, ..BOTH };
+
+const DELAYED_BLOCKS: Scenario = Scenario {
+    name: "resumed on file with blocks of a step that was not complete, with a delay",
+    is_delayed: true,
+    ..RESUMED_BLOCKS
+};
+
+const SCENARIOS: [&Scenario; 11] = [
     &CHECKPOINTS,
     &ON_FILE,
     &BOTH,
@@ -87,6 +117,9 @@ const SCENARIOS: [&Scenario; 8] = [
     &RESUMED_REPLACED,
     &RESUMED_INDEX,
     &RESUMED_BLOCKS,
+    &DELAYED,
+    &DELAYED_BOTH,
+    &DELAYED_BLOCKS,
 ];
 
 /// The most cases of a scenario and test; they are evenly chosen.
@@ -149,7 +182,7 @@ fn check_each<'s>(
     scenarios: impl Iterator<Item = &'s Scenario>,
     check: impl Fn(&Bench, &Scenario) -> Vec<String>,
 ) {
-    let wrong = scenarios.flat_map(|scenario| match Bench::new() {
+    let wrong = scenarios.flat_map(|scenario| match Bench::new(scenario.is_delayed) {
         Some(bench) => check(&bench, scenario),
         None => Vec::new(),
     });
@@ -323,5 +356,5 @@ fn a_power_loss_loses_nothing_that_was_told() {
 
 #[test]
 fn a_sync_that_fails_makes_nothing_safe() {
-    check_each([&CHECKPOINTS, &ON_FILE, &BOTH].into_iter(), syncs_that_fail);
+    check_each([&CHECKPOINTS, &ON_FILE, &BOTH, &DELAYED_BOTH].into_iter(), syncs_that_fail);
 }

@@ -24,7 +24,7 @@ fn owners(place: &Place) -> [PathBuf; 2] {
 /// takes its place.
 #[test]
 fn runs_go_on_without_locks() {
-    let Some(bench) = Bench::new() else { return };
+    let Some(bench) = Bench::new(false) else { return };
     for scenario in [CHECKPOINTS, ON_FILE, BOTH] {
         for error in NO_LOCKS {
             let place = bench.place("without locks");
@@ -48,7 +48,7 @@ fn runs_go_on_without_locks() {
 /// A directory is refused while its owner lives, and if nobody can tell whether it lives.
 #[test]
 fn an_owner_keeps_other_runs_away() {
-    let Some(bench) = Bench::new() else { return };
+    let Some(bench) = Bench::new(false) else { return };
     let place = bench.place("owned");
     let kill = [("FAULTS_KIND", "exit"), ("FAULTS_ON", "rename step-00000001")];
     assert_eq!(train(&bench, &place, NO_LOCKS[1], &kill).status, Some(137));

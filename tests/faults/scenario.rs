@@ -41,6 +41,7 @@ pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) checkpoints: bool,
     pub(crate) on_file: bool,
+    pub(crate) is_delayed: bool,
     /// As `FAULTS_ON` in the shim: each process is killed at one, and the next resumes.
     pub(crate) kills: &'static [&'static str],
     /// A checkpoint that they leave under the name that it has while it is replaced: as a kill
@@ -92,7 +93,7 @@ impl Drop for Place {
 
 impl Bench {
     /// `None` where there is no compiler.
-    pub(crate) fn new() -> Option<Bench> {
+    pub(crate) fn new(is_delayed: bool) -> Option<Bench> {
         let shim = SHIM.clone()?;
         let folder = tempfile::tempdir().expect("a place for files");
         let model = folder.path().join("model");
@@ -116,6 +117,7 @@ impl Bench {
             name: "unbroken",
             checkpoints: true,
             on_file: false,
+            is_delayed,
             kills: &[],
             replaced: None,
         };
@@ -155,6 +157,9 @@ impl Bench {
         if scenario.on_file {
             set("eps.tier", Path::new("file"));
             set("eps.path", &disk.join("eps"));
+        }
+        if scenario.is_delayed {
+            set("schedule.delay", Path::new("1"));
         }
         if resume {
             command.arg("--resume");
@@ -290,7 +295,9 @@ fn check_names(scenario: &Scenario, disk: &Path) -> Result<(), String> {
         }
         for checkpoint in names.iter().filter(|name| is_checkpoint(name)) {
             whole.insert(checkpoint.clone());
-            whole.extend(FILES.map(|file| format!("{checkpoint}/{file}")));
+            let older = scenario.is_delayed.then_some("older.safetensors");
+            let files = FILES.into_iter().chain(older);
+            whole.extend(files.map(|file| format!("{checkpoint}/{file}")));
         }
     }
     if scenario.on_file {

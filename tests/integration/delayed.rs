@@ -6,8 +6,8 @@ use std::fs;
 use std::path::Path;
 
 use l2l::config::{
-    ChannelsConfig, Dtype, EpsTier, MasterDtype, MuonRateRule, NonFinite, OptimizerKind,
-    RateSchedule, ScheduleKind, StashPlace,
+    ChannelsConfig, Dtype, MasterDtype, MuonRateRule, NonFinite, OptimizerKind, RateSchedule,
+    ScheduleKind, StashPlace,
 };
 use l2l::data::{Batches, Dataset};
 use l2l::models::IdleExperts;
@@ -22,9 +22,9 @@ use crate::pytorch::{case, numbers};
 use crate::trained::Trained;
 use crate::whole;
 
-/// A run with a delay, which is a relay in memory.
+/// A run with a delay, which is a relay.
 pub(crate) fn delayed(case: &Case, ways: &Ways, after: Option<u64>) -> Config {
-    let ways = Ways { kind: ScheduleKind::Relay, on_file: false, ..ways.clone() };
+    let ways = Ways { kind: ScheduleKind::Relay, ..ways.clone() };
     let mut config = exact::config(case, &ways.for_case(case));
     config.schedule.delay = 1;
     config.schedule.delay_after = after;
@@ -93,8 +93,8 @@ proptest! {
         ..ProptestConfig::with_cases(if whole() { 150 } else { 25 })
     })]
 
-    /// Devices, deals, depths, stash, recomputation, threads: one digest. All that is trained, in
-    /// any precision, by any rule.
+    /// Devices, deals, depths, stash, recomputation, threads, tiers: one digest. All that is
+    /// trained, in any precision, by any rule.
     #[test]
     fn every_way_gives_the_same_bits(
         case in cases(), ways in ways(), after in prop::option::weighted(0.3, 0..=3_u64),
@@ -311,7 +311,6 @@ fn what_a_delay_cannot_have_is_refused_by_name() {
     };
     refused(|config| config.schedule.delay = 2, "schedule.delay must be 0 or 1");
     refused(|config| config.schedule.kind = ScheduleKind::Resident, "schedule.delay is for");
-    refused(|config| config.eps.tier = EpsTier::File, "eps.tier = \"memory\"");
     let alone = |config: &mut Config| {
         (config.schedule.delay, config.schedule.delay_after) = (0, Some(3));
     };

@@ -23,8 +23,8 @@ proptest! {
         ..ProptestConfig::with_cases(if whole() { 150 } else { 12 })
     })]
 
-    /// Ranks, devices, groups, depths, stash; all that is trained, in any precision that ranks can
-    /// have, clipped or not. Evaluations in between read the newest weights.
+    /// Ranks, devices, groups, depths, stash, tiers; all that is trained, in any precision that
+    /// ranks can have, clipped or not. Evaluations in between read the newest weights.
     #[test]
     fn every_number_of_ranks_gives_the_same_bits(
         case in cases(),
@@ -35,7 +35,12 @@ proptest! {
         const STEPS: usize = 4;
         let ways = Ways { kind: ScheduleKind::Relay, ..ways };
         let Shared { case, ways, ranks } = shared(case, ways, [ranks, groups], each);
-        let of = |ways: &Ways| delayed(&case, ways, after);
+        let folder = tempfile::tempdir().expect("a place for files");
+        let of = |ways: &Ways| {
+            let mut config = delayed(&case, ways, after);
+            config.eps.path = ways.on_file.then(|| folder.path().into());
+            config
+        };
         check_ranks(ranks, &ways, |ways| Task { evaluates, ..Task::new(of(ways), STEPS) });
     }
 }

@@ -63,6 +63,7 @@ impl Case {
             Case::of_golden("tied", Keeps::File, &["device.dtype=bf16"]),
             Case::of_golden("clipped", Keeps::Both, &["optimizer.clip_norm=0.5"]),
             Case::of_golden("llama", Keeps::Checkpoints, &["schedule.delay=1"]),
+            Case::of_golden("clipped", Keeps::File, &["schedule.delay=1"]),
         ];
         let keeps = places.into_iter().cycle();
         all.extend(
@@ -188,7 +189,7 @@ fn kill_and_resume(case: &Case, most: u64, chance: &mut Chance) -> u64 {
 #[test]
 fn a_killed_run_loses_no_complete_step_and_ends_the_same() {
     let all = Case::all();
-    let (cases, each) = if crate::whole() { (all.len(), 2) } else { (6, 1) };
+    let (cases, each) = if crate::whole() { (all.len(), 2) } else { (7, 1) };
     let mut chance = Chance(88_172_645_463_325_252);
     let kills: u64 = all[..cases].iter().map(|case| kill_and_resume(case, each, &mut chance)).sum();
     // A run may end before its kill.

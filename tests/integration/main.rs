@@ -29,6 +29,7 @@ mod damaged;
 mod data_files;
 mod declared;
 mod delayed;
+mod delayed_files;
 mod delayed_ranks;
 mod depth;
 #[cfg(feature = "prometheus")]

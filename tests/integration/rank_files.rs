@@ -15,7 +15,7 @@ fn on_file(folder: &Path, from: usize, steps: usize) -> Task {
 }
 
 /// Copies a folder and the folders in it.
-fn copy(from: &Path, to: &Path) {
+pub(crate) fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).expect("a place for files");
     for entry in fs::read_dir(from).expect("a folder").flatten() {
         let place = to.join(entry.file_name());

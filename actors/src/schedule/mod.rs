@@ -78,11 +78,14 @@ pub struct Block {
     /// behind its download, also where nothing is added to it.
     pub encoded: bool,
     /// Bytes of the f32 master: what one read of a staged block moves. Of several processes, those
-    /// of this one's part; so are the next two.
+    /// of this one's part; so are the next three.
     pub master_bytes: u64,
     /// Bytes of the optimizer state. The update of a staged block moves them and the master, each
     /// way.
     pub state_bytes: u64,
+    /// Bytes of the version before that the update of a staged block writes beside them. 0 without
+    /// a delay.
+    pub older_bytes: u64,
     /// Bytes of the gradient region of a staged block.
     pub region_bytes: u64,
     /// True when the EPS keeps the block in a file. Then its master, its optimizer state and its

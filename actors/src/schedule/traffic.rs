@@ -90,6 +90,9 @@ impl Traffic {
         for block in gathered.chain(uploads).filter_map(staged) {
             self.read = self.read.saturating_add(block.master_bytes);
         }
+        for block in updates.iter().copied().filter_map(staged) {
+            self.written = self.written.saturating_add(block.older_bytes);
+        }
         let mut both_ways = |bytes: u64| {
             self.read = self.read.saturating_add(bytes);
             self.written = self.written.saturating_add(bytes);

@@ -207,6 +207,8 @@ enum Moves {
     Master(BlockId),
     State(BlockId),
     StateAndGradient(BlockId),
+    /// The state, and the version before that is written beside it.
+    StateAndOlder(BlockId),
     Boundary(BoundaryId, MicroBatch),
     /// The parts of a block's published copy that other processes have.
     OtherParts(BlockId),
@@ -300,7 +302,7 @@ impl Work {
                     row(L::File, K::Write, "write of gradient of ", S::Block(b), M::Region(b))
                 }
                 Stored::Master | Stored::State { .. } => {
-                    row(L::File, K::Write, "write of ", S::Published(b, v + 1), M::State(b))
+                    row(L::File, K::Write, "write of ", S::Published(b, v + 1), M::StateAndOlder(b))
                 }
             },
             Work::Seal => row(L::File, K::Seal, "seal", S::Nothing, M::Nothing),
@@ -386,6 +388,10 @@ impl Row {
             Moves::StateAndGradient(id) => {
                 let state = Row { moves: Moves::State(id), ..*self }.bytes(schedule);
                 state.saturating_add(schedule.block(id).region_bytes)
+            }
+            Moves::StateAndOlder(id) => {
+                let state = Row { moves: Moves::State(id), ..*self }.bytes(schedule);
+                state.saturating_add(schedule.block(id).older_bytes)
             }
             Moves::Boundary(id, m) => schedule.stashed_bytes(id, m),
             Moves::OtherParts(id) => schedule.remote_bytes(schedule.block(id).weight_bytes),

@@ -55,6 +55,7 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
             encoded: false,
             master_bytes: 3 * bytes,
             state_bytes: 4 * bytes,
+            older_bytes: 0,
             region_bytes: 2 * bytes,
             staged: false,
             frozen: false,

@@ -172,17 +172,18 @@ impl CheckedRun {
         let unusable = |path: PathBuf| {
             move |error| Error::unusable(format_args!("eps.path {}", path.display()), error)
         };
+        let is_delayed = run.config.schedule.delay().is_some();
         let eps = match place {
             Place::Memory => {
-                let tiles = run.config.schedule.delay().map(|_| largest.tiles.len());
+                let tiles = is_delayed.then(|| largest.tiles.len());
                 Eps::in_memory(blocks, states, region, tiles)
             }
             Place::Unnamed(path) => {
-                let file = FileTier::unnamed(&path, &blocks, true, &states, region);
+                let file = FileTier::unnamed(&path, &blocks, true, &states, region, is_delayed);
                 Eps::on_file(blocks, states, file.map_err(unusable(path))?)
             }
             Place::Folder { path, folder, step } => {
-                let file = FileTier::open(folder, &blocks, &states, region, step);
+                let file = FileTier::open(folder, &blocks, &states, region, is_delayed, step);
                 Eps::on_file(blocks, states, file.map_err(unusable(path))?)
             }
         };

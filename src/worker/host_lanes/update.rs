@@ -62,11 +62,12 @@ impl HostLanes {
             let learning_rate = state.learning_rate;
             let idle = &self.idle_experts(operation, &state, block);
             let applied = Applied { block, gradient, factors: &factors, learning_rate, idle };
-            if let Some((masters, states)) = staged.split_first_mut() {
+            let copy = |to: &mut [f32], from: &[f32]| shared.threads.copy(to, from);
+            if let Some((masters, behind)) = staged.split_first_mut() {
+                let states = shared.file().keep_older(block, masters, behind, copy);
                 let masters = shared.eps.whole(block, masters);
                 self.apply(&applied, masters, states, shared.file().updates_of(block));
             } else {
-                let copy = |to: &mut [f32], from: &[f32]| shared.threads.copy(to, from);
                 shared.eps.memory().update(block, version, copy, |masters, states, updates| {
                     self.apply(&applied, masters, states, updates);
                 });
