@@ -187,13 +187,11 @@ impl Config {
     }
 
     fn check_delay(&self) -> Result<(), Error> {
-        let ScheduleConfig { kind, delay, delay_after, .. } = self.schedule;
+        let ScheduleConfig { delay, delay_after, .. } = self.schedule;
         let what = "0 or 1: an update that has one whole step to run in is hidden, and a longer \
                     delay would only cost loss";
         must(delay <= 1, "schedule.delay", what)?;
         let problem = "is for schedule.delay = 1: leave it out";
-        refuse(delay == 0 && delay_after.is_some(), "schedule.delay_after", problem)?;
-        let problem = "is for schedule.kind = \"relay\": leave it out";
-        refuse(delay > 0 && kind != ScheduleKind::Relay, "schedule.delay", problem)
+        refuse(delay == 0 && delay_after.is_some(), "schedule.delay_after", problem)
     }
 }

@@ -22,10 +22,9 @@ use crate::pytorch::{case, numbers};
 use crate::trained::Trained;
 use crate::whole;
 
-/// A run with a delay, which is a relay.
+/// A run with a delay.
 pub(crate) fn delayed(case: &Case, ways: &Ways, after: Option<u64>) -> Config {
-    let ways = Ways { kind: ScheduleKind::Relay, ..ways.clone() };
-    let mut config = exact::config(case, &ways.for_case(case));
+    let mut config = exact::config(case, &ways.clone().for_case(case));
     config.schedule.delay = 1;
     config.schedule.delay_after = after;
     config
@@ -93,8 +92,8 @@ proptest! {
         ..ProptestConfig::with_cases(if whole() { 150 } else { 25 })
     })]
 
-    /// Devices, deals, depths, stash, recomputation, threads, tiers: one digest. All that is
-    /// trained, in any precision, by any rule.
+    /// Relay, resident and pipelines, devices, deals, depths, stash, recomputation, threads, tiers:
+    /// one digest. All that is trained, in any precision, by any rule.
     #[test]
     fn every_way_gives_the_same_bits(
         case in cases(), ways in ways(), after in prop::option::weighted(0.3, 0..=3_u64),
@@ -266,7 +265,8 @@ fn idle_experts_are_left_alone() {
         config.experts.idle = idle;
         exact::run(config, 5).1.weights_digest
     };
-    let apart = Ways { bundles: Some(1), place: StashPlace::Host, ..baseline() };
+    let kind = ScheduleKind::Relay;
+    let apart = Ways { kind, bundles: Some(1), place: StashPlace::Host, ..baseline() };
     let expected = of(IdleExperts::Keep, &baseline());
     for ways in [apart.clone(), Ways { devices: 2, ..apart }] {
         assert_eq!(of(IdleExperts::Keep, &ways), expected, "{ways:?}");
@@ -310,7 +310,6 @@ fn what_a_delay_cannot_have_is_refused_by_name() {
         assert!(error.contains(says), "{error}");
     };
     refused(|config| config.schedule.delay = 2, "schedule.delay must be 0 or 1");
-    refused(|config| config.schedule.kind = ScheduleKind::Resident, "schedule.delay is for");
     let alone = |config: &mut Config| {
         (config.schedule.delay, config.schedule.delay_after) = (0, Some(3));
     };

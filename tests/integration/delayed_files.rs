@@ -5,15 +5,16 @@
 use std::fs;
 use std::path::Path;
 
-use l2l::config::{Dtype, EpsTier, MasterDtype, OptimizerKind};
+use l2l::config::{ChannelsConfig, Dtype, EpsTier, MasterDtype, OptimizerKind};
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
 
 use crate::delayed::delayed;
-use crate::exact::{Case, SMALL, Ways, baseline};
+use crate::exact::{self, Case, SMALL, Ways, baseline};
 use crate::optimizers::{bytes_of, steps};
 use crate::rank_files::copy;
 use crate::ranks::{Task, on_ranks};
 use crate::trained::Trained;
+use crate::whole;
 
 fn on_file(config: &Config, folder: &Path) -> Config {
     let mut config = config.clone();
@@ -25,12 +26,14 @@ fn on_file(config: &Config, folder: &Path) -> Config {
 fn some() -> Vec<(Case, Option<u64>)> {
     let split = (Dtype::Bf16, MasterDtype::Split);
     let copied = (Dtype::Bf16, MasterDtype::F32);
-    vec![
+    let tiles = Case { tied_tiles: true, precision: copied, ..SMALL.clone() };
+    let mut some = vec![
         (SMALL.clone(), None),
         (Case { clip: true, precision: split, rule: OptimizerKind::Muon, ..SMALL.clone() }, None),
         (Case { trained: Trained::ALL[1], precision: split, ..SMALL.clone() }, Some(2)),
-        (Case { tied_tiles: true, precision: copied, ..SMALL.clone() }, None),
-    ]
+    ];
+    some.extend(whole().then_some((tiles, None))); // of a large vocabulary
+    some
 }
 
 /// A run that ends and goes on from its file, again and again, after each step; its checkpoints are
@@ -45,7 +48,7 @@ fn a_run_goes_on_from_its_file_at_any_step() {
         let file = on_file(&memory, &at("eps"));
         let of =
             |config: &Config, steps| Task { evaluates: true, ..Task::new(config.clone(), steps) };
-        let (bits, whole) = of(&memory, STEPS).run(None).expect("a case of ours");
+        let (bits, unbroken) = of(&memory, STEPS).run(None).expect("a case of ours");
         let check = |task: Task| {
             let from = task.from;
             let steps = task.steps;
@@ -55,7 +58,7 @@ fn a_run_goes_on_from_its_file_at_any_step() {
                 |bits: &[[u64; 3]]| bits.iter().map(|it| [it[0], it[1]]).collect::<Vec<_>>();
             assert_eq!(of_steps(&found), of_steps(&bits[from..from + steps]), "{nth} {from}");
             if from + steps == STEPS {
-                assert_eq!(summary.weights_digest, whole.weights_digest, "{nth} {from}");
+                assert_eq!(summary.weights_digest, unbroken.weights_digest, "{nth} {from}");
             }
         };
         check(Task { leaves: Some(at("memory")), ..of(&memory, 3) });
@@ -167,5 +170,23 @@ async fn a_file_of_the_other_delay_is_refused() {
         let says = changed.changes().join("; ");
         assert_eq!(says.contains("no older.safetensors"), second == 1, "{says}");
         steps(&mut changed, 2, 4).await;
+    }
+}
+
+/// A step carries blocks of layers that it leaves out, while their last update may be on its way.
+#[test]
+fn layers_that_a_step_leaves_out_are_carried() {
+    let case = Case { layers: 6, ..SMALL.clone() };
+    let of = |ways: &Ways| {
+        let mut config = delayed(&case, ways, None);
+        config.depth.drop = 0.6;
+        exact::run(config, 8)
+    };
+    let (bits, whole) = of(&baseline());
+    let least = ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
+    for channels in [baseline().channels, least] {
+        let (found, summary) = of(&Ways { on_file: true, channels, ..baseline() });
+        assert_eq!(found, bits);
+        assert_eq!(summary.weights_digest, whole.weights_digest);
     }
 }

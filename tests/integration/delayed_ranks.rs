@@ -23,7 +23,7 @@ proptest! {
         ..ProptestConfig::with_cases(if whole() { 150 } else { 12 })
     })]
 
-    /// Ranks, devices, groups, depths, stash, tiers; all that is trained, in any precision that
+    /// Ranks, schedules, devices, groups, depths, stash, tiers; all that is trained, in any precision that
     /// ranks can have, clipped or not. Evaluations in between read the newest weights.
     #[test]
     fn every_number_of_ranks_gives_the_same_bits(
@@ -33,7 +33,6 @@ proptest! {
         (after, evaluates) in (prop::option::weighted(0.3, 0..=3_u64), any::<bool>()),
     ) {
         const STEPS: usize = 4;
-        let ways = Ways { kind: ScheduleKind::Relay, ..ways };
         let Shared { case, ways, ranks } = shared(case, ways, [ranks, groups], each);
         let folder = tempfile::tempdir().expect("a place for files");
         let of = |ways: &Ways| {

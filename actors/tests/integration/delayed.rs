@@ -4,7 +4,7 @@
 use crate::common::times::Times;
 use crate::common::*;
 use crate::deadlock::{cases, config_of_cases, run_in_any_order};
-use l2l_actors::schedule::{BlockId, Schedule, relay};
+use l2l_actors::schedule::{BlockId, Phase, Schedule, relay};
 use l2l_actors::virtual_time::{self, Record};
 use l2l_actors::work::Work;
 use l2l_actors::{Operation, RingConfig};
@@ -31,26 +31,57 @@ proptest! {
     #[test]
     fn a_delay_hides_updates_behind_a_whole_step(
         layers in 2..=30_u32, micro_batches in 1..=8_u32, compute in 1..20_u64,
-        update in 1..60_u64,
+        backward in 1..=3_u64, update in 1..60_u64,
     ) {
         let model = model(layers, 0, false);
         let schedule = relay(&model, &everything(&model, micro_batches)).expect("ours");
         let times = Times { compute, update, ..Times::default() };
         let pass = u64::from(layers * micro_batches) * compute;
         let updates = u64::from(layers + 1) * update; // with that of the embedding
-        prop_assert_eq!(period(&schedule, times, Some(0)), updates.max(2 * pass));
+        let both = pass + backward * pass;
+        prop_assert_eq!(period(&schedule, times, backward, Some(0)), updates.max(both));
         // The first layer waits for two updates, then each for one more.
         let visit = u64::from(micro_batches) * compute;
         let forward = if update > visit { updates + visit } else { 2 * update + pass };
-        prop_assert_eq!(period(&schedule, times, None), forward + pass);
+        prop_assert_eq!(period(&schedule, times, backward, None), forward + backward * pass);
     }
 }
 
-/// The time from one step's end to the next one's, when many have passed.
-fn period(schedule: &Schedule, times: Times, delay_from: Option<u64>) -> u64 {
+/// With recomputation, a backward pass takes three times a forward pass. Updates that wait for a
+/// norm hide behind the next forward pass, and with a delay behind both: so they need a quarter of
+/// the tokens, and those that hide the update of the embedding.
+#[test]
+fn a_quarter_of_the_tokens_hides_updates() {
+    const LAYERS: u32 = 12;
+    const UPDATE: u64 = 16;
+    let model = model(LAYERS, 0, false);
+    let least = |delay_from: Option<u64>| {
+        (1..=40_u32).find(|&micro_batches| {
+            let schedule = relay(&model, &everything(&model, micro_batches)).expect("ours");
+            let times = Times { compute: 1, update: UPDATE, ..Times::default() };
+            // Nothing hides the two updates that the first layer waits for without a delay.
+            let shown = if delay_from.is_none() { 2 * UPDATE } else { 0 };
+            let computes = 4 * u64::from(LAYERS * micro_batches);
+            period(&schedule, times, 3, delay_from) == computes + shown
+        })
+    };
+    assert_eq!(least(None), Some(16));
+    assert_eq!(least(Some(0)), Some((13 * 16_u32).div_ceil(12).div_ceil(4)));
+}
+
+/// The time from one step's end to the next one's, when many have passed. A backward visit takes
+/// `backward` times a forward visit.
+fn period(schedule: &Schedule, times: Times, backward: u64, delay_from: Option<u64>) -> u64 {
     let capacities = depths(2, 2, 2, 64);
     let config = RingConfig { delay_from, ..config(schedule, &capacities, true) };
-    let durations = move |operation: &Operation| times.of(operation.work());
+    let durations = move |operation: &Operation| match *operation.work() {
+        Work::Compute { device_visit, .. }
+            if operation.step().plan.visit(device_visit).phase == Phase::Backward =>
+        {
+            ticks(backward * times.compute)
+        }
+        ref work => times.of(work),
+    };
     let schedule = schedule.clone();
     let run = virtual_time::run(config, durations, async move |mut relay| {
         let observer = relay.observer();
