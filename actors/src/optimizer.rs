@@ -25,7 +25,7 @@ use crate::messages::{Flow, Reduced, Resolved};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
 use crate::reducer::layer_of;
-use crate::schedule::BlockId;
+use crate::schedule::{BlockId, Reduction};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, MasterAt, Stored, Summed, Work};
 
@@ -118,12 +118,12 @@ impl Optimizer {
         self.context.resolves();
         self.resolved.send(resolved);
         let updates = &step.plan.updates;
-        let mut late = if self.deferred { updates.clone() } else { Vec::new() };
-        if step.copies > 1 {
-            // The next step needs regions before it needs weights: in the order of its backward
-            // visits.
-            late.reverse();
-        }
+        let late = match (self.deferred, step.copies) {
+            (false, _) => Vec::new(),
+            (true, 1) => updates.clone(),
+            // The next step needs regions before it needs weights.
+            (true, _) => by_region(step),
+        };
         for block in late {
             let norm = Some(resolved.norm);
             self.update(step, block, Complete { norm, ..Complete::default() }).await?;
@@ -234,6 +234,21 @@ impl Optimizer {
         }
         Ok(sum)
     }
+}
+
+/// The updated blocks in the order in which a step needs their regions.
+fn by_region(step: &Step) -> Vec<BlockId> {
+    let mut left = step.plan.updates.clone();
+    let mut in_order = Vec::new();
+    for reduction in &step.plan.reductions {
+        let blocks: &[BlockId] = match reduction {
+            Reduction::Gradient { block, .. } => std::slice::from_ref(block),
+            Reduction::Scatter { visit } => &step.plan.schedule.visits[*visit].blocks,
+            _ => &[],
+        };
+        in_order.extend(left.extract_if(.., |block| blocks.contains(block)));
+    }
+    in_order
 }
 
 /// The update of a block whose master is at this place.

@@ -187,6 +187,10 @@ impl Writing {
         if self.is_backward {
             blocks.reverse();
         }
+        if run.config.schedule.delay().is_some() && run.model.shape.tied {
+            // The head needs the regions of its tiles first.
+            blocks.rotate_right(run.model.tiles.len());
+        }
         let mut bytes = 0;
         for id in blocks {
             bytes += draft.write_block(id, eps)?;

@@ -23,8 +23,9 @@ proptest! {
         ..ProptestConfig::with_cases(if whole() { 150 } else { 12 })
     })]
 
-    /// Ranks, schedules, devices, groups, depths, stash, tiers; all that is trained, in any precision that
-    /// ranks can have, clipped or not. Evaluations in between read the newest weights.
+    /// Ranks, schedules, devices, groups, depths, stash, tiers; all that is trained, in any
+    /// precision that ranks can have, clipped or not. Evaluations in between read the newest
+    /// weights.
     #[test]
     fn every_number_of_ranks_gives_the_same_bits(
         case in cases(),

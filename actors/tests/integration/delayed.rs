@@ -4,9 +4,9 @@
 use crate::common::times::Times;
 use crate::common::*;
 use crate::deadlock::{cases, config_of_cases, run_in_any_order};
-use l2l_actors::schedule::{BlockId, Phase, Schedule, relay};
+use l2l_actors::schedule::{BlockId, Phase, Ranks, Schedule, relay};
 use l2l_actors::virtual_time::{self, Record};
-use l2l_actors::work::Work;
+use l2l_actors::work::{Summed, Work};
 use l2l_actors::{Operation, RingConfig};
 use proptest::prelude::*;
 
@@ -139,4 +139,58 @@ fn versions_count_training_steps() {
         let found: Vec<u64> = uploaded(&records, BlockId(1)).iter().map(|(_, v)| *v).collect();
         assert_eq!(found, expected, "{delay_from:?}");
     }
+}
+
+/// With files, a rank takes part in a step's norm when its state before the step is sealed, however
+/// long that takes. So no rank writes over a state that another one may have to go back to.
+#[test]
+fn a_norm_waits_for_the_seal_of_the_step_before() {
+    let model = on_file(model(3, 2, false));
+    let mut schedule = relay(&model, &everything(&model, 2)).expect("ours");
+    schedule.ranks = Ranks { count: 2, dealt: true };
+    let depths = depths(16, 16, 16, 16);
+    let config = RingConfig { delay_from: Some(0), ..config(&schedule, &depths, true) };
+    // The last update ends behind all else, and then its state is sealed.
+    let durations = |operation: &Operation| match operation.work() {
+        Work::Seal => ticks(1000),
+        Work::Update { .. } => ticks(100),
+        _ => ticks(1),
+    };
+    let run = virtual_time::run(config, durations, async move |mut relay| {
+        for _ in 0..4 {
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
+        }
+        relay.stop().await.expect("nothing fails here");
+    });
+    let (_, records) = run.expect("it ends");
+    let of = |step: u64, work: Work| {
+        let mut all = records.iter().filter(|record| record.step == step && record.work == work);
+        all.next().expect("each step has one")
+    };
+    let squares = Work::AllReduce { of: Summed::Squares };
+    let first = records.iter().map(|record| record.step).min().expect("there are some");
+    for step in first + 1..first + 4 {
+        assert!(of(step, squares.clone()).begin >= of(step - 1, Work::Seal).end, "{step}");
+    }
+}
+
+/// The head needs the regions of tied rows first, so they are updated first.
+#[test]
+fn updates_of_tied_rows_hide_too() {
+    let model = model(8, 1, true);
+    let schedule = relay(&model, &everything(&model, 4)).expect("ours");
+    let of = |update| {
+        let times = Times { compute: 10, update, ..Times::default() };
+        period(&schedule, times, 1, Some(0))
+    };
+    assert_eq!(of(60), of(1));
+}
+
+/// The regions of tied rows on file wait for the update that reads them, however slow it is.
+#[test]
+fn regions_on_file_wait_for_slow_updates() {
+    let model = on_file(model(3, 6, true));
+    let schedule = relay(&model, &everything(&model, 2)).expect("ours");
+    let times = Times { compute: 1, update: 1000, file: 1, ..Times::default() };
+    assert!(period(&schedule, times, 1, Some(0)) >= 9 * 1000);
 }
