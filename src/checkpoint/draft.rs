@@ -74,6 +74,9 @@ impl Draft {
         let linked = files.publish()?;
         hf::write_config(&partial, &run.model.shape, &run.source_config)?;
         sync(&partial.join("config.json")).map_err(failed)?;
+        // The source's, which are copied next, may say something else.
+        let positions = run.config.sequence_length(&run.model.shape)?;
+        hf::write_sentence_modules(&partial, &run.model.shape, positions)?;
         if let Some(path) = &run.config.model.path {
             hf::copy_companions(&[path], &partial).map_err(failed)?;
         }

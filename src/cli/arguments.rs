@@ -24,6 +24,8 @@ pub(super) enum Command {
     Data(DataArguments),
     /// Evaluate a run's model, or the one that the config loads, on the validation set.
     Eval(EvalArguments),
+    /// Write the embeddings of texts, one JSON object a line: `{"text", "embedding"}`.
+    Embed(EmbedArguments),
     /// Continue text with a run's model, or with the one that the config loads.
     Generate(GenerateArguments),
     /// Talk with a run's model, or with the one that the config loads: a message a line.
@@ -238,6 +240,20 @@ pub(super) struct EvalArguments {
     /// Number of batches of `step.batch` sequences [default: all].
     #[arg(long, value_name = "N")]
     pub(super) batches: Option<u64>,
+}
+
+#[derive(Args)]
+pub(super) struct EmbedArguments {
+    #[command(flatten)]
+    pub(super) common: Common,
+    #[command(flatten)]
+    pub(super) model: ModelArguments,
+    /// A text; may be repeated. The lines of standard input are read when there is none.
+    #[arg(long, value_name = "TEXT")]
+    pub(super) text: Vec<String>,
+    /// A file of texts: a .jsonl file of `{"text"}`, or a text a line.
+    #[arg(long, value_name = "FILE")]
+    pub(super) texts: Option<PathBuf>,
 }
 
 /// How text is generated.

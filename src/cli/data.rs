@@ -55,6 +55,7 @@ fn labels(sequence: &Sequence, predicts: Predicts) -> serde_json::Value {
             )
         }
         Predicts::Next | Predicts::Own | Predicts::TokenClass => json!(sequence.labels),
+        Predicts::Embedding => json!(sequence.score),
     }
 }
 
@@ -141,6 +142,15 @@ fn shown(data: &Dataset, sequence: &Sequence) -> String {
                 decode(&[token]) + &class
             });
             return each.collect::<Vec<_>>().join(" ");
+        }
+        Predicts::Embedding => {
+            let ends = sequence.documents.iter().scan(0, |end, tokens| {
+                *end += tokens;
+                Some(*end - tokens..*end)
+            });
+            let texts: Vec<String> = ends.map(|text| decode(&sequence.tokens[text])).collect();
+            let score = sequence.score.map_or_else(String::new, |score| format!(" ⟦{score}⟧"));
+            return texts.join(" | ") + &score;
         }
         Predicts::Next | Predicts::Own => {}
     }

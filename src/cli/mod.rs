@@ -8,6 +8,7 @@ mod common;
 mod dashboards;
 mod data;
 mod doctor;
+mod embed;
 mod eval;
 mod export;
 mod fabric;
@@ -62,6 +63,7 @@ pub(crate) fn run() -> Result<Exit, Error> {
         Command::Train(arguments) => return train::train(arguments),
         Command::Data(arguments) => data::data(&arguments)?,
         Command::Eval(arguments) => return eval::eval(&arguments),
+        Command::Embed(arguments) => return embed::embed(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
         Command::Chat(arguments) => return chat::chat(&arguments),
         Command::Plan(arguments) if !arguments.machine.is_empty() => {

@@ -1,5 +1,5 @@
 //! The names that other tools have for keys of the config: transformers' trainer, PEFT, TRL,
-//! axolotl, Lightning, nanoGPT and fairseq.
+//! sentence-transformers, axolotl, Lightning, nanoGPT and fairseq.
 
 /// Names of other tools, each with the key here and a note on the difference.
 const NAMES: &[(&[&str], &str, &str)] = &[
@@ -80,6 +80,12 @@ const NAMES: &[(&[&str], &str, &str)] = &[
     (&["loss_type"], "objective.kind", ""),
     (&["simpo_gamma"], "objective.gamma", ""),
     (&["cpo_alpha", "rpo_alpha"], "objective.sft", ""),
+    (&["matryoshka_dims", "matryoshka_dimensions"], "objective.dimensions", ""),
+    (&["triplet_margin"], "objective.margin", ""),
+    (&["distance_metric"], "objective.distance", ""),
+    (&["num_negatives"], "objective.negatives", ""),
+    (&["pooling_mode"], "model.pooling", ""),
+    (&["normalize_embeddings"], "model.normalise", ""),
     (&["dataset", "datasets", "dataset_name", "train_file", "train_data"], "data.train", ""),
     (&["validation_file", "eval_dataset", "eval_data", "val_file"], "data.validation", ""),
     (&["val_size", "val_set_size", "test_size"], "data.validation_split", ""),

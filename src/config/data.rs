@@ -192,6 +192,12 @@ pub struct FieldsConfig {
     pub tags: Option<String>,
     /// The column with token ids.
     pub input_ids: Option<String>,
+    /// The column with the anchor, for losses of sentence embeddings.
+    pub anchor: Option<String>,
+    /// The column with the positive.
+    pub positive: Option<String>,
+    /// The column with the hard negative.
+    pub negative: Option<String>,
 }
 
 impl FieldsConfig {
@@ -211,6 +217,9 @@ impl FieldsConfig {
             ("tokens", &self.tokens),
             ("tags", &self.tags),
             ("input_ids", &self.input_ids),
+            ("anchor", &self.anchor),
+            ("positive", &self.positive),
+            ("negative", &self.negative),
         ];
         let named = all.into_iter().filter_map(|(ours, theirs)| Some((ours, theirs.clone()?)));
         named.collect()

@@ -8,6 +8,7 @@ use super::OnResume;
 use super::check::{must, refuse};
 use crate::error::Error;
 use crate::kernels::ProblemType;
+use crate::models::EmbeddingPooling;
 
 /// `[model]`
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
@@ -67,6 +68,14 @@ pub struct ModelConfig {
     /// `regression` (one value). When absent, that of the model's `config.json`, else as `labels`
     /// says.
     pub problem_type: Option<ProblemType>,
+    /// With `sentence-embedding`: how the last hidden states of a text become its embedding:
+    /// `mean` (of all tokens), `cls` (the first token's) or `last` (the last token's). When absent,
+    /// what `modules.json` of sentence-transformers in `path` says, else `last` for a decoder and
+    /// `mean` for an encoder.
+    pub pooling: Option<EmbeddingPooling>,
+    /// With `sentence-embedding`: scales embeddings to length 1. When absent, what `modules.json`
+    /// says, else `true`.
+    pub normalise: Option<bool>,
 }
 
 /// The classes of sequences or tokens.
@@ -104,12 +113,20 @@ pub enum Task {
     SequenceClassification,
     /// It predicts a class for each token.
     TokenClassification,
+    /// It makes an embedding of each text, as sentence-transformers does. It has no head.
+    SentenceEmbedding,
 }
 
 impl Task {
     /// The name in config files.
     pub fn name(self) -> &'static str {
-        ["causal-lm", "masked-lm", "sequence-classification", "token-classification"][self as usize]
+        match self {
+            Task::CausalLm => "causal-lm",
+            Task::MaskedLm => "masked-lm",
+            Task::SequenceClassification => "sequence-classification",
+            Task::TokenClassification => "token-classification",
+            Task::SentenceEmbedding => "sentence-embedding",
+        }
     }
 }
 

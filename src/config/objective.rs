@@ -3,20 +3,28 @@
 use serde::{Deserialize, Serialize};
 
 use super::check::{is_not_negative, is_positive, must, refuse};
-use super::{Config, OnResume, TooLong};
+use super::{Config, OnResume, Task, TooLong};
 use crate::error::Error;
-use crate::objectives::{Objective, Preference, PreferenceKind};
+use crate::objectives::{
+    Contrastive, Distance, Objective, Preference, PreferenceKind, Similarity, SimilarityKind,
+    Triplet,
+};
 
 /// `[objective]`. A record of a preference has the columns `chosen` and `rejected`: texts behind a
-/// text `prompt`, or messages. `step.batch` then counts records, and `step.micro_batch` sequences,
-/// of which a record has two. Dropout is 0 unless `model.dropout` sets it.
+/// text `prompt`, or messages. Dropout is then 0 unless `model.dropout` sets it. A record of
+/// `contrastive` has the texts `anchor` and `positive`, and perhaps hard negatives. `step.batch`
+/// counts records, and `step.micro_batch` sequences.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ObjectiveConfig {
     /// What a step minimises: `cross-entropy` of all labelled tokens, or the mean over its records
     /// of a preference loss: `dpo`, `ipo`, `hinge`, `simpo`, `orpo` or `cpo`. The first three
-    /// compare answers with a reference.
+    /// compare answers with a reference. Of sentence embeddings (`model.task` is then
+    /// `sentence-embedding`): `contrastive`, the cross entropy of each anchor's positive among the
+    /// positives and negatives of all records of the step (MultipleNegativesRankingLoss of
+    /// sentence-transformers); `cosine`, the mean squared difference of a pair's cosine and its
+    /// score; `cosent`, the order of all cosines of the step against that of the scores; `triplet`.
     pub kind: ObjectiveKind,
     /// The reference of `dpo`, `ipo` and `hinge`. `before`: the model as the run begins, with the
     /// adapters that it begins with; its log-probabilities are computed before the first step.
@@ -36,6 +44,27 @@ pub struct ObjectiveConfig {
     /// The factor of the mean cross entropy of all tokens of chosen answers, which is added. When
     /// absent: 1 for `orpo` and `cpo`, else 0.
     pub sft: Option<f64>,
+    /// The factor of the cosines of `contrastive` and `cosent`. When absent: 20.
+    pub scale: Option<f64>,
+    /// With `contrastive`: the mean of the loss and of the same loss of each positive among all
+    /// anchors of the step.
+    pub symmetric: bool,
+    /// With `contrastive`: how many hard negatives each record has, in the column `negative`, in
+    /// `negative_1`, `negative_2` and so on, or in the list `negatives`.
+    pub negatives: usize,
+    /// With `contrastive`: whether a candidate with the tokens of the anchor, or of the anchor's
+    /// positive, is left out of the anchor's negatives (`mask`), or is one of them (`keep`). When
+    /// absent: `mask`.
+    pub duplicates: Option<Duplicates>,
+    /// With a loss of sentence embeddings: the loss is the sum over embeddings of the first so many
+    /// numbers, as in `[768, 256, 64]` (Matryoshka). When empty, over embeddings of all numbers.
+    pub dimensions: Vec<usize>,
+    /// With `triplet`: by how much the negative must be farther away than the positive. When
+    /// absent: 5, or 0.5 with `distance = "cosine"`.
+    pub margin: Option<f64>,
+    /// With `triplet`: `euclidean`, the length of the difference of two embeddings, or `cosine`,
+    /// 1 less the cosine. When absent: `euclidean`.
+    pub distance: Option<Distance>,
     /// The sequences of a record of the objective that a program gives (`Builder::objective`).
     #[serde(skip)]
     pub own_sequences: Option<usize>,
@@ -61,6 +90,34 @@ pub enum ObjectiveKind {
     Orpo,
     /// Contrastive preference optimisation, without a reference.
     Cpo,
+    /// The contrastive loss of sentence embeddings, with all texts of the step as negatives.
+    Contrastive,
+    /// The squared difference of a pair's cosine and its score.
+    Cosine,
+    /// The order of the cosines of all pairs of the step, against that of their scores (CoSENT).
+    Cosent,
+    /// An anchor is nearer to its positive than to its negative, by a margin.
+    Triplet,
+}
+
+/// The texts of a record for a loss of sentence embeddings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct TextRecord {
+    /// Hard negatives, beside an anchor and its positive.
+    pub(crate) negatives: usize,
+    /// The bounds of the record's score, if it has one.
+    pub(crate) scores: Option<[f32; 2]>,
+}
+
+/// What becomes of a candidate that is a text of the anchor's record.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Duplicates {
+    /// It is left out.
+    Mask,
+    /// It is a negative.
+    Keep,
 }
 
 /// The reference that a preference loss compares answers with.
@@ -77,7 +134,11 @@ pub enum ReferenceKind {
 impl ObjectiveKind {
     fn preference(self) -> Option<PreferenceKind> {
         Some(match self {
-            ObjectiveKind::CrossEntropy => return None,
+            ObjectiveKind::CrossEntropy
+            | ObjectiveKind::Contrastive
+            | ObjectiveKind::Cosine
+            | ObjectiveKind::Cosent
+            | ObjectiveKind::Triplet => return None,
             ObjectiveKind::Dpo => PreferenceKind::Dpo,
             ObjectiveKind::Ipo => PreferenceKind::Ipo,
             ObjectiveKind::Hinge => PreferenceKind::Hinge,
@@ -89,8 +150,10 @@ impl ObjectiveKind {
 }
 
 impl ObjectiveConfig {
-    pub(super) const ON_RESUME: OnResume =
-        OnResume::free("").with_changes("beta gamma label_smoothing robust sft");
+    pub(super) const ON_RESUME: OnResume = OnResume::free("").with_changes(
+        "beta dimensions distance duplicates gamma label_smoothing margin robust scale sft \
+         symmetric",
+    );
 
     /// The preference loss; `None`: cross entropy.
     pub fn preference(&self) -> Option<Preference> {
@@ -107,9 +170,52 @@ impl ObjectiveConfig {
         })
     }
 
+    /// The objective; `None`: cross entropy.
+    pub(crate) fn built(&self) -> Option<Box<dyn Objective>> {
+        let dimensions = self.dimensions.clone();
+        let scale = self.scale.unwrap_or(20.0);
+        let similarity = |kind| Some(Box::new(Similarity { kind, scale, dimensions }) as Box<_>);
+        match self.kind {
+            ObjectiveKind::Contrastive => Some(Box::new(Contrastive {
+                negatives: self.negatives,
+                scale,
+                symmetric: self.symmetric,
+                keeps_duplicates: self.duplicates == Some(Duplicates::Keep),
+                dimensions: self.dimensions.clone(),
+            })),
+            ObjectiveKind::Cosine => similarity(SimilarityKind::Cosine),
+            ObjectiveKind::Cosent => similarity(SimilarityKind::CoSent),
+            ObjectiveKind::Triplet => {
+                let distance = self.distance.unwrap_or_default();
+                let usual = if distance == Distance::Cosine { 0.5 } else { 5.0 };
+                let margin = self.margin.unwrap_or(usual);
+                Some(Box::new(Triplet { margin, distance, dimensions: self.dimensions.clone() }))
+            }
+            _ => Some(Box::new(self.preference()?)),
+        }
+    }
+
+    /// True for an objective on sentence embeddings.
+    pub(crate) fn reads_embeddings(&self) -> bool {
+        self.text_record().is_some()
+    }
+
+    /// The texts of a record, for a loss of sentence embeddings.
+    pub(crate) fn text_record(&self) -> Option<TextRecord> {
+        let scored = |low, high| Some(TextRecord { negatives: 0, scores: Some([low, high]) });
+        let texts = |negatives| Some(TextRecord { negatives, scores: None });
+        match self.kind {
+            ObjectiveKind::Contrastive => texts(self.negatives),
+            ObjectiveKind::Triplet => texts(1),
+            ObjectiveKind::Cosine => scored(-1.0, 1.0),
+            ObjectiveKind::Cosent => scored(f32::MIN, f32::MAX),
+            _ => None,
+        }
+    }
+
     /// Sequences of a record.
-    fn sequences(&self) -> usize {
-        let of_kind = || self.preference().map_or(1, |preference| preference.sequences());
+    pub(crate) fn sequences(&self) -> usize {
+        let of_kind = || self.built().map_or(1, |objective| objective.sequences());
         self.own_sequences.unwrap_or_else(of_kind).max(1)
     }
 }
@@ -129,10 +235,10 @@ impl Config {
         must(sft.is_none_or(is_not_negative), "objective.sft", be)?;
         let be = "from 0 to 0.5";
         must((0.0..=0.5).contains(&label_smoothing), "objective.label_smoothing", be)?;
-        let is_preference = kind != ObjectiveKind::CrossEntropy;
+        let is_preference = kind.preference().is_some();
         let is_own = self.objective.own_sequences.is_some();
         let what = "is for a program without an objective of its own: leave it out";
-        refuse(is_own && is_preference, "objective.kind", what)?;
+        refuse(is_own && kind != ObjectiveKind::CrossEntropy, "objective.kind", what)?;
         let is_dpo = kind == ObjectiveKind::Dpo;
         let is_simpo = kind == ObjectiveKind::Simpo;
         let preference = "is for a preference: set objective.kind, for example to \"dpo\"";
@@ -148,6 +254,7 @@ impl Config {
         let compares = self.objective.preference().is_some_and(|one| one.needs_reference());
         let what = "is for kind = \"dpo\", \"ipo\" or \"hinge\"";
         refuse(reference.is_some() && !compares, "objective.reference", what)?;
+        self.check_embeddings()?;
         if !is_preference {
             return Ok(());
         }
@@ -161,4 +268,55 @@ impl Config {
         let what = "leaves layers out, and the reference has all of them: leave it out";
         refuse(compares && self.depth.drop > 0.0, "depth.drop", what)
     }
+
+    /// Checks the keys of objectives on sentence embeddings, and what goes with them.
+    fn check_embeddings(&self) -> Result<(), Error> {
+        let ObjectiveConfig { kind, scale, symmetric, negatives, duplicates, .. } = self.objective;
+        let ObjectiveConfig { margin, distance, ref dimensions, .. } = self.objective;
+        let is_contrastive = kind == ObjectiveKind::Contrastive;
+        let has_scale = is_contrastive || kind == ObjectiveKind::Cosent;
+        let what = "is for kind = \"contrastive\" or \"cosent\"";
+        refuse(scale.is_some() && !has_scale, "objective.scale", what)?;
+        let what = "is for kind = \"contrastive\"";
+        refuse(symmetric && !is_contrastive, "objective.symmetric", what)?;
+        refuse(negatives > 0 && !is_contrastive, "objective.negatives", what)?;
+        refuse(duplicates.is_some() && !is_contrastive, "objective.duplicates", what)?;
+        let is_triplet = kind == ObjectiveKind::Triplet;
+        let what = "is for kind = \"triplet\"";
+        refuse(margin.is_some() && !is_triplet, "objective.margin", what)?;
+        refuse(distance.is_some() && !is_triplet, "objective.distance", what)?;
+        let embeds = self.objective.reads_embeddings();
+        let what = "is for kind = \"contrastive\", \"cosine\", \"cosent\" or \"triplet\"";
+        refuse(!dimensions.is_empty() && !embeds, "objective.dimensions", what)?;
+        must(margin.is_none_or(is_not_negative), "objective.margin", "a finite number, 0 or more")?;
+        must(scale.is_none_or(is_positive), "objective.scale", "a finite number above 0")?;
+        must(negatives <= MOST_NEGATIVES, "objective.negatives", "at most 1024")?;
+        let differ = |at: usize| dimensions[at] > 0 && !dimensions[..at].contains(&dimensions[at]);
+        let be = "numbers from 1 on that differ";
+        must((0..dimensions.len()).all(differ), "objective.dimensions", be)?;
+        if !embeds {
+            return Ok(());
+        }
+        let task = self.model.task.filter(|task| *task != Task::SentenceEmbedding);
+        if let Some(task) = task {
+            let problem = format_args!(
+                "is {:?}, and objective.kind is a loss of sentence embeddings: leave it out, or \
+                 set \"sentence-embedding\"",
+                task.name()
+            );
+            return Err(Error::config("model.task", problem));
+        }
+        let what = "joins texts, and each text has an embedding of its own (nothing is padded): \
+                    leave it out";
+        refuse(self.data.packing, "data.packing", what)?;
+        let what = "is \"random\", which has no pairs: name records with anchor and positive";
+        refuse(self.data.train.is("random"), "data.train", what)?;
+        let what = "is \"split\", and a text has one embedding: set \"cut\", or \"error\"";
+        refuse(self.data.too_long == TooLong::Split, "data.too_long", what)?;
+        let what = "smooths labels, and texts have none: leave it out";
+        refuse(self.train.label_smoothing > 0.0, "train.label_smoothing", what)
+    }
 }
+
+/// More hard negatives than any record has, and few enough to plan for.
+const MOST_NEGATIVES: usize = 1024;

@@ -20,7 +20,9 @@ pub struct ValidationConfig {
     /// The metric that decides which checkpoint is the best, and that `patience` counts: `loss`;
     /// for a model that classifies sequences also `accuracy`, `f1` or `matthews`; for a model that
     /// predicts a value also `pearson` or `spearman`; for a model that gives a sequence several
-    /// labels also `subset_accuracy`, and `precision`, `recall` or `f1` with `_micro` or `_macro`.
+    /// labels also `subset_accuracy`, and `precision`, `recall` or `f1` with `_micro` or `_macro`;
+    /// for sentence embeddings also `accuracy_1` or `mrr_10`, or, of pairs with scores, `pearson`
+    /// or `spearman`.
     /// The first validation set decides.
     pub best: BestMetric,
 }
@@ -57,6 +59,12 @@ pub enum BestMetric {
     F1Micro,
     /// The mean of the labels' F1 scores.
     F1Macro,
+    /// The share of anchors whose positive is the nearest text.
+    #[serde(rename = "accuracy_1")]
+    Accuracy1,
+    /// The mean of 1 ÷ the place of the positive, as far as it is among the first 10.
+    #[serde(rename = "mrr_10")]
+    Mrr10,
 }
 
 impl BestMetric {
@@ -76,6 +84,8 @@ impl BestMetric {
             BestMetric::RecallMacro => "recall_macro",
             BestMetric::F1Micro => "f1_micro",
             BestMetric::F1Macro => "f1_macro",
+            BestMetric::Accuracy1 => "accuracy_1",
+            BestMetric::Mrr10 => "mrr_10",
         }
     }
 

@@ -46,6 +46,24 @@ pub struct Dataset {
     vocabulary: Vocabulary,
 }
 
+/// What a model with this head predicts, and its classes.
+fn predicted(head: Head) -> (Predicts, usize) {
+    match head {
+        Head::Tokens => (Predicts::Next, 0),
+        Head::Masked => (Predicts::Own, 0),
+        Head::Classes { labels, problem } => {
+            let predicts = match problem {
+                ProblemType::SingleLabelClassification => Predicts::Class,
+                ProblemType::Regression => Predicts::Value,
+                ProblemType::MultiLabelClassification => Predicts::LabelSet,
+            };
+            (predicts, labels)
+        }
+        Head::TokenClasses { labels } => (Predicts::TokenClass, labels),
+        Head::Embedding { .. } => (Predicts::Embedding, 0),
+    }
+}
+
 impl Dataset {
     /// Opens the training set and all validation sets of a config. There may be no validation set.
     ///
@@ -191,19 +209,7 @@ impl Dataset {
     /// Opens and tokenizes all files of an entry of the config (`data.train`, `data.validation`).
     fn named(config: &Config, shape: &Shape, files: &Files, seed: u64) -> Result<Dataset, Error> {
         let positions = config.sequence_length(shape)?;
-        let (predicts, classes) = match shape.head {
-            Head::Tokens => (Predicts::Next, 0),
-            Head::Masked => (Predicts::Own, 0),
-            Head::Classes { labels, problem } => {
-                let predicts = match problem {
-                    ProblemType::SingleLabelClassification => Predicts::Class,
-                    ProblemType::Regression => Predicts::Value,
-                    ProblemType::MultiLabelClassification => Predicts::LabelSet,
-                };
-                (predicts, labels)
-            }
-            Head::TokenClasses { labels } => (Predicts::TokenClass, labels),
-        };
+        let (predicts, classes) = predicted(shape.head);
         let vocabulary = Vocabulary::of(config, shape)?;
         if files.is("random") {
             if positions < 2 {
@@ -229,6 +235,7 @@ impl Dataset {
             end_of_text: config.data.end_of_text,
             preference: config.objective.preference(),
             reference: config.objective.reference,
+            texts: config.objective.text_record(),
             kinds: shape.token_types,
             predicts,
             classes,
@@ -384,7 +391,7 @@ impl Dataset {
                 let tokens = (0..*positions).map(token).collect();
                 let plain = Sequence::plain(tokens);
                 return Ok(match self.predicts {
-                    Predicts::Next | Predicts::Own => plain,
+                    Predicts::Next | Predicts::Own | Predicts::Embedding => plain,
                     Predicts::Class | Predicts::Value => {
                         Sequence::classified(plain.tokens, 0, Vec::new())
                     }

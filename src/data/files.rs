@@ -14,7 +14,7 @@ use super::spool::{Spool, Spooling};
 use super::tally::{Place, Tally};
 use super::vocabulary::SpecialTokens;
 use super::windows::{BadPiece, Piece, Windows};
-use super::{CORPUS, Predicts, Sequence, listing, pairs, reference};
+use super::{CORPUS, Predicts, Sequence, listing, pairs, reference, texts};
 use crate::config::{BadRecords, DataConfig};
 use crate::error::Error;
 use crate::hf::hex;
@@ -251,6 +251,7 @@ impl Opening<'_> {
             Predicts::Class | Predicts::Value => Some("text and label"),
             Predicts::LabelSet => Some("text and labels"),
             Predicts::TokenClass => Some("tokens and tags"),
+            Predicts::Embedding => return Err(refuse(&texts::NEEDED)),
             Predicts::Next | Predicts::Own => None,
         };
         if let Some(needs) = needs {

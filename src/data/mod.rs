@@ -7,6 +7,7 @@
 mod baseline;
 mod batches;
 mod chats;
+mod check;
 mod dataset;
 mod files;
 mod fingerprint;
@@ -27,6 +28,7 @@ mod source;
 mod spool;
 mod tables;
 mod tally;
+mod texts;
 mod vocabulary;
 mod windows;
 
@@ -35,14 +37,13 @@ pub use batches::Batches;
 pub use dataset::Dataset;
 pub use overview::Overview;
 pub(crate) use reference::References;
+pub use texts::sequences_of_texts;
 pub use vocabulary::Vocabulary;
 
 use std::borrow::Borrow;
 use std::ops::Range;
 
-use crate::error::Error;
-use crate::kernels::{Document, ProblemType};
-use crate::models::{Head, Model};
+use crate::kernels::Document;
 
 /// The built-in corpus: the project's own source and documentation, concatenated.
 pub const CORPUS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
@@ -71,6 +72,8 @@ pub struct Batch {
     /// The log-probability of each sequence by a reference, for an objective that needs it; else
     /// empty. (S).
     pub(crate) reference: Vec<f64>,
+    /// The score of the record of each sequence, for an objective that needs it; else empty. (S).
+    pub(crate) scores: Vec<f32>,
 }
 
 /// One sequence of tokens with its labels.
@@ -89,6 +92,8 @@ pub struct Sequence {
     /// For an objective that compares with a reference: the log-probability of each document by
     /// it. Else empty.
     pub reference: Vec<f64>,
+    /// For an objective that compares a record's texts with a score: that score.
+    pub score: Option<f32>,
 }
 
 /// The kind of a model's predictions. It decides which label a position is scored by.
@@ -106,6 +111,8 @@ pub enum Predicts {
     LabelSet,
     /// The class of each token: a position is scored by its own label.
     TokenClass,
+    /// The embedding of the sequence. No position has a label.
+    Embedding,
 }
 
 /// The label of a whole sequence.
@@ -152,7 +159,7 @@ impl Sequence {
 
     /// The number of labels that are scored.
     pub fn labelled(&self, predicts: Predicts) -> usize {
-        if matches!(predicts, Predicts::Value | Predicts::LabelSet) {
+        if matches!(predicts, Predicts::Value | Predicts::LabelSet | Predicts::Embedding) {
             return 1;
         }
         self.scored(predicts).into_iter().filter(|&is| is).count()
@@ -187,7 +194,8 @@ impl Batch {
         let rows = self.starts[sequences.start]..self.starts[sequences.end];
         let starts = self.starts[sequences.start..=sequences.end].iter();
         let label_sets = self.label_sets_of(sequences.clone()).to_vec();
-        let reference = self.reference.get(sequences).unwrap_or_default().to_vec();
+        let reference = self.reference.get(sequences.clone()).unwrap_or_default().to_vec();
+        let scores = self.scores.get(sequences).unwrap_or_default().to_vec();
         Batch {
             tokens: self.tokens[rows.clone()].to_vec(),
             kinds: self.kinds[rows.clone()].to_vec(),
@@ -198,6 +206,7 @@ impl Batch {
             labelled: self.labelled,
             scored: self.scored.clone(),
             reference,
+            scores,
         }
     }
 
@@ -274,16 +283,31 @@ impl Batch {
             }
         }
         let labelled = match predicts {
-            Predicts::Value | Predicts::LabelSet => sequences.len(),
+            Predicts::Value | Predicts::LabelSet | Predicts::Embedding => sequences.len(),
             _ => targets.iter().filter(|&&target| target >= 0).count(),
         };
         let count = |rows: &[usize]| {
             let targets = &targets[rows[0]..rows[1]];
             targets.iter().filter(|target| **target >= 0).count() as u32
         };
-        let scored = starts.windows(2).map(count).collect();
+        let scored = match predicts {
+            Predicts::Embedding => vec![1; sequences.len()],
+            _ => starts.windows(2).map(count).collect(),
+        };
         let reference = Vec::new();
-        Batch { tokens, kinds, targets, starts, documents, label_sets, labelled, scored, reference }
+        let scores = Vec::new();
+        Batch {
+            tokens,
+            kinds,
+            targets,
+            starts,
+            documents,
+            label_sets,
+            labelled,
+            scored,
+            reference,
+            scores,
+        }
     }
 
     /// A batch for an objective, of records: each document of a sequence is a sequence by itself.
@@ -292,17 +316,43 @@ impl Batch {
     /// # Panics
     /// As [`Batch::new`].
     pub fn of_records<S: Borrow<Sequence>>(records: &[S]) -> Batch {
+        Batch::records_of(records, Predicts::Next)
+    }
+
+    /// A batch for a model that makes embeddings, of records: each document of a sequence is a text
+    /// by itself. Labels are not read.
+    ///
+    /// # Panics
+    /// As [`Batch::new`].
+    pub fn of_texts<S: Borrow<Sequence>>(records: &[S]) -> Batch {
+        Batch::records_of(records, Predicts::Embedding)
+    }
+
+    fn records_of<S: Borrow<Sequence>>(records: &[S], predicts: Predicts) -> Batch {
         let mut reference = Vec::new();
+        let mut scores = Vec::new();
         let mut sequences = Vec::new();
         for record in records.iter().map(Borrow::borrow) {
             reference.extend(&record.reference);
-            sequences.extend(record.document_ranges().map(|Document { from, to }| {
+            let mut documents: Vec<Document> = record.document_ranges().collect();
+            if documents.is_empty() && predicts == Predicts::Embedding {
+                documents.push(Document { from: 0, to: record.tokens.len() as u32 });
+            }
+            scores.extend(documents.iter().filter_map(|_| record.score));
+            sequences.extend(documents.into_iter().map(|Document { from, to }| {
                 let rows = from as usize..to as usize;
                 let tokens = record.tokens[rows.clone()].to_vec();
-                Sequence { labels: record.labels[rows].to_vec(), tokens, ..Sequence::default() }
+                let labels = match predicts {
+                    Predicts::Embedding => vec![-100; tokens.len()],
+                    _ => record.labels[rows].to_vec(),
+                };
+                Sequence { labels, tokens, ..Sequence::default() }
             }));
         }
-        let batch = Batch::new(&sequences);
+        let mut batch = Batch::of(&sequences, predicts);
+        if scores.len() == batch.sequences() {
+            batch.scores = scores;
+        }
         let is_whole = reference.len() == batch.sequences() && !reference.is_empty();
         if is_whole { batch.with_reference(reference) } else { batch }
     }
@@ -348,83 +398,14 @@ impl Batch {
         lengths
     }
 
-    /// Checks the batch against the model and against the plan, which has memory for `sequences`
-    /// sequences of at most `longest` tokens.
-    ///
-    /// # Errors
-    /// The batch is empty, larger or longer than planned, has a token or a label outside the
-    /// model's range, or has no label.
-    pub(crate) fn check(
-        &self,
-        model: &Model,
-        longest: usize,
-        sequences: usize,
-    ) -> Result<(), Error> {
-        let vocabulary = model.shape.vocabulary;
-        let has = self.sequences();
-        if has == 0 || has > sequences || self.lengths().any(|length| length == 0) {
-            return Err(Error::bad_batch(format_args!(
-                "a batch of {has} sequences: it must have 1 to {sequences} (step.batch), none empty"
-            )));
-        }
-        if self.longest() > longest {
-            return Err(Error::bad_batch(format_args!(
-                "a sequence of {} tokens: the plan was made for at most {longest}",
-                self.longest()
-            )));
-        }
-        let known = |token: u32| (token as usize) < vocabulary;
-        let is_known = |label: u32| match model.shape.head {
-            Head::Tokens | Head::Masked => known(label),
-            Head::Classes { problem: ProblemType::Regression, .. } => true,
-            Head::Classes { labels, .. } => (label as usize) < labels,
-            Head::TokenClasses { labels } => (label as usize) < labels,
-        };
-        let is_bad = |target: &&i32| **target >= 0 && !is_known(**target as u32);
-        if let Some(token) = self.tokens.iter().find(|token| !known(**token)) {
-            return Err(Error::bad_batch(format_args!(
-                "token {token} is outside the vocabulary of {vocabulary}"
-            )));
-        }
-        if let Some(label) = self.targets.iter().find(is_bad) {
-            return Err(Error::bad_batch(match model.shape.head {
-                Head::Classes { labels, .. } | Head::TokenClasses { labels } => {
-                    format!("label {label} is none of the {labels} classes, which count from 0")
-                }
-                Head::Tokens | Head::Masked => {
-                    format!("label {label} is outside the vocabulary of {vocabulary}")
-                }
-            }));
-        }
-        self.check_label_sets(model.shape.head)?;
-        if self.labelled == 0 {
-            return Err(Error::bad_batch("no position of the batch has a label"));
-        }
-        Ok(())
-    }
-
-    /// Refuses label sets that the head does not score, and the lack of those that it scores.
-    fn check_label_sets(&self, head: Head) -> Result<(), Error> {
-        let needs = head.label_set().unwrap_or(0) * self.sequences();
-        let has = self.label_sets.len();
-        if has != needs {
-            return Err(Error::bad_batch(format_args!(
-                "{has} labels in sets of labels, and the model scores {needs}: make the batch \
-                 for what the model predicts"
-            )));
-        }
-        let mut values = self.label_sets.iter().map(|&bits| f32::from_bits(bits as u32));
-        match values.find(|value| !(0.0..=1.0).contains(value)) {
-            Some(value) => Err(Error::bad_batch(format_args!(
-                "label {value} in a set of labels: it must be 0 to 1"
-            ))),
-            None => Ok(()),
-        }
-    }
-
     /// The number of sequences.
     pub fn sequences(&self) -> usize {
         self.starts.len() - 1
+    }
+
+    /// The token ids of each sequence.
+    pub(crate) fn texts(&self) -> impl Iterator<Item = &[u32]> {
+        self.starts.windows(2).map(|ends| &self.tokens[ends[0]..ends[1]])
     }
 
     /// The number of tokens of a sequence.

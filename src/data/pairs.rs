@@ -2,7 +2,7 @@
 
 use super::reader::Reader;
 use super::record::{ColumnTexts, Record, Turns, columns_of, take};
-use super::{Batch, Dataset, Sequence};
+use super::{Batch, Dataset, Predicts, Sequence};
 use crate::config::ReferenceKind;
 use crate::hf::Message;
 use crate::objectives::{Objective, Preference};
@@ -47,9 +47,10 @@ impl Pair {
 impl Dataset {
     /// A batch of these sequences.
     pub(super) fn batch_of(&self, sequences: &[Sequence]) -> Batch {
-        match self.preference {
-            Some(_) => Batch::of_records(sequences),
-            None => Batch::of(sequences, self.predicts()),
+        match (self.preference, self.predicts()) {
+            (Some(_), _) => Batch::of_records(sequences),
+            (None, Predicts::Embedding) => Batch::of_texts(sequences),
+            (None, predicts) => Batch::of(sequences, predicts),
         }
     }
 }
@@ -117,8 +118,8 @@ impl Reader {
             documents: vec![chosen.tokens.len(), rejected.tokens.len()],
             tokens: [chosen.tokens, rejected.tokens].concat(),
             labels: [chosen.labels, rejected.labels].concat(),
-            kinds: Vec::new(),
             reference,
+            ..Sequence::default()
         })
     }
 }

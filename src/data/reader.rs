@@ -12,7 +12,7 @@ use super::pairs::Pair;
 use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{OwnLabel, Predicts, Sequence};
-use crate::config::{BadRecords, ReferenceKind, TooLong};
+use crate::config::{BadRecords, ReferenceKind, TextRecord, TooLong};
 use crate::hf::Encoded;
 use crate::objectives::Preference;
 
@@ -37,6 +37,8 @@ pub(super) struct Reader {
     pub(super) preference: Option<Preference>,
     /// Where the preference's reference comes from, if the config says it.
     pub(super) reference: Option<ReferenceKind>,
+    /// The texts of a record, for a loss of sentence embeddings.
+    pub(super) texts: Option<TextRecord>,
     /// The number of the model's token types.
     pub(super) kinds: usize,
     pub(super) predicts: Predicts,
@@ -76,6 +78,19 @@ impl Reader {
     }
 
     fn sequences(&self, mut columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
+        match (self.predicts, self.texts) {
+            (Predicts::Embedding, Some(record)) => {
+                return Ok(vec![self.text_record(columns, record)?]);
+            }
+            (Predicts::Embedding, None) => {
+                return Err(
+                    "this model makes embeddings, and records of texts are read for a loss \
+                            of them: set objective.kind = \"contrastive\""
+                        .into(),
+                );
+            }
+            _ => {}
+        }
         let set = match self.predicts {
             Predicts::LabelSet => Some(self.take_label_set(&mut columns)?),
             _ => None,
@@ -325,7 +340,7 @@ impl Reader {
         if tokens <= self.positions { Ok(()) } else { Err(self.length_error(tokens)) }
     }
 
-    fn length_error(&self, tokens: usize) -> String {
+    pub(super) fn length_error(&self, tokens: usize) -> String {
         let most = self.positions;
         format!(
             "it has {tokens} tokens, and data.sequence_length allows {most}: set \

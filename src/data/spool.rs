@@ -13,7 +13,7 @@ use crate::folder;
 
 /// The place of a sequence in the file: its tokens, then its labels, then its token types. There is
 /// a label for each token, or one for each label of the model.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Place {
     /// The first byte.
     at: u64,
@@ -22,8 +22,10 @@ struct Place {
     labels: u32,
     /// Whether token types are stored.
     has_kinds: bool,
-    /// The tokens of the first of two documents; 0: there is one document.
-    cut: u32,
+    /// The tokens of each document; empty: there is one document.
+    documents: Box<[u32]>,
+    /// The score of a record.
+    score: Option<f32>,
     /// Whether the log-probabilities of two documents by a reference are stored.
     has_reference: bool,
     /// Whether the sequence gets its labels when masks are drawn.
@@ -60,9 +62,9 @@ impl Spooling {
         Ok(Spooling { file, places: Vec::new(), end: 0 })
     }
 
-    /// Appends a sequence of one document, or of the two answers of a preference.
+    /// Appends a sequence of one document, or of those of a record.
     pub(super) fn push(&mut self, sequence: &Sequence, is_labelled: bool) -> Result<(), Error> {
-        let Sequence { tokens, labels, kinds, documents, reference } = sequence;
+        let Sequence { tokens, labels, kinds, documents, reference, score } = sequence;
         let is_equal = |(&label, &token): (&i32, &u32)| label == token as i32;
         let is_plain = labels.is_empty()
             || (labels.len() == tokens.len() && labels.iter().zip(tokens).all(is_equal));
@@ -72,7 +74,8 @@ impl Spooling {
             tokens: tokens.len() as u32,
             labels: stored.len() as u32,
             has_kinds: !kinds.is_empty(),
-            cut: documents.first().map_or(0, |&first| first as u32),
+            documents: documents.iter().map(|&tokens| tokens as u32).collect(),
+            score: *score,
             has_reference: !reference.is_empty(),
             is_unmasked: labels.is_empty(),
             is_labelled,
@@ -148,7 +151,7 @@ impl Spool {
 
     /// Reads a sequence.
     pub(super) fn read(&self, index: usize) -> Result<Sequence, Error> {
-        let place = self.places[index];
+        let place = &self.places[index];
         let mut bytes = vec![0; place.bytes()];
         {
             let mut file = self.file.lock().expect("nothing panics inside");
@@ -167,11 +170,11 @@ impl Spool {
         if place.is_unmasked {
             return Ok(Sequence::unmasked(tokens, kinds.to_vec()));
         }
-        let cut = place.cut as usize;
-        let all = tokens.len();
+        let documents = place.documents.iter().map(|&tokens| tokens as usize);
         let plain = Sequence {
             kinds: kinds.to_vec(),
-            documents: if cut > 0 { vec![cut, all - cut] } else { Vec::new() },
+            documents: documents.collect(),
+            score: place.score,
             reference: reference.as_chunks().0.iter().map(|log| f64::from_le_bytes(*log)).collect(),
             ..Sequence::plain(tokens)
         };

@@ -4,6 +4,7 @@
 //! engine keeps the plans of the last steps, counts the steps that began, and gives the result
 //! of a step as an [`Outcome`]. Training and inference are both built on it.
 
+mod checks;
 mod plans;
 mod report;
 
@@ -88,6 +89,8 @@ pub(crate) struct Outcome {
     pub(crate) hidden: Vec<f32>,
     /// The log-probability of each sequence, if the step measures them.
     pub(crate) log_probabilities: Vec<f64>,
+    /// The embedding of each sequence, if the model makes them and the step does not train.
+    pub(crate) embeddings: Vec<f32>,
 }
 
 impl Engine {
@@ -147,43 +150,6 @@ impl Engine {
         LayerSelection { layers: asked.layers.clone().or_else(all), ..asked.clone() }
     }
 
-    /// Checks that a batch fits the plan and the model.
-    ///
-    /// # Errors
-    /// The batch does not fit.
-    pub(crate) fn check(&self, batch: &Batch) -> Result<(), Error> {
-        batch.check(&self.model, self.plan.batch.positions, self.plan.batch.sequences)
-    }
-
-    /// Refuses a batch that does not consist of whole records. A text that goes on is no record.
-    fn check_records(&self, batch: &Batch) -> Result<(), Error> {
-        let has = batch.sequences();
-        let each = self.model.sequences_of_record();
-        if has.is_multiple_of(each) {
-            return Ok(());
-        }
-        Err(Error::bad_batch(format_args!(
-            "a batch of {has} sequences, and a record of the objective has {each}"
-        )))
-    }
-
-    /// Refuses a batch without the reference that the model's objective needs.
-    ///
-    /// # Errors
-    /// The batch has none.
-    pub(crate) fn check_reference(&self, batch: &Batch) -> Result<(), Error> {
-        match &self.model.objective {
-            Some(objective) if objective.needs_reference() && batch.reference.is_empty() => {
-                Err(Error::bad_batch(format_args!(
-                    "objective {} needs the log-probability of each sequence by a reference: \
-                     Trainer::open and Trainer::fit compute it, and Batch::with_reference gives it",
-                    objective.name()
-                )))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Runs one step that does not train. `cache` has the KV cache slot of each sequence, if the
     /// step generates.
     ///
@@ -196,12 +162,7 @@ impl Engine {
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
         self.check(&batch)?;
-        if matches!(purpose, Purpose::Evaluate | Purpose::Measure) {
-            self.check_records(&batch)?;
-        }
-        if purpose == Purpose::Evaluate {
-            self.check_reference(&batch)?;
-        }
+        self.check_purpose(&batch, purpose)?;
         self.run_layers(batch, purpose, cache, &LayerSelection::default()).await
     }
 
@@ -261,7 +222,6 @@ impl Engine {
         let trained = self.counts.trained;
         let updated = self.counts.trained - self.counts.skipped;
         let loss_scale = self.loss_scale.filter(|_| purpose.trains()).map(|one| one.scale.into());
-        let scaled = loss_scale.unwrap_or(1.0);
         let input = StepInput {
             batch,
             purpose,
@@ -269,7 +229,7 @@ impl Engine {
             units,
             trained,
             updated,
-            loss_scale: scaled,
+            loss_scale: loss_scale.unwrap_or(1.0),
             cache,
             dealt,
         };
@@ -279,12 +239,23 @@ impl Engine {
         self.worker().records().resolved(end);
         let resolved = resolved.map_err(Engine::failed)?;
         let skipped = self.note(&resolved);
+        Ok(self.outcome(&resolved, skipped, loss_scale))
+    }
+
+    /// What the last step came to.
+    fn outcome(&self, resolved: &Resolved, skipped: bool, loss_scale: Option<f64>) -> Outcome {
         let (logits, hidden) = self.worker().take_results();
-        let norm = resolved.norm / scaled;
-        let routers = self.worker().router_report();
-        let loss = resolved.loss;
-        let log_probabilities = self.worker().log_probabilities();
-        Ok(Outcome { loss, norm, loss_scale, skipped, routers, logits, hidden, log_probabilities })
+        Outcome {
+            loss: resolved.loss,
+            norm: resolved.norm / loss_scale.unwrap_or(1.0),
+            loss_scale,
+            skipped,
+            routers: self.worker().router_report(),
+            logits,
+            hidden,
+            log_probabilities: self.worker().log_probabilities(),
+            embeddings: self.worker().embeddings(),
+        }
     }
 
     /// Waits for a step whose future was dropped, if there is one, and counts it.

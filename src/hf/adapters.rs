@@ -205,6 +205,7 @@ pub(crate) fn write_adapter_config(
         Head::Tokens => json!("CAUSAL_LM"),
         Head::Classes { .. } if is_whole(names.class_out) => json!("SEQ_CLS"),
         Head::TokenClasses { .. } if is_whole(names.token_classes) => json!("TOKEN_CLS"),
+        Head::Embedding { .. } => json!("FEATURE_EXTRACTION"),
         // With the task of a classifier, PEFT expects the whole head in the file.
         Head::Classes { .. } | Head::TokenClasses { .. } | Head::Masked => Value::Null,
     };

@@ -33,6 +33,7 @@ mod python_text;
 mod quantised;
 mod record_value;
 mod sealed;
+mod sentence;
 mod shards;
 #[cfg(feature = "tokenizers")]
 mod template_text;
@@ -65,6 +66,7 @@ pub use export::{ExportOptions, export};
 pub use no_tokenizer::{Template, Tokenizer};
 pub use record_value::RecordValue;
 pub(crate) use sealed::{OLDER, RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
+pub(crate) use sentence::{sentence_modules, write_sentence_modules};
 pub(crate) use tensor_files::{Before, TensorFiles, cut_into_files, save, shard_bytes};
 pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};

@@ -183,7 +183,7 @@ fn is_ignored(name: &str, model: &Model) -> bool {
 fn is_of_other_classes(name: &str, model: &Model) -> bool {
     let Names { class_dense, class_out, token_classes, .. } = *model.shape.names;
     let own: &[&str] = match model.shape.head {
-        Head::Tokens | Head::Masked => &[],
+        Head::Tokens | Head::Masked | Head::Embedding { .. } => &[],
         Head::Classes { .. } => &[class_dense, class_out],
         Head::TokenClasses { .. } => &[model.shape.class_transform(), token_classes],
     };

@@ -1,12 +1,13 @@
-//! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of classes and
-//! values. A trainer and an [`Evaluator`] call the same function.
+//! Evaluation: the loss on batches that are not trained on, GLUE's metrics of classes and values,
+//! and what embeddings find. A trainer and an [`Evaluator`] call the same function.
 
 use super::quality::{Agreement, Confusion, LabelCount, LabelCounts, Quality};
+use super::retrieval::{Retrieval, cosine, number_of};
 use super::{Loaded, model_of};
 use crate::blocking::unblock;
 use crate::config::{BestMetric, Config};
 use crate::data::Batch;
-use crate::engine::Engine;
+use crate::engine::{Engine, Outcome};
 use crate::eps::lost;
 use crate::error::Error;
 use crate::fabric::Exchanges;
@@ -63,6 +64,9 @@ impl Evaluation {
                 ("f1_micro", counts.all().f1()),
                 ("f1_macro", counts.mean(LabelCount::f1)),
             ]),
+            Some(Quality::Retrieval(found)) => {
+                values.extend([("accuracy_1", found.accuracy_1()), ("mrr_10", found.mrr_10())]);
+            }
         }
         values
     }
@@ -72,15 +76,20 @@ impl Evaluation {
         self.values().into_iter().find(|(name, _)| *name == metric.name()).map(|(_, value)| value)
     }
 
-    /// Whether a model with this head has a metric.
-    pub(crate) fn has(head: Head, metric: BestMetric) -> bool {
-        Evaluation::new(head).value(metric).is_some()
+    /// Whether a model has a metric.
+    pub(crate) fn has(model: &Model, metric: BestMetric) -> bool {
+        Evaluation::new(model).value(metric).is_some()
     }
 
-    /// An evaluation without a batch, for a model with this head.
-    fn new(head: Head) -> Evaluation {
-        let quality = match head {
+    /// An evaluation of a model without a batch.
+    fn new(model: &Model) -> Evaluation {
+        let objective = model.objective.as_ref();
+        let quality = match model.shape.head {
             Head::Tokens | Head::Masked => None,
+            Head::Embedding { .. } => objective.map(|objective| match objective.needs_scores() {
+                true => Quality::Values(Agreement::default()),
+                false => Quality::Retrieval(Retrieval::default()),
+            }),
             Head::Classes { problem: ProblemType::Regression, .. } => {
                 Some(Quality::Values(Agreement::default()))
             }
@@ -105,26 +114,34 @@ impl Evaluation {
     /// Counts a batch, and returns its labels: one of each token, or one of each sequence, which is
     /// the label of its first position, or the labels of each sequence.
     fn count(&mut self, batch: &Batch, of_tokens: bool, each: usize) -> Labels {
+        let numbers = match &self.quality {
+            Some(Quality::Retrieval(_)) => batch.texts().map(number_of).collect(),
+            _ => Vec::new(),
+        };
         self.sequences += batch.sequences() as u64;
         self.tokens += batch.token_count() as u64;
         self.labelled += batch.labelled as u64;
         let first = || batch.starts[..batch.sequences()].iter().map(|&row| batch.targets[row]);
         let all = match of_tokens {
             true => batch.targets.clone(),
+            false if !batch.scores.is_empty() => {
+                batch.scores.iter().step_by(each).map(|score| score.to_bits() as i32).collect()
+            }
             false if batch.label_sets.is_empty() => first().collect(),
             false => batch.label_sets.clone(),
         };
         let records = batch.sequences() / each;
         let weight = if self.records.is_some() { records } else { batch.labelled };
         self.records = self.records.map(|sum| sum + records as u64);
-        Labels { all, weight }
+        Labels { all, weight, numbers, each }
     }
 
-    /// Adds a batch's mean loss, and its scores.
+    /// Adds a batch's mean loss, and its scores or its embeddings.
     fn add(&mut self, labels: &Labels, loss: f64, scores: &[f32]) {
         self.loss += loss * labels.weight as f64;
         match &mut self.quality {
             None => {}
+            Some(Quality::Retrieval(found)) => found.take(scores, &labels.numbers, labels.each),
             Some(Quality::Values(agreement)) => {
                 let values = labels.all.iter().map(|&bits| f32::from_bits(bits as u32));
                 values.zip(scores).for_each(|(label, &score)| agreement.take(label, score));
@@ -147,6 +164,9 @@ impl Evaluation {
     /// Makes a mean of the sum of losses. Without labels it is NaN.
     fn finish(mut self) -> Evaluation {
         self.loss /= self.records.unwrap_or(self.labelled) as f64;
+        if let Some(Quality::Retrieval(found)) = &mut self.quality {
+            found.find();
+        }
         self
     }
 }
@@ -158,6 +178,25 @@ struct Labels {
     all: Vec<i32>,
     /// The number of labelled positions of the batch, or of records: its loss is their mean.
     weight: usize,
+    /// A number for each text, which equal texts share, for a model whose embeddings find texts.
+    numbers: Vec<u64>,
+    /// Sequences of a record.
+    each: usize,
+}
+
+/// The logits of a step; of a model that makes embeddings, these, or the cosine of each pair with a
+/// score.
+fn scores_of(model: &Model, outcome: Outcome) -> Vec<f32> {
+    let Outcome { embeddings, logits, .. } = outcome;
+    if !model.shape.embeds() {
+        return logits;
+    }
+    if !model.objective.as_ref().is_some_and(|objective| objective.needs_scores()) {
+        return embeddings;
+    }
+    let width = model.shape.hidden;
+    let pairs = embeddings.chunks_exact(2 * width);
+    pairs.map(|pair| cosine(&pair[..width], &pair[width..])).collect()
 }
 
 /// Evaluates an engine's model on these batches, in order. With several ranks each computes one
@@ -172,9 +211,9 @@ pub(crate) async fn evaluate(
     let head = engine.model.shape.head;
     let of_tokens = matches!(head, Head::TokenClasses { .. });
     let each = engine.model.sequences_of_record();
-    let mut evaluation = Evaluation::new(head);
+    let mut evaluation = Evaluation::new(&engine.model);
     evaluation.records = engine.model.objective.as_ref().map(|_| 0);
-    let has_scores = evaluation.quality.is_some();
+    let has_scores = evaluation.quality.is_some() && !engine.model.shape.embeds();
     let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
     let exchanges = engine.worker().eps().parts().map(|parts| parts.exchanges.clone());
     let at_once = exchanges.as_ref().map_or(1, |exchanges| exchanges.ranks() as usize);
@@ -194,7 +233,7 @@ pub(crate) async fn evaluate(
                 let mut found = Vec::new();
                 for batch in round {
                     let outcome = engine.run(batch, purpose, Vec::new()).await?;
-                    found.push((outcome.loss, outcome.logits));
+                    found.push((outcome.loss, scores_of(&engine.model, outcome)));
                 }
                 found
             }
@@ -215,7 +254,8 @@ async fn of_all_ranks(
     let own = round.swap_remove(exchanges.rank() as usize);
     let outcome = engine.run(own, purpose, Vec::new()).await?;
     let mut bytes = outcome.loss.to_le_bytes().to_vec();
-    bytes.extend(outcome.logits.iter().flat_map(|logit| logit.to_le_bytes()));
+    let scores = scores_of(&engine.model, outcome);
+    bytes.extend(scores.iter().flat_map(|score| score.to_le_bytes()));
     let all = exchanges.meet(&bytes).map_err(lost)?;
     let found = all.iter().map(|bytes| {
         let (loss, logits) = bytes.split_first_chunk().expect("each rank sends a loss");
@@ -274,6 +314,20 @@ impl Evaluator {
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
         evaluate(&mut self.loaded.engine, batches).await
+    }
+
+    /// The embedding of each sequence of a batch of at most `step.batch` records, for a model with
+    /// the task `sentence-embedding`: (sequences, channels).
+    ///
+    /// # Errors
+    /// The batch does not fit the model, or the model has another task; or the ring failed.
+    pub async fn embed(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
+        let engine = &mut self.loaded.engine;
+        if !engine.model.shape.embeds() {
+            let what = "embeddings are made by models with model.task = \"sentence-embedding\"";
+            return Err(Error::argument(what));
+        }
+        Ok(engine.run(batch, Purpose::Measure, Vec::new()).await?.embeddings)
     }
 
     /// Ends all threads and tasks.

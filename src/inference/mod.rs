@@ -4,6 +4,7 @@
 mod evaluate;
 mod generate;
 mod quality;
+mod retrieval;
 mod sampling;
 
 use std::path::Path;
@@ -14,6 +15,7 @@ pub use evaluate::{Evaluation, Evaluator};
 pub(crate) use generate::generate;
 pub use generate::{Ended, Generator, Then};
 pub use quality::{Agreement, Confusion, LabelCount, LabelCounts, Quality};
+pub use retrieval::Retrieval;
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 

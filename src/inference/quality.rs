@@ -1,15 +1,20 @@
 //! GLUE's metrics (Wang et al. 2019) of predictions and labels, as scikit-learn and SciPy define
 //! them.
 
+use super::retrieval::Retrieval;
+
 /// How the predictions of classes, of values or of sets of labels agree with their labels.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Quality {
     /// The model predicts a class.
     Classes(Confusion),
-    /// The model predicts a value.
+    /// The model predicts a value; or it makes embeddings, and the cosine of a pair is the
+    /// prediction of its score.
     Values(Agreement),
     /// The model predicts any number of labels.
     LabelSets(LabelCounts),
+    /// The model makes embeddings, which find texts.
+    Retrieval(Retrieval),
 }
 
 /// A confusion matrix: how often each class was predicted for each label.

@@ -108,7 +108,9 @@ impl Classes {
     pub(super) fn labels(&self) -> usize {
         match self.shape.head {
             Head::Classes { labels, .. } | Head::TokenClasses { labels } => labels,
-            Head::Tokens | Head::Masked => unreachable!("a head of tokens is made of tiles"),
+            Head::Tokens | Head::Masked | Head::Embedding { .. } => {
+                unreachable!("a head of tokens is made of tiles")
+            }
         }
     }
 

@@ -47,7 +47,8 @@ pub(crate) use ports::{FirstPorts, Port};
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;
 pub use shape::{
-    AllBut, Dropouts, Experts, Head, IdleExperts, LinearAttention, NormPlaces, Shape, Window,
+    AllBut, Dropouts, EmbeddingPooling, Experts, Head, IdleExperts, LinearAttention, NormPlaces,
+    Shape, Window,
 };
 pub use training::Training;
 pub(crate) use training::matches_tensor;

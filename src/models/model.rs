@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use l2l_actors::schedule::{
-    Block as BlockSize, BlockId, Boundary, Input, LayerId, RingLayer, RingModel, RingStep, Role,
-    VisitKind,
+    Block as BlockSize, BlockId, Boundary, Input, LayerId, RingLayer, RingModel, RingObjective,
+    RingStep, Role, VisitKind,
 };
 
 use super::adapters::Adapters;
@@ -187,7 +187,7 @@ impl Model {
             layer_blocks.push((first..blocks.len() as u32).map(BlockId).collect());
             layers.push(ModelLayer::Stack(layer));
         }
-        if !shape.scores_vocabulary() {
+        if !shape.scores_vocabulary() && !shape.embeds() {
             let classes = Classes { shape, adapters };
             layer_blocks.push(vec![BlockId(blocks.len() as u32)]);
             blocks.push(classes.tensors().into());
@@ -302,7 +302,10 @@ impl Model {
             layers: layers.collect(),
             positions: context.positions as u32,
             answers_step: self.shape.experts.is_some_and(|one| one.balance.is_of_step()),
-            objective: None,
+            // Without a head there is no other loss.
+            objective: self
+                .embedding_gradient()
+                .map(|one| RingObjective { of_step: false, gradient: Some(one) }),
         }
     }
 
@@ -328,7 +331,8 @@ impl Model {
         let logits = match layer {
             ModelLayer::Stack(layer) => return layer.steps(context),
             ModelLayer::Embedding => {
-                let writes = vec![context.hidden(), statistics];
+                let mut writes = vec![context.hidden()];
+                writes.extend(Some(statistics).filter(|_| !self.shape.embeds()));
                 let of_host = LayerStep::on_hidden(context, blocks);
                 return vec![LayerStep { reads: Vec::new(), writes, ..of_host }];
             }
@@ -342,9 +346,17 @@ impl Model {
         vec![LayerStep { reads, writes, ..LayerStep::on_hidden(context, blocks) }]
     }
 
-    /// The dtype of the head's gradient. Tiles of the vocabulary add to it in floats.
+    /// The dtype of the head's gradient. Tiles of the vocabulary add to it in floats, and the host
+    /// writes floats where there is no head.
     pub fn head_gradient(&self, dtype: Dtype) -> Dtype {
-        if self.shape.scores_vocabulary() { Dtype::F32 } else { dtype }
+        if self.shape.head.labels().is_none() { Dtype::F32 } else { dtype }
+    }
+
+    /// The gradient of the last hidden states that an objective on embeddings writes. `None`: the
+    /// model has a head.
+    pub(crate) fn embedding_gradient(&self) -> Option<Boundary> {
+        let gradient = Boundary::of_tokens(Role::HeadGradient, self.shape.hidden, FLOAT);
+        self.shape.embeds().then_some(gradient)
     }
 
     pub(crate) fn blocks_of(&self, layer: usize) -> impl Iterator<Item = &BlockTensors> {

@@ -44,6 +44,26 @@ pub enum Head {
         /// The number of scores.
         labels: usize,
     },
+    /// None: the model's output is an embedding of each sequence, made of its last hidden states.
+    Embedding {
+        /// How the hidden states of a sequence become one.
+        pooling: EmbeddingPooling,
+        /// Whether embeddings are scaled to length 1.
+        normalise: bool,
+    },
+}
+
+/// How the hidden states of a sequence become its embedding.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum EmbeddingPooling {
+    /// Their mean over all tokens.
+    Mean,
+    /// That of the first token.
+    Cls,
+    /// That of the last token.
+    Last,
 }
 
 impl Head {
@@ -51,7 +71,7 @@ impl Head {
     pub fn labels(&self) -> Option<usize> {
         match *self {
             Head::Classes { labels, .. } | Head::TokenClasses { labels } => Some(labels),
-            Head::Tokens | Head::Masked => None,
+            Head::Tokens | Head::Masked | Head::Embedding { .. } => None,
         }
     }
 
@@ -429,6 +449,11 @@ impl Shape {
             Head::TokenClasses { .. } if self.names.transforms_tokens => self.names.class_dense,
             _ => "",
         }
+    }
+
+    /// True for a model whose output is an embedding of each sequence.
+    pub fn embeds(&self) -> bool {
+        matches!(self.head, Head::Embedding { .. })
     }
 
     pub(crate) fn head_dropout(&self) -> f32 {

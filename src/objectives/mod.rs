@@ -1,15 +1,24 @@
 //! Objectives: losses of whole records, such as a chosen and a rejected answer.
 //!
-//! The host measures the log-probabilities of all sequences between the forward and the backward
-//! pass of a step. An objective makes of them the loss of each record, and the slopes: the loss's
-//! derivatives by each log-probability. A slope becomes the weight of a row of the head's gradient,
-//! so a device needs no kernel of its own for an objective.
+//! The host measures the log-probabilities or the embeddings of all sequences between the forward
+//! and the backward pass of a step. An objective makes of them the loss of each record, and the
+//! slopes: the loss's derivatives by each log-probability, or by each embedding. A slope becomes
+//! the weight of a row of the head's gradient, or the gradient of the last hidden states, so a
+//! device needs no kernel of its own for an objective.
 
+mod contrastive;
 mod preference;
+mod similarity;
+mod triplet;
+mod units;
 
 use std::ops::Range;
 
+pub use contrastive::Contrastive;
 pub use preference::{Preference, PreferenceKind};
+pub use similarity::{Similarity, SimilarityKind};
+pub use triplet::{Distance, Triplet};
+pub(crate) use units::{LEAST, add_unscaled, length};
 
 /// What an objective reads of each sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,6 +28,8 @@ pub enum Measures {
     LogProbabilities,
     /// That sum, and the log-probability of each labelled token.
     Tokens,
+    /// Its embedding, of a model with the task `sentence-embedding`.
+    Embeddings,
 }
 
 /// What the loss of a record depends on.
@@ -58,6 +69,11 @@ pub trait Objective: Send + Sync {
         false
     }
 
+    /// True if it reads a score of each record: see [`Sequence::score`](crate::data::Sequence).
+    fn needs_scores(&self) -> bool {
+        false
+    }
+
     /// The loss of each of these records. The loss of the step is the sum over all its records, so
     /// a mean divides by [`Measurements::records_of_step`]. Adds to the slopes the derivatives of
     /// that sum.
@@ -77,6 +93,11 @@ pub struct Measurements<'a> {
     pub(crate) labelled: &'a [u32],
     /// Sequences of a record.
     pub(crate) each: usize,
+    /// Token ids of the step, and the first of each sequence among them, and the end.
+    pub(crate) ids: &'a [u32],
+    pub(crate) starts: &'a [usize],
+    /// The score of the record of each sequence, if the batch has them.
+    pub(crate) scores: &'a [f32],
 }
 
 /// What is measured of a sequence.
@@ -87,6 +108,8 @@ pub(crate) struct SequenceValues {
     pub(crate) tokens: usize,
     /// With [`Measures::Tokens`].
     pub(crate) of_tokens: Vec<f32>,
+    /// With [`Measures::Embeddings`].
+    pub(crate) embedding: Vec<f32>,
 }
 
 impl Measurements<'_> {
@@ -131,6 +154,24 @@ impl Measurements<'_> {
         &self.sequences[sequence].of_tokens
     }
 
+    /// The embedding of a sequence. Empty without [`Measures::Embeddings`].
+    pub fn embedding(&self, sequence: usize) -> &[f32] {
+        &self.sequences[sequence].embedding
+    }
+
+    /// The score of a record.
+    ///
+    /// # Panics
+    /// The batch has no scores. A batch of an objective that needs them is checked for them.
+    pub fn score(&self, record: usize) -> f32 {
+        self.scores[record * self.each]
+    }
+
+    /// The token ids of a sequence.
+    pub fn token_ids(&self, sequence: usize) -> &[u32] {
+        &self.ids[self.starts[sequence]..self.starts[sequence + 1]]
+    }
+
     /// The log-probability of a sequence by the reference.
     ///
     /// # Panics
@@ -151,12 +192,18 @@ pub(crate) struct SequenceSlopes {
     pub(crate) of_sequence: f64,
     /// By the log-probability of each labelled token, beside that of the sequence.
     pub(crate) of_tokens: Vec<f64>,
+    /// By each number of its embedding.
+    pub(crate) of_embedding: Vec<f32>,
 }
 
 impl SequenceSlopes {
     /// Zeros for a sequence of which this was measured.
     pub(crate) fn of(values: &SequenceValues) -> SequenceSlopes {
-        SequenceSlopes { of_sequence: 0.0, of_tokens: vec![0.0; values.of_tokens.len()] }
+        SequenceSlopes {
+            of_sequence: 0.0,
+            of_tokens: vec![0.0; values.of_tokens.len()],
+            of_embedding: vec![0.0; values.embedding.len()],
+        }
     }
 
     /// The weight of a labelled token's row: the derivative by its −log p.
@@ -171,9 +218,25 @@ impl Slopes<'_> {
         self.0[sequence].of_sequence += slope;
     }
 
+    /// The derivatives by each number of a sequence's embedding. Empty without
+    /// [`Measures::Embeddings`].
+    pub fn of_embedding(&mut self, sequence: usize) -> &mut [f32] {
+        &mut self.0[sequence].of_embedding
+    }
+
     /// The derivatives by the log-probability of each labelled token of a sequence. Empty without
     /// [`Measures::Tokens`].
     pub fn of_tokens(&mut self, sequence: usize) -> &mut [f64] {
         &mut self.0[sequence].of_tokens
+    }
+}
+
+/// The widths of the embeddings' prefixes of which a loss is the sum.
+fn widths(of: &Measurements<'_>, dimensions: &[usize]) -> Result<Vec<usize>, String> {
+    let all = if of.records() > 0 { of.embedding(0).len() } else { 0 };
+    match dimensions.iter().find(|width| **width > all) {
+        _ if dimensions.is_empty() => Ok(vec![all]),
+        Some(width) => Err(format!("dimensions have {width}, and embeddings have {all} numbers")),
+        None => Ok(dimensions.to_vec()),
     }
 }

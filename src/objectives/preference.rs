@@ -214,11 +214,19 @@ mod tests {
         let value = |&(log_probability, tokens): &(f64, usize)| SequenceValues {
             log_probability,
             tokens,
-            of_tokens: Vec::new(),
+            ..SequenceValues::default()
         };
         let sequences: Vec<_> = answers.iter().map(value).collect();
         let labelled: Vec<u32> = answers.iter().map(|(_, tokens)| *tokens as u32).collect();
-        let of = Measurements { sequences: &sequences, reference, labelled: &labelled, each: 2 };
+        let of = Measurements {
+            sequences: &sequences,
+            reference,
+            labelled: &labelled,
+            each: 2,
+            ids: &[],
+            starts: &[],
+            scores: &[],
+        };
         let mut slopes = vec![SequenceSlopes::default(); answers.len()];
         let losses = one.loss(&of, &mut Slopes(&mut slopes)).expect("losses");
         (losses, slopes.iter().map(|slopes| slopes.of_sequence).collect())
@@ -283,9 +291,17 @@ mod tests {
         let none = [(0.0, 0), (-1.0, 2)].map(|(log_probability, tokens)| SequenceValues {
             log_probability,
             tokens,
-            of_tokens: Vec::new(),
+            ..SequenceValues::default()
         });
-        let of_none = Measurements { sequences: &none, reference: &[], labelled: &[0, 2], each: 2 };
+        let of_none = Measurements {
+            sequences: &none,
+            reference: &[],
+            labelled: &[0, 2],
+            each: 2,
+            ids: &[],
+            starts: &[],
+            scores: &[],
+        };
         let mut slopes = [(); 2].map(|()| SequenceSlopes::default());
         let refused = of(PreferenceKind::Cpo).loss(&of_none, &mut Slopes(&mut slopes));
         assert_eq!(refused, Err("record 0 has an answer without a labelled token".into()));

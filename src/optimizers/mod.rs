@@ -17,7 +17,6 @@ mod loss_scale;
 mod masters;
 mod moments;
 mod muon;
-mod product;
 mod rate;
 mod rates;
 mod rounding;

@@ -5,10 +5,10 @@ use std::sync::Mutex;
 
 use rayon::prelude::*;
 
-use super::product::{Product, packed_len};
 use super::{AdamW, CHUNK, Masters, RuleState, Update, UpdateRule, WeightDecay, square};
 use crate::models::{Kind, Tensor};
 use crate::simd::Level;
+use crate::simd::product::{Product, packed_len};
 
 /// The factor of Muon's learning rate for a matrix of A rows and B columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

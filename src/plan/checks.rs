@@ -9,7 +9,7 @@ use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::models::{Balance, BalanceOf, BlockTensors, Head, Model};
-use crate::objectives::Scope;
+use crate::objectives::{Measures, Scope};
 use crate::tensor::{Dtype, Packing};
 
 impl PlanSpec<'_> {
@@ -69,14 +69,28 @@ impl PlanSpec<'_> {
 
     /// Refuses an objective that this model, this schedule or these processes cannot have.
     pub(super) fn check_objective(&self) -> Result<(), Error> {
-        let Some(objective) = &self.model.objective else { return Ok(()) };
+        let Some(objective) = &self.model.objective else {
+            if self.model.shape.embeds() && self.settings.trains {
+                let problem = "is \"sentence-embedding\", whose texts have no labels: set \
+                               objective.kind = \"contrastive\"";
+                return Err(Error::config("model.task", problem));
+            }
+            return Ok(());
+        };
         let name = objective.name();
         let each = objective.sequences();
         let refuse = |what: &str| Err(Error::argument(format_args!("objective {name}: {what}")));
         if each == 0 {
             return refuse("a record has at least one sequence");
         }
-        if self.model.shape.head != Head::Tokens {
+        let reads_embeddings = objective.measures() == Measures::Embeddings;
+        if reads_embeddings && !self.model.shape.embeds() {
+            return refuse(
+                "it reads embeddings, and this model predicts something: set model.task = \
+                 \"sentence-embedding\"",
+            );
+        }
+        if !reads_embeddings && self.model.shape.head != Head::Tokens {
             return refuse(
                 "it reads log-probabilities of next tokens, and this model predicts something \
                  else: set model.task = \"causal-lm\"",

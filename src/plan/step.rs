@@ -27,7 +27,7 @@ pub(crate) enum Purpose {
     Train,
     /// The loss alone. This purpose and those below have no dropout.
     Evaluate,
-    /// The log-probability of each sequence.
+    /// The log-probability of each sequence, or its embedding.
     Measure,
     /// The hidden states that the head reads.
     Encode,
@@ -44,7 +44,7 @@ pub(crate) enum Purpose {
 impl Purpose {
     /// What steps are for that evaluate this model.
     pub(super) fn of_evaluation(model: &Model) -> Purpose {
-        if model.shape.scores_vocabulary() { Purpose::Evaluate } else { Purpose::Score }
+        if model.shape.head.labels().is_none() { Purpose::Evaluate } else { Purpose::Score }
     }
 
     /// Whether parameters are updated.
@@ -244,13 +244,14 @@ fn ring_model(
 
 /// The objective of a step for this purpose, as the ring schedules it.
 fn objective(config: &Config, model: &Model, purpose: Purpose) -> Option<RingObjective> {
+    let gradient = model.embedding_gradient();
     match (&model.objective, purpose) {
-        (_, Purpose::Measure) => Some(RingObjective { of_step: false }),
+        (_, Purpose::Measure) => Some(RingObjective { of_step: false, gradient }),
         (Some(objective), Purpose::Train | Purpose::Evaluate) => {
             let of_step = is_of_step(config, &**objective);
-            Some(RingObjective { of_step })
+            Some(RingObjective { of_step, gradient })
         }
-        _ => None,
+        _ => gradient.map(|_| RingObjective { of_step: false, gradient }),
     }
 }
 

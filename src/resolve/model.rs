@@ -5,7 +5,6 @@ use crate::config::{Config, Labels, LoraConfig, TrainConfig};
 use crate::error::Error;
 use crate::hf;
 use crate::models::{Lora, Model, Shape, Training};
-use crate::objectives::Objective;
 
 /// What a config trains.
 ///
@@ -67,8 +66,7 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
 
 /// Gives a model the objective of a config, if it has none of its own.
 pub(crate) fn set_objective(config: &Config, model: &mut Model) {
-    let of_config = || config.objective.preference().map(|one| Box::new(one) as Box<dyn Objective>);
-    model.objective = model.objective.take().or_else(of_config);
+    model.objective = model.objective.take().or_else(|| config.objective.built());
 }
 
 /// Freezes what a config does not train of a model that the program built by itself.

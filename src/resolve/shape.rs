@@ -1,10 +1,12 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
+use std::path::Path;
+
 use crate::config::{Config, DepthConfig, ExpertsConfig, Labels, ModelConfig, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
 use crate::kernels::{HEAD_LIMIT, ProblemType};
-use crate::models::{Balance, Dropouts, Experts, Head, Shape, families};
+use crate::models::{Balance, Dropouts, EmbeddingPooling, Experts, Head, Shape, families};
 
 /// The shape of the model that a config names.
 ///
@@ -244,37 +246,40 @@ fn set_balance(config: &ExpertsConfig, shape: &mut Shape) -> Result<(), Error> {
     Ok(())
 }
 
+/// The task of a model with this head.
+fn task_of(head: Head) -> Task {
+    match head {
+        Head::Tokens => Task::CausalLm,
+        Head::Masked => Task::MaskedLm,
+        Head::Classes { .. } => Task::SequenceClassification,
+        Head::TokenClasses { .. } => Task::TokenClassification,
+        Head::Embedding { .. } => Task::SentenceEmbedding,
+    }
+}
+
 /// The head for the config's task.
 ///
 /// # Errors
 /// The model's family cannot do this task, or the number of labels is out of range.
 fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let model = &config.model;
-    let task_of = |head: Head| match head {
-        Head::Tokens => Task::CausalLm,
-        Head::Masked => Task::MaskedLm,
-        Head::Classes { .. } => Task::SequenceClassification,
-        Head::TokenClasses { .. } => Task::TokenClassification,
-    };
     let tokens = if shape.causal { Head::Tokens } else { Head::Masked };
     let labels = match shape.head {
         Head::Classes { labels, .. } | Head::TokenClasses { labels } => labels,
-        Head::Tokens | Head::Masked if model.problem_type == Some(ProblemType::Regression) => 1,
-        Head::Tokens | Head::Masked => 2,
+        _ if model.problem_type == Some(ProblemType::Regression) => 1,
+        Head::Tokens | Head::Masked | Head::Embedding { .. } => 2,
     };
-    let own = task_of(shape.head);
+    let own = match config.objective.reads_embeddings() {
+        true => Task::SentenceEmbedding,
+        false => task_of(shape.head),
+    };
     let classes = !shape.names.class_out.is_empty();
     let token_classes = !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
     let task = model.task.unwrap_or(own);
-    if model.problem_type.is_some() && task != Task::SequenceClassification {
-        let problem = format_args!(
-            "is for sequence-classification, and the task is {:?}: leave it out, or set model.task",
-            task.name()
-        );
-        return Err(Error::config("model.problem_type", problem));
-    }
+    check_task_keys(model, task)?;
     let head = match task {
+        Task::SentenceEmbedding => return embedding(config, shape),
         Task::SequenceClassification if classes => {
             let problem = problem_type(config, shape.head, labels)?;
             Head::Classes { labels, problem }
@@ -285,6 +290,7 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
             let mut tasks = vec![task_of(tokens)];
             tasks.extend(classes.then_some(Task::SequenceClassification));
             tasks.extend(token_classes.then_some(Task::TokenClassification));
+            tasks.push(Task::SentenceEmbedding);
             let tasks: Vec<&str> = tasks.into_iter().map(Task::name).collect();
             let task = task.name();
             let tasks = tasks.join(" or ");
@@ -300,6 +306,41 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         return Err(Error::config("model.labels", problem));
     }
     Ok(head)
+}
+
+/// Refuses keys of another task.
+fn check_task_keys(model: &ModelConfig, task: Task) -> Result<(), Error> {
+    let keys = [
+        ("model.problem_type", model.problem_type.is_some(), Task::SequenceClassification),
+        ("model.pooling", model.pooling.is_some(), Task::SentenceEmbedding),
+        ("model.normalise", model.normalise.is_some(), Task::SentenceEmbedding),
+    ];
+    match keys.into_iter().find(|(_, is_set, of)| *is_set && task != *of) {
+        None => Ok(()),
+        Some((key, _, of)) => {
+            let of = of.name();
+            let task = task.name();
+            let problem = format_args!(
+                "is for {of}, and the task is {task:?}: leave it out, or set model.task"
+            );
+            Err(Error::config(key, problem))
+        }
+    }
+}
+
+/// How a model makes embeddings: as the config says, else as `modules.json` says.
+///
+/// # Errors
+/// `modules.json` has a module that is not built, or cannot be read.
+fn embedding(config: &Config, shape: &Shape) -> Result<Head, Error> {
+    let model = &config.model;
+    let of = |directory: Option<&Path>| directory.map_or(Ok(None), hf::sentence_modules);
+    let own = of(config.train.adapters())?;
+    let own = own.map_or_else(|| of(model.path.as_deref()), |own| Ok(Some(own)))?;
+    let usual = if shape.causal { EmbeddingPooling::Last } else { EmbeddingPooling::Mean };
+    let pooling = model.pooling.or(own.map(|own| own.pooling)).unwrap_or(usual);
+    let normalise = model.normalise.or(own.map(|own| own.normalises)).unwrap_or(true);
+    Ok(Head::Embedding { pooling, normalise })
 }
 
 /// What a head of sequences with `labels` scores predicts: as the config says, else as the model's

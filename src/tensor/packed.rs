@@ -134,6 +134,19 @@ impl Packing {
         }
     }
 
+    /// The floats of packed rows.
+    pub(crate) fn widened(self, place: &[f32], rows: usize) -> Vec<f32> {
+        let numbers = rows * self.columns;
+        let mut slot = vec![0.0; self.dtype.floats(numbers)];
+        self.unpack(&mut slot, &place[..self.floats(rows)]);
+        if self.dtype == Dtype::F32 {
+            return slot;
+        }
+        let mut all = vec![0.0; numbers];
+        widen(self.dtype, &mut all, &bytemuck::cast_slice(&slot)[..numbers]);
+        all
+    }
+
     /// Floats of a row in a slot. Rows of 16-bit numbers have an even number of columns.
     fn slot_row(self) -> usize {
         self.dtype.floats(self.columns)

@@ -12,9 +12,26 @@ impl Trainer {
     /// training does not change.
     ///
     /// # Errors
-    /// As [`step`](Trainer::step).
+    /// As [`step`](Trainer::step); or the model has no head.
     pub async fn encode(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
+        if self.run.model.shape.embeds() {
+            let what = "this model has no head: take its embeddings (Trainer::embed)";
+            return Err(Error::argument(what));
+        }
         Ok(self.run(batch, Purpose::Encode).await?.hidden)
+    }
+
+    /// The embedding of each sequence of a batch, for a model with the task `sentence-embedding`:
+    /// (sequences, channels). The training does not change.
+    ///
+    /// # Errors
+    /// As [`step`](Trainer::step); or the model has another task.
+    pub async fn embed(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
+        if !self.run.model.shape.embeds() {
+            let what = "embeddings are made by models with model.task = \"sentence-embedding\"";
+            return Err(Error::argument(what));
+        }
+        Ok(self.run(batch, Purpose::Measure).await?.embeddings)
     }
 
     /// Continues prompts with a KV cache, as

@@ -209,6 +209,11 @@ impl Worker {
         self.shared.steps.log_probabilities()
     }
 
+    /// The embedding of each sequence of the last step, if it measured them and does not train.
+    pub(crate) fn embeddings(&self) -> Vec<f32> {
+        self.shared.steps.embeddings()
+    }
+
     /// Takes the logits and the hidden states of the last step, if it left any.
     pub(crate) fn take_results(&self) -> (Vec<f32>, Vec<f32>) {
         (self.host.take_logits(), self.devices.take_hidden())

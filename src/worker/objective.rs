@@ -1,10 +1,15 @@
 //! What an objective measured of a step, and the slopes that follow from it.
+//!
+//! An embedding is made of the last hidden states of a sequence, which come unit by unit. Their
+//! mean is a sum in f64 in the order of the rows, so it depends on no group, device or micro-batch.
 
 use std::ops::Range;
 
 use crate::kernels::{CrossEntropy, Loss, STATISTICS, label_of};
+use crate::models::EmbeddingPooling;
 use crate::objectives::{
-    Measurements, Measures, Objective, SequenceSlopes, SequenceValues, Slopes,
+    LEAST, Measurements, Measures, Objective, SequenceSlopes, SequenceValues, Slopes, add_unscaled,
+    length,
 };
 
 /// The values and slopes of this rank's sequences.
@@ -16,6 +21,34 @@ pub(super) struct ObjectiveDesk {
     losses: Vec<f64>,
     /// The sequences whose losses are computed, from the first on.
     computed: usize,
+    /// Of a model that embeds, what is known of each sequence's hidden states.
+    pooled: Vec<Pooled>,
+}
+
+/// The hidden states of a sequence as one, while its rows come.
+#[derive(Clone, Default)]
+struct Pooled {
+    /// The sum of the rows, or the one row.
+    sum: Vec<f64>,
+    /// The length of the embedding before it was scaled to 1; `None`: it was not.
+    length: Option<f64>,
+}
+
+/// Rows of a sequence's hidden states.
+#[derive(Clone, Copy)]
+pub(super) struct HiddenRows {
+    pub(super) sequence: usize,
+    /// The place of the first of these rows in the sequence.
+    pub(super) first: usize,
+    /// Tokens of the whole sequence.
+    pub(super) of: usize,
+}
+
+/// How a model makes embeddings.
+#[derive(Clone, Copy)]
+pub(super) struct Embeds {
+    pub(super) pooling: EmbeddingPooling,
+    pub(super) normalise: bool,
 }
 
 /// What a loss depends on beside the sequences that were measured.
@@ -25,6 +58,11 @@ pub(super) struct Given<'a> {
     pub(super) reference: &'a [f64],
     /// The labelled tokens of each sequence of the step.
     pub(super) labelled: &'a [u32],
+    /// Token ids of this rank's sequences, the first of each, and the end.
+    pub(super) ids: &'a [u32],
+    pub(super) starts: &'a [usize],
+    /// The score of the record of each sequence, if the batch has them.
+    pub(super) scores: &'a [f32],
 }
 
 impl ObjectiveDesk {
@@ -46,6 +84,55 @@ impl ObjectiveDesk {
         }
     }
 
+    /// Takes rows of a sequence's hidden states, which come in their order. (rows, width).
+    pub(super) fn pool(&mut self, at: HiddenRows, how: Embeds, hidden: &[f32], width: usize) {
+        self.pooled.resize_with(self.values.len(), Pooled::default);
+        let Pooled { sum, length: known } = &mut self.pooled[at.sequence];
+        sum.resize(width, 0.0);
+        for (row, states) in (at.first..).zip(hidden.chunks_exact(width)) {
+            if how.takes(row, at.of) {
+                sum.iter_mut().zip(states).for_each(|(sum, &x)| *sum += f64::from(x));
+            }
+        }
+        if at.first + hidden.len() / width < at.of {
+            return;
+        }
+        let rows = how.rows(at.of);
+        let mut embedding: Vec<f32> = sum.iter().map(|sum| (sum / rows) as f32).collect();
+        if how.normalise {
+            let of_all = length(&embedding);
+            embedding.iter_mut().for_each(|x| *x = (f64::from(*x) / of_all.max(LEAST)) as f32);
+            *known = Some(of_all);
+        }
+        let values = &mut self.values[at.sequence];
+        values.tokens = at.of;
+        values.embedding = embedding;
+    }
+
+    /// Writes the gradient of rows of a sequence's hidden states: (rows, width).
+    pub(super) fn unpool(&self, at: HiddenRows, how: Embeds, scale: f32, to: &mut [f32]) {
+        let by_embedding = &self.slopes[at.sequence].of_embedding;
+        let width = by_embedding.len();
+        let mut by_state = vec![0.0; width];
+        match self.pooled[at.sequence].length {
+            Some(length) => {
+                let unit = &self.values[at.sequence].embedding;
+                add_unscaled(&mut by_state, unit, length, by_embedding);
+            }
+            None => by_state.copy_from_slice(by_embedding),
+        }
+        let rows = how.rows(at.of);
+        by_state.iter_mut().for_each(|by| *by = (f64::from(*by) / rows) as f32 * scale);
+        for (row, to) in (at.first..).zip(to.chunks_exact_mut(width)) {
+            if how.takes(row, at.of) { to.copy_from_slice(&by_state) } else { to.fill(0.0) }
+        }
+    }
+
+    /// The embeddings of all sequences. (sequences, width).
+    pub(super) fn embeddings(&self) -> Vec<f32> {
+        self.values.iter().flat_map(|values| &values.embedding).copied().collect()
+    }
+
     /// Computes the losses of these sequences, which are the next whole records, if that was not
     /// done.
     pub(super) fn compute(
@@ -60,7 +147,10 @@ impl ObjectiveDesk {
         let each = objective.sequences();
         let values = &self.values[sequences.clone()];
         let reference = given.reference.get(sequences.clone()).unwrap_or_default();
-        let of = Measurements { sequences: values, reference, labelled: given.labelled, each };
+        let Given { labelled, ids, starts, .. } = given;
+        let starts = starts.get(sequences.start..=sequences.end).unwrap_or_default();
+        let scores = given.scores.get(sequences.clone()).unwrap_or_default();
+        let of = Measurements { sequences: values, reference, labelled, each, ids, starts, scores };
         let slopes = &mut self.slopes[sequences.clone()];
         slopes.iter_mut().zip(values).for_each(|(to, of)| *to = SequenceSlopes::of(of));
         let losses = objective.loss(&of, &mut Slopes(slopes))?;
@@ -82,13 +172,24 @@ impl ObjectiveDesk {
     /// The first of these sequences for which a value or a slope is not finite, in words.
     pub(super) fn not_finite(&self, sequences: Range<usize>) -> Option<String> {
         let slope = |at: usize| {
-            let SequenceSlopes { of_sequence, of_tokens } = &self.slopes[at];
-            of_tokens.iter().fold(*of_sequence, |sum, slope| sum + slope)
+            let SequenceSlopes { of_sequence, of_tokens, of_embedding } = &self.slopes[at];
+            let by_embedding = of_embedding.iter().map(|&slope| f64::from(slope));
+            of_tokens.iter().copied().chain(by_embedding).fold(*of_sequence, |sum, one| sum + one)
         };
-        let is_finite =
-            |at: &usize| self.values[*at].log_probability.is_finite() && slope(*at).is_finite();
+        let embeds = |at: usize| self.values[at].embedding.iter().all(|number| number.is_finite());
+        let is_finite = |at: &usize| {
+            self.values[*at].log_probability.is_finite() && embeds(*at) && slope(*at).is_finite()
+        };
         let at = sequences.into_iter().find(|at| !is_finite(at))?;
         let SequenceValues { log_probability, tokens, .. } = self.values[at];
+        if !self.values[at].embedding.is_empty() {
+            let has = if embeds(at) { "finite numbers" } else { "a number that is not finite" };
+            return Some(format!(
+                "the embedding of sequence {at} of the step, of {tokens} tokens, has {has}, and \
+                 the sum of the slopes there is {}",
+                slope(at)
+            ));
+        }
         Some(format!(
             "sequence {at} of the step has log-probability {log_probability} of {tokens} tokens, \
              and the slope there is {}",
@@ -109,6 +210,22 @@ impl ObjectiveDesk {
     /// The log-probability of each sequence.
     pub(super) fn log_probabilities(&self) -> Vec<f64> {
         self.values.iter().map(|values| values.log_probability).collect()
+    }
+}
+
+impl Embeds {
+    /// True if a row of a sequence of `of` tokens counts for its embedding.
+    fn takes(self, row: usize, of: usize) -> bool {
+        match self.pooling {
+            EmbeddingPooling::Mean => true,
+            EmbeddingPooling::Cls => row == 0,
+            EmbeddingPooling::Last => row + 1 == of,
+        }
+    }
+
+    /// The number of rows that count.
+    fn rows(self, of: usize) -> f64 {
+        if self.pooling == EmbeddingPooling::Mean { of as f64 } else { 1.0 }
     }
 }
 
@@ -167,7 +284,7 @@ mod tests {
             desk.measure(sequence, second, Measures::Tokens);
         }
         assert_eq!(desk.log_probabilities(), [-3.0, -0.75, -0.75, -3.0]);
-        let given = Given { reference: &[], labelled: &[2; 4] };
+        let given = Given { reference: &[], labelled: &[2; 4], ids: &[], starts: &[], scores: &[] };
         desk.compute(&Difference, 0..2, given).expect("a loss");
         desk.compute(&Difference, 0..2, given).expect("computed before");
         desk.compute(&Difference, 2..4, given).expect("a loss");

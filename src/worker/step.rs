@@ -216,6 +216,17 @@ impl Steps {
         steps.last().map(of).unwrap_or_default()
     }
 
+    /// The embedding of each sequence of the last step that began, if it measured them and does not
+    /// train.
+    pub(super) fn embeddings(&self) -> Vec<f32> {
+        let steps = self.0.lock().expect("nothing panics inside");
+        let of = |state: &Arc<StepState>| {
+            state.objective.lock().expect("nothing panics inside").embeddings()
+        };
+        let last = steps.last().filter(|state| !state.input.purpose.trains());
+        last.map(of).unwrap_or_default()
+    }
+
     /// The state of a step by its number.
     ///
     /// # Panics

@@ -163,3 +163,61 @@ fn a_run_is_evaluated_and_continued() {
     refused(&["eval", &config], "no model is named");
     refused(&["eval", &config, "--set", "checkpoint.directory=/none"], "does not exist");
 }
+
+/// A run that learns embeddings, and what its model makes of texts.
+#[test]
+fn texts_are_embedded() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let line = |n: usize| json!({ "anchor": format!("what is {n}"), "positive": format!("{n}") });
+    let pairs: String = (0..8).map(|n| line(n).to_string() + "\n").collect();
+    fs::write(at("pairs.jsonl"), pairs).expect("a place for files");
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/text/wordpiece");
+    let sets = [
+        format!("model.path={}", model.display()),
+        format!("data.train={}", at("pairs.jsonl")),
+        format!("checkpoint.directory={}", at("run")),
+        "data.sequence_length=16".into(),
+        "objective.kind=contrastive".into(),
+        "step.batch=4".into(),
+        "step.steps=1".into(),
+    ];
+    let all = |command: &[&str], more: &[&str]| -> Vec<String> {
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let words = command.iter().copied().chain(["/dev/null"]).chain(sets);
+        words.chain(more.iter().copied()).map(str::to_string).collect()
+    };
+    good(&all(&["train"], &[]));
+    let shown = good(&all(&["data"], &[]));
+    assert!(shown.contains(" | "), "both texts of a record: {shown}");
+    fs::write(at("texts.jsonl"), "{\"text\": \"two\"}\n{\"text\": \"one\"}\n").expect("ours");
+    let embedded = |more: &[&str]| -> Vec<Value> {
+        let lines = good(&all(&["embed"], more));
+        lines.lines().map(|line| serde_json::from_str(line).expect("an object")).collect()
+    };
+    let found = embedded(&["--text", "one", "--texts", &at("texts.jsonl")]);
+    let texts: Vec<&Value> = found.iter().map(|line| &line["text"]).collect();
+    assert_eq!(texts, ["one", "two", "one"]);
+    assert_eq!(found[0], found[2]);
+    assert_ne!(found[0]["embedding"], found[1]["embedding"]);
+    let numbers = found[0]["embedding"].as_array().expect("a list");
+    let squares = numbers.iter().map(|x| x.as_f64().expect("a number").powi(2));
+    assert!((squares.sum::<f64>() - 1.0).abs() < 1e-5, "{numbers:?}");
+    // The export says by itself how embeddings are made.
+    good(&all(&["export"], &["--to", &at("out")]));
+    let lines =
+        good(&["embed", "/dev/null", "--model", &at("out"), "--text", "one"].map(str::to_string));
+    let alone: Value = serde_json::from_str(&lines).expect("an object");
+    assert_eq!(alone, found[0]);
+    let refused = |more: &[&str], says: &str| {
+        let output = output(&all(&["embed"], more));
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && error.contains(says), "{says:?} expected in: {error}");
+    };
+    refused(&["--text", ""], "text 1: it is empty");
+    refused(&["--texts", &at("none")], "--texts");
+    fs::write(at("bad.jsonl"), "{}\n").expect("ours");
+    refused(&["--texts", &at("bad.jsonl")], "line 1: missing field `text`");
+    let masked = ["--set", "objective.kind=cross-entropy", "--set", "model.task=masked-lm"];
+    refused(&[&masked[..], &["--text", "a"]].concat(), "set model.task = \"sentence-embedding\"");
+}

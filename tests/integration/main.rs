@@ -35,6 +35,7 @@ mod depth;
 #[cfg(feature = "prometheus")]
 mod door;
 mod embedding;
+mod embeddings;
 mod errors;
 mod evaluate;
 mod exact;
@@ -102,6 +103,7 @@ mod telemetry;
 mod terminal;
 #[cfg(feature = "tokenizers")]
 mod text;
+mod text_records;
 #[cfg(feature = "cli")]
 mod tiers;
 mod trained;

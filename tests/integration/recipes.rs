@@ -32,6 +32,11 @@ fn preference(number: usize) -> Value {
     json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected })
 }
 
+/// A question and its answer.
+fn question(number: usize) -> Value {
+    json!({ "query": words(number), "answer": format!("{number} is it") })
+}
+
 /// Writes a file, and returns its path.
 fn write(folder: &Path, name: &str, text: String) -> String {
     let path = folder.join(name);
@@ -109,18 +114,20 @@ fn every_recipe_runs() {
     };
     let chats = write("chats.jsonl", lines(chats));
     let preferences = write("preferences.jsonl", lines(preference));
+    let questions = write("questions.jsonl", lines(question));
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
     let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 9] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 10] = [
         ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
         ("classify", vec![tiny("wordpiece")], &classes, "accuracy"),
         ("similarity", vec![tiny("wordpiece")], &pairs, "spearman"),
+        ("embedding", vec![tiny("wordpiece")], &questions, "mrr_10"),
         ("chat", vec![tiny("llama")], &chats, "perplexity"),
         ("lora", vec![tiny("llama")], &chats, "perplexity"),
         ("preference", vec![tiny("llama")], &preferences, "loss"),

@@ -15,7 +15,8 @@
 //! follows it.
 //!
 //! An objective is a loss of whole records. It stands between forward and backward, and writes the
-//! statistics again with the weight of each row, so then the last tile has two visits as well.
+//! statistics again with the weight of each row, so then the last tile has two visits as well. Of a
+//! model without a head it reads the last hidden states, and writes their gradient.
 //!
 //! What layers measure in a step that trains is read by one visit of the host behind the last of
 //! them. It writes the answers that backward visits read.
@@ -135,6 +136,8 @@ struct Wiring<'m> {
     latest: BTreeMap<Role, BoundaryId>,
     /// For each boundary, the step of the chain that writes it.
     writers: Vec<usize>,
+    /// For each boundary, the sum of its gradient so far.
+    gradients: BTreeMap<BoundaryId, BoundaryId>,
 }
 
 impl<'m> Wiring<'m> {
@@ -166,6 +169,7 @@ impl<'m> Wiring<'m> {
         let RingModel { answers_step, objective, .. } = *model;
         let waits_for_choice = selection.waits_for_choice;
         let writers = Vec::new();
+        let gradients = BTreeMap::new();
         Ok(Wiring {
             schedule,
             chain,
@@ -176,6 +180,7 @@ impl<'m> Wiring<'m> {
             met,
             latest,
             writers,
+            gradients,
         })
     }
 
@@ -288,24 +293,30 @@ impl<'m> Wiring<'m> {
         }
     }
 
-    /// The visit that takes the loss from complete statistics. It also waits for what goes to the
-    /// host. An objective writes the statistics that the backward pass reads.
+    /// The visit that takes the loss from complete statistics, or from hidden states. It also waits
+    /// for what goes to the host. An objective writes what the backward pass begins with.
     fn loss(&mut self) -> Result<Visit, Refusal> {
-        let statistics = self.latest.get(&Role::Statistics).copied();
-        let missing = || Refusal::of("no layer writes statistics, from which the loss is taken");
-        let statistics = statistics.ok_or_else(missing)?;
-        let mut reads = vec![statistics];
+        let gradient = self.objective.and_then(|objective| objective.gradient);
+        let role = if gradient.is_some() { Role::Hidden } else { Role::Statistics };
+        let known = self.latest.get(&role).copied();
+        let missing =
+            || Refusal::of(format!("no layer writes {role}, from which the loss is taken"));
+        let known = known.ok_or_else(missing)?;
+        let mut reads = vec![known];
         let boundaries = self.schedule.boundaries.iter().zip(0..);
         let for_host = boundaries.filter(|(boundary, _)| boundary.role.goes_to_host());
         reads.extend(for_host.map(|(_, id)| BoundaryId(id)));
         let at = self.chain.len() - 1;
         let mut writes = Vec::new();
         if self.objective.is_some() && self.lowest.is_some() {
-            let weighed = self.open(at, *self.schedule.boundary(statistics));
-            self.latest.insert(Role::Statistics, weighed);
-            writes.push(weighed);
+            let written = self.open(at, gradient.unwrap_or(*self.schedule.boundary(known)));
+            match gradient {
+                Some(_) => self.gradients.insert(known, written),
+                None => self.latest.insert(role, written),
+            };
+            writes.push(written);
         }
-        let of_objective = |RingObjective { of_step }| VisitKind::Objective { of_step };
+        let of_objective = |RingObjective { of_step, .. }| VisitKind::Objective { of_step };
         let kind = self.objective.map_or(VisitKind::Loss, of_objective);
         Ok(on_host(kind, self.visit(at, Phase::Forward, reads, writes)))
     }
@@ -378,16 +389,15 @@ impl<'m> Wiring<'m> {
     fn backward(&mut self) -> Result<Vec<Visit>, Refusal> {
         let Some(lowest) = self.lowest else { return Ok(Vec::new()) };
         let mut visits = Vec::new();
-        let mut gradients = BTreeMap::new(); // boundary -> the sum of its gradient so far
         for at in (lowest..self.chain.len()).rev() {
             let is_once = self.is_visited_once(at);
-            let reads = self.reads_of_backward(at, &mut gradients)?;
+            let reads = self.reads_of_backward(at)?;
             let mut writes = if is_once { self.write(at) } else { Vec::new() };
             let inputs = self.chain[at].step.reads.iter().zip(self.met[at].reads.clone());
             for (Input { gradient, .. }, id) in inputs {
                 if let Some(gradient) = gradient.filter(|_| self.needs_gradient(id)) {
                     let sum = self.open(at, gradient);
-                    gradients.insert(id, sum);
+                    self.gradients.insert(id, sum);
                     writes.push(sum);
                 }
             }
@@ -407,11 +417,7 @@ impl<'m> Wiring<'m> {
     /// forward visit read, unless it reads them once, and what it saved there; the host's answer;
     /// the roles without a gradient as the forward pass left them; the gradients of those that it
     /// wrote, and the gradients of those that it read as far as steps above have added to them.
-    fn reads_of_backward(
-        &self,
-        at: usize,
-        gradients: &mut BTreeMap<BoundaryId, BoundaryId>,
-    ) -> Result<Vec<BoundaryId>, Refusal> {
+    fn reads_of_backward(&mut self, at: usize) -> Result<Vec<BoundaryId>, Refusal> {
         let Chained { layer, step, .. } = self.chain[at];
         let met = &self.met[at];
         let inputs = || step.reads.iter().zip(&met.reads);
@@ -429,6 +435,7 @@ impl<'m> Wiring<'m> {
             }));
         }
         let outputs = met.writes.iter().zip(&step.writes);
+        let gradients = &mut self.gradients;
         let of_writes: Vec<_> = outputs.filter_map(|(id, _)| gradients.remove(id)).collect();
         let mut with_gradient = step.writes.iter().filter(|written| written.role.has_gradient());
         if of_writes.is_empty()

@@ -26,9 +26,12 @@ pub struct RingModel {
 /// An objective, as the generators see it: a loss of whole records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingObjective {
-    /// True if a record's loss needs the statistics of the whole step; false if each micro-batch
+    /// True if a record's loss needs what is measured of the whole step; false if each micro-batch
     /// has whole records, and that is enough.
     pub of_step: bool,
+    /// The gradient of the last hidden states, if the objective reads those; `None`: it reads
+    /// complete statistics, and writes them with the weight of each row.
+    pub gradient: Option<Boundary>,
 }
 
 impl RingModel {

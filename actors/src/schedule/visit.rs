@@ -37,11 +37,11 @@ pub enum VisitKind {
     },
     /// Host, forward: computes the loss from the last statistics. Of no block, and writes nothing.
     Loss,
-    /// Host, forward: computes the loss of whole records from complete statistics, and in a step
-    /// that trains writes statistics with the weight of each row, which the backward visits read.
-    /// Of no block.
+    /// Host, forward: computes the loss of whole records from complete statistics or from the last
+    /// hidden states. In a step that trains it writes statistics with the weight of each row, or
+    /// the gradient of these states, which the backward visits read. Of no block.
     Objective {
-        /// True if each loss needs the statistics of the whole step. Then the step has one such
+        /// True if each loss needs what is measured of the whole step. Then the step has one such
         /// visit.
         of_step: bool,
     },

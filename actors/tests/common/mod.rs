@@ -126,7 +126,18 @@ pub fn measuring(
 
 /// The same model, whose loss is an objective: of the whole step, or of micro-batches.
 pub fn aiming(model: RingModel, of_step: bool) -> RingModel {
-    RingModel { objective: Some(RingObjective { of_step }), ..model }
+    RingModel { objective: Some(RingObjective { of_step, gradient: None }), ..model }
+}
+
+/// A model without a head, whose objective reads the last hidden states.
+pub fn headless(layers: u32, of_step: bool) -> RingModel {
+    let mut all = model(layers, 1, true);
+    all.layers.pop();
+    for step in all.layers.iter_mut().flat_map(|layer| &mut layer.steps) {
+        step.writes.retain(|written| written.role == Role::Hidden);
+    }
+    let gradient = Some(boundary(Role::HeadGradient));
+    RingModel { objective: Some(RingObjective { of_step, gradient }), ..all }
 }
 
 /// The same model, whose layers keep on the device what they save where `keeps` of their number.

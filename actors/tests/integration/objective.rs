@@ -132,3 +132,40 @@ fn an_objective_behind_its_reader_is_refused() {
     let refusal = StepPlan::new(schedule, pools).expect_err("it is of the whole step");
     assert!(refusal.to_string().contains("a part of its micro-batches"), "{refusal}");
 }
+
+/// Without a head, the objective reads the last hidden states, and the backward pass begins with
+/// the gradient that it writes.
+#[test]
+fn a_model_without_a_head_begins_with_the_gradient_of_its_hidden_states() {
+    for of_step in [false, true] {
+        let base = headless(3, of_step);
+        let selection = everything(&base, 4);
+        let schedule = relay(&base, &selection).expect("a model of ours");
+        let objective = schedule.visits.iter().find(is_objective).expect("there is one");
+        let [hidden] = objective.reads[..] else { panic!("it reads hidden states alone") };
+        let [gradient] = objective.writes[..] else { panic!("it writes their gradient") };
+        assert_eq!(schedule.boundary(hidden).role, Role::Hidden);
+        assert_eq!(schedule.boundary(gradient).role, Role::HeadGradient);
+        let mut backward = schedule.visits.iter().filter(|visit| visit.phase == Phase::Backward);
+        let first = backward.next().expect("it trains");
+        assert_eq!(schedule.with_role(&first.reads, Role::HeadGradient), Some(gradient));
+        assert!(backward.all(|visit| !visit.reads.contains(&gradient)), "it has one reader");
+        for deferred in [false, true] {
+            assert_eq!(run(&schedule, deferred), (2 * 3 * 4, 4));
+            let dealt = deal(schedule.clone(), 2);
+            assert_eq!(run(&dealt, deferred), (2 * 3 * 4, 4));
+        }
+        let mut frozen = everything(&base, 4);
+        frozen.frozen = (0..base.blocks.len() as u32).map(BlockId).collect();
+        let evaluation = relay(&base, &frozen).expect("a model of ours");
+        let objective = evaluation.visits.iter().find(is_objective).expect("there is one");
+        assert_eq!((objective.reads.len(), objective.writes.len()), (1, 0));
+        assert_eq!(run(&evaluation, true), (3 * 4, 4));
+    }
+    let each = headless(3, false);
+    let resident = resident(&each, &everything(&each, 4)).expect("a model of ours");
+    assert_eq!(run(&resident, false), (2 * 3 * 4, 4));
+    let order = Pipeline::one_forward_one_backward(2, 4);
+    let pipeline = pipeline(&each, &everything(&each, 4), &order).expect("a model of ours");
+    assert_eq!(run(&pipeline, true), (2 * 3 * 4, 4));
+}

@@ -187,6 +187,7 @@ pub(super) fn architecture(shape: &Shape, family: &str) -> String {
         Head::Masked => format!("{family}ForMaskedLM"),
         Head::Classes { .. } => format!("{family}ForSequenceClassification"),
         Head::TokenClasses { .. } => format!("{family}ForTokenClassification"),
+        Head::Embedding { .. } => format!("{family}Model"),
     }
 }
 
@@ -220,7 +221,7 @@ fn write_labels(shape: &Shape, config: &mut Value) {
             }
             (labels, None)
         }
-        Head::Tokens | Head::Masked => return,
+        Head::Tokens | Head::Masked | Head::Embedding { .. } => return,
     };
     let name = |label: usize| format!("LABEL_{label}");
     let by_id = (0..labels).map(|label| (label.to_string(), Value::from(name(label))));

@@ -67,7 +67,7 @@ impl CheckedRun {
         let steps = options.steps.map_or_else(|| config.steps(None), Ok)?;
         model.check_names()?;
         let best = config.validation.best;
-        if !Evaluation::has(model.shape.head, best) {
+        if !Evaluation::has(&model, best) {
             let problem =
                 format_args!("is {:?}, which this model's task does not have", best.name());
             return Err(Error::config("validation.best", problem));

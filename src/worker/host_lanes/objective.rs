@@ -1,4 +1,5 @@
-//! The objective of a step: what it measures, its loss, and the weights of rows.
+//! The objective of a step: what it measures, its loss, and the weights of rows or the gradient of
+//! hidden states.
 
 use std::ops::Range;
 
@@ -10,15 +11,18 @@ use super::visit::HostVisit;
 use crate::config::NonFinite;
 use crate::error::NotFinite;
 use crate::kernels::STATISTICS;
+use crate::models::Head;
 use crate::objectives::{Measures, Objective};
 use crate::plan::Purpose;
-use crate::worker::objective::Given;
+use crate::worker::objective::{Embeds, Given, HiddenRows};
 
-/// The rows of a sequence in a unit's statistics.
+/// The rows of a sequence in a unit.
 struct SequenceRows {
     sequence: usize,
-    /// Floats of the statistics.
-    floats: Range<usize>,
+    /// Its rows among those of the unit.
+    rows: Range<usize>,
+    /// The place of the first of them in the sequence.
+    first: usize,
     /// Labelled tokens of the sequence before these rows.
     token: usize,
 }
@@ -33,14 +37,56 @@ impl HostLanes {
         self.objective().map_or(1, Objective::sequences)
     }
 
-    /// Takes the log-probabilities of a unit's sequences.
+    /// How the model makes embeddings, if it does.
+    fn embeds(&self) -> Option<Embeds> {
+        match self.shared.model.shape.head {
+            Head::Embedding { pooling, normalise } => Some(Embeds { pooling, normalise }),
+            _ => None,
+        }
+    }
+
+    /// Takes the log-probabilities of a unit's sequences, or their embeddings.
     pub(super) fn measure_records(&self, at: &HostVisit<'_>, m: MicroBatch) {
+        if let Some(how) = self.embeds() {
+            return self.pool(at, m, how);
+        }
         let statistics = at.stashed(self.statistics(at), m);
         let measures = self.objective().map_or(Measures::LogProbabilities, Objective::measures);
         let mut desk = at.state.objective.lock().expect("nothing panics inside");
         desk.open(at.state.input.batch.sequences(), self.each());
-        for SequenceRows { sequence, floats, .. } in sequences(at, m) {
-            desk.measure(sequence, &statistics[floats], measures);
+        for SequenceRows { sequence, rows, .. } in sequences(at, m) {
+            desk.measure(sequence, &statistics[floats_of(rows, STATISTICS)], measures);
+        }
+    }
+
+    /// Pools the hidden states of a unit's sequences.
+    fn pool(&self, at: &HostVisit<'_>, m: MicroBatch, how: Embeds) {
+        let boundary = at.schedule().with_role(&at.visit.reads, Role::Hidden);
+        let boundary = boundary.expect("an objective on embeddings reads hidden states");
+        let packing = self.shared.packing(at.schedule().boundary(boundary));
+        let width = packing.columns;
+        let stashed = at.stashed(boundary, m);
+        let batch = &at.state.input.batch;
+        let mut desk = at.state.objective.lock().expect("nothing panics inside");
+        desk.open(batch.sequences(), self.each());
+        let rows = at.state.range(m).rows.len();
+        let hidden = packing.widened(stashed, rows);
+        for SequenceRows { sequence, rows, first, .. } in sequences(at, m) {
+            let rows_of = HiddenRows { sequence, first, of: batch.length(sequence) };
+            desk.pool(rows_of, how, &hidden[floats_of(rows, width)], width);
+        }
+    }
+
+    /// Writes the gradient of a unit's hidden states.
+    fn unpool(&self, at: &HostVisit<'_>, m: MicroBatch, how: Embeds) {
+        let [gradient] = at.visit.writes[..] else { unreachable!("it writes one gradient") };
+        let width = at.schedule().boundary(gradient).width();
+        let to = at.stashed_mut(gradient, m);
+        let batch = &at.state.input.batch;
+        let desk = at.state.objective.lock().expect("nothing panics inside");
+        for SequenceRows { sequence, rows, first, .. } in sequences(at, m) {
+            let rows_of = HiddenRows { sequence, first, of: batch.length(sequence) };
+            desk.unpool(rows_of, how, at.state.scale, &mut to[floats_of(rows, width)]);
         }
     }
 
@@ -62,10 +108,19 @@ impl HostLanes {
             let own = state.sequences_of(&units);
             let is_of_step = at.visit.kind == VisitKind::Objective { of_step: true };
             let needed = if is_of_step { 0..batch.sequences() } else { own.clone() };
-            let given = Given { reference: &batch.reference, labelled: &batch.scored };
+            let given = Given {
+                reference: &batch.reference,
+                labelled: &batch.scored,
+                ids: &batch.tokens,
+                starts: &batch.starts,
+                scores: &batch.scores,
+            };
             let mut desk = state.objective.lock().expect("nothing panics inside");
+            let desk = &mut *desk;
             let named = |what| format!("objective {}: {what}", objective.name());
-            desk.compute(objective, needed.clone(), given).map_err(named)?;
+            let threads = &self.shared.threads;
+            let computed = threads.install(|| desk.compute(objective, needed.clone(), given));
+            computed.map_err(named)?;
             loss = desk.loss(own, objective.sequences());
             if !loss.is_finite() && self.shared.non_finite == NonFinite::Stop {
                 let what = desk.not_finite(needed).unwrap_or_default();
@@ -78,13 +133,18 @@ impl HostLanes {
         Ok(loss)
     }
 
-    /// Writes a unit's statistics with the weights of its rows.
+    /// Writes a unit's statistics with the weights of its rows, or the gradient of its hidden
+    /// states.
     pub(super) fn weigh(&self, at: &HostVisit<'_>, m: MicroBatch) {
+        if let Some(how) = self.embeds() {
+            return self.unpool(at, m, how);
+        }
         let statistics = at.stashed(self.statistics(at), m);
         let [weighed] = at.visit.writes[..] else { unreachable!("an objective writes statistics") };
         let weighed = at.stashed_mut(weighed, m);
         let desk = at.state.objective.lock().expect("nothing panics inside");
-        for SequenceRows { sequence, floats, token } in sequences(at, m) {
+        for SequenceRows { sequence, rows, token, .. } in sequences(at, m) {
+            let floats = floats_of(rows, STATISTICS);
             desk.weigh(sequence, token, &statistics[floats.clone()], &mut weighed[floats]);
         }
     }
@@ -104,10 +164,15 @@ fn sequences<'a>(
     let batch = &at.state.input.batch;
     let mut row = 0;
     at.state.range(m).sequences.zip(at.state.positions(m)).map(move |(sequence, positions)| {
-        let first = row;
+        let from = row;
         row += positions.len();
         let before = batch.starts[sequence]..batch.starts[sequence] + positions.start;
         let token = batch.targets[before].iter().filter(|target| **target >= 0).count();
-        SequenceRows { sequence, floats: first * STATISTICS..row * STATISTICS, token }
+        SequenceRows { sequence, rows: from..row, first: positions.start, token }
     })
+}
+
+/// The numbers of rows of this width.
+fn floats_of(rows: Range<usize>, width: usize) -> Range<usize> {
+    rows.start * width..rows.end * width
 }

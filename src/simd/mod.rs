@@ -4,6 +4,8 @@
 //! level. (The closure must be `#[inline(always)]`; otherwise there is only the portable version.)
 //! No version contracts or reorders float operations, so all give the same bits.
 
+pub(crate) mod product;
+
 use pulp::NullaryFnOnce;
 
 /// A set of vector instructions that this processor has.

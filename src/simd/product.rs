@@ -1,4 +1,5 @@
-//! Products of matrices on the host, for rules that see a gradient as a matrix.
+//! Products of matrices on the host, for rules that see a gradient as a matrix, and for objectives
+//! that compare embeddings.
 //!
 //! Every element is one sum in the order of its terms. So the bits depend neither on the number of
 //! threads nor on the vector instructions. (The device's own product, which orders sums by blocks,
@@ -6,21 +7,21 @@
 
 use rayon::prelude::*;
 
-use crate::simd::Level;
+use super::Level;
 
 /// c = alpha · a · b + beta · d. All matrices lie row behind row.
-pub(super) struct Product<'a> {
+pub(crate) struct Product<'a> {
     /// (rows, depth).
-    pub(super) a: &'a [f32],
+    pub(crate) a: &'a [f32],
     /// (depth, columns); or (columns, depth), when it is transposed.
-    pub(super) b: &'a [f32],
-    pub(super) is_transposed: bool,
-    pub(super) rows: usize,
-    pub(super) depth: usize,
-    pub(super) columns: usize,
-    pub(super) alpha: f32,
+    pub(crate) b: &'a [f32],
+    pub(crate) is_transposed: bool,
+    pub(crate) rows: usize,
+    pub(crate) depth: usize,
+    pub(crate) columns: usize,
+    pub(crate) alpha: f32,
     /// beta, and d of (rows, columns).
-    pub(super) plus: Option<(f32, &'a [f32])>,
+    pub(crate) plus: Option<(f32, &'a [f32])>,
 }
 
 /// Rows and columns of c that are summed at once, in registers: 6 × 16 floats are 12 vectors of
@@ -29,13 +30,13 @@ const ROWS: usize = 6;
 const COLUMNS: usize = 16;
 
 /// The floats of `packed` that a product needs.
-pub(super) fn packed_len(depth: usize, columns: usize) -> usize {
+pub(crate) fn packed_len(depth: usize, columns: usize) -> usize {
     depth * columns.next_multiple_of(COLUMNS)
 }
 
 impl Product<'_> {
     /// Computes c. `packed` is room for b, in panels of [`COLUMNS`].
-    pub(super) fn run(&self, level: Level, c: &mut [f32], packed: &mut [f32]) {
+    pub(crate) fn run(&self, level: Level, c: &mut [f32], packed: &mut [f32]) {
         let packed = &mut packed[..packed_len(self.depth, self.columns)];
         self.pack(packed);
         let strips = c[..self.rows * self.columns].par_chunks_mut(ROWS * self.columns);
