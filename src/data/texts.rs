@@ -1,7 +1,6 @@
 //! Records of texts whose embeddings are compared: an anchor, its positive, and hard negatives.
 
 use serde_json::Value;
-use serde_json::value::RawValue;
 
 use super::Sequence;
 use super::reader::Reader;
@@ -92,9 +91,7 @@ impl Reader {
                 text => Ok(text),
             };
         }
-        let is_there = |name: &&str| {
-            columns.get(*name).is_some_and(|value: &Box<RawValue>| value.get() != "null")
-        };
+        let is_there = |name: &&str| columns.get(*name).is_some_and(|value| value.get() != "null");
         let name = std::iter::once(&name).chain(others).copied().find(is_there);
         name.map_or(Ok(None), |name| take(columns, name))
     }

@@ -204,7 +204,7 @@ fn texts_are_embedded() {
     let squares = numbers.iter().map(|x| x.as_f64().expect("a number").powi(2));
     assert!((squares.sum::<f64>() - 1.0).abs() < 1e-5, "{numbers:?}");
     // The export says by itself how embeddings are made.
-    good(&all(&["export"], &["--to", &at("out")]));
+    good(&all(&["export"], &["--to", &at("out"), "--dtype", "f32"]));
     let lines =
         good(&["embed", "/dev/null", "--model", &at("out"), "--text", "one"].map(str::to_string));
     let alone: Value = serde_json::from_str(&lines).expect("an object");
