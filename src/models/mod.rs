@@ -17,6 +17,7 @@ mod low_rank;
 mod masters;
 mod model;
 mod norms;
+mod pooling;
 mod ports;
 mod room;
 mod selection;
@@ -43,12 +44,12 @@ pub use layer::{
 pub use lora::Lora;
 pub use masters::MasterFormat;
 pub use model::{Model, ModelLayer, Tile};
+pub use pooling::EmbeddingPooling;
 pub(crate) use ports::{FirstPorts, Port};
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use selection::LayerSelection;
 pub use shape::{
-    AllBut, Dropouts, EmbeddingPooling, Experts, Head, IdleExperts, LinearAttention, NormPlaces,
-    Shape, Window,
+    AllBut, Dropouts, Experts, Head, IdleExperts, LinearAttention, NormPlaces, Shape, Window,
 };
 pub use training::Training;
 pub(crate) use training::matches_tensor;

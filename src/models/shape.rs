@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::balance::Balance;
 use super::families::Names;
+use super::pooling::EmbeddingPooling;
 use crate::kernels::{
     Activation, ClampedGate, GateForm, LinearHeads, LogitForm, LongRope, Pooling, ProblemType,
     Rotary, RotaryScaling, Yarn,
@@ -51,19 +52,6 @@ pub enum Head {
         /// Whether embeddings are scaled to length 1.
         normalise: bool,
     },
-}
-
-/// How the hidden states of a sequence become its embedding.
-#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum EmbeddingPooling {
-    /// Their mean over all tokens.
-    Mean,
-    /// That of the first token.
-    Cls,
-    /// That of the last token.
-    Last,
 }
 
 impl Head {
@@ -449,11 +437,6 @@ impl Shape {
             Head::TokenClasses { .. } if self.names.transforms_tokens => self.names.class_dense,
             _ => "",
         }
-    }
-
-    /// True for a model whose output is an embedding of each sequence.
-    pub fn embeds(&self) -> bool {
-        matches!(self.head, Head::Embedding { .. })
     }
 
     pub(crate) fn head_dropout(&self) -> f32 {
