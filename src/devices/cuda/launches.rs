@@ -106,8 +106,8 @@ fn mask_words(dropout: Dropout<'_>) -> [u32; 7] {
     ]
 }
 
-/// The text's number for a window of all positions.
-const ALL: usize = 1 << 30;
+/// The largest window that a text gets: more than any sequence has positions.
+const MOST: usize = 1 << 30;
 
 /// The text's `Attention`.
 pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<17> {
@@ -116,7 +116,7 @@ pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<17> {
 
 /// The text's `Attention` for a chunk whose keys and values are there from a position on.
 pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize) -> Words<17> {
-    let window = shape.window.map_or(ALL, |window| window.min(ALL));
+    let window = shape.window.map_or(0, |window| window.min(MOST));
     let words = [
         shape.batch.sequences(),
         shape.rows(),

@@ -362,7 +362,6 @@ class Attention(ctypes.Structure):
     @staticmethod
     def of(sequences, rows, heads, kv_heads, head_size, past=0, causal=1, window=0, dropout=None, first_kept=0):
         scale = 1 / math.sqrt(head_size)
-        window = window or 2**30
         ahead = 1 if causal else window
         sizes = [sequences, rows, past, heads, kv_heads, head_size, ahead, window, first_kept]
         return Attention(*sizes, scale, dropout or Dropout.of(0))

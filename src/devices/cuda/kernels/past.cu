@@ -113,7 +113,7 @@ extern "C" __global__ void attention_to_past(T* y, float* lse, const T* qkv, con
     const int head = blockIdx.y, channels = size.head_size;
     const int width = 2 * size.kv_heads * channels, packed = size.heads * channels + width;
     const int before = pasts[sequence.index], own = before + blockIdx.x - sequence.first;
-    const int first = max(own + 1 - size.window, 0);
+    const int first = size.window > 0 ? max(own + 1 - size.window, 0) : 0;
     const int shared_head = head * size.kv_heads / size.heads;
     const int of_keys = shared_head * channels, of_values = of_keys + size.kv_heads * channels;
     const Remembered remembered = {past + static_cast<long long>(sequence.index) * capacity * width,

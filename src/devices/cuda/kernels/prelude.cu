@@ -275,7 +275,7 @@ __device__ inline Four dropout_factors(const Dropout& dropout, unsigned sequence
 // Sizes of attention: rows of B sequences, each with `past` cached positions before; H heads, K key and value heads.
 struct Attention {
     int sequences, rows, past, heads, kv_heads, head_size;
-    int ahead, window; // the positions that a query sees from its own on, and up to its own; 2^30: all
+    int ahead, window; // the positions that a query sees from its own on, and up to its own; 0: all
     int first_kept; // the first position whose keys and values a tensor of their own has
     float scale;
     Dropout dropout;
