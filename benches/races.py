@@ -1,6 +1,6 @@
 """Training speed and memory against PyTorch and transformers on the same CPU.
 
-    cargo build --release && pip install torch transformers && python benches/races.py A B C D E G H I
+    cargo build --release && pip install torch transformers && python benches/races.py A B C D E G H I J
 
 Each race trains one model on the same shapes and data. The runs alternate: each round starts every
 process anew, so that a slow phase of the machine affects all of them. The figures are medians over
@@ -18,6 +18,7 @@ the peak resident set of the process. The losses of the first round are printed 
     H  Qwen3-MoE of 8 x 512, 32 experts of 256, 4 a token, the same
        PyTorch's experts run one by one ("torch") and as one grouped product ("torch grouped")
     I  ModernBERT of 9 x 512, masked LM, 16 x 512 in micro-batches of 2, 15 % labelled
+    J  Qwen3.5 of 8 x 512, linear attention in six of eight blocks, 16 x 256 in micro-batches of 4
 
 Options: --rounds N, --steps N, --threads N; --peer sdpa or --peer compile instead of eager
 attention without compilation; --peer-micro N sets another micro-batch for PyTorch.
@@ -202,6 +203,30 @@ RACES["I"] = dict(
     batch=16,
     micro=2,
     length=512,
+    ways=["torch", "kept", "recomputing"],
+)
+RACES["J"] = dict(
+    config="Qwen3_5TextConfig",
+    fields=dict(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    task="causal-lm",
+    batch=16,
+    micro=4,
+    length=256,
     ways=["torch", "kept", "recomputing"],
 )
 RACES["A-dropout"] = RACES["A"] | dict(
