@@ -95,6 +95,9 @@ async fn merged_adapters_give_the_whole_model() {
     let folder = tempfile::tempdir().expect("a place for files");
     let (config, place) = adapted(folder.path(), None).await;
     let base = config.model.path.clone().expect("a case has one");
+    let of_text = config_of(&place);
+    assert_eq!(of_text["model_type"], "gemma3_text");
+    assert!(of_text.get("vision_config").is_none() && of_text.get("text_config").is_none());
     let merged = folder.path().join("merged");
     hf::export(&place, Some(&base), &merged, ExportOptions::default()).expect("ours");
     let [mut described, mut of_base] = [config_of(&merged), config_of(&base)];
