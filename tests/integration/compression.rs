@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use crate::balanced::Routers;
 use crate::exact::{self, Case, SMALL, baseline, run};
 use crate::pytorch::case;
-use crate::ranks::{Task, on_ranks, refused, relay};
+use crate::ranks::{Task, check_resumed, on_ranks, refused, relay};
 use crate::trained::Trained;
 
 /// What boundaries are in the stash; gradients on their way to the host; and what they become.
@@ -94,25 +94,7 @@ fn ranks_send_the_plans_bytes() {
 #[test]
 fn a_resumed_run_has_its_errors() {
     for kind in KINDS {
-        let folder = tempfile::tempdir().expect("a place for files");
-        let config = compressed(kind, 2);
-        let (bits, whole) = Task::new(config.clone(), 6).run(None).expect("a case of ours");
-        let place = |nth: usize| folder.path().join(format!("after-{nth}"));
-        for (nth, ranks) in [2, 1, 2].into_iter().enumerate() {
-            let task = Task {
-                from: 2 * nth,
-                resumes: nth.checked_sub(1).map(place),
-                leaves: Some(place(nth)),
-                ..Task::new(config.clone(), 2)
-            };
-            for (seen, _) in on_ranks(ranks, |_| task.clone()) {
-                let (found, summary) = seen.expect("a case of ours");
-                assert_eq!(found, bits[2 * nth..][..2], "{kind:?} {nth}");
-                if nth == 2 {
-                    assert_eq!(summary.weights_digest, whole.weights_digest);
-                }
-            }
-        }
+        check_resumed(&compressed(kind, 2), &[2, 1, 2], |_| ());
     }
 }
 

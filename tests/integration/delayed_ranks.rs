@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use crate::delayed::delayed;
 use crate::exact::{Case, SMALL, Ways, baseline, cases, ways};
-use crate::ranks::{Shared, Task, check_ranks, on_ranks, shared};
+use crate::ranks::{Shared, Task, check_ranks, check_resumed, shared};
 use crate::trained::Trained;
 use crate::whole;
 
@@ -72,26 +72,9 @@ fn a_run_resumes_on_any_number_of_ranks() {
     let adapters = Case { trained: Trained::ALL[1], ..of_four() };
     // The blocks of adapters have two parts.
     for (case, all_ranks) in [(of_four(), [4, 2, 3, 1]), (adapters, [1, 2, 2, 1])] {
-        let folder = tempfile::tempdir().expect("a place for files");
-        let config = delayed(&case, &baseline(), Some(1));
-        let (bits, whole) = Task::new(config.clone(), 8).run(None).expect("a case of ours");
-        let place = |nth: usize| folder.path().join(format!("after-{nth}"));
-        for (nth, ranks) in all_ranks.into_iter().enumerate() {
-            let task = Task {
-                from: 2 * nth,
-                resumes: nth.checked_sub(1).map(place),
-                leaves: Some(place(nth)),
-                ..Task::new(config.clone(), 2)
-            };
-            for (seen, _) in on_ranks(ranks, |_| task.clone()) {
-                let (found, summary) = seen.expect("a case of ours");
-                assert_eq!(found, bits[2 * nth..][..2], "{nth}");
-                if nth == 3 {
-                    assert_eq!(summary.weights_digest, whole.weights_digest);
-                }
-            }
-            assert!(place(nth).join("older.safetensors").is_file());
-        }
+        check_resumed(&delayed(&case, &baseline(), Some(1)), &all_ranks, |checkpoint| {
+            assert!(checkpoint.join("older.safetensors").is_file());
+        });
     }
 }
 
