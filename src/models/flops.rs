@@ -16,7 +16,7 @@ struct Products {
     weights: f64,
     /// The trained elements among them.
     trained: f64,
-    /// Channels of causal attention.
+    /// Channels of causal attention; attention to both sides has twice as many.
     channels: f64,
     /// The most positions that a position attends to.
     window: Option<usize>,
@@ -36,9 +36,10 @@ impl Products {
 
 impl Model {
     /// Model FLOPs of training on sequences of these lengths, of which `labelled` positions have a
-    /// label: 6 for each weight and token (for the head: each labelled token), and half of full
-    /// attention, less what a window leaves out. A frozen weight takes 4; below the lowest layer
-    /// that is trained, weights and attention take 2. Recomputation and padding are not counted.
+    /// label: 6 for each weight and token (for the head: each labelled token), and attention (of a
+    /// causal model half, of keys before a query), less what a window leaves out. A frozen weight
+    /// takes 4; below the lowest layer that is trained, weights and attention take 2. Recomputation
+    /// and padding are not counted.
     pub fn training_flops(&self, lengths: &[usize], labelled: usize) -> f64 {
         self.training_flops_of(&LayerSelection::default(), lengths, labelled)
     }
@@ -132,6 +133,18 @@ impl Model {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
+    use crate::models::layer::Layer;
+    use crate::models::{Shape, TransformerBlock};
+    use crate::resolve::shape_of;
+
+    #[test]
+    fn attention_to_both_sides_counts_twice() {
+        let shape = shape_of(&Config::default()).expect("the built-in model");
+        let channels =
+            |causal| TransformerBlock::new(1, 0, Shape { causal, ..shape }).attention_channels();
+        assert_eq!(channels(false), 2 * channels(true));
+    }
 
     #[test]
     fn attention_counts_the_positions_of_the_window() {

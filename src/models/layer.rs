@@ -284,7 +284,8 @@ pub trait Layer: Send + Sync {
         0
     }
 
-    /// Channels of causal attention, for counting FLOPs.
+    /// Channels of causal attention, for counting FLOPs. A channel of attention to both sides
+    /// counts twice.
     fn attention_channels(&self) -> usize {
         0
     }

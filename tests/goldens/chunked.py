@@ -16,8 +16,10 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, Cohere2Config, Gemma2Config, Gemma3TextConfig, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, OPTConfig,
-    Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config,
+    AutoModelForCausalLM, Cohere2Config, CohereConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config,
+    GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig,
+    Olmo2Config, Olmo3Config, OlmoeConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig,
+    SmolLM3Config, Starcoder2Config,
 )
 
 import families
@@ -29,6 +31,7 @@ SIZES = dict(vocab_size=families.VOCABULARY, hidden_size=24, intermediate_size=2
              attention_dropout=0.0, bos_token_id=None, eos_token_id=None, pad_token_id=None, num_hidden_layers=2,
              num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=300)
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=64)
+EQUAL = {**SIZES, "num_key_value_heads": 2}  # as many heads of keys as of queries
 MOE = {key: size for key, size in SIZES.items() if key != "intermediate_size"}
 CASES = {
     "gpt2": GPT2Config(vocab_size=families.VOCABULARY, n_embd=24, n_layer=2, n_head=3, n_positions=300,
@@ -61,8 +64,31 @@ CASES = {
     "gemma2": Gemma2Config(**SIZES, head_dim=12, query_pre_attn_scalar=10, sliding_window=150, attn_logit_softcapping=2.0,
                            final_logit_softcapping=6.0),
     "cohere2": Cohere2Config(**SIZES, logit_scale=0.7, sliding_window=40, layer_types=["sliding_attention", "full_attention"]),
+    "cohere": CohereConfig(**SIZES, logit_scale=0.3, attention_bias=True),
+    "glm": GlmConfig(**SIZES, head_dim=16, attention_bias=False, partial_rotary_factor=0.375),
+    "glm4": Glm4Config(**SIZES, head_dim=12),
+    "gpt_neox": GPTNeoXConfig(
+        vocab_size=families.VOCABULARY, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=28,
+        initializer_range=0.2, max_position_embeddings=300, bos_token_id=None, eos_token_id=None,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)),
+    "granite": GraniteConfig(**SIZES, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.35,
+                             logits_scaling=1.75),
+    "ministral": MinistralConfig(**SIZES, head_dim=12, sliding_window=130, layer_types=["sliding_attention", "full_attention"]),
+    "ministral3": Ministral3Config(**SIZES, head_dim=12, rope_parameters=dict(
+        rope_type="yarn", rope_theta=500.0, factor=5.0, original_max_position_embeddings=60, beta_fast=8.0, beta_slow=1.0,
+        mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "olmo2": Olmo2Config(**EQUAL),
+    "olmo3": Olmo3Config(**EQUAL, sliding_window=45, layer_types=["sliding_attention", "full_attention"], rope_parameters={
+        "full_attention": dict(**YARN, attention_factor=1.2),
+        "sliding_attention": dict(rope_type="default", rope_theta=5000.0)}),
+    "olmoe": OlmoeConfig(**EQUAL, num_experts=5, num_experts_per_tok=2, clip_qkv=None),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=14,
+                                norm_topk_prob=True),
+    "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
+    "starcoder2": Starcoder2Config(**SIZES, sliding_window=128),
 }
-WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss"}
+WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss", "ministral", "olmo3", "starcoder2"}
 families.CAUSAL |= CASES.keys()
 
 

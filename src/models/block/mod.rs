@@ -190,7 +190,8 @@ impl Layer for TransformerBlock {
     }
 
     fn attention_channels(&self) -> usize {
-        self.linear().map_or(self.shape.attention_width(), |_| 0)
+        let sides = if self.shape.causal { 1 } else { 2 };
+        self.linear().map_or(sides * self.shape.attention_width(), |_| 0)
     }
 
     fn dropout_index(&self) -> Option<u32> {

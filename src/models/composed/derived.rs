@@ -241,7 +241,7 @@ impl<C: Composed> Layer for Derived<C> {
     }
 
     fn attention_channels(&self) -> usize {
-        self.sum_attentions(|shape| shape.width())
+        self.sum_attentions(|shape| shape.width() * if shape.causal { 1 } else { 2 })
     }
 
     fn dropout_index(&self) -> Option<u32> {
