@@ -72,8 +72,8 @@ fn time(precision: Precision, operation: &Operation) -> Duration {
             };
             seconds(passes * PARAMETERS * TOKENS, precision.device)
         }
-        Work::Join { block, .. } => {
-            let block = schedule.block(*block); // read in bf16, written in f32
+        Work::Join { portion, .. } => {
+            let block = schedule.block(portion.block); // read in bf16, written in f32
             seconds(block.download_bytes + block.gradient_bytes, HOST_MEMORY)
         }
         Work::Update { block, .. } => {

@@ -16,7 +16,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Inputs, Outputs, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, BoundaryId, DeviceId, DeviceVisit, MicroBatch, Residence, Visit};
+use crate::schedule::{BoundaryId, DeviceId, DeviceVisit, MicroBatch, Portion, Residence, Visit};
 use crate::task::Actor;
 use crate::work::{Accumulator, BlockUse, Lane, Placed, Work};
 
@@ -29,8 +29,8 @@ pub(crate) struct Executor {
     pub(crate) gradients: Outbox<Flow<Gradients>>,
     pub(crate) output_slots: Pool,
     pub(crate) gradient_slots: Pool,
-    /// Accumulators from a block's first contribution to its last.
-    pub(crate) open: HashMap<BlockId, Held>,
+    /// Accumulators from a portion's first contribution to its last.
+    pub(crate) open: HashMap<Portion, Held>,
 }
 
 #[async_trait]
@@ -125,11 +125,11 @@ impl Executor {
         resolved: &DeviceVisit,
         visit: &Visit,
     ) -> Result<(), BoxedError> {
-        for &(block, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
-            let content = Content::Gradient(block, step.number);
+        for &(portion, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
+            let content = Content::Gradient(portion, step.number);
             let pool = &mut self.gradient_slots;
             let held = self.context.acquire(pool, content, Some(visit.layer)).await?;
-            self.open.insert(block, held);
+            self.open.insert(portion, held);
         }
         Ok(())
     }
@@ -137,13 +137,14 @@ impl Executor {
     /// Pairs each block of a visit with its weight slot and, if it trains, with its accumulator,
     /// as the visit's first operation needs them.
     fn block_uses(&self, step: &Step, resolved: &DeviceVisit, weights: &Weights) -> Vec<BlockUse> {
-        let of = |(&Residence { block, .. }, held): (&Residence, &Held)| {
-            let trained = resolved.accumulates.iter().find(|(trained, _)| *trained == block);
+        let of = |(&Residence { portion, .. }, held): (&Residence, &Held)| {
+            let trained = resolved.accumulates.iter().find(|(trained, _)| *trained == portion);
             let gradient = trained.map(|&(_, first)| {
-                let slot = self.open[&block].slot(Content::Gradient(block, step.number));
+                let slot = self.open[&portion].slot(Content::Gradient(portion, step.number));
                 Accumulator { slot, first }
             });
-            BlockUse { block, weights: held.slot(Content::Block(block, step.reads)), gradient }
+            let weights = held.slot(Content::Portion(portion, step.reads));
+            BlockUse { portion, weights, gradient }
         };
         resolved.residences.iter().zip(&weights.blocks).map(of).collect()
     }
@@ -195,10 +196,10 @@ impl Executor {
 
     /// Sends the gradients that this visit completes to the Reducer.
     fn close_gradients(&mut self, resolved: &DeviceVisit, end: &Fence) {
-        for &block in &resolved.closes {
-            let gradient = self.open.remove(&block).expect("the plan opens before it closes");
+        for &portion in &resolved.closes {
+            let gradient = self.open.remove(&portion).expect("the plan opens before it closes");
             let computed = end.clone();
-            self.gradients.send(Flow::Datum(Gradients { block, gradient, computed }));
+            self.gradients.send(Flow::Datum(Gradients { portion, gradient, computed }));
         }
     }
 }

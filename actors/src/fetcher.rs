@@ -17,7 +17,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Staged};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Pool};
-use crate::schedule::{BlockId, Fetch, MicroBatch, Share, Visit};
+use crate::schedule::{BlockId, Fetch, MicroBatch, Share, Visit, uses};
 use crate::task::Actor;
 use crate::work::{Stored, Work};
 
@@ -47,21 +47,21 @@ impl Fetcher {
         self.staged.iter().for_each(|staged| staged.send(Flow::Begin(step.clone())));
         for fetch in &step.plan.fetches {
             match *fetch {
-                Fetch::Read { visit, block } => self.read(step, visit, block).await?,
+                Fetch::Read { ref visits, block } => self.read(step, visits, block).await?,
                 Fetch::Gather { visit, share } => self.gather(step, visit, share).await?,
             }
         }
         Ok(())
     }
 
-    /// Reads or gathers a block into a staging slot, before a visit needs it.
+    /// Reads or gathers a block into a staging slot, before the visits that need it.
     async fn read(
         &mut self,
         step: &Arc<Step>,
-        index: usize,
+        visits: &[usize],
         block: BlockId,
     ) -> Result<(), BoxedError> {
-        let visit = &step.plan.schedule.visits[index];
+        let visit = &step.plan.schedule.visits[visits[0]];
         let version = step.reads;
         let layer = Some(visit.layer);
         self.context.published(block, version, layer).await?;
@@ -80,14 +80,16 @@ impl Fetcher {
             arrived = Some(self.context.queue(order));
         }
         let arrived = arrived.expect("what is fetched is staged, or of several processes");
-        let staged = Staged { block, slot: held, arrived };
-        match visit.device() {
-            None => self.gathered.push_back(staged),
-            Some(_) if step.plan.schedule.shards > 1 => {
-                let all = self.staged.iter();
-                all.for_each(|device| device.send(Flow::Datum(staged.clone())));
+        let staged = Staged { block, slot: held, arrived, uses: 1 };
+        if visit.device().is_none() {
+            self.gathered.push_back(staged);
+            return Ok(());
+        }
+        for (device, outbox) in (0..).zip(&self.staged) {
+            let uses = uses(schedule, visits, device);
+            if uses > 0 {
+                outbox.send(Flow::Datum(Staged { uses, ..staged.clone() }));
             }
-            Some(device) => self.staged[usize::from(device)].send(Flow::Datum(staged)),
         }
         Ok(())
     }

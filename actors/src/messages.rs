@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::fence::Fence;
 use crate::operation::Step;
 use crate::pool::{Content, Held};
-use crate::schedule::{BlockId, MicroBatch, Version};
+use crate::schedule::{BlockId, MicroBatch, Portion, Version};
 use crate::work::MasterAt;
 
 /// The messages of the main flow: the begin of a step, its data, its end, and the stop.
@@ -35,6 +35,8 @@ pub struct Staged {
     pub slot: Held,
     /// The operation that reads it.
     pub arrived: Fence,
+    /// The uploads of the device that take their portions from it. They follow each other.
+    pub uses: u32,
 }
 
 impl Staged {
@@ -50,8 +52,8 @@ impl Staged {
 /// Prefetcher → PeerCopiers of other devices: a shard of a block is on its way to a weight slot.
 #[derive(Clone, Debug)]
 pub struct Uploaded {
-    /// The block.
-    pub block: BlockId,
+    /// The block, or the portion of it.
+    pub portion: Portion,
     /// The weight slot.
     pub slot: Held,
     /// The operation that uploads it.
@@ -98,11 +100,11 @@ pub struct Outputs {
     pub computed: Fence,
 }
 
-/// Executor → Reducer: a group's gradient of a block is complete on the device.
+/// Executor → Reducer: a group's gradient of a portion is complete on the device.
 #[derive(Debug)]
 pub struct Gradients {
-    /// The block.
-    pub block: BlockId,
+    /// The block, or the portion of it.
+    pub portion: Portion,
     /// The gradient slot on the device.
     pub gradient: Held,
     /// The last operation that adds to it.

@@ -242,7 +242,7 @@ fn by_region(step: &Step) -> Vec<BlockId> {
     let mut in_order = Vec::new();
     for reduction in &step.plan.reductions {
         let blocks: &[BlockId] = match reduction {
-            Reduction::Gradient { block, .. } => std::slice::from_ref(block),
+            Reduction::Gradient { portion, .. } => std::slice::from_ref(&portion.block),
             Reduction::Scatter { visit } => &step.plan.schedule.visits[*visit].blocks,
             _ => &[],
         };
@@ -256,7 +256,7 @@ fn order(step: &Arc<Step>, block: BlockId, master: MasterAt, complete: Complete)
     let Complete { landing, waits, norm } = complete;
     let version = step.version;
     let gradient = match &landing {
-        Some(held) => GradientAt::Landing(held.slot(Content::Gradient(block, step.number))),
+        Some(held) => GradientAt::Landing(held.slot(Content::Gradient(block.into(), step.number))),
         None => GradientAt::Region,
     };
     let work = Work::Update { block, version, master, gradient, norm };

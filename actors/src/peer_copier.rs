@@ -15,7 +15,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Uploaded, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::Content;
-use crate::schedule::{BlockId, DeviceId, Visit};
+use crate::schedule::{DeviceId, Portion, Visit};
 use crate::task::Actor;
 use crate::work::{Lane, Work};
 
@@ -60,9 +60,9 @@ impl PeerCopier {
         let visit = step.plan.visit(weights.device_visit);
         for (residence, held) in resolved.residences.iter().zip(&weights.blocks) {
             if residence.upload {
-                let content = Content::Block(residence.block, step.reads);
+                let content = Content::Portion(residence.portion, step.reads);
                 let slot = held.slot(content);
-                weights.arrived.push(self.copy(&step, visit, residence.block, slot).await?);
+                weights.arrived.push(self.copy(&step, visit, residence.portion, slot).await?);
             }
         }
         Ok(())
@@ -73,7 +73,7 @@ impl PeerCopier {
         &mut self,
         step: &Arc<Step>,
         visit: &Visit,
-        block: BlockId,
+        portion: Portion,
         weights: u32,
     ) -> Result<Fence, BoxedError> {
         let version = step.reads;
@@ -83,12 +83,12 @@ impl PeerCopier {
         let mut holds = Vec::new();
         for (peer, other) in self.peers.iter_mut().zip(shard.others()) {
             let uploaded = self.context.recv(peer, layer).await?;
-            assert_eq!(uploaded.block, block, "all devices upload blocks in the same order");
+            assert_eq!(uploaded.portion, portion, "all devices upload blocks in the same order");
             self.context.arrived(Lane::Upload, &uploaded.arrived, layer).await?;
-            from.push((other, uploaded.slot.slot(Content::Block(block, version))));
+            from.push((other, uploaded.slot.slot(Content::Portion(portion, version))));
             holds.push(uploaded.slot);
         }
-        let work = Work::CopyShards { block, version, weights, shard, from };
+        let work = Work::CopyShards { portion, version, weights, shard, from };
         let order = Order { holds, ..Order::at(step, visit, work) };
         Ok(self.context.queue(order))
     }

@@ -10,17 +10,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-use crate::schedule::{BlockId, BoundaryId, DeviceId, MicroBatch, Version};
+use crate::schedule::{BlockId, BoundaryId, DeviceId, MicroBatch, Portion, Version};
 
 /// The content that a slot was acquired for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// One device visit between announcement and end: a credit, no memory.
     Visit(usize),
-    /// A published block.
+    /// A published block, or a portion of it, on a device.
+    Portion(Portion, Version),
+    /// A master, on the host.
     Block(BlockId, Version),
     /// A gradient of the step that reads this version.
-    Gradient(BlockId, Version),
+    Gradient(Portion, Version),
     /// One micro-batch of a boundary, or part of it.
     Boundary(BoundaryId, MicroBatch),
 }
@@ -29,8 +31,9 @@ impl fmt::Display for Content {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Content::Visit(visit) => write!(f, "device visit {visit}"),
+            Content::Portion(portion, version) => write!(f, "{portion} v{version}"),
             Content::Block(block, version) => write!(f, "{block} v{version}"),
-            Content::Gradient(block, version) => write!(f, "gradient of {block} v{version}"),
+            Content::Gradient(portion, version) => write!(f, "gradient of {portion} v{version}"),
             Content::Boundary(boundary, m) => write!(f, "{boundary} of micro-batch {m}"),
         }
     }

@@ -24,6 +24,8 @@ pub(crate) struct Prefetcher {
     pub(crate) context: Context,
     pub(crate) device: DeviceId,
     pub(crate) staged: Inbox<Flow<Staged>>,
+    /// The master from which further portions are uploaded.
+    pub(crate) master: Option<Staged>,
     pub(crate) weights: Outbox<Flow<Weights>>,
     pub(crate) inputs: Outbox<Inputs>,
     /// One for each other device, where blocks may come in shards.
@@ -85,24 +87,24 @@ impl Prefetcher {
         &mut self,
         step: &Arc<Step>,
         visit: &Visit,
-        &Residence { block, slot, chosen_by, .. }: &Residence,
+        &Residence { portion, slot, chosen_by, .. }: &Residence,
     ) -> Result<Fence, BoxedError> {
         let version = step.reads;
         let layer = Some(visit.layer);
-        let staged = self.source(step, visit, block).await?;
+        let staged = self.source(step, visit, portion.block).await?;
         if let Some(choice) = chosen_by {
             for m in choice.micro_batches() {
                 self.context.stashed(&[choice.boundary], m, layer).await?;
             }
         }
-        let content = Content::Block(block, version);
+        let content = Content::Portion(portion, version);
         let held = self.context.acquire_slot(&mut self.weight_slots, slot, content, layer).await?;
         let master = Staged::master(staged.as_ref(), version);
         let shard = step.plan.schedule.shard_of(self.device);
-        let work = Work::UploadBlock { block, version, master, weights: slot, shard, chosen_by };
+        let work = Work::UploadBlock { portion, version, master, weights: slot, shard, chosen_by };
         let arrived = self.context.queue(Order::at(step, visit, work).of_staged(staged));
         if shard != Shard::WHOLE {
-            let uploaded = Uploaded { block, slot: held.clone(), arrived: arrived.clone() };
+            let uploaded = Uploaded { portion, slot: held.clone(), arrived: arrived.clone() };
             self.peers.iter().for_each(|peer| peer.send(uploaded.clone()));
         }
         self.resident[slot as usize] = Some(held);
@@ -110,7 +112,7 @@ impl Prefetcher {
     }
 
     /// Waits until a block is published. Returns the master that was read for it, if the block is
-    /// on file.
+    /// on file. Its slot is free when the last of the uploads that share it has ended.
     async fn source(
         &mut self,
         step: &Step,
@@ -122,9 +124,15 @@ impl Prefetcher {
             self.context.published(block, step.reads, layer).await?;
             return Ok(None);
         }
-        let Flow::Datum(staged) = self.context.recv(&mut self.staged, layer).await? else {
-            unreachable!("the plan reads this block before the next step");
+        let mut staged = match self.master.take() {
+            Some(staged) => staged,
+            None => match self.context.recv(&mut self.staged, layer).await? {
+                Flow::Datum(staged) => staged,
+                _ => unreachable!("the plan reads this block before the next step"),
+            },
         };
+        staged.uses -= 1;
+        self.master = (staged.uses > 0).then(|| staged.clone());
         assert_eq!(staged.block, block, "blocks are uploaded in the order of their reads");
         Ok(Some(staged))
     }

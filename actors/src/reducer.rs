@@ -24,7 +24,9 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Reduction, VisitKind};
+use crate::schedule::{
+    BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Portion, Reduction, VisitKind,
+};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
@@ -35,8 +37,10 @@ pub(crate) struct Reducer {
     pub(crate) reduced: Outbox<Flow<Reduced>>,
     pub(crate) landing: Pool,
     pub(crate) part_slots: Pool,
-    /// For each block, the gradients that are kept for later groups, the youngest last.
-    pub(crate) kept: BTreeMap<BlockId, Vec<Held>>,
+    /// For each portion, the gradients that are kept for later groups, the youngest last.
+    pub(crate) kept: BTreeMap<Portion, Vec<Held>>,
+    /// Landing blocks of the gradients that are merged portion by portion.
+    pub(crate) merging: BTreeMap<BlockId, Held>,
     /// The last operation of the step that takes what layers measured.
     pub(crate) measured: Option<Fence>,
     /// True when updates wait for the norm.
@@ -70,12 +74,16 @@ impl Reducer {
         self.measured = None;
         for reduction in &step.plan.reductions {
             match *reduction {
-                Reduction::Gradient { block, group, device, chosen_by, join, scattered } => {
+                Reduction::Gradient { portion, group, device, chosen_by, join, scattered } => {
+                    let block = portion.block;
                     let (landing, landed) =
-                        self.land(step, block, group, device, chosen_by).await?;
-                    let joined = self.join(step, block, group, join, &landing, landed).await?;
-                    if !join.keeps {
-                        let whole = self.reduce_scatter(step, block, &landing, joined);
+                        self.land(step, portion, group, device, chosen_by).await?;
+                    let joined = self.join(step, portion, group, join, &landing, landed).await?;
+                    if !join.keeps
+                        && let Some((landing, whole)) =
+                            self.merge(step, portion, landing, joined).await?
+                    {
+                        let whole = self.reduce_scatter(step, block, &landing, whole);
                         self.complete(step, block, scattered, landing, whole).await?;
                     }
                 }
@@ -100,25 +108,25 @@ impl Reducer {
     async fn land(
         &mut self,
         step: &Arc<Step>,
-        block: BlockId,
+        portion: Portion,
         group: GroupId,
         device: DeviceId,
         chosen_by: Option<ChosenBy>,
     ) -> Result<(Held, Fence), BoxedError> {
-        let layer = layer_of(step, block);
+        let layer = layer_of(step, portion.block);
         let gradients = &mut self.gradients[usize::from(device)];
         let Flow::Datum(closed) = self.context.recv(gradients, layer).await? else {
             unreachable!("the plan closes this gradient");
         };
-        assert_eq!(closed.block, block, "gradients close in the order of visits");
+        assert_eq!(closed.portion, portion, "gradients close in the order of visits");
         // The lane of downloads runs in order: boundaries that are computed before must not stand
         // behind this gradient.
         self.context.arrived(Lane::Compute, &closed.computed, layer).await?;
-        let content = Content::Gradient(block, step.number);
+        let content = Content::Gradient(portion, step.number);
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
         let gradients = closed.gradient.slot(content);
         let reduced = landing.slot(content);
-        let work = Work::DownloadGradient { block, group, gradients, reduced, chosen_by };
+        let work = Work::DownloadGradient { portion, group, gradients, reduced, chosen_by };
         let mut order = Order { device: Some(device), ..Order::gradient(step, layer, work) };
         order.waits = vec![closed.computed];
         order.holds = vec![closed.gradient];
@@ -131,19 +139,19 @@ impl Reducer {
     async fn join(
         &mut self,
         step: &Arc<Step>,
-        block: BlockId,
+        portion: Portion,
         group: GroupId,
         Join { adds, keeps }: Join,
         landing: &Held,
         landed: Fence,
     ) -> Result<Fence, BoxedError> {
-        let encoded = step.plan.schedule.block(block).encoded;
+        let encoded = step.plan.schedule.block(portion.block).encoded;
         if adds == 0 && !keeps && !encoded {
             return Ok(landed);
         }
-        let content = Content::Gradient(block, step.number);
-        let layer = layer_of(step, block);
-        let kept = self.kept.entry(block).or_default();
+        let content = Content::Gradient(portion, step.number);
+        let layer = layer_of(step, portion.block);
+        let kept = self.kept.entry(portion).or_default();
         let mut holds = kept.split_off(kept.len() - adds as usize);
         holds.reverse(); // the youngest first
         let parts = holds.iter().map(|part| part.slot(content)).collect();
@@ -152,14 +160,46 @@ impl Reducer {
             let part = self.context.acquire(&mut self.part_slots, content, layer).await?;
             keep = Some(part.slot(content));
             holds.push(part.clone());
-            self.kept.entry(block).or_default().push(part);
+            self.kept.entry(portion).or_default().push(part);
         }
-        let work = Work::Join { block, group, reduced: landing.slot(content), parts, keep };
+        let work = Work::Join { portion, group, reduced: landing.slot(content), parts, keep };
         holds.push(landing.clone());
         let mut order = Order::gradient(step, layer, work);
         order.waits = vec![landed];
         order.holds = holds;
         Ok(self.context.queue(order))
+    }
+
+    /// Merges the gradient of a portion into that of its block, which has a landing block from the
+    /// first portion on. Returns the landing block of a gradient that is complete, and the fence
+    /// behind which it is there. A block that is not cut has landed whole.
+    async fn merge(
+        &mut self,
+        step: &Arc<Step>,
+        portion: Portion,
+        landing: Held,
+        joined: Fence,
+    ) -> Result<Option<(Held, Fence)>, BoxedError> {
+        let Portion { block, part: Some(part) } = portion else {
+            return Ok(Some((landing, joined)));
+        };
+        let layer = layer_of(step, block);
+        let content = Content::Gradient(block.into(), step.number);
+        let held = match self.merging.remove(&block) {
+            Some(held) => held,
+            None => self.context.acquire(&mut self.landing, content, layer).await?,
+        };
+        let reduced = landing.slot(Content::Gradient(portion, step.number));
+        let work = Work::Merge { portion, reduced, into: held.slot(content) };
+        let mut order = Order::gradient(step, layer, work);
+        order.waits = vec![joined];
+        order.holds = vec![landing, held.clone()];
+        let merged = self.context.queue(order);
+        if part == 0 {
+            return Ok(Some((held, merged)));
+        }
+        self.merging.insert(block, held);
+        Ok(None)
     }
 
     /// Exchanges parts of a gradient with the other processes, if there are any. Returns the fence
@@ -174,7 +214,7 @@ impl Reducer {
         if step.plan.schedule.ranks.count == 1 {
             return joined;
         }
-        let reduced = landing.slot(Content::Gradient(block, step.number));
+        let reduced = landing.slot(Content::Gradient(block.into(), step.number));
         let work = Work::ReduceScatter { block, reduced };
         let mut order = Order::gradient(step, layer_of(step, block), work);
         order.waits = vec![joined];
@@ -215,7 +255,7 @@ impl Reducer {
         scattered: bool,
     ) -> Result<Fence, BoxedError> {
         let is_staged = step.plan.schedule.block(block).staged;
-        let reduced = landing.slot(Content::Gradient(block, step.number));
+        let reduced = landing.slot(Content::Gradient(block.into(), step.number));
         // With a delay, the region may still feed the update of the step before.
         self.context.published(block, step.version, layer).await?;
         let complete = if scattered && is_staged {
@@ -246,7 +286,7 @@ impl Reducer {
         self.context.fence(Lane::Host, complete, layer).await?;
         let version = step.version;
         let stored = Stored::Gradient;
-        let slot = landing.slot(Content::Gradient(block, step.number));
+        let slot = landing.slot(Content::Gradient(block.into(), step.number));
         let work = Work::Store { block, version, stored, slot };
         let mut order = Order::gradient(step, layer, work);
         order.holds = vec![landing];
@@ -332,9 +372,7 @@ impl Reducer {
         for &block in visit.blocks.iter().filter(|&&id| !schedule.block(id).frozen) {
             // Its region may still feed the update of the step before.
             self.context.published(block, step.version, Some(visit.layer)).await?;
-            let joined =
-                |r: &Reduction| matches!(r, Reduction::Gradient { block: b, .. } if *b == block);
-            let first = !step.plan.reductions.iter().any(joined);
+            let first = !step.plan.reductions.iter().any(|r| r.block() == Some(block));
             if schedule.block(block).staged {
                 self.scatter_landed(step, index, block, first, rows.clone()).await?;
             } else {
@@ -360,7 +398,7 @@ impl Reducer {
         rows: Option<Fence>,
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
-        let content = Content::Gradient(block, step.number);
+        let content = Content::Gradient(block.into(), step.number);
         let layer = Some(visit.layer);
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
         let version = step.version;

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::messages::Resolved;
 use crate::schedule::{
-    BlockId, BoundaryId, DeviceId, DeviceVisit, MicroBatch, Reduction, Shard, Share, StepPlan,
-    Version, VisitKind,
+    BlockId, BoundaryId, DeviceId, DeviceVisit, MicroBatch, Portion, Reduction, Shard, Share,
+    StepPlan, Version, VisitKind,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Work};
 
@@ -31,6 +31,7 @@ pub fn step(
         perform,
         open: BTreeMap::new(),
         kept: BTreeMap::new(),
+        merging: BTreeMap::new(),
         reductions: reductions.into_iter(),
         squares: BTreeMap::new(),
     };
@@ -87,11 +88,13 @@ struct Walk<'p, P> {
     version: Version,
     deferred: bool,
     perform: P,
-    /// Accumulators between a block's first and last contribution, by device.
-    open: BTreeMap<(DeviceId, BlockId), u32>,
+    /// Accumulators between a portion's first and last contribution, by device.
+    open: BTreeMap<(DeviceId, Portion), u32>,
     /// Sums of earlier groups that wait on the host, the youngest last. They merge like the carries
     /// of a binary counter: of four groups, (4 + 3) + (2 + 1).
-    kept: BTreeMap<BlockId, Vec<u32>>,
+    kept: BTreeMap<Portion, Vec<u32>>,
+    /// Landing blocks of gradients that are merged portion by portion.
+    merging: BTreeMap<BlockId, u32>,
     /// The gradients of the plan, in the order in which visits complete them.
     reductions: std::vec::IntoIter<&'p Reduction>,
     /// The sum of squares of each gradient.
@@ -110,18 +113,18 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         let device = visit.device().expect("it is a device's");
         let version = self.version;
         for residence in resolved.uploads() {
-            let block = residence.block;
+            let portion = residence.portion;
             let weights = residence.slot;
             let master = MasterAt::Memory;
             let shard = Shard::WHOLE;
             let chosen_by = residence.chosen_by;
-            let work = Work::UploadBlock { block, version, master, weights, shard, chosen_by };
+            let work = Work::UploadBlock { portion, version, master, weights, shard, chosen_by };
             (self.perform)(Some(device), work);
         }
-        for &(block, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
+        for &(portion, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
             let taken = self.open.iter().filter(|((of, _), _)| *of == device);
             let slot = lowest_free(taken.map(|(_, &slot)| slot));
-            self.open.insert((device, block), slot);
+            self.open.insert((device, portion), slot);
         }
         for (nth, m) in self.plan.schedule.units(visit).enumerate() {
             let inputs = placed(&visit.reads);
@@ -143,8 +146,8 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
                 (self.perform)(Some(device), Work::DownloadBoundary { micro_batch: m, outputs });
             }
         }
-        for &block in &resolved.closes {
-            self.reduce(device, block, visit.micro_batches.start);
+        for &portion in &resolved.closes {
+            self.reduce(device, portion, visit.micro_batches.start);
         }
     }
 
@@ -156,41 +159,52 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         resolved: &DeviceVisit,
         is_first: bool,
     ) -> Vec<BlockUse> {
-        let of = |block: BlockId, weights: u32| {
-            let trained = resolved.accumulates.iter().find(|(trained, _)| *trained == block);
+        let of = |portion: Portion, weights: u32| {
+            let trained = resolved.accumulates.iter().find(|(trained, _)| *trained == portion);
             let gradient = trained.map(|&(_, first)| Accumulator {
-                slot: self.open[&(device, block)],
+                slot: self.open[&(device, portion)],
                 first: first && is_first,
             });
-            BlockUse { block, weights, gradient }
+            BlockUse { portion, weights, gradient }
         };
-        resolved.residences.iter().map(|residence| of(residence.block, residence.slot)).collect()
+        resolved.residences.iter().map(|residence| of(residence.portion, residence.slot)).collect()
     }
 
     /// Brings a group's gradient to the host, and adds it to those of other groups. The sum of all
     /// is applied at once, or waits: for the norm, or for the gradient that a scatter adds.
-    fn reduce(&mut self, device: DeviceId, block: BlockId, micro_batch: MicroBatch) {
+    fn reduce(&mut self, device: DeviceId, portion: Portion, micro_batch: MicroBatch) {
+        let block = portion.block;
         let group = self.plan.schedule.group_of(micro_batch);
-        let gradients = self.open.remove(&(device, block)).expect("it was opened");
-        let reduced = 0; // the only landing block, because nothing overlaps here
+        let gradients = self.open.remove(&(device, portion)).expect("it was opened");
+        let mut reduced = 0; // the only landing block, because nothing overlaps here
         let Some(&Reduction::Gradient { chosen_by, join, scattered, .. }) = self.reductions.next()
         else {
             unreachable!("the plan has a reduction for each gradient that closes")
         };
-        let download = Work::DownloadGradient { block, group, gradients, reduced, chosen_by };
+        let download = Work::DownloadGradient { portion, group, gradients, reduced, chosen_by };
         (self.perform)(Some(device), download);
         // A compressed gradient is decompressed there, even if it is the only one.
         if join.adds > 0 || join.keeps || self.plan.schedule.block(block).encoded {
             let free = lowest_free(self.kept.values().flatten().copied());
-            let kept = self.kept.entry(block).or_default();
+            let kept = self.kept.entry(portion).or_default();
             let mut parts = kept.split_off(kept.len() - join.adds as usize);
             parts.reverse();
             let keep = join.keeps.then_some(free);
             kept.extend(keep);
-            self.on_host(Work::Join { block, group, reduced, parts, keep });
+            self.on_host(Work::Join { portion, group, reduced, parts, keep });
         }
         if join.keeps {
             return;
+        }
+        if let Some(part) = portion.part {
+            let free = lowest_free(self.merging.values().copied().chain([reduced]));
+            let into = *self.merging.entry(block).or_insert(free);
+            self.on_host(Work::Merge { portion, reduced, into });
+            if part > 0 {
+                return; // the block's is complete when all portions are there
+            }
+            self.merging.remove(&block);
+            reduced = into;
         }
         if scattered || self.deferred {
             let squares = self.on_host(Work::Reduce { block, reduced, to_region: true });

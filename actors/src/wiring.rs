@@ -101,9 +101,19 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let context = context_of(ActorName::Reducer);
     let reduced = to_optimizer;
     let kept = BTreeMap::new();
+    let merging = BTreeMap::new();
     let measured = None;
-    let reducer =
-        Reducer { context, gradients, reduced, landing, part_slots, kept, measured, deferred };
+    let reducer = Reducer {
+        context,
+        gradients,
+        reduced,
+        landing,
+        part_slots,
+        kept,
+        merging,
+        measured,
+        deferred,
+    };
     tasks.push(task(ActorName::Reducer, &ring, lanes, reducer));
     let (fetcher, inbox) = mailbox("steps", SIGNALS);
     let context = context_of(ActorName::Fetcher);
@@ -189,6 +199,7 @@ fn wire_device(
         context: context_of(name),
         device,
         staged,
+        master: None,
         weights: to_executor,
         inputs: inputs_to_executor,
         peers: peers.to,

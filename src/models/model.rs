@@ -293,12 +293,14 @@ impl Model {
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
                 let most = self.shape.chunk_positions;
                 let reach = walk::reach(layer.cuts(number), window, most);
-                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks }
+                let part = None;
+                RingStep { kind, needs, part, chosen_by, reads, writes, saves, keeps, reach, asks }
             });
             RingLayer { steps: steps.collect() }
         });
         RingModel {
             blocks: self.blocks.iter().map(block).collect(),
+            cuts: BTreeMap::new(),
             layers: layers.collect(),
             positions: context.positions as u32,
             answers_step: self.shape.experts.is_some_and(|one| one.balance.is_of_step()),

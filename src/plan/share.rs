@@ -136,7 +136,9 @@ impl Exchanged {
             Fetch::Gather { .. } => None,
         });
         let gradients = walked.reductions.iter().filter_map(|reduction| match reduction {
-            Reduction::Gradient { block, join, .. } => (!join.keeps).then_some(Some(*block)),
+            Reduction::Gradient { portion, join, .. } => {
+                (!join.keeps).then_some(Some(portion.block))
+            }
             Reduction::Scatter { .. } => Some(None),
             // The measures of a step have a channel of their own.
             Reduction::Balance { .. } | Reduction::Loss { .. } | Reduction::Objective { .. } => {

@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
 use super::device_visits::DeviceVisit;
-use super::{BlockId, BoundaryId, MicroBatch, Phase, Schedule, Visit};
+use super::{BoundaryId, MicroBatch, Phase, Portion, Schedule, Visit};
 
 /// What says which parts of a block rows choose: a boundary of these micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,12 +63,12 @@ pub(super) fn cut_uploads(schedule: &Schedule, device_visits: &mut [DeviceVisit]
         return;
     }
     let mut uploads: Vec<Upload> = Vec::new();
-    let mut in_slots = HashMap::new(); // device and block -> the upload
+    let mut in_slots = HashMap::new(); // device and portion -> the upload
     for (device_visit, resolved) in device_visits.iter().enumerate() {
         let visit = &schedule.visits[resolved.visit];
         let own = visit.chosen_by.map(|id| ChosenBy::of(id, &visit.micro_batches));
         for (residence, of) in resolved.residences.iter().enumerate() {
-            let at = (visit.device(), of.block);
+            let at = (visit.device(), of.portion);
             if of.upload {
                 in_slots.insert(at, uploads.len());
                 uploads.push(Upload { device_visit, residence, needs: own });
@@ -102,14 +102,14 @@ fn writers(schedule: &Schedule) -> BTreeMap<(BoundaryId, MicroBatch), usize> {
 
 /// What says which parts of a group's gradient of a block have contributions. The gradient is
 /// complete behind the visit `last`. `None`: all parts may have some.
-pub(super) fn of_gradient(schedule: &Schedule, last: &Visit, block: BlockId) -> Option<ChosenBy> {
+pub(super) fn of_gradient(schedule: &Schedule, last: &Visit, portion: Portion) -> Option<ChosenBy> {
     let choice = last.chosen_by?;
     let group = schedule.group_of(last.micro_batches.start);
     let micro_batches = schedule.groups[group as usize].clone();
     let adds = |visit: &&Visit| {
         visit.phase == Phase::Backward
             && visit.on_device()
-            && visit.blocks.contains(&block)
+            && visit.portions().any(|one| one == portion)
             && micro_batches.contains(&visit.micro_batches.start)
     };
     let mut adding = schedule.visits.iter().filter(adds);

@@ -4,7 +4,7 @@
 use super::choice::cut_uploads;
 use super::residency::{Residence, residency};
 use super::spans::gradient_spans;
-use super::{BlockId, Phase, Pools, Schedule, Visit};
+use super::{Phase, Pools, Portion, Schedule, Visit};
 
 /// A visit of a device, resolved.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,9 +15,9 @@ pub struct DeviceVisit {
     pub residences: Vec<Residence>,
     /// Blocks whose gradient it adds to, and whether it is the first of its group to do so. The
     /// visit's other blocks are frozen.
-    pub accumulates: Vec<(BlockId, bool)>,
+    pub accumulates: Vec<(Portion, bool)>,
     /// Blocks whose gradient of its group is complete when it ends.
-    pub closes: Vec<BlockId>,
+    pub closes: Vec<Portion>,
 }
 
 impl DeviceVisit {
@@ -33,8 +33,8 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
         schedule.visits.iter().enumerate().filter(|(_, visit)| visit.on_device()).collect();
     let mut residences = vec![Vec::new(); visits.len()];
     for own in by_device(schedule, pools) {
-        let blocks: Vec<&[BlockId]> = own.iter().map(|&at| &visits[at].1.blocks[..]).collect();
-        for (&at, mut placed) in own.iter().zip(residency(&blocks, pools.weights)) {
+        let portions: Vec<_> = own.iter().map(|&at| visits[at].1.portions().collect()).collect();
+        for (&at, mut placed) in own.iter().zip(residency(&portions, pools.weights)) {
             placed.iter_mut().for_each(|residence| {
                 residence.after = residence.after.map(|before| own[before]);
             });
@@ -46,8 +46,8 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
     for (now, ((index, visit), residences)) in visits.into_iter().zip(residences).enumerate() {
         let adds = visit.phase == Phase::Backward;
         let group = schedule.group_of(visit.micro_batches.start);
-        let span = |id: BlockId| spans.get(&(id, group)).filter(|_| adds);
-        let trained = || visit.blocks.iter().filter_map(|&id| Some((id, *span(id)?)));
+        let span = |id: Portion| spans.get(&(id, group)).filter(|_| adds);
+        let trained = || visit.portions().filter_map(|id| Some((id, *span(id)?)));
         resolved.push(DeviceVisit {
             visit: index,
             residences,

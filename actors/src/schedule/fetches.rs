@@ -4,10 +4,13 @@
 //! Both stand in the order of their visits; with several devices, in the order in which the
 //! Prefetchers take blocks, because these run ahead of each other. Reads run as far ahead as
 //! staging slots allow: each waits for the slot of an earlier read, which becomes free without
-//! anything that is read later.
+//! anything that is read later. Uploads that follow each other on a device, each of another portion
+//! of one block, share a read. So do those of several devices, where each has its portions.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::device_visits::DeviceVisit;
-use super::{BlockId, MicroBatch, Pools, Schedule, VisitKind};
+use super::{BlockId, DeviceId, MicroBatch, Pools, Portion, Schedule, VisitKind};
 
 /// The part of a gather that one operation does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,13 +22,13 @@ pub enum Share {
 }
 
 /// One entry of the Fetcher's list. Visits are indices in [`Schedule::visits`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fetch {
-    /// The read of a staged block, for a gather or for the upload of a device visit. Blocks are
-    /// taken in the order in which they are read.
+    /// The read of a staged block, for a gather or for uploads of device visits. Blocks are taken
+    /// in the order in which they are read.
     Read {
-        /// Index of the visit that needs it.
-        visit: usize,
+        /// The visits that it is for: several, if each uploads another portion of the block.
+        visits: Vec<usize>,
         /// The block.
         block: BlockId,
     },
@@ -38,11 +41,66 @@ pub enum Fetch {
     },
 }
 
+impl Fetch {
+    /// The block that is read.
+    pub(super) fn read(&self) -> Option<BlockId> {
+        match self {
+            Fetch::Read { block, .. } => Some(*block),
+            Fetch::Gather { .. } => None,
+        }
+    }
+}
+
+/// The uploads of a device that share a read for these visits. If blocks come in shards, each
+/// device uploads its part for each visit.
+pub(crate) fn uses(schedule: &Schedule, visits: &[usize], device: DeviceId) -> u32 {
+    let is_own =
+        |index: &&usize| schedule.shards > 1 || schedule.visits[**index].device() == Some(device);
+    visits.iter().filter(is_own).count() as u32
+}
+
 /// Staged blocks that are taken at once, by a share of a gather or by a visit's uploads.
 struct Take {
     visit: usize,
     share: Option<Share>,
-    blocks: Vec<BlockId>,
+    portions: Vec<Portion>,
+}
+
+/// A read, and the uploads that have taken from it.
+struct Read {
+    block: BlockId,
+    first_take: usize,
+    visits: Vec<usize>,
+    taken: BTreeSet<(Option<DeviceId>, Portion)>,
+}
+
+/// The reads of some takes, in the order of their first uses.
+fn reads(schedule: &Schedule, takes: &[Take]) -> Vec<Read> {
+    let mut reads: Vec<Read> = Vec::new();
+    let mut latest: BTreeMap<Option<DeviceId>, usize> = BTreeMap::new(); // device -> its last read
+    let mut of_block: BTreeMap<BlockId, usize> = BTreeMap::new();
+    for (first_take, &Take { visit, ref portions, .. }) in takes.iter().enumerate() {
+        let device = schedule.visits[visit].device();
+        for &portion in portions {
+            let block = portion.block;
+            let taken = (device, portion);
+            let shared = of_block.get(&block).copied().filter(|&at| {
+                let is_new = latest.get(&device).is_none_or(|&last| last <= at);
+                portion.part.is_some() && is_new && !reads[at].taken.contains(&taken)
+            });
+            let at = shared.unwrap_or_else(|| {
+                let visits = Vec::new();
+                let taken = BTreeSet::new();
+                reads.push(Read { block, first_take, visits, taken });
+                reads.len() - 1
+            });
+            reads[at].visits.push(visit);
+            reads[at].taken.insert(taken);
+            latest.insert(device, at);
+            of_block.insert(block, at);
+        }
+    }
+    reads
 }
 
 /// True if blocks are read for a visit of a device. Where they come in shards, all devices take
@@ -68,18 +126,16 @@ pub(super) fn fetches(
         }
         takes.sort_by_key(|take| nth[take.visit]);
     }
-    let read = |visit: usize| move |&block: &BlockId| Fetch::Read { visit, block };
-    let reads = takes.iter().flat_map(|take| take.blocks.iter().map(read(take.visit)));
-    let mut reads = reads.enumerate().peekable();
+    let reads = reads(schedule, &takes);
+    let firsts: Vec<usize> = reads.iter().map(|read| read.first_take).collect();
+    let mut reads = reads.into_iter().enumerate().peekable();
     let mut list = Vec::new();
-    let mut count = 0;
-    for &Take { visit, share, ref blocks } in &takes {
-        // Its own reads, and those behind them for which slots are left.
-        let limit = count + pools.reads as usize;
-        if !blocks.is_empty() {
+    for (nth, &Take { visit, share, ref portions }) in takes.iter().enumerate() {
+        if !portions.is_empty() {
+            // Its own reads, and those behind them for which slots are left.
+            let limit = firsts.partition_point(|&first| first < nth) + pools.reads as usize;
             let ahead = std::iter::from_fn(|| reads.next_if(|(nth, _)| *nth < limit));
-            list.extend(ahead.map(|(_, read)| read));
-            count += blocks.len();
+            list.extend(ahead.map(|(_, Read { block, visits, .. })| Fetch::Read { visits, block }));
         }
         list.extend(share.map(|share| Fetch::Gather { visit, share }));
     }
@@ -88,8 +144,9 @@ pub(super) fn fetches(
 
 /// The blocks that gathers and uploads take, in the order of visits.
 fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
-    let staged = |ids: Vec<BlockId>| -> Vec<BlockId> {
-        ids.into_iter().filter(|&id| schedule.passes_host_slot(id)).collect()
+    let staged = |portions: Vec<Portion>| -> Vec<Portion> {
+        let portions = portions.into_iter();
+        portions.filter(|portion| schedule.passes_host_slot(portion.block)).collect()
     };
     let mut device = device_visits.iter();
     let mut takes = Vec::new();
@@ -97,17 +154,17 @@ fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
         if visit.on_device() {
             let resolved = device.next().into_iter().filter(|visit| reads_for(schedule, visit));
             let uploads = resolved.flat_map(DeviceVisit::uploads);
-            let blocks = staged(uploads.map(|residence| residence.block).collect());
-            takes.push(Take { visit: index, share: None, blocks });
+            let portions = staged(uploads.map(|residence| residence.portion).collect());
+            takes.push(Take { visit: index, share: None, portions });
         } else if visit.kind == VisitKind::Gather {
-            let take = |share: Share, blocks| Take { visit: index, share: Some(share), blocks };
+            let take = |share, portions| Take { visit: index, share: Some(share), portions };
             if schedule.host_slots(&visit.blocks) == 0 {
                 // By micro-batch, so that the first one can go on early.
                 let shares = visit.micro_batches.clone().map(Share::MicroBatch);
                 takes.extend(shares.map(|share| take(share, Vec::new())));
             } else {
                 let shares = visit.blocks.iter();
-                takes.extend(shares.map(|&id| take(Share::Block(id), staged(vec![id]))));
+                takes.extend(shares.map(|&id| take(Share::Block(id), staged(vec![id.into()]))));
             }
         }
     }

@@ -154,6 +154,7 @@ impl<'m> Wiring<'m> {
         let schedule = Schedule {
             trains: blocks.iter().any(|block| !block.frozen),
             blocks,
+            cuts: model.cuts.clone(),
             boundaries: Vec::new(),
             positions: model.positions,
             micro_batches: micro_batches.clone(),
@@ -284,6 +285,7 @@ impl<'m> Wiring<'m> {
             micro_batches: 0..self.schedule.micro_batches.len() as MicroBatch,
             reach: if kind.on_device() { step.reach } else { 0 },
             blocks: step.needs.clone(),
+            part: step.part,
             chosen_by: self.met[at].choice.filter(|_| self.knows_choice(phase)),
             reads,
             writes,
@@ -455,7 +457,7 @@ impl<'m> Wiring<'m> {
 
 /// A visit of the host at a layer, which needs none of the layer's blocks.
 fn on_host(kind: VisitKind, visit: Visit) -> Visit {
-    Visit { kind, place: Place::Host, blocks: Vec::new(), reach: 0, ..visit }
+    Visit { kind, place: Place::Host, blocks: Vec::new(), part: None, reach: 0, ..visit }
 }
 
 /// The steps of the selected layers, in forward order.

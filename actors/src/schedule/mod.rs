@@ -26,6 +26,7 @@ mod pieces;
 mod pipeline;
 mod plan;
 mod pools;
+mod portions;
 mod reductions;
 mod replay;
 mod residency;
@@ -38,6 +39,7 @@ mod stay;
 mod traffic;
 mod visit;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
@@ -45,6 +47,7 @@ pub use boundary::{Boundary, Encoding, Role};
 pub use choice::ChosenBy;
 pub use deal::{deal, deal_groups, devices_of_groups};
 pub use device_visits::DeviceVisit;
+pub(crate) use fetches::uses;
 pub use fetches::{Fetch, Share};
 pub use generate::{relay, resident};
 pub use ids::{BlockId, BoundaryId, GroupId, LayerId, MicroBatch, Version};
@@ -55,6 +58,7 @@ pub use pieces::Piece;
 pub use pipeline::{Action, Pipeline};
 pub use plan::{DeviceWalk, StepPlan};
 pub use pools::{Capacities, Pools};
+pub use portions::{Cut, Portion};
 pub use reductions::Reduction;
 pub use residency::Residence;
 pub use shards::Shard;
@@ -101,6 +105,8 @@ pub struct Block {
 pub struct Schedule {
     /// Every block of the model, visited or not.
     pub blocks: Vec<Block>,
+    /// The portions of blocks that are cut: see [`Portion`].
+    pub cuts: BTreeMap<BlockId, Vec<Cut>>,
     /// Every boundary of this step.
     pub boundaries: Vec<Boundary>,
     /// Tokens of the longest sequence, or of a chunk if there are runs: slots and stash have room

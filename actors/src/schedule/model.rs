@@ -3,15 +3,18 @@
 //! A layer declares its steps: what each needs, reads and writes. Generators, rules, plan and lanes
 //! follow from that alone.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::{Block, BlockId, Boundary, LayerId, MicroBatch, Role, VisitKind};
+use super::{Block, BlockId, Boundary, Cut, LayerId, MicroBatch, Role, VisitKind};
 
 /// A model without tensors: its layers and blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingModel {
     /// All blocks.
     pub blocks: Vec<Block>,
+    /// The portions of blocks that are cut: see [`Portion`](super::Portion).
+    pub cuts: BTreeMap<BlockId, Vec<Cut>>,
     /// All layers, in forward order.
     pub layers: Vec<RingLayer>,
     /// Tokens of the longest sequence: slots have room for as many.
@@ -54,16 +57,18 @@ impl RingModel {
             };
             let needs = vec![BlockId(number as u32)];
             let saves = None;
+            let part = None;
             let chosen_by = None;
             let keeps = false;
             let reach = 0;
             let asks = None;
             let step =
-                RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks };
+                RingStep { kind, needs, part, chosen_by, reads, writes, saves, keeps, reach, asks };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
-        RingModel { blocks, layers, positions: 1, answers_step: false, objective: None }
+        let cuts = BTreeMap::new();
+        RingModel { blocks, cuts, layers, positions: 1, answers_step: false, objective: None }
     }
 }
 
@@ -101,6 +106,8 @@ pub struct RingStep {
     pub kind: VisitKind,
     /// Blocks it needs. A block that several layers need is trained by one of them at most.
     pub needs: Vec<BlockId>,
+    /// The portion that it needs of each; `None`: they are not cut.
+    pub part: Option<u16>,
     /// The role of the boundary by which rows choose parts of the blocks: an earlier step of the
     /// layer writes it. What no row of a visit chose is neither uploaded nor downloaded. `None`:
     /// each row uses all of the blocks.

@@ -102,7 +102,9 @@ fn behind_inputs<'v>(ahead: u32, visits: impl Iterator<Item = &'v Visit>) -> (us
         if inputs > 0 {
             place = (at, inputs);
         }
-        if inputs < all || visits.peek().is_some_and(|(_, next)| next.blocks != visit.blocks) {
+        if inputs < all
+            || visits.peek().is_some_and(|(_, next)| !next.portions().eq(visit.portions()))
+        {
             break;
         }
     }

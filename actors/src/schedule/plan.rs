@@ -56,7 +56,6 @@ impl StepPlan {
         shards::check(&schedule, &device_visits)?;
         let reductions = reductions(&schedule, &device_visits);
         let (updates, carried) = updates(&schedule, &reductions);
-        let traffic = Traffic::of(&schedule, &device_visits, &reductions, &updates);
         let walk = |visits: Vec<usize>| {
             let pieces = pieces(&schedule, &pools, &device_visits, &visits);
             let resolved = visits.iter().map(|&visit| &device_visits[visit]);
@@ -80,6 +79,7 @@ impl StepPlan {
             fetches(&schedule, &pools, &device_visits, None)
         };
         replay(&pools, &fetches).map_err(|refusal| shards::hint(&schedule, refusal))?;
+        let traffic = Traffic::of(&schedule, &device_visits, &reductions, &updates, &fetches);
         Ok(StepPlan {
             schedule,
             pools,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::portions::landing_slots;
 use super::spans::{kept_gradients, open_gradients};
 use super::{Phase, Refusal, Schedule, Visit};
 
@@ -67,7 +68,7 @@ impl Pools {
         let blocks = visits().map(|visit| visit.blocks.len() as u32).max().unwrap_or(0);
         let reads = visits().map(|visit| visit.reads.len() as u32).max().unwrap_or(0);
         let writes = visits().map(|visit| visit.writes.len() as u32).max().unwrap_or(0);
-        let all = schedule.blocks.len() as u32; // more slots than blocks are never used
+        let all = schedule.portions(); // more slots than portions are never used
         let weights = depths.weights.clamp(blocks, all.max(blocks));
         let brought = visits().map(|visit| {
             (visit.reads.len() as u32).saturating_mul(visit.micro_batches.len() as u32)
@@ -87,7 +88,7 @@ impl Pools {
             ahead,
             outputs: writes.saturating_add(writes.max(ahead)),
             gradients: depths.gradients.min(all).max(open_gradients(schedule)).max(1),
-            reduced: depths.reduced.min(all).max(1),
+            reduced: depths.reduced.min(all).max(landing_slots(schedule)),
             parts: kept_gradients(schedule),
             // One block is read while those of a visit are uploaded.
             reads: if schedule.fetches() {
@@ -172,6 +173,14 @@ impl Pools {
         }
         if self.visits == 0 || self.reduced == 0 {
             return Err(Refusal::of("pools visits and reduced need at least one slot"));
+        }
+        let landing = landing_slots(schedule);
+        let has = self.reduced;
+        if landing > has {
+            let reason = format!(
+                "merges portions of gradients in {landing} landing slots; pool reduced has {has}"
+            );
+            return Err(Refusal::of(reason));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::choice::{ChosenBy, of_gradient};
 use super::device_visits::DeviceVisit;
 use super::spans::{Join, join};
-use super::{BlockId, DeviceId, GroupId, Schedule, VisitKind};
+use super::{BlockId, DeviceId, GroupId, Portion, Schedule, VisitKind};
 
 /// One entry of the Reducer's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,18 +26,19 @@ pub enum Reduction {
         /// Index of the host visit.
         visit: usize,
     },
-    /// Download a group's gradient of a block, and join it with those of other groups. The
-    /// block's own goes on; into its region, when a scatter adds to it later.
+    /// Download a group's gradient of a portion, join it with those of other groups, and merge the
+    /// sum into the gradient of its block. The block's own goes on; into its region, when a scatter
+    /// adds to it later.
     Gradient {
-        /// The block.
-        block: BlockId,
+        /// The block, or its portion.
+        portion: Portion,
         /// The group of micro-batches.
         group: GroupId,
         /// The device that it comes from.
         device: DeviceId,
         /// What says which parts of it have contributions; `None`: all may.
         chosen_by: Option<ChosenBy>,
-        /// The join with other gradients of the block.
+        /// The join with other gradients of the portion.
         join: Join,
         /// True when a scatter follows.
         scattered: bool,
@@ -49,14 +50,24 @@ pub enum Reduction {
     },
 }
 
+impl Reduction {
+    /// The block whose gradient, or portion of it, is reduced.
+    pub fn block(&self) -> Option<BlockId> {
+        match self {
+            Reduction::Gradient { portion, .. } => Some(portion.block),
+            _ => None,
+        }
+    }
+}
+
 pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Reduction> {
     let scatters = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Scatter);
     let scattered: Vec<BlockId> = scatters.flat_map(|visit| &visit.blocks).copied().collect();
-    let mut counts = BTreeMap::new(); // block -> gradients that close, of all groups
-    for &block in device_visits.iter().flat_map(|visit| &visit.closes) {
-        *counts.entry(block).or_insert(0) += 1;
+    let mut counts = BTreeMap::new(); // portion -> gradients that close, of all groups
+    for &portion in device_visits.iter().flat_map(|visit| &visit.closes) {
+        *counts.entry(portion).or_insert(0) += 1;
     }
-    let mut came: BTreeMap<BlockId, u32> = BTreeMap::new();
+    let mut came: BTreeMap<Portion, u32> = BTreeMap::new();
     let mut device = device_visits.iter();
     let mut list = Vec::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
@@ -65,13 +76,13 @@ pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> 
                 let closes = device.next().into_iter().flat_map(|visit| &visit.closes);
                 let device = visit.device().expect("a device visits layers");
                 let group = schedule.group_of(visit.micro_batches.start);
-                list.extend(closes.map(|&block| {
-                    let nth = came.entry(block).or_insert(0);
-                    let join = join(*nth, counts[&block]);
+                list.extend(closes.map(|&portion| {
+                    let nth = came.entry(portion).or_insert(0);
+                    let join = join(*nth, counts[&portion]);
                     *nth += 1;
-                    let scattered = scattered.contains(&block);
-                    let chosen_by = of_gradient(schedule, visit, block);
-                    Reduction::Gradient { block, group, device, chosen_by, join, scattered }
+                    let scattered = scattered.contains(&portion.block);
+                    let chosen_by = of_gradient(schedule, visit, portion);
+                    Reduction::Gradient { portion, group, device, chosen_by, join, scattered }
                 }));
             }
             VisitKind::Scatter => list.push(Reduction::Scatter { visit: index }),
@@ -92,7 +103,7 @@ pub(super) fn updates(
     let mut updated = vec![false; schedule.blocks.len()];
     for reduction in reductions {
         match *reduction {
-            Reduction::Gradient { block, .. } => updated[block.0 as usize] = true,
+            Reduction::Gradient { portion, .. } => updated[portion.block.0 as usize] = true,
             Reduction::Scatter { visit } => {
                 for &id in &schedule.visits[visit].blocks {
                     updated[id.0 as usize] |= !schedule.block(id).frozen;

@@ -6,15 +6,16 @@
 //! which lanes are as fast as they can be, decides for all. A property test compares it with the
 //! real ring.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::device_visits::DeviceVisit;
-use super::fetches::{Fetch, Share};
+use super::fetches::{Fetch, Share, uses};
 use super::pieces::Piece;
 use super::plan::DeviceWalk;
 use super::pools::Pools;
+use super::portions::Merging;
 use super::reductions::Reduction;
-use super::{BlockId, BoundaryId, ChosenBy, MicroBatch, Refusal, Schedule, Visit};
+use super::{BoundaryId, ChosenBy, DeviceId, MicroBatch, Portion, Refusal, Schedule, Visit};
 
 /// The lists that the actors of a plan walk.
 #[derive(Clone, Copy)]
@@ -37,6 +38,8 @@ impl Walks<'_> {
             is_sharded: self.schedule.shards > 1,
             fetch: 0,
             reads: 0,
+            left: Vec::new(),
+            merging: Merging::default(),
             devices: self.devices.iter().map(|_| OfDevice::default()).collect(),
             reduction: 0,
             landed: vec![false; boundaries],
@@ -64,6 +67,9 @@ struct Replay<'p> {
     fetch: usize,
     /// Read slots taken.
     reads: u32,
+    /// For each read, the uploads that have not taken from it.
+    left: Vec<u32>,
+    merging: Merging,
     devices: Vec<OfDevice>,
     reduction: usize,
     /// Boundary × micro-batch.
@@ -75,8 +81,8 @@ struct Replay<'p> {
 /// The progress of the actors of one device, and the slots that they have taken.
 #[derive(Default)]
 struct OfDevice {
-    /// Masters in read slots that the Prefetcher has not taken.
-    staged: usize,
+    /// Masters in read slots that the Prefetcher has not taken, one for each upload.
+    staged: VecDeque<usize>,
     /// Blocks that were uploaded, or their shards.
     uploaded: usize,
     /// The fetches that each weight slot holds.
@@ -96,7 +102,7 @@ struct OfDevice {
     operation: usize,
     gradient_slots: u32,
     /// Gradients that were sent to the Reducer.
-    closed: Vec<BlockId>,
+    closed: Vec<Portion>,
 }
 
 /// `Ok(true)`: the actor moved. `Ok(false)`: it is at its end. `Err`: it waits, and the refusal
@@ -137,23 +143,32 @@ impl<'p> Replay<'p> {
     }
 
     fn fetch(&mut self) -> Progress {
-        let Some(&fetch) = self.walks.fetches.get(self.fetch) else { return Ok(false) };
-        match fetch {
+        let Some(fetch) = self.walks.fetches.get(self.fetch) else { return Ok(false) };
+        match *fetch {
             Fetch::Gather { visit, share } => self.gather(visit, share),
-            Fetch::Read { visit, .. } => {
+            Fetch::Read { ref visits, .. } => {
                 if self.reads == self.walks.pools.reads {
-                    return Err(self.waits(visit, "a read", "a slot of pool reads"));
+                    return Err(self.waits(visits[0], "a read", "a slot of pool reads"));
                 }
                 self.reads += 1;
-                if let Some(device) = self.walks.schedule.visits[visit].device() {
-                    let is_for = |nth: usize| self.is_sharded || nth == usize::from(device);
-                    let takers = self.devices.iter_mut().enumerate();
-                    takers.filter(|(nth, _)| is_for(*nth)).for_each(|(_, of)| of.staged += 1);
+                if self.walks.schedule.visits[visits[0]].on_device() {
+                    self.stage(visits);
                 }
             }
         }
         self.fetch += 1;
         Ok(true)
+    }
+
+    /// A master comes to the devices that upload from it.
+    fn stage(&mut self, visits: &[usize]) {
+        let mut left = 0;
+        for (device, of) in self.devices.iter_mut().enumerate() {
+            let uses = uses(self.walks.schedule, visits, device as DeviceId);
+            of.staged.extend((0..uses).map(|_| self.left.len()));
+            left += uses;
+        }
+        self.left.push(left);
     }
 
     fn gather(&mut self, visit: usize, share: Share) {
@@ -209,8 +224,9 @@ impl<'p> Replay<'p> {
             return waits("what rows choose of a block");
         }
         let uploads = resolved.uploads();
-        let staged = uploads.filter(|residence| schedule.passes_host_slot(residence.block)).count();
-        if staged > of.staged {
+        let staged =
+            uploads.filter(|residence| schedule.passes_host_slot(residence.portion.block)).count();
+        if staged > of.staged.len() {
             return waits("the read of a block");
         }
         let of = &mut self.devices[device];
@@ -219,13 +235,12 @@ impl<'p> Replay<'p> {
             of.uploaded += 1;
         }
         of.needs.push(of.uploaded);
-        of.staged -= staged;
         of.announced += 1;
-        // A slot of pool reads is free when the last device has taken its shard from there.
-        let left = |of: &OfDevice| of.staged;
-        let most = self.peers(device).map(left).max().unwrap_or(0);
-        let left = self.devices[device].staged;
-        self.reads -= ((staged + left).max(most) - left.max(most)) as u32;
+        // A slot of pool reads is free when the last upload has taken its portion from there.
+        for read in of.staged.drain(..staged) {
+            self.left[read] -= 1;
+            self.reads -= u32::from(self.left[read] == 0);
+        }
         self.announced.push(device_visit);
         Ok(())
     }
@@ -286,11 +301,21 @@ impl<'p> Replay<'p> {
     fn reduce(&mut self) -> Progress {
         let Some(&reduction) = self.walks.reductions.get(self.reduction) else { return Ok(false) };
         match reduction {
-            Reduction::Gradient { block, device, .. } => {
+            Reduction::Gradient { portion, device, join, .. } => {
                 let of = &mut self.devices[usize::from(device)];
-                let Some(at) = of.closed.iter().position(|&closed| closed == block) else {
-                    return Err(Refusal::of(format!("the gradient of {block} would never close")));
+                let Some(at) = of.closed.iter().position(|&closed| closed == portion) else {
+                    let reason = format!("the gradient of {portion} would never close");
+                    return Err(Refusal::of(reason));
                 };
+                let mut merging = self.merging.clone();
+                let slots = merging.slots(self.walks.schedule, portion, !join.keeps);
+                if slots > self.walks.pools.reduced {
+                    let reason = format!(
+                        "the gradient of {portion} would wait for ever for a slot of pool reduced"
+                    );
+                    return Err(Refusal::of(reason));
+                }
+                self.merging = merging;
                 of.closed.remove(at);
                 of.gradient_slots -= 1;
             }

@@ -7,15 +7,15 @@
 
 use std::collections::HashMap;
 
-use super::BlockId;
+use super::Portion;
 use super::choice::ChosenBy;
 
-/// One block of one device visit: where it lies and whether it must be uploaded.
+/// What one device visit needs of a block: where it lies and whether it must be uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Residence {
-    /// The block.
-    pub block: BlockId,
-    /// The weight slot of the block.
+    /// The block, or its portion.
+    pub portion: Portion,
+    /// Its weight slot.
     pub slot: u32,
     /// True when it is uploaded for this visit; false when the slot holds it already.
     pub upload: bool,
@@ -32,37 +32,37 @@ pub struct Residence {
 /// A slot's tenant while the visits are walked.
 #[derive(Clone, Copy)]
 struct Tenant {
-    block: BlockId,
+    portion: Portion,
     last_visit: usize,
 }
 
 /// Places the blocks of each visit in turn. Needs as many slots as the largest visit has blocks.
-pub(super) fn residency(visits: &[&[BlockId]], slots: u32) -> Vec<Vec<Residence>> {
-    let mut uses: HashMap<BlockId, Vec<usize>> = HashMap::new();
+pub(super) fn residency(visits: &[Vec<Portion>], slots: u32) -> Vec<Vec<Residence>> {
+    let mut uses: HashMap<Portion, Vec<usize>> = HashMap::new();
     for (index, blocks) in visits.iter().enumerate() {
-        for &block in *blocks {
-            uses.entry(block).or_default().push(index);
+        for &portion in blocks {
+            uses.entry(portion).or_default().push(index);
         }
     }
-    let next_use = |block: BlockId, now: usize| {
-        let at = uses[&block].partition_point(|&visit| visit <= now);
-        uses[&block].get(at).copied().unwrap_or(usize::MAX)
+    let next_use = |portion: Portion, now: usize| {
+        let at = uses[&portion].partition_point(|&visit| visit <= now);
+        uses[&portion].get(at).copied().unwrap_or(usize::MAX)
     };
 
     let mut tenants: Vec<Option<Tenant>> = vec![None; slots as usize];
-    let mut placed = HashMap::new(); // block -> slot
+    let mut placed = HashMap::new(); // portion -> slot
     let mut used_at: HashMap<u32, (usize, usize)> = HashMap::new(); // slot -> its last residence
     let mut all: Vec<Vec<Residence>> = Vec::with_capacity(visits.len());
     for (now, blocks) in visits.iter().enumerate() {
         let mut residences = Vec::with_capacity(blocks.len());
         // Blocks that are here already are pinned before others look for a place.
-        for &block in *blocks {
-            if let Some(&slot) = placed.get(&block) {
-                tenants[slot as usize] = Some(Tenant { block, last_visit: now });
+        for &portion in blocks {
+            if let Some(&slot) = placed.get(&portion) {
+                tenants[slot as usize] = Some(Tenant { portion, last_visit: now });
             }
         }
-        for (position, &block) in blocks.iter().enumerate() {
-            let (slot, upload, after) = match placed.get(&block) {
+        for (position, &portion) in blocks.iter().enumerate() {
+            let (slot, upload, after) = match placed.get(&portion) {
                 Some(&slot) => (slot, false, None),
                 None => {
                     let free = (0..slots).filter(|&s| match tenants[s as usize] {
@@ -72,15 +72,16 @@ pub(super) fn residency(visits: &[&[BlockId]], slots: u32) -> Vec<Vec<Residence>
                     let farthest = free.max_by_key(|&s| match tenants[s as usize] {
                         None => (usize::MAX, usize::MAX, slots - s),
                         Some(t) => {
-                            (next_use(t.block, now), usize::MAX - 1 - t.last_visit, slots - s)
+                            (next_use(t.portion, now), usize::MAX - 1 - t.last_visit, slots - s)
                         }
                     });
                     let slot = farthest.expect("no visit has more blocks than there are slots");
-                    let evicted = tenants[slot as usize].replace(Tenant { block, last_visit: now });
+                    let tenant = Tenant { portion, last_visit: now };
+                    let evicted = tenants[slot as usize].replace(tenant);
                     if let Some(tenant) = evicted {
-                        placed.remove(&tenant.block);
+                        placed.remove(&tenant.portion);
                     }
-                    placed.insert(block, slot);
+                    placed.insert(portion, slot);
                     (slot, true, evicted.map(|tenant| tenant.last_visit))
                 }
             };
@@ -89,7 +90,7 @@ pub(super) fn residency(visits: &[&[BlockId]], slots: u32) -> Vec<Vec<Residence>
             }
             let last_use = false;
             let chosen_by = None;
-            residences.push(Residence { block, slot, upload, after, last_use, chosen_by });
+            residences.push(Residence { portion, slot, upload, after, last_use, chosen_by });
         }
         all.push(residences);
     }

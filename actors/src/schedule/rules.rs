@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::{
-    BlockId, BoundaryId, Copied, GroupId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
-    VisitKind, runs,
+    BlockId, BoundaryId, Copied, GroupId, MicroBatch, Phase, Place, Portion, Refusal, Role,
+    Schedule, Visit, VisitKind, portions, runs,
 };
 
 /// Checks everything that does not depend on pools.
@@ -25,6 +25,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     micro_batch_order(schedule)?;
     runs::check(schedule)?;
     gradients(schedule)?;
+    portions::check(schedule)?;
     gathers(schedule)
 }
 
@@ -67,6 +68,7 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if let Some(id) = blocks.iter().find(|id| id.0 as usize >= schedule.blocks.len()) {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.blocks.len()));
     }
+    portions::names(schedule, visit)?;
     let met: BTreeSet<_> = visit.all_reads().chain(visit.all_writes()).collect();
     if met.len() < visit.all_reads().count() + visit.all_writes().count() {
         return Err("names a boundary twice".into());
@@ -225,10 +227,11 @@ fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
 fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut scattered = BTreeSet::new();
     let mut last_backward = BTreeMap::new();
-    let mut first_of: BTreeMap<BlockId, &Visit> = BTreeMap::new();
-    let mut places: BTreeMap<(BlockId, GroupId), Place> = BTreeMap::new();
+    let mut first_of: BTreeMap<Portion, &Visit> = BTreeMap::new();
+    let mut places: BTreeMap<(Portion, GroupId), Place> = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for &id in visit.blocks.iter().filter(|&&id| schedule.is_trained(id)) {
+        for portion in visit.portions().filter(|one| schedule.is_trained(one.block)) {
+            let id = portion.block;
             if scattered.contains(&id) {
                 let reason = format!("meets {id} after its gradient was scattered");
                 return Err(Refusal::at(schedule, index, reason));
@@ -242,20 +245,20 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                     scattered.insert(id);
                 }
                 (_, Phase::Backward) => {
-                    let first = *first_of.entry(id).or_insert(visit);
+                    let first = *first_of.entry(portion).or_insert(visit);
                     if (first.layer, first.step) != (visit.layer, visit.step) {
                         let order = "the order of their sum would depend on the schedule";
                         let other = match first.layer == visit.layer {
                             true => "another step of the layer".to_string(),
                             false => first.layer.to_string(),
                         };
-                        let reason = format!("trains {id}, as {other} does: {order}");
+                        let reason = format!("trains {portion}, as {other} does: {order}");
                         return Err(Refusal::at(schedule, index, reason));
                     }
                     let group = schedule.group_of(visit.micro_batches.start);
-                    if *places.entry((id, group)).or_insert(visit.place) != visit.place {
+                    if *places.entry((portion, group)).or_insert(visit.place) != visit.place {
                         let one = "a group's gradient is added up on one device";
-                        let reason = format!("trains {id} on another device: {one}");
+                        let reason = format!("trains {portion} on another device: {one}");
                         return Err(Refusal::at(schedule, index, reason));
                     }
                     last_backward.insert(id, index);

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::device_visits::DeviceVisit;
-use super::{BlockId, DeviceId, Refusal, Schedule, Visit};
+use super::{DeviceId, Portion, Refusal, Schedule, Visit};
 
 /// One of the parts of a block, which have about the same size: the part that device `index`
 /// uploads.
@@ -82,11 +82,11 @@ pub(super) fn check(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Resul
         let reason = format!("blocks come in {shards} shards to {devices} devices");
         return Err(Refusal::of(reason));
     }
-    let uploads: Vec<Vec<(BlockId, usize)>> =
+    let uploads: Vec<Vec<(Portion, usize)>> =
         (0..schedule.devices()).map(|d| fetches(schedule, device_visits, d as DeviceId)).collect();
     for (device, of_device) in uploads.iter().enumerate().skip(1) {
         let differs = |nth: &usize| {
-            let block = |of: &[(BlockId, usize)]| of.get(*nth).map(|(block, _)| *block);
+            let block = |of: &[(Portion, usize)]| of.get(*nth).map(|(block, _)| *block);
             block(of_device) != block(&uploads[0])
         };
         let longest = of_device.len().max(uploads[0].len());
@@ -117,10 +117,11 @@ fn fetches(
     schedule: &Schedule,
     device_visits: &[DeviceVisit],
     device: DeviceId,
-) -> Vec<(BlockId, usize)> {
+) -> Vec<(Portion, usize)> {
     let is_own = |visit: &&DeviceVisit| schedule.visits[visit.visit].device() == Some(device);
     let own = device_visits.iter().filter(is_own);
-    own.flat_map(|visit| visit.uploads().map(|residence| (residence.block, visit.visit))).collect()
+    own.flat_map(|visit| visit.uploads().map(|residence| (residence.portion, visit.visit)))
+        .collect()
 }
 
 #[cfg(test)]

@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::{BlockId, GroupId, Phase, Schedule, Visit};
+use super::{GroupId, Phase, Portion, Schedule, Visit};
 
-/// First and last backward visit of every trained block by each group, as indices among the
+/// First and last backward visit of every trained portion by each group, as indices among the
 /// devices' visits.
-pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<(BlockId, GroupId), (usize, usize)> {
+pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<(Portion, GroupId), (usize, usize)> {
     let mut spans = BTreeMap::new();
     for (index, visit) in schedule.device_visits().enumerate() {
         if visit.phase == Phase::Backward {
             let group = schedule.group_of(visit.micro_batches.start);
-            for &id in visit.blocks.iter().filter(|&&id| schedule.is_trained(id)) {
+            for id in visit.portions().filter(|id| schedule.is_trained(id.block)) {
                 spans.entry((id, group)).or_insert((index, index)).1 = index;
             }
         }
@@ -97,20 +97,20 @@ pub fn sums_of_spans(spans: &[Range<u32>]) -> Vec<(usize, usize)> {
 /// The most gradients that are kept on the host at once for later groups.
 pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
     let spans = gradient_spans(schedule);
-    let mut closed: Vec<BlockId> = Vec::new(); // in the order of reductions
+    let mut closed: Vec<Portion> = Vec::new(); // in the order of reductions
     for (index, visit) in schedule.device_visits().enumerate() {
         let group = schedule.group_of(visit.micro_batches.start);
-        let ends = |id: &&BlockId| spans.get(&(**id, group)).is_some_and(|span| span.1 == index);
-        closed.extend(visit.blocks.iter().filter(ends));
+        let ends = |id: &Portion| spans.get(&(*id, group)).is_some_and(|span| span.1 == index);
+        closed.extend(visit.portions().filter(ends));
     }
-    let mut counts = BTreeMap::new(); // block -> contributions, all of them
-    closed.iter().for_each(|&block| *counts.entry(block).or_insert(0) += 1);
+    let mut counts = BTreeMap::new(); // portion -> contributions, all of them
+    closed.iter().for_each(|&portion| *counts.entry(portion).or_insert(0) += 1);
     let mut came = BTreeMap::new();
     let mut kept = 0;
     let mut most = 0;
-    for block in closed {
-        let nth = came.entry(block).or_insert(0);
-        let Join { adds, keeps } = join(*nth, counts[&block]);
+    for portion in closed {
+        let nth = came.entry(portion).or_insert(0);
+        let Join { adds, keeps } = join(*nth, counts[&portion]);
         *nth += 1;
         // It is kept before the slots of its terms are free.
         most = most.max(kept + u32::from(keeps));

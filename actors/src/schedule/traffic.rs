@@ -1,9 +1,9 @@
 //! How many bytes each edge moves in a step, as the schedule says.
 
 use super::device_visits::DeviceVisit;
-use super::fetches::reads_for;
+use super::fetches::Fetch;
 use super::reductions::Reduction;
-use super::{BlockId, BoundaryId, Schedule, VisitKind};
+use super::{BlockId, BoundaryId, Schedule};
 
 /// Bytes that each edge moves in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,9 +41,10 @@ impl Traffic {
         device_visits: &[DeviceVisit],
         reductions: &[Reduction],
         updates: &[BlockId],
+        fetches: &[Fetch],
     ) -> Traffic {
         let mut traffic = Traffic::of_device(schedule, device_visits);
-        traffic.add_file(schedule, device_visits, reductions, updates);
+        traffic.add_file(schedule, reductions, updates, fetches);
         traffic
     }
 
@@ -58,13 +59,13 @@ impl Traffic {
             let visit = &schedule.visits[resolved.visit];
             let shard = schedule.shard_of(visit.device().expect("it is a device's"));
             for residence in resolved.uploads() {
-                let all = schedule.block(residence.block).weight_bytes;
+                let all = schedule.cut(residence.portion).weight_bytes;
                 let uploaded = shard.bytes(all);
                 add(&mut traffic.weights, uploaded);
                 add(&mut traffic.shards, all - uploaded);
             }
             let closed = resolved.closes.iter();
-            closed.for_each(|&id| add(&mut traffic.gradients, schedule.block(id).download_bytes));
+            closed.for_each(|&id| add(&mut traffic.gradients, schedule.cut(id).download_bytes));
             for m in visit.micro_batches.clone() {
                 let bytes = |id: &BoundaryId| schedule.stashed_bytes(*id, m);
                 visit.reads.iter().for_each(|id| add(&mut traffic.inputs, bytes(id)));
@@ -78,16 +79,12 @@ impl Traffic {
     fn add_file(
         &mut self,
         schedule: &Schedule,
-        device_visits: &[DeviceVisit],
         reductions: &[Reduction],
         updates: &[BlockId],
+        fetches: &[Fetch],
     ) {
         let staged = |id: BlockId| Some(schedule.block(id)).filter(|block| block.staged);
-        let gathers = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Gather);
-        let gathered = gathers.flat_map(|visit| &visit.blocks).copied();
-        let readers = device_visits.iter().filter(|visit| reads_for(schedule, visit));
-        let uploads = readers.flat_map(DeviceVisit::uploads).map(|residence| residence.block);
-        for block in gathered.chain(uploads).filter_map(staged) {
+        for block in fetches.iter().filter_map(Fetch::read).filter_map(staged) {
             self.read = self.read.saturating_add(block.master_bytes);
         }
         for block in updates.iter().copied().filter_map(staged) {
@@ -101,10 +98,10 @@ impl Traffic {
             both_ways(block.master_bytes.saturating_add(block.state_bytes));
         }
         for reduction in reductions {
-            if let Reduction::Gradient { block, join, scattered: true, .. } = *reduction
+            if let Reduction::Gradient { portion, join, scattered: true, .. } = *reduction
                 && !join.keeps
             {
-                staged(block).into_iter().for_each(|block| both_ways(block.region_bytes));
+                staged(portion.block).into_iter().for_each(|block| both_ways(block.region_bytes));
             }
         }
     }

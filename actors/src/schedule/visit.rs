@@ -119,6 +119,8 @@ pub struct Visit {
     pub reach: u32,
     /// The blocks that the layer declares for this step.
     pub blocks: Vec<BlockId>,
+    /// The portion of each that a device needs; `None`: the blocks are not cut.
+    pub part: Option<u16>,
     /// The boundary by which rows choose parts of the blocks, where the stash has it in time.
     /// `None`: the visit needs all of them.
     pub chosen_by: Option<BoundaryId>,

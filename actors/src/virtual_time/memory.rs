@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use super::touch::{Cell, Label, Touch};
 use crate::operation::Operation;
-use crate::schedule::{BlockId, Version};
+use crate::schedule::{Portion, Version};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct State {
@@ -32,8 +32,9 @@ impl Memory {
     /// # Panics
     /// It holds something else, or is in use.
     pub fn begin(&mut self, operation: &Operation) {
-        let touch =
-            Touch::of(operation, |cell, block, version| self.contributions(cell, block, version));
+        let touch = Touch::of(operation, |cell, portion, version| {
+            self.contributions(cell, portion, version)
+        });
         let what = operation.work();
         let mut running = Vec::new();
         for (cell, label) in touch.reads {
@@ -76,18 +77,18 @@ impl Memory {
     fn state(&mut self, cell: Cell) -> &mut State {
         let at_start = || match cell {
             Cell::Master(block, 0) => {
-                State { label: Some(Label::Block(block, 0)), ..State::default() }
+                State { label: Some(Label::Block(block.into(), 0)), ..State::default() }
             }
             _ => State::default(),
         };
         self.cells.entry(cell).or_insert_with(at_start)
     }
 
-    /// Contributions in a gradient, whose label must be of this block and version.
-    fn contributions(&self, cell: Cell, block: BlockId, version: Version) -> usize {
+    /// Contributions in a gradient, whose label must be of this portion and version.
+    fn contributions(&self, cell: Cell, portion: Portion, version: Version) -> usize {
         match self.cells.get(&cell).and_then(|state| state.label) {
-            Some(Label::Gradient(b, v, count)) if (b, v) == (block, version) => count,
-            other => panic!("gradient of {block} v{version} asked, {cell:?} holds {other:?}"),
+            Some(Label::Gradient(p, v, count)) if (p, v) == (portion, version) => count,
+            other => panic!("gradient of {portion} v{version} asked, {cell:?} holds {other:?}"),
         }
     }
 }
@@ -103,7 +104,7 @@ mod tests {
     use crate::names::ActorName;
     use crate::operation::{Order, Step};
     use crate::ring::Ring;
-    use crate::schedule::{Pools, Ranks, Schedule, Shard, StepPlan, Traffic};
+    use crate::schedule::{BlockId, Pools, Ranks, Schedule, Shard, StepPlan, Traffic};
     use crate::work::{GradientAt, MasterAt, Work};
 
     const BLOCK: BlockId = BlockId(0);
@@ -139,6 +140,7 @@ mod tests {
     fn operation(ring: &Arc<Ring>, number: u64, work: Work) -> Operation {
         let schedule = Schedule {
             blocks: vec![],
+            cuts: [].into(),
             boundaries: vec![],
             positions: 1,
             micro_batches: vec![1],
@@ -184,7 +186,7 @@ mod tests {
 
     fn upload(ring: &Arc<Ring>, t: u64) -> Operation {
         let work = Work::UploadBlock {
-            block: BLOCK,
+            portion: BLOCK.into(),
             version: t.saturating_sub(1),
             master: MasterAt::Memory,
             weights: 0,
@@ -214,7 +216,7 @@ mod tests {
                     }
                     Moment::HasRead(t) => memory.end(&running[&(false, t)]),
                     Moment::Waits(t) => {
-                        let label = Some(Label::Gradient(BLOCK, t, 0));
+                        let label = Some(Label::Gradient(BLOCK.into(), t, 0));
                         let landed = State { label, ..State::default() };
                         memory.cells.insert(Cell::Landing(0), landed);
                         let work = Work::Reduce { block: BLOCK, reduced: 0, to_region: true };

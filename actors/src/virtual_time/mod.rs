@@ -7,6 +7,7 @@
 //! [`World`] is the executor under it: it polls actors and completes operations one move at a time,
 //! in time order or in any other order, which is how interleavings are explored.
 
+mod gradients;
 mod lanes;
 mod memory;
 mod sharing;

@@ -1,11 +1,12 @@
 //! The memory that each kind of work reads and writes, and the content that it must find there.
 
+use super::gradients::{Contributions, complete, gradient_cell, of_groups};
 use crate::operation::{Operation, Step};
 use crate::schedule::{
-    BlockId, BoundaryId, ChosenBy, DeviceId, DeviceVisit, GroupId, LayerId, MicroBatch, Phase,
-    Shard, Share, StepPlan, Version, Visit, VisitKind,
+    BlockId, BoundaryId, ChosenBy, DeviceId, LayerId, MicroBatch, Phase, Portion, Shard, Share,
+    StepPlan, Version, Visit, VisitKind,
 };
-use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
+use crate::work::{Accumulator, BlockUse, MasterAt, Placed, Stored, Work};
 
 /// A piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,10 +42,12 @@ pub(super) enum Cell {
 /// The content of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Label {
-    Block(BlockId, Version),
+    Block(Portion, Version),
     Boundary(BoundaryId, MicroBatch, Version),
     /// A gradient, with the number of contributions in it.
-    Gradient(BlockId, Version, usize),
+    Gradient(Portion, Version, usize),
+    /// A gradient that has that of all portions from this one on, with the contributions in it.
+    Merged(Portion, Version, usize),
     /// The keys that a chunk left at a step of a layer, in the forward pass or behind it.
     Keys(Chunk, Pass),
     /// The gradient of a chunk's keys, with the number of later chunks that have added to it.
@@ -76,17 +79,12 @@ pub(super) struct Touch {
     pub(super) writes: Vec<(Cell, Option<Label>, Label)>,
 }
 
-/// Looks up contributions in a gradient that is of this block and version.
-trait Contributions: Fn(Cell, BlockId, Version) -> usize {}
-
-impl<F: Fn(Cell, BlockId, Version) -> usize> Contributions for F {}
-
 impl Touch {
     /// The table: each kind of work, and its cells. `count` looks up how many contributions a
-    /// gradient has; the gradient must be of that block and version.
+    /// gradient has; the gradient must be of that portion and version.
     pub(super) fn of(
         operation: &Operation,
-        count: impl Fn(Cell, BlockId, Version) -> usize,
+        count: impl Fn(Cell, Portion, Version) -> usize,
     ) -> Touch {
         let step = operation.step();
         let mut touch = Touch::default();
@@ -101,14 +99,14 @@ impl Touch {
             &Work::Stage { block, version, stored, slot } => {
                 touch.stage(step, block, version, stored, slot, &count);
             }
-            &Work::UploadBlock { block, version, master, weights, shard, chosen_by } => {
+            &Work::UploadBlock { portion, version, master, weights, shard, chosen_by } => {
                 touch.read_choice(chosen_by, now);
-                let label = Label::Block(block, version);
-                touch.read(master_cell(step, label, master), label);
+                touch.read_master(step, portion.block, version, master);
+                let label = Label::Block(portion, version);
                 touch.write(Cell::Weights(device, weights, shard.index), label);
             }
-            &Work::CopyShards { block, version, weights, ref from, .. } => {
-                let label = Label::Block(block, version);
+            &Work::CopyShards { portion, version, weights, ref from, .. } => {
+                let label = Label::Block(portion, version);
                 for &(Shard { index, .. }, slot) in from {
                     touch.read(Cell::Weights(index, slot, index), label);
                     touch.write(Cell::Weights(device, weights, index), label);
@@ -133,9 +131,9 @@ impl Touch {
                 touch.place(std::slice::from_ref(outputs), *m, now, output, false);
                 touch.write_stash(&[outputs.boundary], *m, now);
             }
-            &Work::DownloadGradient { block, group, gradients, reduced, chosen_by } => {
+            &Work::DownloadGradient { portion, group, gradients, reduced, chosen_by } => {
                 touch.read_choice(chosen_by, now);
-                let label = Label::Gradient(block, now, of_groups(plan, block, Some(group)));
+                let label = Label::Gradient(portion, now, of_groups(plan, portion, Some(group)));
                 touch.read(Cell::Gradient(device, gradients), label);
                 touch.write(Cell::Landing(reduced), label);
             }
@@ -159,11 +157,14 @@ impl Touch {
                 touch.read_values(visit, now);
                 touch.write_stash(&visit.writes, micro_batch, now);
             }
-            Work::Join { block, reduced, parts, keep, .. } => {
-                touch.join(*block, now, *reduced, parts, *keep, &count);
+            Work::Join { portion, reduced, parts, keep, .. } => {
+                touch.join(*portion, now, *reduced, parts, *keep, &count);
+            }
+            &Work::Merge { portion, reduced, into } => {
+                touch.merge(plan, portion, now, reduced, into);
             }
             &Work::Reduce { block, reduced, to_region } => {
-                let label = Label::Gradient(block, now, of_groups(plan, block, None));
+                let label = complete(plan, block, now);
                 touch.read(Cell::Landing(reduced), label);
                 if to_region {
                     touch.write(Cell::Region(block), label);
@@ -172,11 +173,12 @@ impl Touch {
             &Work::Scatter { visit, block, first, gradient } => {
                 touch.scatter(&plan.schedule.visits[visit], now);
                 let cell = gradient_cell(block, gradient, MasterAt::Memory);
-                touch.add(cell, block, now, first, &count);
+                touch.add(cell, block.into(), now, first, &count);
             }
             &Work::Update { block, version, master, gradient, .. } => {
                 let cell = gradient_cell(block, gradient, master);
-                touch.read(cell, Label::Gradient(block, now, count(cell, block, now)));
+                let block_count = count(cell, block.into(), now);
+                touch.read(cell, Label::Gradient(block.into(), now, block_count));
                 touch.read_measures(plan, now);
                 match master {
                     MasterAt::Memory => touch.publish(step, block, version),
@@ -187,17 +189,17 @@ impl Touch {
                 touch.store(step, block, version, stored, slot, &count);
             }
             &Work::AllGather { block, version, slot } => {
-                let label = Label::Block(block, version);
+                let label = Label::Block(block.into(), version);
                 let whole = Cell::Read(slot);
                 if plan.schedule.block(block).staged {
                     touch.writes.push((whole, Some(label), label));
                 } else {
-                    touch.read(master_cell(step, label, MasterAt::Memory), label);
+                    touch.read_master(step, block, version, MasterAt::Memory);
                     touch.write(whole, label);
                 }
             }
             &Work::ReduceScatter { block, reduced } => {
-                let label = Label::Gradient(block, now, of_groups(plan, block, None));
+                let label = complete(plan, block, now);
                 touch.writes.push((Cell::Landing(reduced), Some(label), label));
             }
             &Work::AllGatherRows { visit } => {
@@ -213,47 +215,37 @@ impl Touch {
         touch
     }
 
-    fn read(&mut self, cell: Cell, label: Label) {
+    pub(super) fn read(&mut self, cell: Cell, label: Label) {
         self.reads.push((cell, label));
     }
 
     /// Replaces the content of a cell.
-    fn write(&mut self, cell: Cell, label: Label) {
+    pub(super) fn write(&mut self, cell: Cell, label: Label) {
         self.writes.push((cell, None, label));
     }
 
     /// A block goes from one version to the next, in its place.
     fn move_on(&mut self, cell: Cell, block: BlockId, version: Version) {
-        let before = Label::Block(block, version);
-        let after = Label::Block(block, version + 1);
-        self.writes.push((cell, Some(before), after));
+        let of = |version| Label::Block(block.into(), version);
+        self.writes.push((cell, Some(of(version)), of(version + 1)));
     }
 
     /// The EPS publishes the next version of a block. If it keeps two, the next one replaces the
     /// version before this one, which must have been read for the last time.
     fn publish(&mut self, step: &Step, block: BlockId, version: Version) {
-        let now = Label::Block(block, version);
-        let after = Label::Block(block, version + 1);
-        let before = (version + 1).checked_sub(step.copies).map(|v| Label::Block(block, v));
+        let before = (version + 1).checked_sub(step.copies);
+        let before = before.map(|v| Label::Block(block.into(), v));
         if step.copies > 1 {
-            self.read(master_cell(step, now, MasterAt::Memory), now);
+            self.read_master(step, block, version, MasterAt::Memory);
         }
-        self.writes.push((master_cell(step, after, MasterAt::Memory), before, after));
+        let after = Label::Block(block.into(), version + 1);
+        let cell = master_cell(step, block, version + 1, MasterAt::Memory);
+        self.writes.push((cell, before, after));
     }
 
-    /// Adds a contribution to a gradient, or replaces it where `first`.
-    fn add(
-        &mut self,
-        cell: Cell,
-        block: BlockId,
-        now: Version,
-        first: bool,
-        count: &impl Contributions,
-    ) {
-        let before = (!first).then(|| count(cell, block, now));
-        let after = Label::Gradient(block, now, before.unwrap_or(0) + 1);
-        let before = before.map(|count| Label::Gradient(block, now, count));
-        self.writes.push((cell, before, after));
+    fn read_master(&mut self, step: &Step, block: BlockId, version: Version, at: MasterAt) {
+        let label = Label::Block(block.into(), version);
+        self.read(master_cell(step, block, version, at), label);
     }
 
     fn read_stash(&mut self, boundaries: &[BoundaryId], m: MicroBatch, now: Version) {
@@ -311,10 +303,7 @@ impl Touch {
             Share::MicroBatch(m) => (visit.blocks.clone(), m..m + 1),
             Share::Block(block) => (vec![block], visit.micro_batches.clone()),
         };
-        for block in blocks {
-            let label = Label::Block(block, step.reads);
-            self.read(master_cell(step, label, at), label);
-        }
+        blocks.into_iter().for_each(|block| self.read_master(step, block, step.reads, at));
         micro_batches.for_each(|m| self.write_stash(&visit.writes, m, step.number));
     }
 
@@ -325,13 +314,13 @@ impl Touch {
         of: &BlockUse,
         count: &impl Contributions,
     ) {
-        let &BlockUse { block, weights, gradient } = of;
+        let &BlockUse { portion, weights, gradient } = of;
         for shard in 0..step.plan.schedule.shards {
             let part = Cell::Weights(device, weights, shard as DeviceId);
-            self.read(part, Label::Block(block, step.reads));
+            self.read(part, Label::Block(portion, step.reads));
         }
         if let Some(Accumulator { slot, first }) = gradient {
-            self.add(Cell::Gradient(device, slot), block, step.number, first, count);
+            self.add(Cell::Gradient(device, slot), portion, step.number, first, count);
         }
     }
 
@@ -381,28 +370,6 @@ impl Touch {
         }));
     }
 
-    fn join(
-        &mut self,
-        block: BlockId,
-        now: Version,
-        reduced: u32,
-        parts: &[u32],
-        keep: Option<u32>,
-        count: &impl Contributions,
-    ) {
-        let of = |cell| count(cell, block, now);
-        let label = |count| Label::Gradient(block, now, count);
-        let landed = of(Cell::Landing(reduced));
-        let mut sum = landed;
-        for &part in parts {
-            let contributions = of(Cell::Part(part));
-            self.read(Cell::Part(part), label(contributions));
-            sum += contributions;
-        }
-        self.writes.push((Cell::Landing(reduced), Some(label(landed)), label(sum)));
-        keep.into_iter().for_each(|part| self.write(Cell::Part(part), label(sum)));
-    }
-
     fn scatter(&mut self, visit: &Visit, now: Version) {
         visit.micro_batches.clone().for_each(|m| self.read_stash(&visit.reads, m, now));
     }
@@ -417,12 +384,12 @@ impl Touch {
         count: &impl Contributions,
     ) {
         let now = step.number;
-        let gradient = || Label::Gradient(block, now, count(Cell::Region(block), block, now));
-        let label = Label::Block(block, version);
-        let master = master_cell(step, label, MasterAt::Memory);
+        let whole = block.into();
+        let gradient = || Label::Gradient(whole, now, count(Cell::Region(block), whole, now));
+        let label = Label::Block(whole, version);
         match stored {
             Stored::Master => {
-                self.read(master, label);
+                self.read_master(step, block, version, MasterAt::Memory);
                 self.write(Cell::Read(slot), label);
             }
             Stored::Gradient => {
@@ -430,7 +397,7 @@ impl Touch {
                 self.write(Cell::Landing(slot), gradient());
             }
             Stored::State { with_gradient } => {
-                self.read(master, label);
+                self.read_master(step, block, version, MasterAt::Memory);
                 self.write(Cell::State(slot), label);
                 if with_gradient {
                     self.read(Cell::Region(block), gradient());
@@ -452,12 +419,13 @@ impl Touch {
         match stored {
             Stored::Gradient => {
                 let cell = Cell::Landing(slot);
-                let label = Label::Gradient(block, step.number, count(cell, block, step.number));
+                let whole = block.into();
+                let label = Label::Gradient(whole, step.number, count(cell, whole, step.number));
                 self.read(cell, label);
                 self.write(Cell::Region(block), label);
             }
             Stored::Master | Stored::State { .. } => {
-                self.read(Cell::State(slot), Label::Block(block, version + 1));
+                self.read(Cell::State(slot), Label::Block(block.into(), version + 1));
                 self.publish(step, block, version);
             }
         }
@@ -465,32 +433,9 @@ impl Touch {
 }
 
 /// The place of a block's master: among the copies of the EPS, or where it was read to.
-fn master_cell(step: &Step, label: Label, at: MasterAt) -> Cell {
-    match (at, label) {
-        (MasterAt::Slot(slot), _) => Cell::Read(slot),
-        (MasterAt::Memory, Label::Block(block, version)) => {
-            Cell::Master(block, version % step.copies)
-        }
-        (MasterAt::Memory, label) => unreachable!("{label:?} is no block's"),
+fn master_cell(step: &Step, block: BlockId, version: Version, at: MasterAt) -> Cell {
+    match at {
+        MasterAt::Slot(slot) => Cell::Read(slot),
+        MasterAt::Memory => Cell::Master(block, version % step.copies),
     }
-}
-
-fn gradient_cell(block: BlockId, at: GradientAt, master: MasterAt) -> Cell {
-    match (at, master) {
-        (GradientAt::Landing(slot), _) => Cell::Landing(slot),
-        (GradientAt::Region, MasterAt::Memory) => Cell::Region(block),
-        (GradientAt::Region, MasterAt::Slot(slot)) => Cell::StateGradient(slot),
-    }
-}
-
-/// The number of operations that add to a block's gradient of a group, or of all groups.
-fn of_groups(plan: &StepPlan, block: BlockId, group: Option<GroupId>) -> usize {
-    let schedule = &plan.schedule;
-    let adds = |(index, visit): &(usize, &DeviceVisit)| {
-        let first = plan.visit(*index).micro_batches.start;
-        group.is_none_or(|group| schedule.group_of(first) == group)
-            && visit.accumulates.iter().any(|(b, _)| *b == block)
-    };
-    let visits = plan.device_visits.iter().enumerate().filter(adds);
-    visits.map(|(index, _)| plan.visit(index).micro_batches.len()).sum()
 }

@@ -13,7 +13,8 @@ pub use kind::WorkKind;
 pub use lane::{Lane, Queue};
 
 use crate::schedule::{
-    BlockId, BoundaryId, ChosenBy, GroupId, MicroBatch, Phase, Schedule, Shard, Share, Version,
+    BlockId, BoundaryId, ChosenBy, GroupId, MicroBatch, Phase, Portion, Schedule, Shard, Share,
+    Version,
 };
 
 /// A boundary of a micro-batch and its slot.
@@ -28,11 +29,11 @@ pub struct Placed {
 /// A block of a compute operation: where its weights are, and its gradient if it trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockUse {
-    /// The block.
-    pub block: BlockId,
-    /// The weight slot of the block.
+    /// The block, or the portion of it that the operation needs.
+    pub portion: Portion,
+    /// Its weight slot.
     pub weights: u32,
-    /// The accumulator of its gradient; `None`: the operation computes no gradient of the block.
+    /// The accumulator of its gradient; `None`: the operation computes none.
     pub gradient: Option<Accumulator>,
 }
 
@@ -85,10 +86,11 @@ pub enum Work {
     Gather { visit: usize, share: Share, master: MasterAt },
     /// File: reads the stored data of a staged block into a staging slot.
     Stage { block: BlockId, version: Version, stored: Stored, slot: u32 },
-    /// Upload: copies a shard of a published block of this version into a weight slot.
+    /// Upload: copies a shard of a published block of this version, or of a portion of it, into a
+    /// weight slot.
     /// Without the parts that no row chose, if `chosen_by` says which parts rows choose.
     UploadBlock {
-        block: BlockId,
+        portion: Portion,
         version: Version,
         master: MasterAt,
         weights: u32,
@@ -98,7 +100,7 @@ pub enum Work {
     /// Peer: copies the shards of a block that other devices uploaded, each from a weight slot of
     /// its device, into the slot `weights` of this device, which uploaded `shard`.
     CopyShards {
-        block: BlockId,
+        portion: Portion,
         version: Version,
         weights: u32,
         shard: Shard,
@@ -120,7 +122,7 @@ pub enum Work {
     /// Download: copies a group's gradient into a landing block. The parts that no row chose are
     /// zero there, if `chosen_by` says which parts rows choose.
     DownloadGradient {
-        block: BlockId,
+        portion: Portion,
         group: GroupId,
         gradients: u32,
         reduced: u32,
@@ -137,7 +139,10 @@ pub enum Work {
     /// Host: decodes a group's gradient in a landing block, adds kept gradients to it, in this
     /// order, and copies the sum to `keep`, if that is given. `parts` and `keep` are slots of pool
     /// `parts`.
-    Join { block: BlockId, group: GroupId, reduced: u32, parts: Vec<u32>, keep: Option<u32> },
+    Join { portion: Portion, group: GroupId, reduced: u32, parts: Vec<u32>, keep: Option<u32> },
+    /// Host: puts the gradient of a portion, in the landing block `reduced`, into that of its
+    /// block, in the landing block `into`. What portions have in common is added there.
+    Merge { portion: Portion, reduced: u32, into: u32 },
     /// Host: measures a landing block, and copies it into the block's gradient region where
     /// `to_region`. Value: its sum of squares.
     Reduce { block: BlockId, reduced: u32, to_region: bool },
@@ -190,6 +195,8 @@ enum Subject {
     Version(Version),
     Block(BlockId),
     Published(BlockId, Version),
+    Portion(Portion),
+    Uploaded(Portion, Version),
     MicroBatch(MicroBatch),
     /// A micro-batch of a visit, with the first of the visit's blocks, to show it on a timeline.
     Visit(Option<BlockId>, MicroBatch),
@@ -200,9 +207,9 @@ enum Subject {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moves {
     Nothing,
-    Shard(BlockId, Shard),
-    OtherShards(BlockId, Shard),
-    Gradient(BlockId),
+    Shard(Portion, Shard),
+    OtherShards(Portion, Shard),
+    Gradient(Portion),
     Region(BlockId),
     Master(BlockId),
     State(BlockId),
@@ -252,26 +259,26 @@ impl Work {
                     row(L::File, K::Read, "read of state of ", S::Published(b, v), moves)
                 }
             },
-            Work::UploadBlock { block: b, version: v, shard, .. } => {
-                row(L::Upload, K::Weights, "upload of ", S::Published(b, v), M::Shard(b, shard))
+            Work::UploadBlock { portion: p, version: v, shard, .. } => {
+                row(L::Upload, K::Weights, "upload of ", S::Uploaded(p, v), M::Shard(p, shard))
             }
-            Work::CopyShards { block: b, version: v, shard, .. } => {
-                let moves = M::OtherShards(b, shard);
-                row(L::Peer, K::Shards, "copy of shards of ", S::Published(b, v), moves)
+            Work::CopyShards { portion: p, version: v, shard, .. } => {
+                let moves = M::OtherShards(p, shard);
+                row(L::Peer, K::Shards, "copy of shards of ", S::Uploaded(p, v), moves)
             }
             Work::UploadBoundary { micro_batch: m, inputs: Placed { boundary: id, .. } } => {
                 row(L::Upload, K::Input, "upload of ", S::Boundary(id, m), M::Boundary(id, m))
             }
             Work::Compute { phase, micro_batch: m, ref blocks, .. } => {
-                let first = blocks.first().map(|of| of.block);
+                let first = blocks.first().map(|of| of.portion.block);
                 row(L::Compute, phase.into(), "compute of ", S::Visit(first, m), M::Nothing)
             }
             Work::DownloadBoundary { micro_batch: m, outputs: Placed { boundary: id, .. } } => {
                 row(L::Download, K::Output, "download of ", S::Boundary(id, m), M::Boundary(id, m))
             }
-            Work::DownloadGradient { block: b, .. } => {
+            Work::DownloadGradient { portion: p, .. } => {
                 let title = "download of gradient of ";
-                row(L::Download, K::Gradient, title, S::Block(b), M::Gradient(b))
+                row(L::Download, K::Gradient, title, S::Portion(p), M::Gradient(p))
             }
             Work::Measure { micro_batch: m, .. } => {
                 row(L::Host, K::Balance, "measure of ", S::MicroBatch(m), M::Nothing)
@@ -285,8 +292,11 @@ impl Work {
             Work::Loss { micro_batch: m, .. } => {
                 row(L::Host, K::Loss, "loss of ", S::MicroBatch(m), M::Nothing)
             }
-            Work::Join { block: b, .. } => {
-                row(L::Host, K::Reduce, "join of gradients of ", S::Block(b), M::Nothing)
+            Work::Join { portion: p, .. } => {
+                row(L::Host, K::Reduce, "join of gradients of ", S::Portion(p), M::Nothing)
+            }
+            Work::Merge { portion: p, .. } => {
+                row(L::Host, K::Reduce, "merge of gradient of ", S::Portion(p), M::Nothing)
             }
             Work::Reduce { block: b, .. } => {
                 row(L::Host, K::Reduce, "reduce of ", S::Block(b), M::Nothing)
@@ -356,6 +366,7 @@ impl Row {
     pub fn block(&self) -> Option<BlockId> {
         match self.subject {
             Subject::Block(block) | Subject::Published(block, _) => Some(block),
+            Subject::Portion(portion) | Subject::Uploaded(portion, _) => Some(portion.block),
             Subject::Visit(block, _) => block,
             _ => None,
         }
@@ -373,12 +384,12 @@ impl Row {
     pub fn bytes(&self, schedule: &Schedule) -> u64 {
         match self.moves {
             Moves::Nothing => 0,
-            Moves::Shard(id, shard) => shard.bytes(schedule.block(id).weight_bytes),
+            Moves::Shard(id, shard) => shard.bytes(schedule.cut(id).weight_bytes),
             Moves::OtherShards(id, shard) => {
-                let all = schedule.block(id).weight_bytes;
+                let all = schedule.cut(id).weight_bytes;
                 all - shard.bytes(all)
             }
-            Moves::Gradient(id) => schedule.block(id).download_bytes,
+            Moves::Gradient(id) => schedule.cut(id).download_bytes,
             Moves::Region(id) => schedule.block(id).region_bytes,
             Moves::Master(id) => schedule.block(id).master_bytes,
             Moves::State(id) => {
@@ -411,6 +422,8 @@ impl fmt::Display for Row {
             Subject::Version(version) => write!(f, "{title}v{version}"),
             Subject::Block(block) => write!(f, "{title}{block}"),
             Subject::Published(block, version) => write!(f, "{title}{block} v{version}"),
+            Subject::Portion(portion) => write!(f, "{title}{portion}"),
+            Subject::Uploaded(portion, version) => write!(f, "{title}{portion} v{version}"),
             Subject::MicroBatch(m) | Subject::Visit(_, m) => write!(f, "{title}micro-batch {m}"),
             Subject::Boundary(id, m) => write!(f, "{title}{id} of micro-batch {m}"),
         }

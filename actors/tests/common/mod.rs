@@ -4,6 +4,7 @@
 pub mod rehearsal;
 pub mod times;
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use l2l_actors::ports::Ports;
@@ -22,12 +23,13 @@ pub fn boundary(role: Role) -> Boundary {
 pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Role]) -> RingLayer {
     let writes = writes.iter().copied().map(boundary).collect();
     let reads = reads.to_vec();
+    let part = None;
     let chosen_by = None;
     let saves = None;
     let keeps = false;
     let reach = 0;
     let asks = None;
-    let step = RingStep { kind, needs, chosen_by, reads, writes, saves, keeps, reach, asks };
+    let step = RingStep { kind, needs, part, chosen_by, reads, writes, saves, keeps, reach, asks };
     RingLayer { steps: vec![step] }
 }
 
@@ -80,7 +82,9 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
     }));
     let blocks = vocabulary + layers + if tied { 0 } else { tiles };
     let blocks = (0..blocks).map(block).collect();
-    RingModel { blocks, layers: all, positions: 1, answers_step: false, objective: None }
+    let cuts = BTreeMap::new();
+    let layers = all;
+    RingModel { blocks, cuts, layers, positions: 1, answers_step: false, objective: None }
 }
 
 /// The same model, whose stack layers save activations where `saves` of their number.

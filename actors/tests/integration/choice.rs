@@ -35,7 +35,8 @@ fn plan(schedule: &Schedule, weights: u32) -> StepPlan {
 fn uploads(plan: &StepPlan) -> Vec<(Phase, BlockId, Option<ChosenBy>)> {
     let of_visit = |(index, visit): (usize, &l2l_actors::schedule::DeviceVisit)| {
         let phase = plan.visit(index).phase;
-        let uploads: Vec<_> = visit.uploads().map(|of| (phase, of.block, of.chosen_by)).collect();
+        let uploads: Vec<_> =
+            visit.uploads().map(|of| (phase, of.portion.block, of.chosen_by)).collect();
         uploads
     };
     let all = plan.device_visits.iter().enumerate().flat_map(of_visit);
@@ -104,7 +105,9 @@ fn gradients_are_cut_by_group() {
     let times = Times { upload: 3, compute: 2, ..Times::default() };
     let records = timeline(&schedule, &depths(2, 1, 1, 4), times, false, 1);
     let of_gradient = |record: &Record| match record.work {
-        Work::DownloadGradient { block, group, chosen_by, .. } => Some((block, group, chosen_by)),
+        Work::DownloadGradient { portion, group, chosen_by, .. } => {
+            Some((portion.block, group, chosen_by))
+        }
         _ => None,
     };
     let cut: Vec<_> = records.iter().filter_map(of_gradient).collect();
@@ -125,7 +128,7 @@ fn uploads_wait_for_what_rows_choose() {
         let boundary = choice(&schedule);
         let records = timeline(&schedule, &depths(3, 1, 1, 4), times, false, 1);
         let begins = |record: &&Record| match record.work {
-            Work::UploadBlock { block, .. } => block == PARTS[0],
+            Work::UploadBlock { portion, .. } => portion.block == PARTS[0],
             _ => false,
         };
         let known = |record: &&Record| match record.work {

@@ -120,8 +120,9 @@ proptest! {
         prop_assert_eq!(&order, &plan.expect("pools were made for it").updates);
         let mut first_upload = None;
         for record in of(Lane::Upload, 1) {
-            if let Work::UploadBlock { block, .. } = record.work {
-                let (_, end) = updated.iter().find(|(id, _)| *id == block).expect("updated");
+            if let Work::UploadBlock { portion, .. } = record.work {
+                let is_it = |(id, _): &&(BlockId, _)| *id == portion.block;
+                let (_, end) = updated.iter().find(is_it).expect("updated");
                 prop_assert!(*end <= record.begin);
                 first_upload = first_upload.or(Some(record.begin));
             }

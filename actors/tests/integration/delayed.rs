@@ -99,7 +99,9 @@ fn period(schedule: &Schedule, times: Times, backward: u64, delay_from: Option<u
 /// The versions that uploads of a block name, step by step.
 fn uploaded(records: &[Record], block: BlockId) -> Vec<(u64, u64)> {
     let of = |record: &Record| match record.work {
-        Work::UploadBlock { block: of, version, .. } if of == block => Some((record.step, version)),
+        Work::UploadBlock { portion, version, .. } if portion.block == block => {
+            Some((record.step, version))
+        }
         _ => None,
     };
     let mut all: Vec<(u64, u64)> = records.iter().filter_map(of).collect();

@@ -114,7 +114,7 @@ fn landing(held: bool, blocks: u32, landing_blocks: u32) -> Result<(), Vec<Strin
     world.spawn("reducer".into(), async move {
         let mut pool = Pool::new("reduced", landing_blocks);
         for block in 0..blocks {
-            let slot = pool.acquire(Content::Gradient(BlockId(block), 0)).await;
+            let slot = pool.acquire(Content::Gradient(BlockId(block).into(), 0)).await;
             to_optimizer.send(held.then_some(slot));
         }
     });

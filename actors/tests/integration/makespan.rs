@@ -55,7 +55,7 @@ fn list_of(records: &[Record]) -> VecDeque<Of> {
         Work::DownloadBoundary { micro_batch, outputs } => {
             Some(Of::Boundary(outputs.boundary, *micro_batch))
         }
-        Work::DownloadGradient { block, .. } => Some(Of::Gradient(*block)),
+        Work::DownloadGradient { portion, .. } => Some(Of::Gradient(portion.block)),
         _ => None,
     };
     records.iter().filter_map(of).collect()
@@ -270,8 +270,8 @@ impl Reference<'_> {
         }
         self.at.operation += 1;
         if self.at.operation as usize == own.micro_batches.len() {
-            for block in &resolved.closes {
-                self.closed.insert(block.0, (self.executor, end));
+            for portion in &resolved.closes {
+                self.closed.insert(portion.block.0, (self.executor, end));
             }
             self.visit_ends.push(end);
             self.give("visits", 1, end);
@@ -294,15 +294,15 @@ impl Reference<'_> {
                 let operations = self.plan.schedule.visits[visit].blocks.len();
                 self.on_host(visit, operations, true)?;
             }
-            Reduction::Gradient { block, scattered: joins, .. } => {
-                let &(sent, computed) = self.closed.get(&block.0)?;
+            Reduction::Gradient { portion, scattered: joins, .. } => {
+                let &(sent, computed) = self.closed.get(&portion.block.0)?;
                 if !self.is_free("reduced", 1) {
                     return None;
                 }
                 self.reducer = self.reducer.max(sent).max(computed);
                 self.reducer = self.take("reduced", self.reducer);
                 let download = Download { ordered: self.reducer, ready: computed, joins };
-                self.downloads.push((Of::Gradient(block), download));
+                self.downloads.push((Of::Gradient(portion.block), download));
             }
         }
         self.at.reduction += 1;

@@ -281,7 +281,7 @@ fn generators_refuse_what_is_no_model() {
 /// Blocks uploaded in a step, in order.
 fn uploads(plan: &StepPlan) -> Vec<u32> {
     let all = plan.device_visits.iter().flat_map(|visit| &visit.residences);
-    all.filter(|residence| residence.upload).map(|residence| residence.block.0).collect()
+    all.filter(|residence| residence.upload).map(|residence| residence.portion.block.0).collect()
 }
 
 #[test]

@@ -18,7 +18,7 @@ impl Done {
     fn note(&mut self, device: Option<u8>, work: &Work) {
         match work {
             Work::Compute { device_visit, micro_batch, blocks, .. } => {
-                let uses: Vec<_> = blocks.iter().map(|of| (of.block, of.weights)).collect();
+                let uses: Vec<_> = blocks.iter().map(|of| (of.portion, of.weights)).collect();
                 let first = blocks.iter().filter_map(|of| of.gradient).any(|of| of.first);
                 let name = format!("{device:?} {device_visit} {micro_batch} {uses:?} {first}");
                 self.computed.push(name);

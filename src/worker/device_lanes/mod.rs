@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::schedule::{BoundaryId, MicroBatch, Role, Shard};
+use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Portion, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
@@ -97,7 +97,8 @@ impl DeviceLanes {
         let host = shared.memory.lease();
         let side = self.side(operation);
         match *operation.work() {
-            Work::UploadBlock { block, version, master, weights, shard, chosen_by } => {
+            Work::UploadBlock { portion, version, master, weights, shard, chosen_by } => {
+                let block = whole(portion);
                 let slot = side.weights.slot(weights, shared.published_len(block));
                 let dtype = shared.plan.dtype();
                 let needed = shared
@@ -136,11 +137,11 @@ impl DeviceLanes {
 
     /// The peer lane: copies from other devices.
     pub(super) fn copy_shards(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let &Work::CopyShards { block, weights, ref from, .. } = operation.work() else {
+        let &Work::CopyShards { portion, weights, ref from, .. } = operation.work() else {
             unreachable!("{} is not work of the peer lane", operation.work())
         };
         let side = self.side(operation);
-        let len = self.shared.published_len(block);
+        let len = self.shared.published_len(whole(portion));
         let slot = side.weights.slot(weights, len);
         for &(shard, weights) in from {
             let peer = &self.sides[usize::from(shard.index)];
@@ -157,7 +158,8 @@ impl DeviceLanes {
         let host = shared.memory.lease();
         let side = self.side(operation);
         match *operation.work() {
-            Work::DownloadGradient { block, gradients, reduced, chosen_by, .. } => {
+            Work::DownloadGradient { portion, gradients, reduced, chosen_by, .. } => {
+                let block = whole(portion);
                 let len = shared.trained_len(block);
                 let gradient = side.gradients.slot(gradients, len);
                 let needed =
@@ -204,10 +206,10 @@ impl DeviceLanes {
         let side = self.side(operation);
         let state = shared.state(operation);
         let visit = step.plan.visit(*device_visit);
-        let block = |&BlockUse { block, weights, gradient }: &BlockUse| BlockViews {
-            weights: side.weights.slot(weights, shared.published_len(block)),
+        let block = |&BlockUse { portion, weights, gradient }: &BlockUse| BlockViews {
+            weights: side.weights.slot(weights, shared.published_len(whole(portion))),
             gradient: gradient.map(|accumulator| {
-                side.gradients.slot(accumulator.slot, shared.trained_len(block))
+                side.gradients.slot(accumulator.slot, shared.trained_len(whole(portion)))
             }),
         };
         let port = |pool: &Slots, placed: &Placed| {
@@ -282,6 +284,12 @@ impl DeviceLanes {
         }
         Ok(())
     }
+}
+
+/// The block that an operation needs. No layer of a model cuts its blocks.
+fn whole(portion: Portion) -> BlockId {
+    assert!(portion.part.is_none(), "{portion}: the layers of a model need whole blocks");
+    portion.block
 }
 
 /// The floats of a shard in the slot of its block.

@@ -130,9 +130,10 @@ impl HostLanes {
     /// Widens a gradient that has landed, adds the gradients of earlier groups in their order, and
     /// keeps the sum for later groups.
     fn join(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let &Work::Join { block, group, reduced, ref parts, keep } = operation.work() else {
+        let &Work::Join { portion, group, reduced, ref parts, keep } = operation.work() else {
             unreachable!("{} is no join", operation.work())
         };
+        let block = portion.block;
         let shared = &*self.shared;
         let host = shared.memory.lease();
         let len = shared.trained_len(block);
