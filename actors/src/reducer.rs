@@ -180,7 +180,7 @@ impl Reducer {
         landing: Held,
         joined: Fence,
     ) -> Result<Option<(Held, Fence)>, BoxedError> {
-        let Portion { block, part: Some(part) } = portion else {
+        let Portion { block, cut: Some(cut) } = portion else {
             return Ok(Some((landing, joined)));
         };
         let layer = layer_of(step, block);
@@ -195,7 +195,7 @@ impl Reducer {
         order.waits = vec![joined];
         order.holds = vec![landing, held.clone()];
         let merged = self.context.queue(order);
-        if part == 0 {
+        if cut == 0 {
             return Ok(Some((held, merged)));
         }
         self.merging.insert(block, held);

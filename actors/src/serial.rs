@@ -196,11 +196,11 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         if join.keeps {
             return;
         }
-        if let Some(part) = portion.part {
+        if let Some(cut) = portion.cut {
             let free = lowest_free(self.merging.values().copied().chain([reduced]));
             let into = *self.merging.entry(block).or_insert(free);
             self.on_host(Work::Merge { portion, reduced, into });
-            if part > 0 {
+            if cut > 0 {
                 return; // the block's is complete when all portions are there
             }
             self.merging.remove(&block);

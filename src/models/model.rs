@@ -293,8 +293,8 @@ impl Model {
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
                 let most = self.shape.chunk_positions;
                 let reach = walk::reach(layer.cuts(number), window, most);
-                let part = None;
-                RingStep { kind, needs, part, chosen_by, reads, writes, saves, keeps, reach, asks }
+                let cut = None;
+                RingStep { kind, needs, cut, chosen_by, reads, writes, saves, keeps, reach, asks }
             });
             RingLayer { steps: steps.collect() }
         });

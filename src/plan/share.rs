@@ -137,7 +137,9 @@ impl Exchanged {
         });
         let gradients = walked.reductions.iter().filter_map(|reduction| match reduction {
             Reduction::Gradient { portion, join, .. } => {
-                (!join.keeps).then_some(Some(portion.block))
+                // The gradient of a block in portions ends with the first of them.
+                let ends = !join.keeps && portion.cut.unwrap_or(0) == 0;
+                ends.then_some(Some(portion.block))
             }
             Reduction::Scatter { .. } => Some(None),
             // The measures of a step have a channel of their own.

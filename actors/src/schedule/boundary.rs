@@ -22,6 +22,11 @@ pub enum Role {
     Statistics,
     /// The gradient of the head's input, which the head's tiles add up.
     HeadGradient,
+    /// The sum of what some pieces of a layer computed: the next piece adds to it, the last makes a
+    /// hidden state of it. See [`Cut`](super::Cut). Its gradient is that of the hidden state.
+    Partial,
+    /// The gradient that all pieces of a sum have for their common input, as far as it is added up.
+    PartialGradient,
     /// Logits, or scores of classes, for the host.
     Logits,
     /// What a layer measures of each sequence in its forward pass, for a balance: the host takes it
@@ -43,12 +48,13 @@ pub enum Role {
 impl Role {
     /// True for a gradient of activations.
     pub fn is_gradient(self) -> bool {
-        matches!(self, Role::HiddenGradient | Role::HeadGradient | Role::OwnGradient(_))
+        use Role::{HeadGradient, HiddenGradient, OwnGradient, PartialGradient};
+        matches!(self, HiddenGradient | HeadGradient | PartialGradient | OwnGradient(_))
     }
 
     /// True for activations that the backward pass of their writer needs the gradient of.
     pub fn has_gradient(self) -> bool {
-        matches!(self, Role::Hidden | Role::Own(_))
+        matches!(self, Role::Hidden | Role::Partial | Role::Own(_))
     }
 
     /// True for a boundary that the host brings: the gather writes it for the layer that reads it.
@@ -78,6 +84,8 @@ impl fmt::Display for Role {
             Role::SavedActivations => "saved activations",
             Role::Statistics => "statistics",
             Role::HeadGradient => "head gradient",
+            Role::Partial => "partial sum",
+            Role::PartialGradient => "partial gradient",
             Role::Logits => "logits",
             Role::Routing => "routing",
             Role::Balance => "balance",

@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use super::{DeviceId, Place, Schedule, Visit};
 
 /// Deals the layers of a schedule over devices, one after the other: device `d` of `N` visits the
-/// layers `d`, `d + N`, … Micro-batches follow each other from device to device, so that all
-/// devices work at once.
+/// layers `d`, `d + N`, … Of a layer in pieces each piece counts as a layer. Micro-batches follow
+/// each other from device to device, so that all devices work at once.
 pub fn deal(mut schedule: Schedule, devices: u32) -> Schedule {
     let mut dealt = BTreeMap::new();
     for visit in visits(&mut schedule) {
         let next = dealt.len() as u32 % devices.max(1);
-        visit.place = Place::Device(*dealt.entry(visit.layer).or_insert(next) as DeviceId);
+        visit.place = Place::Device(*dealt.entry(visit.stop()).or_insert(next) as DeviceId);
     }
     schedule
 }

@@ -86,7 +86,7 @@ fn reads(schedule: &Schedule, takes: &[Take]) -> Vec<Read> {
             let taken = (device, portion);
             let shared = of_block.get(&block).copied().filter(|&at| {
                 let is_new = latest.get(&device).is_none_or(|&last| last <= at);
-                portion.part.is_some() && is_new && !reads[at].taken.contains(&taken)
+                portion.cut.is_some() && is_new && !reads[at].taken.contains(&taken)
             });
             let at = shared.unwrap_or_else(|| {
                 let visits = Vec::new();

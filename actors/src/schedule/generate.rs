@@ -27,8 +27,8 @@ use std::ops::Range;
 use super::model::{Input, Question, RingModel, RingObjective, RingStep, Selection};
 use super::stay::stay;
 use super::{
-    Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
-    Visit, VisitKind, runs,
+    Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule, Visit,
+    VisitKind, portions, runs,
 };
 
 /// Layer-major: all micro-batches through a layer, group by group, then the next layer.
@@ -143,7 +143,7 @@ struct Wiring<'m> {
 impl<'m> Wiring<'m> {
     fn new(model: &'m RingModel, selection: &Selection) -> Result<Wiring<'m>, Refusal> {
         let chain = chain_of(model, selection)?;
-        let blocks = blocks_of(model, selection)?;
+        let blocks = model.blocks_of(selection)?;
         let trains = |chained: &Chained<'_>| {
             chained.step.needs.iter().any(|id| !blocks[id.0 as usize].frozen)
         };
@@ -285,7 +285,7 @@ impl<'m> Wiring<'m> {
             micro_batches: 0..self.schedule.micro_batches.len() as MicroBatch,
             reach: if kind.on_device() { step.reach } else { 0 },
             blocks: step.needs.clone(),
-            part: step.part,
+            cut: step.cut,
             chosen_by: self.met[at].choice.filter(|_| self.knows_choice(phase)),
             reads,
             writes,
@@ -397,7 +397,11 @@ impl<'m> Wiring<'m> {
             let mut writes = if is_once { self.write(at) } else { Vec::new() };
             let inputs = self.chain[at].step.reads.iter().zip(self.met[at].reads.clone());
             for (Input { gradient, .. }, id) in inputs {
-                if let Some(gradient) = gradient.filter(|_| self.needs_gradient(id)) {
+                // Each piece of a sum adds to a gradient that the next one needs.
+                let is_needed = |gradient: &Boundary| {
+                    gradient.role == Role::PartialGradient || self.needs_gradient(id)
+                };
+                if let Some(gradient) = gradient.filter(is_needed) {
                     let sum = self.open(at, gradient);
                     self.gradients.insert(id, sum);
                     writes.push(sum);
@@ -449,6 +453,8 @@ impl<'m> Wiring<'m> {
             );
             return Err(Refusal::of(reason));
         }
+        let partial = inputs().find(|(input, _)| input.boundary.role == Role::Partial);
+        gradients.extend(partial.zip(of_writes.first()).map(|((_, &id), &sum)| (id, sum)));
         reads.extend(of_writes);
         reads.extend(with.iter().filter_map(|(_, id)| gradients.get(id)));
         Ok(reads)
@@ -457,7 +463,7 @@ impl<'m> Wiring<'m> {
 
 /// A visit of the host at a layer, which needs none of the layer's blocks.
 fn on_host(kind: VisitKind, visit: Visit) -> Visit {
-    Visit { kind, place: Place::Host, blocks: Vec::new(), part: None, reach: 0, ..visit }
+    Visit { kind, place: Place::Host, blocks: Vec::new(), cut: None, reach: 0, ..visit }
 }
 
 /// The steps of the selected layers, in forward order.
@@ -476,19 +482,13 @@ fn chain_of<'m>(model: &'m RingModel, selection: &Selection) -> Result<Vec<Chain
     if chain.iter().all(is_gather) {
         return Err(Refusal::of("no layer of the selection is visited by a device"));
     }
+    for Chained { layer, step, .. } in &chain {
+        let names = portions::names(&model.cuts, step.portions());
+        names.map_err(|reason| Refusal::of(format!("{layer} {reason}")))?;
+    }
     let mut needs = chain.iter().flat_map(|chained| &chained.step.needs);
     match needs.find(|id| id.0 as usize >= model.blocks.len()) {
         Some(id) => Err(Refusal::of(format!("{id} of a layer is not in the model"))),
         None => Ok(chain),
     }
-}
-
-/// The blocks of a model, of which this step freezes some.
-fn blocks_of(model: &RingModel, selection: &Selection) -> Result<Vec<Block>, Refusal> {
-    let mut blocks = model.blocks.clone();
-    for id in &selection.frozen {
-        let unknown = || Refusal::of(format!("frozen {id} is not in the model"));
-        blocks.get_mut(id.0 as usize).ok_or_else(unknown)?.frozen = true;
-    }
-    Ok(blocks)
 }

@@ -36,6 +36,7 @@ mod shards;
 mod spans;
 mod stages;
 mod stay;
+mod sums;
 mod traffic;
 mod visit;
 

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::{Block, BlockId, Boundary, Cut, LayerId, MicroBatch, Role, VisitKind};
+use super::{Block, BlockId, Boundary, Cut, LayerId, MicroBatch, Refusal, Role, VisitKind};
 
 /// A model without tensors: its layers and blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +38,16 @@ pub struct RingObjective {
 }
 
 impl RingModel {
+    /// The blocks, of which a step freezes some.
+    pub(super) fn blocks_of(&self, selection: &Selection) -> Result<Vec<Block>, Refusal> {
+        let mut blocks = self.blocks.clone();
+        for id in &selection.frozen {
+            let unknown = || Refusal::of(format!("frozen {id} is not in the model"));
+            blocks.get_mut(id.0 as usize).ok_or_else(unknown)?.frozen = true;
+        }
+        Ok(blocks)
+    }
+
     /// A model without a head, for simulations: an embedding with the first block, then a layer
     /// for each further block, of which the last takes the loss. `bytes`: of hidden states, for
     /// each sequence.
@@ -57,13 +67,13 @@ impl RingModel {
             };
             let needs = vec![BlockId(number as u32)];
             let saves = None;
-            let part = None;
+            let cut = None;
             let chosen_by = None;
             let keeps = false;
             let reach = 0;
             let asks = None;
             let step =
-                RingStep { kind, needs, part, chosen_by, reads, writes, saves, keeps, reach, asks };
+                RingStep { kind, needs, cut, chosen_by, reads, writes, saves, keeps, reach, asks };
             RingLayer { steps: vec![step] }
         });
         let layers = layers.collect();
@@ -106,8 +116,8 @@ pub struct RingStep {
     pub kind: VisitKind,
     /// Blocks it needs. A block that several layers need is trained by one of them at most.
     pub needs: Vec<BlockId>,
-    /// The portion that it needs of each; `None`: they are not cut.
-    pub part: Option<u16>,
+    /// The portion that it needs of each, by its index; `None`: they are not cut.
+    pub cut: Option<u16>,
     /// The role of the boundary by which rows choose parts of the blocks: an earlier step of the
     /// layer writes it. What no row of a visit chose is neither uploaded nor downloaded. `None`:
     /// each row uses all of the blocks.
@@ -151,6 +161,12 @@ pub struct Input {
 }
 
 impl Input {
+    /// A partial sum, to which the step adds. The gradient of a sum is that of all its terms: the
+    /// backward visits of all its pieces read it.
+    pub fn partial(boundary: Boundary) -> Input {
+        Input { boundary, gradient: None, once: true }
+    }
+
     /// An input that the backward visit reads again.
     pub fn new(boundary: Boundary, gradient: Option<Boundary>) -> Input {
         Input { boundary, gradient, once: false }

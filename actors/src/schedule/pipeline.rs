@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use super::{DeviceId, LayerId, MicroBatch, Phase, Refusal, Schedule};
+use super::{DeviceId, MicroBatch, Phase, Refusal, Schedule, Visit};
 
 /// The most devices of a pipeline: a [`DeviceId`] is a `u8`.
 const MOST_DEVICES: usize = 255;
@@ -99,18 +99,18 @@ impl Pipeline {
         Pipeline { devices: self.devices.iter().map(of_device).collect() }
     }
 
-    /// The order of a schedule that runs already; each layer of a device is a stage. Keys that are
-    /// computed again are left out: they are a part of the backward pass.
+    /// The order of a schedule that runs already; each layer of a device, or piece of one, is a
+    /// stage. Keys that are computed again are left out: they are a part of the backward pass.
     pub fn of(schedule: &Schedule) -> Pipeline {
-        let layers: BTreeSet<LayerId> = schedule.device_visits().map(|visit| visit.layer).collect();
-        let stage_of: BTreeMap<LayerId, u32> = layers.into_iter().zip(0..).collect();
+        let stops: BTreeSet<_> = schedule.device_visits().map(Visit::stop).collect();
+        let stage_of: BTreeMap<_, u32> = stops.into_iter().zip(0..).collect();
         let mut devices = vec![Vec::new(); schedule.devices() as usize];
         let mut begun = BTreeSet::new();
         for visit in schedule.device_visits().filter(|visit| visit.phase != Phase::Keys) {
             let list: &mut Vec<Action> = &mut devices[usize::from(visit.device().unwrap_or(0))];
             for micro_batch in schedule.units(visit) {
                 let action =
-                    Action { stage: stage_of[&visit.layer], phase: visit.phase, micro_batch };
+                    Action { stage: stage_of[&visit.stop()], phase: visit.phase, micro_batch };
                 let forward = Action { phase: Phase::Forward, ..action };
                 if begun.insert(forward) && action != forward {
                     list.push(forward); // its forward is a part of this visit

@@ -191,7 +191,7 @@ impl Pools {
 fn parts_of_a_pass(schedule: &Schedule) -> u32 {
     let mut parts: BTreeMap<_, u32> = BTreeMap::new();
     for visit in schedule.device_visits().filter(|visit| visit.phase == Phase::Keys) {
-        *parts.entry((visit.device(), visit.layer)).or_default() += 2;
+        *parts.entry((visit.device(), visit.stop())).or_default() += 2;
     }
     parts.into_values().max().unwrap_or(1)
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{
     BlockId, BoundaryId, Copied, GroupId, MicroBatch, Phase, Place, Portion, Refusal, Role,
-    Schedule, Visit, VisitKind, portions, runs,
+    Schedule, Visit, VisitKind, portions, runs, sums,
 };
 
 /// Checks everything that does not depend on pools.
@@ -14,6 +14,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
         return Err(Refusal::of("a step needs micro-batches, each of at least one sequence"));
     }
     groups(schedule)?;
+    portions::cuts(schedule)?;
     runs::check_groups(schedule)?;
     if !schedule.visits.iter().any(Visit::on_device) {
         return Err(Refusal::of("no visit of a device"));
@@ -26,6 +27,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     runs::check(schedule)?;
     gradients(schedule)?;
     portions::check(schedule)?;
+    sums::check(schedule)?;
     gathers(schedule)
 }
 
@@ -68,7 +70,7 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if let Some(id) = blocks.iter().find(|id| id.0 as usize >= schedule.blocks.len()) {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.blocks.len()));
     }
-    portions::names(schedule, visit)?;
+    portions::names(&schedule.cuts, visit.portions())?;
     let met: BTreeSet<_> = visit.all_reads().chain(visit.all_writes()).collect();
     if met.len() < visit.all_reads().count() + visit.all_writes().count() {
         return Err("names a boundary twice".into());
@@ -82,6 +84,7 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
         return Err("answers for the whole step, and has a part of its micro-batches".into());
     }
     shape(visit)?;
+    sums::shape(schedule, visit)?;
     copies(schedule, visit)?;
     roles(schedule, visit)
 }

@@ -1,16 +1,19 @@
 //! The schedule of a pipeline: layers cut into stages, and their visits in the pipeline's order.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::generate::{Legs, WHOLE_STEP, legs};
-use super::model::{RingModel, Selection};
+use super::model::{RingLayer, RingModel, Selection};
 use super::pipeline::{Action, Pipeline};
-use super::{LayerId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind, runs};
+use super::{
+    LayerId, MicroBatch, Phase, Place, Portion, Refusal, Schedule, Visit, VisitKind, runs,
+};
 
 /// The schedule of a pipeline. The model's layers are cut into stages of about as many parameters
-/// each, a tile of the head being a layer. Answers of the whole step come behind the last
-/// micro-batch.
+/// each, a tile of the head being a layer, and a piece of a layer, too. So `T` stages that follow
+/// each other may have the pieces of the same layers (Megatron's PTD-P). Answers of the whole step
+/// come behind the last micro-batch.
 ///
 /// # Errors
 /// As [`relay`](super::relay); or the pipeline has more stages than there are layers, or does not
@@ -70,43 +73,60 @@ fn stages(
     legs: &Legs,
     count: usize,
 ) -> Result<Vec<Stage>, Refusal> {
-    let mut layers: Vec<LayerId> = Vec::new(); // in the order of the forward pass
+    let mut stops: Vec<(LayerId, Option<u16>)> = Vec::new(); // in the order of the forward pass
     let forward = legs.forward.iter().filter(|visit| visit.on_device());
     // The last tile may have no visit in forward; backward begins with it.
     let backward = legs.backward.iter().filter(|visit| visit.on_device()).rev();
     for visit in forward.chain(backward) {
-        if !layers.contains(&visit.layer) {
-            layers.push(visit.layer);
+        if !stops.contains(&visit.stop()) {
+            stops.push(visit.stop());
         }
     }
-    if layers.is_sorted() {
+    if stops.is_sorted() {
         let of_devices = (0..).zip(&model.layers);
         let of_devices = of_devices.filter(|(_, layer)| layer.on_device());
-        layers = of_devices.map(|(id, _)| LayerId(id)).collect();
+        stops = of_devices.flat_map(|(id, layer)| stops_of(LayerId(id), layer)).collect();
     }
-    if count > layers.len() {
-        let has = layers.len();
+    if count > stops.len() {
+        let has = stops.len();
         let reason = format!("{count} stages need as many layers; {has} are visited by devices");
         return Err(Refusal::of(reason));
     }
-    let size = |layer: &LayerId| {
-        let blocks = model.layers[layer.0 as usize].blocks();
-        blocks.into_iter().map(|id| schedule.block(id).weight_bytes).sum()
+    let size = |&(id, piece): &(LayerId, Option<u16>)| {
+        let steps = (0..).zip(&model.layers[id.0 as usize].steps);
+        let own = steps.filter(|(number, step)| step.cut.map(|_| *number) == piece);
+        let portions: BTreeSet<Portion> = own.flat_map(|(_, step)| step.portions()).collect();
+        portions.into_iter().map(|portion| schedule.cut(portion).weight_bytes).sum()
     };
-    let sizes: Vec<u64> = layers.iter().map(size).collect();
+    let sizes: Vec<u64> = stops.iter().map(size).collect();
     let mut stage_of = BTreeMap::new();
     for (stage, Range { start, end }) in cuts(&sizes, count).into_iter().enumerate() {
-        stage_of.extend(layers[start..end].iter().map(|&layer| (layer, stage)));
+        stage_of.extend(stops[start..end].iter().map(|&stop| (stop, stage)));
     }
+    let mut latest = 0;
+    let mut stage_of = |visit: &Visit| {
+        // A visit of the host stands behind one of a device.
+        latest = stage_of.get(&visit.stop()).copied().unwrap_or(latest);
+        latest
+    };
     let mut stages: Vec<Stage> = (0..count).map(|_| Stage::default()).collect();
     let has_stage = |visit: &&Visit| !matches!(visit.kind, VisitKind::Gather | VisitKind::Scatter);
     for visit in legs.forward.iter().filter(has_stage) {
-        stages[stage_of[&visit.layer]].forward.push(visit.clone());
+        stages[stage_of(visit)].forward.push(visit.clone());
     }
     for visit in legs.backward.iter().filter(has_stage) {
-        stages[stage_of[&visit.layer]].backward.push(visit.clone());
+        stages[stage_of(visit)].backward.push(visit.clone());
     }
     Ok(stages)
+}
+
+/// The least parts of a layer that a stage may have.
+fn stops_of(id: LayerId, layer: &RingLayer) -> Vec<(LayerId, Option<u16>)> {
+    if layer.steps.iter().all(|step| step.cut.is_none()) {
+        return vec![(id, None)];
+    }
+    let steps = (0..).zip(&layer.steps);
+    steps.map(|(number, step)| (id, step.cut.map(|_| number))).collect()
 }
 
 /// Cuts layers of these sizes into `count` stages of about the same size, each of at least one

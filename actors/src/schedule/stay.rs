@@ -3,7 +3,8 @@
 //! The visits of a layer's steps follow each other on one device. So the first of them brings a
 //! boundary, or writes it, and the others find it on the device: it takes no other slot, and no
 //! lane copies it again. What says which parts of a block rows choose goes to the stash as well:
-//! uploads and downloads look there.
+//! uploads and downloads look there. Pieces of a layer bring each their own: so their bytes do not
+//! depend on the devices that they are dealt to.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +19,7 @@ pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
     let read = all.flat_map(|visit| visit.reads.iter().chain(&visit.chosen_by));
     read.for_each(|id| *readers.entry(*id).or_default() += 1);
     for legs in [&mut legs.forward, &mut legs.backward] {
-        let is_one_layer = |a: &Visit, b: &Visit| (a.layer, a.place) == (b.layer, b.place);
+        let is_one_layer = |a: &Visit, b: &Visit| (a.stop(), a.place) == (b.stop(), b.place);
         for visits in legs.chunk_by_mut(is_one_layer).filter(|visits| visits.len() > 1) {
             for (&id, &readers) in &readers {
                 stay_between(&mut schedule.boundaries, visits, id, readers);

@@ -119,8 +119,8 @@ pub struct Visit {
     pub reach: u32,
     /// The blocks that the layer declares for this step.
     pub blocks: Vec<BlockId>,
-    /// The portion of each that a device needs; `None`: the blocks are not cut.
-    pub part: Option<u16>,
+    /// The portion of each that a device needs, by its index; `None`: the blocks are not cut.
+    pub cut: Option<u16>,
     /// The boundary by which rows choose parts of the blocks, where the stash has it in time.
     /// `None`: the visit needs all of them.
     pub chosen_by: Option<BoundaryId>,
@@ -165,6 +165,11 @@ impl Visit {
     /// All boundaries that the visit leaves on the device.
     pub fn stays(&self) -> impl Iterator<Item = BoundaryId> {
         self.keeps.iter().copied().chain(self.copies.iter().map(|copied| copied.to))
+    }
+
+    /// The least that has a device of its own: the layer, or one piece of it.
+    pub(super) fn stop(&self) -> (LayerId, Option<u16>) {
+        (self.layer, self.cut.map(|_| self.step))
     }
 
     /// True for a visit of a device, false for one of the host lane.

@@ -59,12 +59,12 @@ impl Touch {
     ) {
         let own = of_groups(plan, portion, None);
         self.read(Cell::Landing(reduced), Label::Gradient(portion, now, own));
-        let part = portion.part.unwrap_or(0);
-        let of = |part| Portion { part: Some(part), ..portion };
+        let cut = portion.cut.unwrap_or(0);
+        let of = |cut| Portion { cut: Some(cut), ..portion };
         let cuts = plan.schedule.cuts.get(&portion.block).map_or(1, Vec::len) as u16;
-        let behind: usize = (part + 1..cuts).map(|part| of_groups(plan, of(part), None)).sum();
-        let before = (part + 1 < cuts).then(|| Label::Merged(of(part + 1), now, behind));
-        let after = match part {
+        let behind: usize = (cut + 1..cuts).map(|cut| of_groups(plan, of(cut), None)).sum();
+        let before = (cut + 1 < cuts).then(|| Label::Merged(of(cut + 1), now, behind));
+        let after = match cut {
             0 => Label::Gradient(portion.block.into(), now, behind + own),
             _ => Label::Merged(portion, now, behind + own),
         };
@@ -75,7 +75,7 @@ impl Touch {
 /// The label of a block's gradient that has all contributions of devices.
 pub(super) fn complete(plan: &StepPlan, block: BlockId, now: Version) -> Label {
     let cuts = plan.schedule.cuts.get(&block).map_or(0, Vec::len) as u16;
-    let parts = (0..cuts).map(|part| Portion { block, part: Some(part) });
+    let parts = (0..cuts).map(|cut| Portion { block, cut: Some(cut) });
     let all = parts.chain((cuts == 0).then_some(block.into()));
     let contributions = all.map(|portion| of_groups(plan, portion, None)).sum();
     Label::Gradient(block.into(), now, contributions)

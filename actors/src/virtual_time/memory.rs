@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use super::touch::{Cell, Label, Touch};
 use crate::operation::Operation;
-use crate::schedule::{Portion, Version};
+use crate::schedule::{BoundaryId, MicroBatch, Portion, Version};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct State {
@@ -32,9 +32,8 @@ impl Memory {
     /// # Panics
     /// It holds something else, or is in use.
     pub fn begin(&mut self, operation: &Operation) {
-        let touch = Touch::of(operation, |cell, portion, version| {
-            self.contributions(cell, portion, version)
-        });
+        let touch = Touch::of(operation, self);
+
         let what = operation.work();
         let mut running = Vec::new();
         for (cell, label) in touch.reads {
@@ -85,10 +84,24 @@ impl Memory {
     }
 
     /// Contributions in a gradient, whose label must be of this portion and version.
-    fn contributions(&self, cell: Cell, portion: Portion, version: Version) -> usize {
+    pub(super) fn contributions(&self, cell: Cell, portion: Portion, version: Version) -> usize {
         match self.cells.get(&cell).and_then(|state| state.label) {
             Some(Label::Gradient(p, v, count)) if (p, v) == (portion, version) => count,
             other => panic!("gradient of {portion} v{version} asked, {cell:?} holds {other:?}"),
+        }
+    }
+
+    /// The portions in a partial sum, whose label must be of this micro-batch of this boundary.
+    pub(super) fn parts(
+        &self,
+        cell: Cell,
+        boundary: BoundaryId,
+        m: MicroBatch,
+        version: Version,
+    ) -> u128 {
+        match self.cells.get(&cell).and_then(|state| state.label) {
+            Some(Label::Sum(id, of, v, parts)) if (id, of, v) == (boundary, m, version) => parts,
+            other => panic!("{boundary} of micro-batch {m} asked, {cell:?} holds {other:?}"),
         }
     }
 }

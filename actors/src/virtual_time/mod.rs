@@ -11,6 +11,7 @@ mod gradients;
 mod lanes;
 mod memory;
 mod sharing;
+mod sums;
 mod touch;
 mod world;
 

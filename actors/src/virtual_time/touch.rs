@@ -1,12 +1,13 @@
 //! The memory that each kind of work reads and writes, and the content that it must find there.
 
 use super::gradients::{Contributions, complete, gradient_cell, of_groups};
+use super::memory::Memory;
 use crate::operation::{Operation, Step};
 use crate::schedule::{
     BlockId, BoundaryId, ChosenBy, DeviceId, LayerId, MicroBatch, Phase, Portion, Shard, Share,
     StepPlan, Version, Visit, VisitKind,
 };
-use crate::work::{Accumulator, BlockUse, MasterAt, Placed, Stored, Work};
+use crate::work::{Accumulator, BlockUse, MasterAt, Stored, Work};
 
 /// A piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,6 +49,10 @@ pub(super) enum Label {
     Gradient(Portion, Version, usize),
     /// A gradient that has that of all portions from this one on, with the contributions in it.
     Merged(Portion, Version, usize),
+    /// A partial sum of a micro-batch, with the portions in it, each a bit.
+    Sum(BoundaryId, MicroBatch, Version, u128),
+    /// The place of a partial sum that was read.
+    Taken,
     /// The keys that a chunk left at a step of a layer, in the forward pass or behind it.
     Keys(Chunk, Pass),
     /// The gradient of a chunk's keys, with the number of later chunks that have added to it.
@@ -80,12 +85,9 @@ pub(super) struct Touch {
 }
 
 impl Touch {
-    /// The table: each kind of work, and its cells. `count` looks up how many contributions a
-    /// gradient has; the gradient must be of that portion and version.
-    pub(super) fn of(
-        operation: &Operation,
-        count: impl Fn(Cell, Portion, Version) -> usize,
-    ) -> Touch {
+    /// The table: each kind of work, and its cells, by what the memory holds.
+    pub(super) fn of(operation: &Operation, memory: &Memory) -> Touch {
+        let count = |cell, portion, version| memory.contributions(cell, portion, version);
         let step = operation.step();
         let mut touch = Touch::default();
         let now = step.number;
@@ -113,23 +115,32 @@ impl Touch {
                 }
             }
             Work::UploadBoundary { micro_batch, inputs } => {
-                touch.read_stash(&[inputs.boundary], *micro_batch, now);
-                touch.place(std::slice::from_ref(inputs), *micro_batch, now, input, true);
+                let stash = Cell::Stash(inputs.boundary, *micro_batch);
+                let label =
+                    Touch::boundary(plan, memory, stash, inputs.boundary, *micro_batch, now);
+                match label {
+                    Label::Sum(..) => touch.writes.push((stash, Some(label), Label::Taken)),
+                    _ => touch.read(stash, label),
+                }
+                touch.write(input(inputs.slot), label);
             }
             Work::Compute { device_visit, micro_batch: m, blocks, inputs, outputs, .. } => {
                 let visit = plan.visit(*device_visit);
                 touch.read_stash(&visit.kept, *m, now);
                 touch.write_stash(&visit.stays().collect::<Vec<_>>(), *m, now);
-                touch.place(inputs, *m, now, input, false);
-                touch.place(outputs, *m, now, output, true);
+                let inputs = inputs.iter().map(|of| (of.boundary, input(of.slot)));
+                let outputs = outputs.iter().map(|of| (of.boundary, output(of.slot)));
+                touch.ports(plan, visit, *m, now, inputs, outputs);
                 blocks.iter().for_each(|of| touch.compute(step, device, of, &count));
                 if visit.reach > 0 {
                     touch.attend(plan, device, visit, *m, now);
                 }
             }
             Work::DownloadBoundary { micro_batch: m, outputs } => {
-                touch.place(std::slice::from_ref(outputs), *m, now, output, false);
-                touch.write_stash(&[outputs.boundary], *m, now);
+                let from = output(outputs.slot);
+                let label = Touch::boundary(plan, memory, from, outputs.boundary, *m, now);
+                touch.read(from, label);
+                touch.write(Cell::Stash(outputs.boundary, *m), label);
             }
             &Work::DownloadGradient { portion, group, gradients, reduced, chosen_by } => {
                 touch.read_choice(chosen_by, now);
@@ -280,21 +291,6 @@ impl Touch {
         boundaries.iter().for_each(|&id| {
             self.write(Cell::Stash(id, m), Label::Boundary(id, m, now));
         });
-    }
-
-    /// Reads or writes the slots of boundaries.
-    fn place(
-        &mut self,
-        placed: &[Placed],
-        m: MicroBatch,
-        now: Version,
-        cell: impl Fn(u32) -> Cell,
-        writes: bool,
-    ) {
-        for &Placed { boundary, slot } in placed {
-            let label = Label::Boundary(boundary, m, now);
-            if writes { self.write(cell(slot), label) } else { self.read(cell(slot), label) }
-        }
     }
 
     fn gather(&mut self, step: &Step, visit: usize, share: Share, at: MasterAt) {

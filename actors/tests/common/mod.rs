@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use l2l_actors::ports::Ports;
 use l2l_actors::schedule::{
-    ALL_CHUNKS, Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, Question, RingLayer,
-    RingModel, RingObjective, RingStep, Role, Schedule, Selection, VisitKind, deal_groups, relay,
+    ALL_CHUNKS, Block, BlockId, Boundary, Capacities, Cut, Input, LayerId, Pools, Question,
+    RingLayer, RingModel, RingObjective, RingStep, Role, Schedule, Selection, VisitKind,
+    deal_groups, relay,
 };
 use l2l_actors::{Relay, Resolved, RingConfig, RingError};
 
@@ -23,13 +24,13 @@ pub fn boundary(role: Role) -> Boundary {
 pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Role]) -> RingLayer {
     let writes = writes.iter().copied().map(boundary).collect();
     let reads = reads.to_vec();
-    let part = None;
+    let cut = None;
     let chosen_by = None;
     let saves = None;
     let keeps = false;
     let reach = 0;
     let asks = None;
-    let step = RingStep { kind, needs, part, chosen_by, reads, writes, saves, keeps, reach, asks };
+    let step = RingStep { kind, needs, cut, chosen_by, reads, writes, saves, keeps, reach, asks };
     RingLayer { steps: vec![step] }
 }
 
@@ -197,6 +198,56 @@ pub fn choosing(mut model: RingModel, chooses: impl Fn(usize) -> bool) -> RingMo
         let last = &mut layer.steps[2];
         last.writes = writes;
         last.reads.extend(others);
+    }
+    model
+}
+
+/// The same model, whose stack layers of some numbers are in pieces: as many for a first sum, and
+/// for a second. Partial sums have twice the bytes of hidden states.
+pub fn in_pieces(
+    mut model: RingModel,
+    pieces: [u16; 2],
+    is_cut: impl Fn(usize) -> bool,
+) -> RingModel {
+    let of_sum = |role| Boundary::of_sequences(role, 50, 4);
+    for (number, layer) in model.layers.iter_mut().enumerate() {
+        let [whole] = &layer.steps[..] else { continue };
+        let passes_on = whole.writes.iter().all(|written| written.role == Role::Hidden);
+        if whole.kind != VisitKind::Layer || !passes_on || !is_cut(number) {
+            continue;
+        }
+        let block = model.blocks[whole.needs[0].0 as usize];
+        let all = u64::from(pieces[0] + pieces[1]);
+        let mut steps = Vec::new();
+        let mut cuts = Vec::new();
+        for (sum, count) in (0..).zip(pieces) {
+            for nth in 0..count {
+                let written = if nth + 1 < count { Role::Partial } else { Role::Hidden };
+                let down = if nth > 0 { Role::PartialGradient } else { Role::HiddenGradient };
+                let sized = |role| match role {
+                    Role::Partial | Role::PartialGradient => of_sum(role),
+                    role => boundary(role),
+                };
+                let hidden = Input::new(boundary(Role::Hidden), Some(sized(down)));
+                let partial = Input::partial(of_sum(Role::Partial));
+                steps.push(RingStep {
+                    cut: Some(cuts.len() as u16),
+                    reads: [hidden].into_iter().chain((nth > 0).then_some(partial)).collect(),
+                    writes: vec![sized(written)],
+                    reach: if sum == 0 { whole.reach } else { 0 },
+                    asks: whole.asks.filter(|_| cuts.len() as u64 + 1 == all),
+                    ..whole.clone()
+                });
+                cuts.push(Cut {
+                    weight_bytes: block.weight_bytes / all,
+                    gradient_bytes: block.gradient_bytes / all,
+                    download_bytes: block.download_bytes / all,
+                    sum,
+                });
+            }
+        }
+        model.cuts.insert(whole.needs[0], cuts);
+        layer.steps = steps;
     }
     model
 }

@@ -33,6 +33,8 @@ pub(crate) struct Case {
     sharded: bool,
     /// Other processes have parts of the blocks.
     pub(crate) several: bool,
+    /// Pieces of the two sums of some layers.
+    pieces: [u16; 2],
     /// 0: none.
     pipeline: u32,
     answers: Answers,
@@ -53,10 +55,11 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
         Answers::MicroBatch,
         Answers::Step,
     ]);
-    let answers = (answers, 1..=4_u32);
+    let answers = (answers, 1..=4_u32, (1..=2_u16, 1..=4_u16));
     let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>(), 0..=8_u32), answers, any::<u64>());
     (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
-        let (frozen, devices, (groups, by_groups, pipeline), (answers, chunks), seed) = rest;
+        let (frozen, devices, (groups, by_groups, pipeline), (answers, chunks, pieces), seed) =
+            rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
         let ((deferred, recompute, resident, on_file, sharded), several) = flags;
@@ -76,6 +79,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             groups,
             by_groups,
             sharded,
+            pieces: pieces.into(),
             several,
             pipeline,
             answers,
@@ -109,6 +113,8 @@ impl Case {
         let model = reaching(model, |number| reach[self.seed as usize >> (number % 59) & 3]);
         // Rows of some layers choose parts of blocks, and uploads of some schedules wait for it.
         let model = choosing(model, |number| self.seed >> (number % 59) & 5 == 5);
+        // Some layers are in pieces.
+        let model = in_pieces(model, self.pieces, |number| self.seed >> (number % 57) & 3 == 3);
         let mut selection = everything(&model, self.micro_batches);
         selection.waits_for_choice = self.seed & 2 == 0;
         selection.set_groups(self.groups);
@@ -267,7 +273,7 @@ proptest! {
     #[test]
     fn what_the_replay_passes_ends(
         case in cases(),
-        less in (0..=1_u32, 0..=3_u32, 0..=5_u32, 0..=4_u32, 0..=1_u32),
+        less in (0..=1_u32, 0..=3_u32, 0..=5_u32, 0..=4_u32, 0..=1_u32, 0..=1_u32),
     ) {
         let schedule = case.schedule();
         let full = case.config(&schedule).pools;
@@ -279,6 +285,7 @@ proptest! {
             gradients: full.gradients.saturating_sub(less.4),
             reads: full.reads.saturating_sub(less.4),
             states: full.states.saturating_sub(less.4),
+            reduced: full.reduced.saturating_sub(less.5).max(1),
             ..full
         };
         let passed = StepPlan::new(schedule.clone(), pools).is_ok();
@@ -292,7 +299,7 @@ proptest! {
     #[test]
     fn the_ring_ends_where_the_replay_does(
         case in cases(),
-        less in (0..=3_u32, 0..=5_u32, 0..=4_u32, 0..=1_u32),
+        less in (0..=3_u32, 0..=5_u32, 0..=4_u32, 0..=1_u32, 0..=1_u32),
     ) {
         let schedule = case.schedule();
         let full = case.config(&schedule).pools;
@@ -302,6 +309,7 @@ proptest! {
             inputs: full.inputs.saturating_sub(less.1),
             outputs: full.outputs.saturating_sub(less.2),
             gradients: full.gradients.saturating_sub(less.3),
+            reduced: full.reduced.saturating_sub(less.4).max(1),
             ..full
         };
         let replayed = plan.replay();

@@ -179,6 +179,24 @@ fn all_interleavings_of_a_run_are_sound() {
     }
 }
 
+/// A layer in two pieces, on one device: each finds the sum of the other, and their gradients merge
+/// in one order, in every order.
+#[test]
+fn all_interleavings_of_two_pieces_are_sound() {
+    if !whole() {
+        return;
+    }
+    let model = in_pieces(headless(1, false), [2, 0], |_| true);
+    let mut selection = everything(&model, 1);
+    selection.frozen = vec![BlockId(0)];
+    let schedule = relay(&model, &selection).expect("a model of ours");
+    assert_eq!(schedule.device_visits().filter_map(|visit| visit.cut).count(), 4);
+    for deferred in [false, true] {
+        let (states, transitions) = explore(schedule.clone(), deferred, 1);
+        println!("two pieces: {states} states, {transitions} moves");
+    }
+}
+
 /// Two layers dealt over two devices: 100,046 states.
 #[test]
 fn all_interleavings_of_two_devices_are_sound() {

@@ -17,6 +17,8 @@ mod interleavings;
 mod makespan;
 mod misuse;
 mod objective;
+mod piece_times;
+mod pieces;
 mod pipelines;
 mod reports;
 mod rules;

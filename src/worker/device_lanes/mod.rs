@@ -288,7 +288,7 @@ impl DeviceLanes {
 
 /// The block that an operation needs. No layer of a model cuts its blocks.
 fn whole(portion: Portion) -> BlockId {
-    assert!(portion.part.is_none(), "{portion}: the layers of a model need whole blocks");
+    assert!(portion.cut.is_none(), "{portion}: the layers of a model need whole blocks");
     portion.block
 }
 
