@@ -50,7 +50,7 @@ pub(crate) const QUERY_BITS: u32 = 20;
 
 impl<'a> Dropout<'a> {
     /// The dropout of attention whose first head is this one of the model's heads.
-    pub(crate) fn from_head(self, head: usize) -> Dropout<'a> {
+    pub(crate) fn at_head(self, head: usize) -> Dropout<'a> {
         let before = (head as u32) << QUERY_BITS;
         Dropout { first_position: self.first_position + before, ..self }
     }

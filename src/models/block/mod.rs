@@ -102,7 +102,7 @@ impl TransformerBlock {
             cap: self.shape.score_cap,
             dropout: batch
                 .dropout(dropout.attention, self.index, 0)
-                .map(|dropout| dropout.from_head(self.first_head)),
+                .map(|dropout| dropout.at_head(self.first_head)),
         }
     }
 

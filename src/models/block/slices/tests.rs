@@ -24,6 +24,10 @@ fn shape(kind: &str) -> Shape {
     Shape { slices: 2, ..families::read(&config).expect("a config of ours") }
 }
 
+fn one(range: Range<usize>) -> Vec<Range<usize>> {
+    Vec::from([range])
+}
+
 fn parts(block: &TransformerBlock, slice: usize) -> (Vec<Part>, Vec<Part>) {
     let tensors = block.tensors();
     let groups: Vec<usize> = (0..tensors.iter().filter(|tensor| !tensor.joined).count()).collect();
@@ -46,11 +50,11 @@ fn a_slice_has_its_heads_and_channels() {
     let columns = |ranges: &[Range<usize>]| Part::Columns(ranges.to_vec());
     let qkv = [12..24, 30..36, 42..48];
     let [norm1, norm2] = [Part::Alone, Part::Alone];
-    let own = [norm1, norm2, rows(&qkv), columns(&qkv), columns(&[12..24])];
+    let own = [norm1, norm2, rows(&qkv), columns(&qkv), columns(&one(12..24))];
     let (of_attention, of_mlp) = parts(&block, 1);
     assert_eq!(of_attention, own);
     let up = [10..20, 30..40];
-    assert_eq!(of_mlp, [rows(&up), columns(&up), columns(&[10..20])]);
+    assert_eq!(of_mlp, [rows(&up), columns(&up), columns(&one(10..20))]);
     let (of_attention, of_mlp) = parts(&block, 0);
     assert_eq!(of_attention.last(), Some(&Part::Alone));
     assert_eq!(of_mlp.last(), Some(&Part::Alone));
@@ -65,9 +69,9 @@ fn transposed_weights_are_cut_the_other_way() {
     let qkv = vec![12..24, 36..48, 60..72];
     assert_eq!(of_attention[4], Part::Columns(qkv.clone()));
     assert_eq!(of_attention[5], Part::Columns(qkv), "the bias");
-    assert_eq!(of_attention[6], Part::Rows(vec![12..24]));
+    assert_eq!(of_attention[6], Part::Rows(one(12..24)));
     assert_eq!(of_attention.len(), 7, "the bias of the output is the first slice's");
-    assert_eq!(of_mlp[2], Part::Rows(vec![10..20]));
+    assert_eq!(of_mlp[2], Part::Rows(one(10..20)));
 }
 
 /// The outputs of one slice, when the weights of the other one are `others`.
