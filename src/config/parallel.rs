@@ -21,6 +21,13 @@ pub struct ParallelConfig {
     /// "sequences"` set at least the number of devices. Results depend on it in the last bits,
     /// because sums are rounded in another order: 1 is the order of one device.
     pub groups: u32,
+    /// The number of slices into which the heads and the channels of each block are cut, as
+    /// Megatron-LM's tensor parallelism cuts them: a divisor of the number of heads, of heads of
+    /// keys and values and of channels of the feed-forward, at most 64. The output of attention or
+    /// of the feed-forward is a sum over the slices, rounded once. All slices are computed on one
+    /// device, so a run gains nothing. Results depend on it in the last bits, because sums are
+    /// rounded in another order: 1 cuts nothing.
+    pub slices: u32,
     /// With `deal = "sequences"`: the share of the work of each device, as one number for each, for
     /// devices of different speed. When absent, all shares are equal. Results do not depend on it.
     pub weights: Option<Vec<u32>>,
@@ -43,6 +50,7 @@ impl Default for ParallelConfig {
         ParallelConfig {
             deal: Deal::Layers,
             groups: 1,
+            slices: 1,
             weights: None,
             transfer: Transfer::Whole,
             fabric: FabricKind::Auto,
@@ -88,7 +96,7 @@ pub enum FabricKind {
 
 impl ParallelConfig {
     pub(super) const ON_RESUME: OnResume =
-        OnResume::free("deal transfer weights").with_changes("groups");
+        OnResume::free("deal transfer weights").with_changes("groups slices");
 }
 
 impl Config {
@@ -107,6 +115,12 @@ impl Config {
         let devices = self.devices();
         let turns = self.sequences().div_ceil(self.step.micro_batch);
         must(groups >= 1, "parallel.groups", "at least 1")?;
+        must((1..=64).contains(&self.parallel.slices), "parallel.slices", "from 1 to 64")?;
+        refuse(
+            self.parallel.slices > 1 && self.stash.relu_density.is_some(),
+            "stash.relu_density",
+            "is for whole blocks: leave it out, or set parallel.slices = 1",
+        )?;
         if !turns.is_multiple_of(groups as usize) {
             let divisors = (1..=turns).filter(|&groups| turns.is_multiple_of(groups));
             let divisors: Vec<String> = divisors.take(12).map(|d| d.to_string()).collect();

@@ -33,12 +33,36 @@ pub struct TakeColumns {
     pub scale: f32,
 }
 
+/// y[:, to..to + N] = x[:, from..from + N]. The other columns of `y` stay as they were.
+#[derive(Clone, Copy, Debug)]
+pub struct CopyColumns {
+    /// Output. (R, C).
+    pub y: View,
+    /// Input. (R, M).
+    pub x: View,
+    /// The first column of `y`.
+    pub to: usize,
+    /// The first column of `x`.
+    pub from: usize,
+    /// N.
+    pub columns: usize,
+}
+
 impl KernelOperation for AddColumns {
     fn views(&self, views: &mut Views<'_>) {
         let AddColumns { y, x, first, .. } = *self;
         views.writes("y", y, y.shape(), y.dtype);
         views.reads("x", x, [y.rows, x.columns], y.dtype);
         views.rule(first + x.columns <= y.columns, OUTSIDE);
+    }
+}
+
+impl KernelOperation for CopyColumns {
+    fn views(&self, views: &mut Views<'_>) {
+        let CopyColumns { y, x, to, from, columns } = *self;
+        views.writes_opaque("y", y, [x.rows, y.columns], x.dtype);
+        views.reads("x", x, x.shape(), x.dtype);
+        views.rule(to + columns <= y.columns && from + columns <= x.columns, OUTSIDE);
     }
 }
 

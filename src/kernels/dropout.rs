@@ -44,7 +44,17 @@ pub struct Dropout<'a> {
     pub rows: MaskRows<'a>,
 }
 
-impl Dropout<'_> {
+/// The bits of a mask's row that hold the query, in the dropout of attention. The head is above
+/// them.
+pub(crate) const QUERY_BITS: u32 = 20;
+
+impl<'a> Dropout<'a> {
+    /// The dropout of attention whose first head is this one of the model's heads.
+    pub(crate) fn at_head(self, head: usize) -> Dropout<'a> {
+        let before = (head as u32) << QUERY_BITS;
+        Dropout { first_position: self.first_position + before, ..self }
+    }
+
     /// The sequence and the position of a row, both relative to the first row's.
     pub fn place(&self, row: usize) -> (usize, usize) {
         match self.rows {

@@ -6,7 +6,7 @@ use crate::tensor::{Dtype, View};
 /// y = x w + bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
-    /// Output. (R, N).
+    /// Output, of the dtype of `x` or floats. (R, N).
     pub y: View,
     /// Input. (R, C).
     pub x: View,
@@ -21,7 +21,7 @@ pub struct Linear {
 /// dx = dy wᵀ, dw (+)= xᵀ dy, dbias (+)= Σ dy.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearBackward {
-    /// (R, C).
+    /// Of the dtype of `x`, or floats. (R, C).
     pub dx: View,
     /// Floats, in the shape of `w`; `None`: the weights are frozen.
     pub dw: Option<View>,
@@ -59,11 +59,16 @@ impl LinearSize {
     }
 }
 
+/// The dtype that a product may write to this view: floats, or that of its factors.
+fn written(view: View, factors: Dtype) -> Dtype {
+    if view.dtype == Dtype::F32 { Dtype::F32 } else { factors }
+}
+
 impl KernelOperation for Linear {
     fn views(&self, views: &mut Views<'_>) {
         let size = self.size();
         let dtype = self.x.dtype;
-        views.writes("y", self.y, [size.rows, size.outputs], dtype);
+        views.writes("y", self.y, [size.rows, size.outputs], written(self.y, dtype));
         views.reads("x", self.x, [size.rows, size.inputs], dtype);
         views.reads("w", self.w, size.weights(), dtype);
         views.reads("bias", self.bias, [1, size.outputs], dtype);
@@ -81,7 +86,7 @@ impl KernelOperation for LinearBackward {
     fn views(&self, views: &mut Views<'_>) {
         let size = self.size();
         let dtype = self.x.dtype;
-        views.writes("dx", self.dx, [size.rows, size.inputs], dtype);
+        views.writes("dx", self.dx, [size.rows, size.inputs], written(self.dx, dtype));
         views.writes("dw", self.dw, size.weights(), Dtype::F32);
         views.writes("dbias", self.dbias, [1, size.outputs], Dtype::F32);
         views.reads("dy", self.dy, [size.rows, size.outputs], dtype);

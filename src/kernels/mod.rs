@@ -50,7 +50,7 @@ pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{
     ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Samples,
 };
-pub use columns::{AddColumns, TakeColumns};
+pub use columns::{AddColumns, CopyColumns, TakeColumns};
 pub use copy::{Cast, Clear};
 pub use cross_entropy::{LogitForm, Logits, STATISTICS, Score, ScoreBackward, label_of};
 pub use custom::{CpuFunction, Custom, CustomKernel};
@@ -127,6 +127,7 @@ operations! {
         pack_positive(PackPositive);
         add_columns(AddColumns);
         take_columns(TakeColumns);
+        copy_columns(CopyColumns);
         pooled_rows(PooledRows<'a>);
         pooled_rows_backward(PooledRowsBackward<'a>);
         class_loss(ClassLoss<'a>);

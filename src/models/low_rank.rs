@@ -4,10 +4,10 @@
 
 use super::adapters::{AdaptedModule, Adapters};
 use crate::kernels::{
-    AddColumns, ApplyDropout, BatchView, Dropout, Kernels, Linear, LinearBackward, MaskRows,
+    AddColumns, ApplyDropout, BatchView, Cast, Dropout, Kernels, Linear, LinearBackward, MaskRows,
     TakeColumns,
 };
-use crate::tensor::{Scratch, View};
+use crate::tensor::{Dtype, Scratch, View};
 
 /// The adapter of one module of a product.
 #[derive(Clone, Copy)]
@@ -37,6 +37,7 @@ impl<V> Adapter<V> {
 }
 
 /// The adapters of a layer on a micro-batch or a chunk, with their workspace.
+#[derive(Clone, Copy)]
 pub(super) struct LowRank<'a> {
     k: &'a dyn Kernels,
     adapters: &'a Adapters,
@@ -49,7 +50,7 @@ pub(super) struct LowRank<'a> {
     dropped: View,
     /// The input of B. (R, r), with the highest rank of the layer.
     low: View,
-    /// The output of B. (R, outputs).
+    /// Floats that hold the output of B. (R, outputs).
     sum: View,
 }
 
@@ -80,9 +81,15 @@ impl<'a> LowRank<'a> {
         scratch: &Scratch<'_>,
     ) -> LowRank<'a> {
         let ProductSize { rows, inputs, outputs } = size;
-        let [dropped, low, sum] =
-            [inputs, adapters.most_rank(), outputs].map(|columns| scratch.take(rows, columns));
+        let [dropped, low] =
+            [inputs, adapters.most_rank()].map(|columns| scratch.take(rows, columns));
+        let sum = scratch.take_floats(1, scratch.dtype().floats(rows * outputs));
         LowRank { k, adapters, batch, index, of_sequences: false, dropped, low, sum }
+    }
+
+    /// The place of the output of B, of this dtype.
+    fn sum(&self, rows: usize, columns: usize, dtype: Dtype) -> View {
+        self.sum.hold(rows, columns, dtype)
     }
 
     /// Adapters of products whose rows are sequences.
@@ -115,7 +122,7 @@ impl<'a> LowRank<'a> {
     pub(super) fn add(&self, y: View, x: View, adapters: &[Adapter<View>]) {
         for one in adapters {
             let [_, low] = self.inputs(one, x);
-            let sum = columns(self.sum, x.rows, one.outputs);
+            let sum = self.sum(x.rows, one.outputs, y.dtype);
             let op = Linear { y: sum, x: low, w: one.b, bias: None, transposed: true };
             self.k.linear(&op);
             let Adapter { first, scale, .. } = *one;
@@ -136,7 +143,7 @@ impl<'a> LowRank<'a> {
         for (one, d) in w.iter().zip(d) {
             let scratch = &scratch.nested();
             let [input, low] = self.inputs(one, x);
-            let dsum = columns(self.sum, x.rows, one.outputs);
+            let dsum = self.sum(x.rows, one.outputs, dy.dtype);
             let Adapter { first, scale, .. } = *one;
             self.k.take_columns(&TakeColumns { y: dsum, x: dy, first, scale });
             let dlow = scratch.take_like(low);
@@ -157,7 +164,12 @@ impl<'a> LowRank<'a> {
             if dropout.is_some() {
                 self.k.dropout(&ApplyDropout { y: dinput, x: dinput, dropout });
             }
-            self.k.add_columns(&AddColumns { y: dx, x: dinput, first: 0, scale: 1.0 });
+            let mut added = dinput;
+            if dx.dtype != dinput.dtype {
+                added = scratch.take_floats(dx.rows, dx.columns);
+                self.k.cast(&Cast { y: added, x: dinput });
+            }
+            self.k.add_columns(&AddColumns { y: dx, x: added, first: 0, scale: 1.0 });
         }
     }
 }

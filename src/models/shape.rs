@@ -322,6 +322,8 @@ pub struct Shape {
     /// The most positions of one sequence that a layer of a causal model computes at once. All
     /// layers of a model have the same number.
     pub chunk_positions: usize,
+    /// S: the slices into which heads and channels of a block are cut; 1: they are not.
+    pub slices: usize,
     /// Probabilities of dropout.
     pub dropout: Dropouts,
     /// The factor of embeddings.

@@ -1,5 +1,6 @@
 //! The model that a config names, and what of it is trained.
 
+use super::heads::check_sliced_adapters;
 use super::shape_of;
 use crate::config::{Config, Labels, LoraConfig, TrainConfig};
 use crate::error::Error;
@@ -55,7 +56,9 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
     if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
         hf::check_format(path)?;
     }
-    let model = Model::for_training(shape, &training_of(config)?);
+    let training = training_of(config)?;
+    check_sliced_adapters(&shape, &training)?;
+    let model = Model::for_training(shape, &training);
     let mut model = match config.train.adapters() {
         Some(path) => model.map_err(|error| hf::refused_adapters(path, error)),
         None => model,
@@ -72,12 +75,17 @@ pub(crate) fn set_objective(config: &Config, model: &mut Model) {
 /// Freezes what a config does not train of a model that the program built by itself.
 ///
 /// # Errors
-/// The config asks for adapters, or as [`Model::freeze`].
+/// The config asks for adapters or slices, or as [`Model::freeze`].
 pub(crate) fn freeze_own(config: &Config, model: &mut Model) -> Result<(), Error> {
     if config.train.lora.is_some() {
         let problem = "is for a model that the config names: give a model of your own its \
                        adapters as tensors of its layers";
         return Err(Error::config("train.lora", problem));
+    }
+    if config.parallel.slices > 1 {
+        let problem = "is for a model that the config names: give the blocks of your own model \
+                       their slices in its Shape, and leave it out";
+        return Err(Error::config("parallel.slices", problem));
     }
     model.freeze(&training_of(config)?)
 }

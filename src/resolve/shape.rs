@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use super::heads::{check_heads, check_slices};
 use crate::config::{Config, DepthConfig, ExpertsConfig, Labels, ModelConfig, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
-use crate::kernels::{HEAD_LIMIT, ProblemType};
+use crate::kernels::ProblemType;
 use crate::models::{Balance, Dropouts, EmbeddingPooling, Experts, Head, Shape, families};
 
 /// The shape of the model that a config names.
@@ -151,6 +152,7 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     let kv_heads = model.kv_heads.or(model.heads.filter(|_| shape.kv_heads == heads_before));
     shape.kv_heads = kv_heads.unwrap_or(shape.kv_heads);
     shape.chunk_positions = config.step.chunk_positions;
+    shape.slices = config.parallel.slices as usize;
     // Noise would enter the comparison of two answers.
     let is_quiet = config.objective.preference().is_some();
     if let Some(p) = model.dropout.or(is_quiet.then_some(0.0)) {
@@ -409,6 +411,7 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
     }
     check_heads(shape)?;
     check_experts(shape)?;
+    check_slices(shape)?;
     if shape.window.is_some_and(|window| window.positions == 0) {
         return Err(Error::config("model.sliding_window", "must be at least 1"));
     }
@@ -467,34 +470,6 @@ fn check_experts(shape: &Shape) -> Result<(), Error> {
              most {most_of_all} experts, and at most {MOST_ELEMENTS} elements in them"
         );
         return Err(Error::config("model.experts", problem));
-    }
-    Ok(())
-}
-
-/// Refuses heads that do not fit the hidden size, or key-value heads that do not fit the heads.
-fn check_heads(shape: &Shape) -> Result<(), Error> {
-    let Shape { hidden, heads, head_size, kv_heads, names, .. } = *shape;
-    // In a family whose config.json has no head size, the heads share the channels evenly.
-    let is_even = head_size.checked_mul(heads) == Some(hidden) || names.has_head_size();
-    if !is_even || head_size > HEAD_LIMIT || head_size == 0 {
-        let problem = format_args!(
-            "is {hidden}, model.heads {heads}: hidden must be a multiple of heads, and at most \
-             {HEAD_LIMIT} times heads"
-        );
-        return Err(Error::config("model.hidden", problem));
-    }
-    if kv_heads == 0 || heads % kv_heads != 0 || (kv_heads != heads && !names.has_kv_heads()) {
-        let problem = format_args!(
-            "is {kv_heads}, model.heads {heads}: heads must be a multiple of it, and equal to it \
-             in a family without grouped-query attention"
-        );
-        return Err(Error::config("model.kv_heads", problem));
-    }
-    if shape.rotary.is_some() && head_size % 2 != 0 {
-        let problem = format_args!(
-            "of {head_size} channels cannot be rotated in pairs: the head size must be even"
-        );
-        return Err(Error::config("model.heads", problem));
     }
     Ok(())
 }

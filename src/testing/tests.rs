@@ -93,6 +93,38 @@ fn chunks_pass() {
     }
 }
 
+/// Blocks in slices, with sequences that are whole and in chunks.
+#[test]
+fn slices_pass() {
+    let decoder = |kind: &str| {
+        let config = serde_json::json!({
+            "model_type": kind, "num_hidden_layers": 2, "hidden_size": 16,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4,
+            "intermediate_size": 12, "vocab_size": 10, "max_position_embeddings": 400,
+            "sliding_window": 150,
+            "attention_bias": kind == "llama", "mlp_bias": kind == "llama",
+            "attention_dropout": 0.1, "rotary_pct": 0.5, "rotary_emb_base": 100.0, "ffn_dim": 12,
+            "word_embed_proj_dim": 16,
+        });
+        families::read(&config).expect("a config of ours")
+    };
+    let plain = Shape { dropout: small().dropout, ..gpt2([1, 16, 4, 12, 9, 400]) };
+    let families = ["llama", "mistral", "qwen3", "phi3", "cohere", "gpt_neox", "opt"].map(decoder);
+    let long = Rows { sequences: 1, positions: 128 + 70 };
+    for (at, shape) in [plain].into_iter().chain(families).enumerate() {
+        for (slices, rows) in [(2, ROWS), (4, ROWS), (2, long)] {
+            if rows.positions > 128 && at > 2 {
+                continue; // chunks are the same for all families
+            }
+            let shape = Shape { chunk_positions: 128, slices, ..shape };
+            for layer in Model::new(shape).layers.iter().filter_map(ModelLayer::stack) {
+                let checked = check_gradients(layer, shape.hidden, rows);
+                checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
+            }
+        }
+    }
+}
+
 /// A block whose backward forgets something.
 struct Wrong(TransformerBlock, bool);
 

@@ -134,9 +134,19 @@ FAMILIES["qwen3_5_text-tied"] = Qwen3_5TextConfig(
     **DECODER, rms_norm_eps=0.01, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, linear_num_key_heads=1,
     linear_num_value_heads=3, linear_key_head_dim=7, linear_value_head_dim=35, tie_word_embeddings=True,
     layer_types=["linear_attention", "full_attention"])
-WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
+# With heads that blocks can be cut by, into two and four slices.
+FAMILIES["qwen3-slices"] = Qwen3Config(**DECODER, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=6,
+                                       tie_word_embeddings=True)
+FAMILIES["gpt_neox-slices"] = GPTNeoXConfig(
+    vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=56, initializer_range=0.2,
+    max_position_embeddings=40, bos_token_id=None, eos_token_id=None, rope_parameters={"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5})
+FAMILIES["opt-slices"] = OPTConfig(**{**OPT, "hidden_size": 44, "num_attention_heads": 4})
+FAMILIES["qwen2-slices"] = Qwen2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
+                                       use_sliding_window=True, sliding_window=3, max_window_layers=1)
+FAMILIES["modernbert-slices"] = ModernBertConfig(**{**MODERN, "num_attention_heads": 4}, num_hidden_layers=3, local_attention=6)
+WINDOWED = {"qwen2-slices", "modernbert-slices", "modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
-CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2"}
+CAUSAL = {"qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2"}
 
 
 def sequences(family, generator):

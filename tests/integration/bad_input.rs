@@ -203,6 +203,9 @@ fn what_contradicts_itself() {
         ("device.count = 0", "line 1: device.count must be at least 1"),
         ("device.count = 200", "line 1: device.count is 200, and the model has 9 layers"),
         ("parallel.groups = 0", "line 1: parallel.groups must be at least 1"),
+        ("parallel.slices = 0", "line 1: parallel.slices must be from 1 to 64"),
+        ("parallel.slices = 65", "line 1: parallel.slices must be from 1 to 64"),
+        ("parallel.slices = -1", "line 1: parallel.slices"),
         ("parallel.groups = 3\nstep.batch = 8\nstep.micro_batch = 1", "set a divisor (1, 2, 4, 8)"),
         (
             "parallel.deal = \"sequences\"\ndevice.count = 2",

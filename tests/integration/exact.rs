@@ -37,6 +37,8 @@ pub(crate) struct Case {
     /// With experts: they are those of gpt-oss, and not of Qwen3.
     pub(crate) gpt_oss: bool,
     pub(crate) groups: u32,
+    /// Slices of a block, if it has no experts.
+    pub(crate) slices: u32,
     pub(crate) trained: Trained,
     /// How what is not trained is stored, if anything is not.
     pub(crate) base: Base,
@@ -67,7 +69,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
         }
     }
     config.model.hidden = Some(24);
-    config.model.heads = Some(3);
+    config.model.heads = Some(if case.slices > 1 { 4 } else { 3 });
     config.model.vocabulary = Some(if case.tied_tiles { 100_000 } else { 51 });
     config.model.positions = Some(10);
     config.model.dropout = Some(case.dropout);
@@ -88,7 +90,10 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
     config.loss_scale.initial = 256.0;
     config.parallel.groups = case.groups;
+    config.parallel.slices = case.slices;
     config.train = case.trained.config(Family::of(case.experts.is_some(), case.gpt_oss));
+    // The inputs of some adapted modules are cut.
+    config.train.lora.iter_mut().filter(|_| case.slices > 1).for_each(|lora| lora.dropout = 0.0);
     config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
     config.train.label_smoothing = case.dropout;
     if !matches!(case.trained, Trained::All) {
@@ -148,13 +153,14 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     // From experts that are often idle to those that every token chooses.
     let experts = prop::sample::select(vec![[1, 1], [5, 1], [4, 2], [9, 3], [3, 3]]);
     let experts = prop::option::weighted(0.3, experts);
-    let experts = (experts, prop::bool::weighted(0.4));
+    let slices = prop::sample::select(vec![1_u32, 1, 2, 4]);
+    let experts = (experts, prop::bool::weighted(0.4), slices);
     let routers = prop::sample::select(Routers::ALL.to_vec());
     let numbers = (precisions, encodings(), experts, routers);
     let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, numbers);
     (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
-        let (flags, trained, base, rule, (precision, encodings, (experts, gpt_oss), routers)) =
-            flags;
+        let (flags, trained, base, rule, (precision, encodings, blocks, routers)) = flags;
+        let (experts, gpt_oss, slices) = blocks;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -169,6 +175,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             routers,
             gpt_oss,
             groups: divisors.max().unwrap_or(1) as u32,
+            slices: if experts.is_some() { 1 } else { slices },
             trained,
             base,
             rule,
@@ -275,6 +282,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     routers: Routers::Plain,
     gpt_oss: false,
     groups: 1,
+    slices: 1,
     trained: Trained::All,
     base: Base::AsIs,
     rule: OptimizerKind::Adamw,

@@ -94,6 +94,34 @@ async fn greedy_text_is_transformers() {
     }
 }
 
+/// Families whose blocks can be cut, with the number of slices.
+const SLICED: [(&str, u32); 10] = [
+    ("cohere", 2),
+    ("cohere2", 2),
+    ("gpt2", 3),
+    ("gpt_neox", 3),
+    ("granite", 2),
+    ("llama", 2),
+    ("ministral3", 2),
+    ("opt", 3),
+    ("smollm3", 2),
+    ("starcoder2", 2),
+];
+
+/// The slices of a block have their columns of the KV cache.
+#[tokio::test]
+async fn text_is_the_same_in_slices() {
+    for (family, slices) in SLICED {
+        let (prompts, greedy) = golden(family);
+        let mut config = config(family);
+        config.parallel.slices = slices;
+        let found = generated(config, &prompts, Sampling::default(), &[]).await;
+        for ((found, _), expected) in found.iter().zip(&greedy) {
+            assert_eq!(found, expected, "{family}");
+        }
+    }
+}
+
 /// Experts that the few tokens of a step did not choose are not uploaded.
 #[tokio::test]
 async fn text_is_the_same_without_idle_experts() {

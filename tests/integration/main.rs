@@ -96,6 +96,7 @@ mod resume;
 mod rotary;
 mod saving;
 mod seen;
+mod slices;
 mod slim;
 #[cfg(feature = "prometheus")]
 mod telemetry;

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::views::{Call, Compute};
-use crate::kernels::{AddColumns, TakeColumns};
+use crate::kernels::{AddColumns, CopyColumns, TakeColumns};
 use crate::simd::Level;
 
 /// Rows of one parallel task.
@@ -35,6 +35,17 @@ impl Compute for TakeColumns {
                 let from = &from[first..first + some];
                 to.iter_mut().zip(from).for_each(|(to, from)| *to = scale * from);
             }
+        });
+    }
+}
+
+impl Compute for CopyColumns {
+    fn compute(&self, _: Level, call: &Call<'_>) {
+        let CopyColumns { y, x, to, from, columns } = *self;
+        let tasks = call.write(y).par_chunks_mut(ROWS * y.columns);
+        tasks.zip(call.read(x).par_chunks(ROWS * x.columns)).for_each(|(y_rows, x_rows)| {
+            let rows = y_rows.chunks_exact_mut(y.columns).zip(x_rows.chunks_exact(x.columns));
+            rows.for_each(|(y, x)| y[to..][..columns].copy_from_slice(&x[from..][..columns]));
         });
     }
 }

@@ -7,14 +7,14 @@ use super::{attention, cross_entropy, embedding, experts, head_norm, linear, nor
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention,
-    CachedDeltaRule, Cast, ClassLoss, ClassLossBackward, Clear, CombineRows, Custom, DeltaRule,
-    DeltaRuleBackward, Dequantise, DeviceKernels, Dispatch, Gate, GateBackward, GateRows,
-    GateRowsBackward, GatedNorm, GatedNormBackward, GatherRows, HeadNorm, HeadNormBackward,
-    JoinGates, LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward,
-    PackPositive, PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual, Rotate, Route,
-    RouteBackward, RowDots, Runs, RunsIn, Scale, Score, ScoreBackward, ShortConvolution,
-    ShortConvolutionBackward, SigmoidGate, SigmoidGateBackward, Sink, SinkBackward, SplitGates,
-    SumRows, TakeColumns, UnpackPositive, WeighRows, WriteKv,
+    CachedDeltaRule, Cast, ClassLoss, ClassLossBackward, Clear, CombineRows, CopyColumns, Custom,
+    DeltaRule, DeltaRuleBackward, Dequantise, DeviceKernels, Dispatch, Gate, GateBackward,
+    GateRows, GateRowsBackward, GatedNorm, GatedNormBackward, GatherRows, HeadNorm,
+    HeadNormBackward, JoinGates, LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm,
+    NormBackward, PackPositive, PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual,
+    Rotate, Route, RouteBackward, RowDots, Runs, RunsIn, Scale, Score, ScoreBackward,
+    ShortConvolution, ShortConvolutionBackward, SigmoidGate, SigmoidGateBackward, Sink,
+    SinkBackward, SplitGates, SumRows, TakeColumns, UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -163,6 +163,7 @@ launched! {
     dequantise(Dequantise);
     add_columns(AddColumns);
     take_columns(TakeColumns);
+    copy_columns(CopyColumns);
     pooled_rows(PooledRows<'_>);
     pooled_rows_backward(PooledRowsBackward<'_>);
     class_loss(ClassLoss<'_>);

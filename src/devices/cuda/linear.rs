@@ -46,13 +46,18 @@ impl On<'_> {
         self.queue.product(&Product { rows, inner, columns, a, b, c, stride, bias, accumulate });
     }
 
-    /// y = x w + bias.
+    /// y = x w + bias. The library adds no bias of 16 bits to floats, so it is added behind.
     pub(super) fn linear(&self, op: &Linear) {
         let LinearSize { rows, inputs, outputs, .. } = op.size();
         let y = Table::of(op.y);
         let x = Table::of(op.x);
         let w = weights(op.w, op.transposed);
-        self.product(y, [x, w], [rows, inputs, outputs], op.bias, false);
+        let joined = op.bias.filter(|bias| bias.dtype == op.y.dtype);
+        self.product(y, [x, w], [rows, inputs, outputs], joined, false);
+        if let Some(bias) = op.bias.filter(|_| joined.is_none()) {
+            let arguments = arguments!(self; op.y, bias, rows, outputs, outputs);
+            self.queue.columns("add_bias_to_floats", [rows, 1], outputs, arguments);
+        }
     }
 
     /// dx = dy wᵀ, dw (+)= xᵀ dy, dbias (+)= Σ dy by partial sums.

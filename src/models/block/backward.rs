@@ -41,20 +41,26 @@ pub(super) struct Buffers {
     /// The gradient of the residual stream behind attention. Where branches are beside each other:
     /// that of the block's input but for attention's; with one norm in front of both, that of the
     /// feed-forward's input. (R, C).
-    dattention_sum: View,
+    pub(super) dattention_sum: View,
+}
+
+impl Buffers {
+    /// Takes buffers of the shape of a chunk's input.
+    pub(super) fn new(x: View, scratch: &Scratch<'_>) -> Buffers {
+        Buffers { dbranch: scratch.take_like(x), dattention_sum: scratch.take_like(x) }
+    }
 }
 
 impl ChunkPass<'_> {
     /// The gradient of the chunk's input, and of the block's tensors.
     pub(super) fn backward(&self, g: &ChunkGradients<'_>, scratch: &Scratch<'_>) {
-        let c = self.block.shape.hidden;
         let r = self.batch.rows();
-        let buffers = Buffers { dbranch: scratch.take(r, c), dattention_sum: scratch.take(r, c) };
+        let buffers = Buffers::new(self.x, scratch);
         match g.save {
             None => self.recompute_feed_forward_input(scratch),
             Some(Save::All) => self.norm_saved_sum(),
             Some(Save::AllButAttention) => {
-                self.recompute_attention(scratch);
+                self.recompute_attention(self.attention_input(), scratch);
                 self.norm_saved_sum();
             }
         }
@@ -169,7 +175,7 @@ impl ChunkPass<'_> {
 
     /// The gradient of the sum behind attention, from the gradient of the feed-forward's input in
     /// `dbranch`.
-    fn middle_norm_backward(
+    pub(super) fn middle_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
         buffers: Buffers,
@@ -208,10 +214,21 @@ impl ChunkPass<'_> {
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
-        let ChunkPass { block, k, w, ref saved, ref batch, .. } = *self;
-        let dropout = block.attention_dropout(batch);
+        let dropout = self.block.attention_dropout(&self.batch);
         let dropped = self.products.dropout_backward(buffers.dbranch, dsum, dropout);
         let dprojected = self.branch_norm_backward(g, dropped, ATTENTION, scratch);
+        self.heads_backward(g, dprojected, scratch)
+    }
+
+    /// The gradient of the projected queries, keys and values, from the gradient of the output of
+    /// attention's last product.
+    pub(super) fn heads_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        dprojected: View,
+        scratch: &Scratch<'_>,
+    ) -> View {
+        let ChunkPass { block, k, w, ref saved, ref batch, .. } = *self;
         let y = saved.attention_output;
         let dgated = scratch.take_like(y);
         let op = ProductBackward {
@@ -305,8 +322,20 @@ impl ChunkPass<'_> {
         dqkv: View,
         scratch: &Scratch<'_>,
     ) {
-        let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
-        let Buffers { dbranch, dattention_sum, .. } = buffers;
+        self.projection_backward(g, buffers.dbranch, dqkv, self.attention_input(), scratch);
+        self.input_backward(g, buffers, scratch);
+    }
+
+    /// The backward of the projection of attention's input, to `dx`.
+    pub(super) fn projection_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        dx: View,
+        dqkv: View,
+        input: View,
+        scratch: &Scratch<'_>,
+    ) {
+        let ChunkPass { block, k, w, .. } = *self;
         let d = &g.d.qkv;
         let mut dy = dqkv;
         if block.shape.qkv_by_head {
@@ -315,22 +344,31 @@ impl ChunkPass<'_> {
             k.regroup_heads(&RegroupHeads { y: dy, x: dqkv, heads, back: true });
         }
         let product = ProductBackward {
-            dx: dbranch,
+            dx,
             d,
             dy,
-            x,
+            x: input,
             w: &w.qkv,
             dbias: d.bias(),
             activate: None,
             accumulate: g.accumulate,
         };
+        self.products.backward(&product, scratch);
+    }
+
+    /// The gradient of the chunk's input, from the gradient of attention's input in `dbranch`.
+    pub(super) fn input_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        buffers: Buffers,
+        scratch: &Scratch<'_>,
+    ) {
+        let ChunkPass { block, k, w, x, ref saved, .. } = *self;
+        let Buffers { dbranch, dattention_sum, .. } = buffers;
         if !block.shape.norms_attention_input(block.number) {
-            self.products.backward(&product, scratch);
             k.residual(&Residual { y: g.dx, a: dattention_sum, x: dbranch, dropout: None });
             return;
         }
-        self.norm(hidden, saved.norm1, x, w.norm1);
-        self.products.backward(&ProductBackward { x: hidden, ..product }, scratch);
         let mut residual = dattention_sum;
         if block.shape.norms == NormPlaces::BeforeBoth {
             let of_feed_forward = dattention_sum;

@@ -34,6 +34,9 @@ pub(super) struct KvViews {
 }
 
 impl KvViews {
+    /// None of them.
+    pub(super) const NONE: KvViews = KvViews { new: [None, None], cached: None, chunk: None };
+
     /// Those of a pass that computes attention. A chunk's are passed on to later chunks.
     pub(super) fn new(kv_cache: Option<KvCache>, state: Option<ChunkState>) -> KvViews {
         KvViews {
@@ -104,6 +107,7 @@ impl ChunkPass<'_> {
         match &self.w.feed_forward {
             FeedForward::Dense(mlp) => self.dense_forward(mlp, y, scratch),
             FeedForward::Experts(experts) => self.experts_forward(experts, y, scratch),
+            FeedForward::Apart => unreachable!("a slice's output is a partial sum"),
         }
     }
 
@@ -129,9 +133,15 @@ impl ChunkPass<'_> {
 
     /// Computes attention's activations and its sum, and the feed-forward's input.
     pub(super) fn recompute_feed_forward_input(&self, scratch: &Scratch<'_>) {
-        self.recompute_attention(scratch);
-        let ChunkPass { block, w, x: a, ref saved, hidden, ref batch, .. } = *self;
-        self.branch(hidden, self.gated_output(), &w.projection, ATTENTION);
+        self.recompute_attention(self.attention_input(), scratch);
+        self.branch(self.hidden, self.gated_output(), &self.w.projection, ATTENTION);
+        self.add_attention();
+    }
+
+    /// Computes attention's sum from the output of its branch in `hidden`, and the feed-forward's
+    /// input.
+    pub(super) fn add_attention(&self) {
+        let ChunkPass { block, x: a, ref saved, hidden, ref batch, .. } = *self;
         let y = saved.attention_sum;
         let dropout = block.attention_dropout(batch);
         let sum = Residual { y, a, x: hidden, dropout };
@@ -146,10 +156,20 @@ impl ChunkPass<'_> {
         }
     }
 
-    /// Computes attention's activations, from the chunk's input to attention's output.
-    pub(super) fn recompute_attention(&self, scratch: &Scratch<'_>) {
+    /// Computes the input of attention: the chunk's input, or its norm in `hidden`.
+    pub(super) fn attention_input(&self) -> View {
+        let ChunkPass { block, w, x, ref saved, hidden, .. } = *self;
+        if !block.shape.norms_attention_input(block.number) {
+            return x;
+        }
+        self.norm(hidden, saved.norm1, x, w.norm1);
+        hidden
+    }
+
+    /// Computes attention's activations, from its input to its output.
+    pub(super) fn recompute_attention(&self, input: View, scratch: &Scratch<'_>) {
         let ChunkPass { block, k, w, ref saved, kv, .. } = *self;
-        let qkv = self.project_qkv();
+        let qkv = self.project_qkv(input);
         if let Some((w, heads)) = w.linear.as_ref().zip(block.linear()) {
             return self.delta_rule(w, heads, scratch);
         }
@@ -165,14 +185,9 @@ impl ChunkPass<'_> {
         }
     }
 
-    /// Projects the chunk's input to queries, keys and values, as attention sees them.
-    pub(super) fn project_qkv(&self) -> View {
-        let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
-        let mut input = x;
-        if block.shape.norms_attention_input(block.number) {
-            self.norm(hidden, saved.norm1, x, w.norm1);
-            input = hidden;
-        }
+    /// Projects attention's input to queries, keys and values, as attention sees them.
+    pub(super) fn project_qkv(&self, input: View) -> View {
+        let ChunkPass { block, k, w, ref saved, .. } = *self;
         if let Some(gates) = saved.gates {
             let x = self.projected;
             self.products.linear(x, input, &w.qkv);

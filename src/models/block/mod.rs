@@ -4,11 +4,13 @@
 mod apart;
 mod backward;
 mod chunk;
+mod cut;
 mod experts;
 mod linear;
 mod products;
 mod routing;
 mod saved;
+mod slices;
 mod state;
 mod tensors;
 
@@ -20,6 +22,7 @@ use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;
 use self::routing::RoutingViews;
+use self::slices::SlicedKv;
 use self::state::ChunkState;
 use self::tensors::Weights;
 use super::adapters::Adapters;
@@ -46,6 +49,8 @@ pub struct TransformerBlock {
     /// With ReLU: only the positive numbers of its input are saved, up to this many of a row. 0:
     /// signs alone. `None`: all numbers are saved.
     pub relu_room: Option<usize>,
+    /// In a slice of a block: the number of the block's heads in front of its own.
+    pub(super) first_head: usize,
 }
 
 /// The inputs of a pass over one chunk, or over a whole micro-batch.
@@ -60,10 +65,23 @@ struct ChunkInputs<'a> {
     routing: RoutingViews,
 }
 
+impl<'a> ChunkInputs<'a> {
+    /// The inputs of a pass in slices, each of which has keys and values of its own.
+    fn without_kv(
+        weights: &'a Weights<'a>,
+        chunk: BatchView<'a>,
+        x: View,
+        saved: Option<(Save, View)>,
+    ) -> ChunkInputs<'a> {
+        let kv = KvViews::NONE;
+        ChunkInputs { weights, chunk, x, saved, kv, routing: RoutingViews::NONE }
+    }
+}
+
 impl TransformerBlock {
     /// A block without adapters.
     pub fn new(index: u32, number: usize, shape: Shape) -> TransformerBlock {
-        TransformerBlock { index, number, shape, adapters: None, relu_room: None }
+        TransformerBlock { index, number, shape, adapters: None, relu_room: None, first_head: 0 }
     }
 
     fn rotary(&self) -> Option<&Rotary> {
@@ -82,7 +100,9 @@ impl TransformerBlock {
             window: self.window(),
             scale: self.shape.score_scale,
             cap: self.shape.score_cap,
-            dropout: batch.dropout(dropout.attention, self.index, 0),
+            dropout: batch
+                .dropout(dropout.attention, self.index, 0)
+                .map(|dropout| dropout.at_head(self.first_head)),
         }
     }
 
@@ -113,6 +133,10 @@ impl TransformerBlock {
             let modules = self.linear_modules();
             let inputs = modules.iter().map(|(_, inputs, _)| *inputs).max().unwrap_or(0);
             let outputs = modules.iter().map(|(.., outputs)| *outputs).max().unwrap_or(0);
+            // Partial sums are floats, and have room for these.
+            let is_sliced = self.shape.slices > 1;
+            let room = if is_sliced { size_of::<f32>() / scratch.dtype().size() } else { 1 };
+            let outputs = room * outputs;
             let size = ProductSize { rows: chunk.rows(), inputs, outputs };
             LowRank::new(k, adapters, chunk, self.index, size, scratch)
         });
@@ -226,6 +250,9 @@ impl Layer for TransformerBlock {
     }
 
     fn chunk_state_len(&self, positions: usize, trains: bool, dtype: Dtype) -> usize {
+        if self.shape.slices > 1 {
+            return self.sliced_state_len(self.slice(0).chunk_state_len(positions, trains, dtype));
+        }
         let is_cut = self.cuts(0) != Cuts::Never && positions > self.shape.chunk_positions;
         let numbers = positions * self.kv_width();
         let gradients = if trains { numbers } else { 0 };
@@ -236,7 +263,8 @@ impl Layer for TransformerBlock {
 
     fn pack_relu(&mut self, density: Option<f64>, trained: &[Tensor]) -> bool {
         let Shape { gated, activation, intermediate, .. } = self.shape;
-        if gated || activation != Activation::Relu || self.experts().is_some() {
+        let is_whole = self.shape.slices == 1 && self.experts().is_none();
+        if gated || activation != Activation::Relu || !is_whole {
             return false;
         }
         let is_read = |(name, _): &(String, usize)| {
@@ -262,6 +290,11 @@ impl Layer for TransformerBlock {
         }
         let Forward { batch, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
         let weights = &self.sorted(pass.weights, pass.stored);
+        if self.shape.slices > 1 {
+            let kv = SlicedKv { kv_cache, chunk_state, begin: ChunkState::move_on };
+            let inputs = ChunkInputs::without_kv(weights, batch, x, saved);
+            return self.sliced_pass(k, &inputs, &kv, scratch).forward(y, scratch);
+        }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)));
         let routing = RoutingViews::of_forward(&pass.ports);
@@ -272,6 +305,12 @@ impl Layer for TransformerBlock {
     fn keys(&self, k: &dyn Kernels, pass: &Keys<'_>) {
         let Keys { batch, x, saved, chunk_state, scratch, .. } = *pass;
         let weights = &self.sorted(pass.weights, pass.stored);
+        if self.shape.slices > 1 {
+            let kv = SlicedKv { kv_cache: None, chunk_state, begin: ChunkState::move_back };
+            let inputs = ChunkInputs::without_kv(weights, batch, x, saved);
+            let save = saved.map(|(save, _)| save);
+            return self.sliced_pass(k, &inputs, &kv, scratch).keys(save, scratch);
+        }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let own = state.map(|state| state.move_back(k).own());
         let kv = KvViews { new: [None, own], cached: None, chunk: None };
@@ -281,7 +320,7 @@ impl Layer for TransformerBlock {
         if matches!(saved, Some((Save::All, _))) {
             pass.qkv_for_attention();
         } else {
-            pass.project_qkv();
+            pass.project_qkv(pass.attention_input());
         }
     }
 
@@ -293,18 +332,26 @@ impl Layer for TransformerBlock {
         let weights = &self.sorted(pass.weights, pass.stored);
         let (base, experts) = pass.gradients.split_at(pass.weights.len());
         let d = &self.sorted(base, experts);
+        let dx = dx.unwrap_or_else(|| scratch.take_like(x));
+        let save = saved.map(|(save, _)| save);
+        if self.shape.slices > 1 {
+            let kv = SlicedKv { kv_cache: None, chunk_state, begin: |state, _| state };
+            let inputs = ChunkInputs::without_kv(weights, batch, x, saved);
+            let of_chunk = self.sliced_pass(k, &inputs, &kv, scratch);
+            let gradients =
+                ChunkGradients { d, dy, dx, chunk_kv: None, save, accumulate, passed: None };
+            return of_chunk.backward(&gradients, scratch);
+        }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let kv = KvViews::new(None, state);
         let routing = RoutingViews::of_backward(&pass.ports);
         let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
         let chunk_kv = state.as_ref().map(ChunkState::seen_in_backward);
         let of_chunk = self.chunk_pass(k, &inputs, scratch);
-        let dx = dx.unwrap_or_else(|| scratch.take_like(x));
         let passed = self.is_apart().then(|| {
             let dh = scratch.take_floats(batch.rows(), self.shape.hidden);
             self.passed_down(k, pass, dh)
         });
-        let save = saved.map(|(save, _)| save);
         let gradients = ChunkGradients { d, dy, dx, chunk_kv, save, accumulate, passed };
         of_chunk.backward(&gradients, scratch);
     }

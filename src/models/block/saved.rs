@@ -8,6 +8,7 @@ use crate::models::layer::Save;
 use crate::models::shape::Experts;
 use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
+#[derive(Clone, Copy)]
 pub(super) struct Activations {
     /// Statistics of the first norm. (R, 2).
     pub(super) norm1: View,
@@ -56,6 +57,10 @@ pub(super) struct Branch {
     /// Of the norm. (R, 2).
     pub(super) statistics: View,
 }
+
+/// The activations of a block that are common to its slices, and those of each slice.
+const OF_BLOCK: usize = 3;
+const OF_SLICE: usize = 5;
 
 /// Takes places for the activations of a chunk, in the stash or in workspace.
 struct Places<'s> {
@@ -125,6 +130,43 @@ impl TransformerBlock {
         }
     }
 
+    /// The places of a chunk's activations, slice by slice: norms and the sum are common to all.
+    pub(super) fn activations_of_slices(
+        &self,
+        slices: &[TransformerBlock],
+        chunk: &BatchView<'_>,
+        saved: Option<(Save, View)>,
+        scratch: &Scratch<'_>,
+    ) -> Vec<Activations> {
+        let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
+        let places = Places { rows: chunk.rows(), stashed, scratch };
+        let attention = matches!(saved, Some((Save::All, _)));
+        let norm1 = places.take_floats(true, 2);
+        let attention_sum = places.take(true, self.shape.hidden);
+        let norm2 = places.take_floats(true, 2);
+        let of = |slice: &TransformerBlock| {
+            let [of_queries, of_keys, _] = slice.shape.normed_heads();
+            let heads = of_queries + of_keys;
+            let widths = slice.widths();
+            Activations {
+                norm1,
+                qkv: places.take(attention, widths.qkv),
+                gates: None,
+                qk_norm: slice.has_qk_norm().then(|| places.take_floats(attention, heads)),
+                attention_output: places.take(attention, widths.output),
+                lse: places.take_floats(attention, widths.statistics),
+                attention_sum,
+                norm2,
+                up: places.take(true, slice.common_up()),
+                experts_up: None,
+                positive: None,
+                feed_forward_sum: None,
+                branches: None,
+            }
+        };
+        slices.iter().map(of).collect()
+    }
+
     /// Channels before the activation function of the feed-forward that all rows use.
     pub(super) fn common_up(&self) -> usize {
         let shape = &self.shape;
@@ -166,6 +208,10 @@ impl TransformerBlock {
             + if shape.norms.are_behind() { 4 } else { 0 }
             + usize::from(experts > 0)
             + usize::from(widths.gates > 0);
+        let views = match shape.slices {
+            1 => views,
+            slices => OF_BLOCK + OF_SLICE * slices,
+        };
         let padding = chunks * views * ALIGNED;
         let aligned = Boundary::of_sequences(Role::SavedActivations, padding, size_of::<f32>());
         Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned }

@@ -88,6 +88,8 @@ pub(super) struct ExpertWeights<V, E> {
 pub(super) enum FeedForward<V, E> {
     Dense(Mlp<V>),
     Experts(ExpertWeights<V, E>),
+    /// A slice's is not beside its attention.
+    Apart,
 }
 
 /// A block's tensors, or their gradients; `E` are those of experts.

@@ -69,6 +69,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         clamped: None,
         transposed: false,
         chunk_positions: Shape::CHUNK_POSITIONS,
+        slices: 1,
         dropout: Dropouts::default(),
         tied: true,
         embedding_scale: 1.0,

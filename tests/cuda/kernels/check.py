@@ -859,11 +859,17 @@ def check_columns(device, random, rows, width, columns, first):
     all_columns, taken = device.elements(noise(random, rows, width)), device.out(rows, columns)
     device.launch("take_columns", taken, all_columns, rows, width, columns, first, scale)
     device.expect(taken, scale * all_columns.wide[:, some], 1e-6)
-    y = device.elements(noise(random, rows, width), changes=True)
-    x, expected = device.elements(noise(random, rows, columns)), y.wide.copy()
-    expected[:, some] += scale * x.wide
-    device.launch("add_columns", y, x, rows, width, columns, first, scale)
-    device.expect(y, expected, 1e-6)
+    for end, make in [("", device.elements), ("_of_floats", device.floats)]:
+        y = make(noise(random, rows, width), changes=True)
+        x, expected = make(noise(random, rows, columns)), y.wide.copy()
+        expected[:, some] += scale * x.wide
+        device.launch("add_columns" + end, y, x, rows, width, columns, first, scale)
+        device.expect(y, expected, 1e-6)
+        y = make(noise(random, rows, width), changes=True)
+        expected = y.wide.copy()
+        expected[:, some] = x.wide
+        device.launch("copy_columns" + end, y, x, rows, width, columns, first, 0, columns)
+        device.expect(y, expected, 0)
 
 
 def table(name):

@@ -319,6 +319,38 @@ fn a_rule_of_ones_own_moves_split_masters() {
     assert_eq!((steps, end.digest), (own_steps, own_end.digest));
 }
 
+/// Blocks in slices, beside PyTorch; and adapters on all modules, with all kinds of dropout, beside
+/// the CPU.
+#[test]
+fn slices_are_pytorchs() {
+    if !emulated::instead() {
+        return;
+    }
+    for (name, slices) in [("tied", 4), ("llama", 2), ("qwen3-slices", 4), ("gpt_neox-slices", 2)] {
+        for of in KINDS {
+            let (mut config, expected) = golden(name);
+            config.device.dtype = of;
+            config.parallel.slices = slices;
+            let (found, _) = run(config, 2).expect("a case of ours");
+            close(&found, &expected[..2], of, name);
+        }
+    }
+    for of in KINDS {
+        let on = |kind, lora| {
+            let mut config = config(kind);
+            config.model.heads = Some(4);
+            config.device.dtype = of;
+            config.parallel.slices = 2;
+            config.train.lora = lora;
+            run(config, 2).expect("a case of ours").0
+        };
+        for lora in [None, Some(LoraConfig::default())] {
+            let expected = on(DeviceKind::Cpu, lora.clone());
+            close(&on(DeviceKind::Cuda, lora), &expected, of, "slices");
+        }
+    }
+}
+
 /// Models with factors of scores, branches and logits, with branches beside each other, with pairs
 /// of neighbours that rotate, with queries that grow, and with windows of positions on both sides.
 #[test]

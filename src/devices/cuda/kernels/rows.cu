@@ -51,10 +51,8 @@ extern "C" __global__ void add_rows(float* y, const float* x, const int* places,
     write(y, sum, some);
 }
 
-// y[:, first..first + columns] += scale x. y: (rows, width); x: (rows, columns).
-// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
-extern "C" __global__ void add_columns(T* y, const T* x, int rows, int width, int columns, int first,
-                                       float scale) {
+template <class E>
+__device__ inline void add_to_columns(E* y, const E* x, int width, int columns, int first, float scale) {
     const long long row = blockIdx.x;
     const int column = my_column(), some = columns - column;
     if (some <= 0) {
@@ -67,6 +65,41 @@ extern "C" __global__ void add_columns(T* y, const T* x, int rows, int width, in
         sum.of[i] += scale * more.of[i];
     }
     write(y, sum, some);
+}
+
+// y[:, first..first + columns] += scale x. y: (rows, width); x: (rows, columns).
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void add_columns(T* y, const T* x, int rows, int width, int columns, int first,
+                                       float scale) {
+    add_to_columns(y, x, width, columns, first, scale);
+}
+
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void add_columns_of_floats(float* y, const float* x, int rows, int width, int columns,
+                                                 int first, float scale) {
+    add_to_columns(y, x, width, columns, first, scale);
+}
+
+template <class E>
+__device__ inline void copy_to_columns(E* y, const E* x, int y_width, int x_width, int to, int from, int columns) {
+    const long long row = blockIdx.x;
+    const int column = my_column(), some = columns - column;
+    if (some > 0) {
+        write(y + row * y_width + to + column, read(x + row * x_width + from + column, some), some);
+    }
+}
+
+// y[:, to..to + columns] = x[:, from..from + columns]. y: (rows, y_width); x: (rows, x_width).
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void copy_columns(T* y, const T* x, int rows, int y_width, int x_width, int to, int from,
+                                        int columns) {
+    copy_to_columns(y, x, y_width, x_width, to, from, columns);
+}
+
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void copy_columns_of_floats(float* y, const float* x, int rows, int y_width, int x_width,
+                                                  int to, int from, int columns) {
+    copy_to_columns(y, x, y_width, x_width, to, from, columns);
 }
 
 // y = scale x[:, first..first + columns]. y: (rows, columns); x: (rows, width).

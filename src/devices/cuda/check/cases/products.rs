@@ -2,7 +2,7 @@
 
 use super::Cases;
 use crate::kernels::{
-    ActivateBackward, Activation, AddColumns, Linear, LinearBackward, TakeColumns,
+    ActivateBackward, Activation, AddColumns, CopyColumns, Linear, LinearBackward, TakeColumns,
 };
 
 impl Cases<'_> {
@@ -53,6 +53,13 @@ impl Cases<'_> {
             bias: Some(p.input([1, outputs])),
             transposed,
         });
+        case!(self.linear, |p| Linear {
+            y: p.floats_output([r, outputs]),
+            x: p.input([r, inputs]),
+            w: p.input(weights),
+            bias: Some(p.input([1, outputs])),
+            transposed,
+        });
         for accumulate in [false, true] {
             case!(self.linear_backward, |p, scratch| LinearBackward {
                 dx: p.output([r, inputs]),
@@ -80,6 +87,16 @@ impl Cases<'_> {
             transposed: true,
             accumulate: false,
         });
+        case!(self.linear_backward, |p, scratch| LinearBackward {
+            dx: p.floats_output([r, 12]),
+            dw: None,
+            dbias: None,
+            dy: p.input([r, 9]),
+            x: p.input([r, 12]),
+            w: p.input([9, 12]),
+            transposed: true,
+            accumulate: false,
+        });
     }
 
     pub(super) fn of_columns(&mut self) {
@@ -92,6 +109,26 @@ impl Cases<'_> {
                 x: p.input([r, some]),
                 first,
                 scale,
+            });
+            case!(self.add_columns, |p| AddColumns {
+                y: p.floats([r, all], 0.0),
+                x: p.floats([r, some], 0.0),
+                first,
+                scale,
+            });
+            case!(self.copy_columns, |p| CopyColumns {
+                y: p.input([r, all]),
+                x: p.input([r, some]),
+                to: first,
+                from: 1,
+                columns: some - 2,
+            });
+            case!(self.copy_columns, |p| CopyColumns {
+                y: p.floats([r, some], 0.0),
+                x: p.floats([r, all], 0.0),
+                to: 1,
+                from: first,
+                columns: some - 1,
             });
             case!(self.take_columns, |p| TakeColumns {
                 y: p.output([r, some]),
