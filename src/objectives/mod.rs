@@ -7,6 +7,7 @@
 //! device needs no kernel of its own for an objective.
 
 mod contrastive;
+mod metrics;
 mod preference;
 mod similarity;
 mod triplet;
@@ -15,6 +16,8 @@ mod units;
 use std::ops::Range;
 
 pub use contrastive::Contrastive;
+pub(crate) use metrics::MOST_METRICS;
+pub use metrics::ObjectiveMetrics;
 pub use preference::{Preference, PreferenceKind};
 pub use similarity::{Similarity, SimilarityKind};
 pub use triplet::{Distance, Triplet};
@@ -72,6 +75,18 @@ pub trait Objective: Send + Sync {
     /// True if it reads a score of each record: see [`Sequence::score`](crate::data::Sequence).
     fn needs_scores(&self) -> bool {
         false
+    }
+
+    /// The names of its [metrics](Objective::metrics): at most 8.
+    fn metric_names(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Further numbers of each of these records, in the order of their names: (records, names).
+    /// Reports of steps and of validations have their means over all records.
+    fn metrics(&self, of: &Measurements<'_>) -> Vec<f64> {
+        let _ = of;
+        Vec::new()
     }
 
     /// The loss of each of these records. The loss of the step is the sum over all its records, so

@@ -9,7 +9,7 @@ use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::models::{Balance, BalanceOf, BlockTensors, Head, Model};
-use crate::objectives::{Measures, Scope};
+use crate::objectives::{MOST_METRICS, Measures, Scope};
 use crate::tensor::{Dtype, Packing};
 
 impl PlanSpec<'_> {
@@ -82,6 +82,9 @@ impl PlanSpec<'_> {
         let refuse = |what: &str| Err(Error::argument(format_args!("objective {name}: {what}")));
         if each == 0 {
             return refuse("a record has at least one sequence");
+        }
+        if objective.metric_names().len() > MOST_METRICS {
+            return refuse(&format!("it has more than {MOST_METRICS} metrics"));
         }
         let reads_embeddings = objective.measures() == Measures::Embeddings;
         if reads_embeddings && !self.model.shape.embeds() {

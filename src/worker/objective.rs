@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::kernels::{CrossEntropy, Loss, STATISTICS, label_of};
 use crate::models::EmbeddingPooling;
 use crate::objectives::{
-    LEAST, Measurements, Measures, Objective, SequenceSlopes, SequenceValues, Slopes, add_unscaled,
+    LEAST, Measurements, Measures, Objective, ObjectiveMetrics, SequenceSlopes, SequenceValues, Slopes, add_unscaled,
     length,
 };
 
@@ -19,6 +19,10 @@ pub(super) struct ObjectiveDesk {
     slopes: Vec<SequenceSlopes>,
     /// The loss of each record.
     losses: Vec<f64>,
+    /// The metrics of each record. (records, metrics).
+    metrics: Vec<f64>,
+    /// Those of the whole step, if several ranks share its records.
+    metrics_of_step: Option<Vec<f64>>,
     /// The sequences whose losses are computed, from the first on.
     computed: usize,
     /// Of a model that embeds, what is known of each sequence's hidden states.
@@ -159,6 +163,13 @@ impl ObjectiveDesk {
             return Err(format!("it gave {has} losses for {} records", of.records()));
         }
         self.losses[sequences.start / each..sequences.end / each].copy_from_slice(&losses);
+        let metrics = objective.metrics(&of);
+        let names = objective.metric_names().len();
+        if metrics.len() != names * of.records() {
+            let has = metrics.len();
+            return Err(format!("it gave {has} metrics for {} records of {names}", of.records()));
+        }
+        self.metrics.extend(metrics);
         self.computed = sequences.end;
         Ok(())
     }
@@ -167,6 +178,22 @@ impl ObjectiveDesk {
     pub(super) fn loss(&self, sequences: Range<usize>, each: usize) -> f64 {
         let first = |sequence: usize| sequence.div_ceil(each);
         self.losses[first(sequences.start)..first(sequences.end)].iter().sum()
+    }
+
+    /// The metrics of this rank's records, as far as they are computed: (records, metrics).
+    pub(super) fn metrics(&self) -> &[f64] {
+        &self.metrics
+    }
+
+    /// Takes the metrics of all records of the step.
+    pub(super) fn set_metrics_of_step(&mut self, all: Vec<f64>) {
+        self.metrics_of_step = Some(all);
+    }
+
+    /// The means of the metrics over all records of the step.
+    pub(super) fn mean_metrics(&self, objective: &dyn Objective) -> ObjectiveMetrics {
+        let all = self.metrics_of_step.as_ref().unwrap_or(&self.metrics);
+        ObjectiveMetrics::of_records(objective.metric_names(), all)
     }
 
     /// The first of these sequences for which a value or a slope is not finite, in words.
