@@ -22,7 +22,8 @@ pub struct ValidationConfig {
     /// predicts a value also `pearson` or `spearman`; for a model that gives a sequence several
     /// labels also `subset_accuracy`, and `precision`, `recall` or `f1` with `_micro` or `_macro`;
     /// for sentence embeddings also `accuracy_1` or `mrr_10`, or, of pairs with scores, `pearson`
-    /// or `spearman`; for preferences also `reward_accuracy` or `reward_margin`.
+    /// or `spearman`; for preferences also `reward_accuracy` or `reward_margin`, and for the
+    /// objectives `reward` and `binary` also `accuracy`.
     /// The first validation set decides.
     pub best: BestMetric,
 }

@@ -14,7 +14,7 @@ use super::spool::{Spool, Spooling};
 use super::tally::{Place, Tally};
 use super::vocabulary::SpecialTokens;
 use super::windows::{BadPiece, Piece, Windows};
-use super::{CORPUS, Predicts, Sequence, listing, pairs, reference, texts};
+use super::{CORPUS, Predicts, Sequence, listing, pairs, reference, scored, texts};
 use crate::config::{BadRecords, DataConfig};
 use crate::error::Error;
 use crate::hf::hex;
@@ -248,6 +248,7 @@ impl Opening<'_> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         let reader = self.reader;
         let needs = match reader.predicts {
+            _ if reader.scored.is_some() => return Err(refuse(&scored::NEEDED)),
             Predicts::Class | Predicts::Value => Some("text and label"),
             Predicts::LabelSet => Some("text and labels"),
             Predicts::TokenClass => Some("tokens and tags"),

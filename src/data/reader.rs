@@ -12,7 +12,7 @@ use super::pairs::Pair;
 use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{OwnLabel, Predicts, Sequence};
-use crate::config::{BadRecords, ReferenceKind, TextRecord, TooLong};
+use crate::config::{BadRecords, ReferenceKind, ScoreRecord, TextRecord, TooLong};
 use crate::hf::Encoded;
 use crate::objectives::Preference;
 
@@ -39,6 +39,8 @@ pub(super) struct Reader {
     pub(super) reference: Option<ReferenceKind>,
     /// The texts of a record, for a loss of sentence embeddings.
     pub(super) texts: Option<TextRecord>,
+    /// The record of a loss of scores.
+    pub(super) scored: Option<ScoreRecord>,
     /// The number of the model's token types.
     pub(super) kinds: usize,
     pub(super) predicts: Predicts,
@@ -78,17 +80,16 @@ impl Reader {
     }
 
     fn sequences(&self, mut columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
-        match (self.predicts, self.texts) {
-            (Predicts::Embedding, Some(record)) => {
+        match (self.predicts, self.texts, self.scored) {
+            (Predicts::Embedding, Some(record), _) => {
                 return Ok(vec![self.text_record(columns, record)?]);
             }
-            (Predicts::Embedding, None) => {
-                return Err(
-                    "this model makes embeddings, and records of texts are read for a loss \
-                            of them: set objective.kind = \"contrastive\""
-                        .into(),
-                );
+            (Predicts::Embedding, None, _) => {
+                let what = "this model makes embeddings, and records of texts are read for a loss \
+                            of them: set objective.kind = \"contrastive\"";
+                return Err(what.into());
             }
+            (_, _, Some(record)) => return Ok(vec![self.scored_record(columns, record)?]),
             _ => {}
         }
         let set = match self.predicts {

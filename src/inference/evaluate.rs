@@ -94,6 +94,7 @@ impl Evaluation {
                 true => Quality::Values(Agreement::default()),
                 false => Quality::Retrieval(Retrieval::default()),
             }),
+            Head::Classes { problem: ProblemType::Regression, .. } if objective.is_some() => None,
             Head::Classes { problem: ProblemType::Regression, .. } => {
                 Some(Quality::Values(Agreement::default()))
             }
@@ -364,6 +365,20 @@ impl Evaluator {
             return Err(Error::argument(what));
         }
         Ok(engine.run(batch, Purpose::Measure, Vec::new()).await?.embeddings)
+    }
+
+    /// The scores of each sequence of a batch of at most `step.batch` records, for a model with the
+    /// task `sequence-classification`: (sequences, labels).
+    ///
+    /// # Errors
+    /// The batch does not fit the model, or the model has another task; or the ring failed.
+    pub async fn scores(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
+        let engine = &mut self.loaded.engine;
+        if !matches!(engine.model.shape.head, Head::Classes { .. }) {
+            let what = "sequences have scores with model.task = \"sequence-classification\"";
+            return Err(Error::argument(what));
+        }
+        Ok(engine.run(batch, Purpose::Score, Vec::new()).await?.logits)
     }
 
     /// Ends all threads and tasks.

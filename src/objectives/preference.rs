@@ -71,11 +71,11 @@ pub struct Preference {
 type Value = (f64, f64);
 
 /// ln σ(x), without overflow.
-fn log_sigmoid(x: f64) -> f64 {
+pub(super) fn log_sigmoid(x: f64) -> f64 {
     if x >= 0.0 { -(-x).exp().ln_1p() } else { x - x.exp().ln_1p() }
 }
 
-fn sigmoid(x: f64) -> f64 {
+pub(super) fn sigmoid(x: f64) -> f64 {
     log_sigmoid(x).exp()
 }
 

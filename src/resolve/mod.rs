@@ -1,6 +1,7 @@
 //! What a config names: the shape of its model, what of the model is trained, and the weights that
 //! it begins with. A config names a preset or a directory in transformers' format.
 
+mod head;
 mod model;
 mod shape;
 mod weights;
