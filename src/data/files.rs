@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use sha2::{Digest, Sha256};
 
-use super::reader::{NOTHING_LEARNT, Reader, SKIP_THEM};
+use super::reader::{DROPPED, NOTHING_LEARNT, Reader, SKIP_THEM};
 use super::spool::{Spool, Spooling};
 use super::tally::{Place, Tally};
 use super::vocabulary::SpecialTokens;
@@ -97,8 +97,8 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
             (true, _) => "it is too short: it has fewer than two tokens".into(),
             (false, 0) => "there is no sequence in it".to_string(),
             (false, count) => format!(
-                "there is no sequence in it: data.bad_records left out all of its {count} \
-                 records: {skipped}"
+                "there is no sequence in it: data.bad_records or data.too_long left out all of its \
+                 {count} records: {skipped}"
             ),
         }));
     }
@@ -186,6 +186,9 @@ impl Opening<'_> {
         for (place, sequences) in read {
             match (sequences, self.reader.bad_records) {
                 (Ok(sequences), _) => self.push(name, place, &sequences)?,
+                (Err(problem), _) if problem.ends_with(DROPPED) => {
+                    self.skipped.add(name, place, problem);
+                }
                 (Err(problem), BadRecords::Error) if problem == NOTHING_LEARNT => {
                     let problem = format_args!("{problem}: {SKIP_THEM}");
                     return Err(place.error(name, &problem));

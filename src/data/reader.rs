@@ -20,6 +20,9 @@ use crate::objectives::Preference;
 pub(super) const NOTHING_LEARNT: &str =
     "nothing of it is learnt: the part to learn is empty or was cut off";
 
+/// The end of the problem of a record that is too long and is left out.
+pub(super) const DROPPED: &str = "data.too_long = \"drop\" leaves it out";
+
 /// What to do about such records.
 pub(super) const SKIP_THEM: &str = "data.bad_records = \"skip\" leaves such records out";
 
@@ -233,7 +236,7 @@ impl Reader {
                 tokens.truncate(self.positions);
                 Ok(vec![self.plain(tokens, Vec::new())])
             }
-            TooLong::Error => Err(self.length_error(tokens.len())),
+            TooLong::Error | TooLong::Drop => Err(self.length_error(tokens.len())),
         }
     }
 
@@ -343,10 +346,12 @@ impl Reader {
 
     pub(super) fn length_error(&self, tokens: usize) -> String {
         let most = self.positions;
-        format!(
-            "it has {tokens} tokens, and data.sequence_length allows {most}: set \
-             data.too_long = \"cut\" to cut the rest off"
-        )
+        let what = format!("it has {tokens} tokens, and data.sequence_length allows {most}: ");
+        let remedy = match self.too_long {
+            TooLong::Drop => DROPPED,
+            _ => "set data.too_long = \"cut\" to cut the rest off",
+        };
+        what + remedy
     }
 
     /// The words of a text with a class for each. The first token of a word has the word's class;

@@ -28,10 +28,10 @@ RECORDS = {"reward": 2, "binary": 4}  # of a step
 CASES = {
     "reward": dict(kind="reward"),
     "margin": dict(kind="reward", margins=True),
-    "centre": dict(kind="reward", centre=0.02, margins=True),
+    "centre": dict(kind="reward", centre=0.01, margins=True),
     "binary": dict(kind="binary"),
 }
-FULL = {"llama-classes": ["reward", "margin", "centre"], "mistral-classes": ["reward", "centre"],
+FULL = {"llama-classes": ["reward", "margin", "centre"], "mistral-classes": ["reward", "margin"],
         "qwen3-classes": ["reward", "binary"], "gpt2-classes": ["margin", "centre"], "bert-value": ["binary"],
         "distilbert-classes": ["binary"]}
 ADAPTERS = {"llama": (["q_proj", "down_proj"], ["centre"]), "mistral": (["v_proj"], ["reward"]),

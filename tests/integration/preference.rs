@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use l2l::config::{BestMetric, EpsTier, ObjectiveKind, ScheduleKind};
+use l2l::config::{BestMetric, EpsTier, ObjectiveKind, ScheduleKind, TooLong};
 use l2l::data::{Batch, Batches, Dataset, Sequence};
 use l2l::{Config, Error, Trainer};
 use serde_json::{Value, json};
@@ -261,6 +261,29 @@ fn records_that_are_no_preferences_are_refused_by_name() {
         &|_, config| config.data.train = "built-in".into(),
         "needs records with the columns chosen and rejected",
     );
+}
+
+/// A record of which one answer is too long is left out, and a bad one is refused all the same.
+#[test]
+fn records_that_are_too_long_are_dropped() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut lines = answers(4);
+    lines[1]["rejected"] = json!("x".repeat(99));
+    let mut config = on_file(folder.path(), &lines);
+    config.data.too_long = TooLong::Drop;
+    let open = |config: &Config| {
+        let shape = l2l::shape_of(config).expect("a shape of ours");
+        Dataset::open(config, &shape).map(|(data, _)| data)
+    };
+    let data = open(&config).expect("good records");
+    assert_eq!((data.len(), data.skipped_records()), (Some(3), 1));
+    let notes = data.notes().join("\n");
+    let says = "data.sequence_length allows 64: data.too_long = \"drop\" leaves it out";
+    assert!(notes.contains("line 2: rejected: it has") && notes.contains(says), "{notes}");
+    lines[2]["chosen"] = json!("");
+    config.data.train = on_file(folder.path(), &lines).data.train;
+    let refused = open(&config).err().expect("it is refused").to_string();
+    assert!(refused.contains("line 3: chosen: completion is empty"), "{refused}");
 }
 
 /// Data that does not say that it is a preference.
