@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
 def main(checkpoint, records, evaluation, base=None):
-    model = AutoModelForSequenceClassification.from_pretrained(base or checkpoint, num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(base or checkpoint, num_labels=1, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, checkpoint) if base else model
     tokenizer = AutoTokenizer.from_pretrained(base or checkpoint)
 
