@@ -130,7 +130,7 @@ async fn rewards_are_told_of_steps_and_validations() {
         let beta = if kind == "simpo" { 2.0 } else { 0.1 };
         let reward = |answer: usize| {
             let record = &all[answer / 2];
-            let from = if answer % 2 == 0 { 0 } else { record.documents[0] };
+            let from = if answer.is_multiple_of(2) { 0 } else { record.documents[0] };
             let labels = &record.labels[from..from + record.documents[answer % 2]];
             let tokens = labels[1..].iter().filter(|label| **label >= 0).count() as f64;
             match kind {
