@@ -1,6 +1,11 @@
-//! Checks for a layer of your own: that its backward is the gradient of its forward.
+//! Checks for a layer of your own: that its backward is the gradient of its forward; and for a loss
+//! and an objective.
+
+mod objectives;
 
 use std::ops::Range;
+
+pub use objectives::check_objective;
 
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};

@@ -79,6 +79,7 @@ const NAMES: &[(&[&str], &str, &str)] = &[
     (&["label_smoothing_factor"], "train.label_smoothing", ""),
     (&["loss_type"], "objective.kind", ""),
     (&["simpo_gamma"], "objective.gamma", ""),
+    (&["center_rewards_coefficient"], "objective.centre", ""),
     (&["cpo_alpha", "rpo_alpha"], "objective.sft", ""),
     (&["matryoshka_dims", "matryoshka_dimensions"], "objective.dimensions", ""),
     (&["triplet_margin"], "objective.margin", ""),

@@ -45,7 +45,8 @@ pub struct DataConfig {
     /// the same time.
     pub group_by_length: bool,
     /// What happens to a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
-    /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.
+    /// end off, `split` continues it in further sequences, `drop` leaves its record out and counts
+    /// it. A `.txt` or `.md` file is always split.
     pub too_long: TooLong,
     /// What happens to a record that cannot be used or of which nothing is learnt: a broken line,
     /// an unknown label, a text that is too long, labels that are all -100 or were all cut off.
@@ -344,6 +345,8 @@ pub enum TooLong {
     Cut,
     /// It continues in further sequences. Only for `text`.
     Split,
+    /// The record that has it is left out, and counted.
+    Drop,
 }
 
 /// What happens to a record that cannot be used.

@@ -6,14 +6,16 @@ use super::check::{is_not_negative, is_positive, must, refuse};
 use super::{Config, OnResume, Task, TooLong};
 use crate::error::Error;
 use crate::objectives::{
-    Contrastive, Distance, Objective, Preference, PreferenceKind, Similarity, SimilarityKind,
-    Triplet,
+    Binary, Contrastive, Distance, Objective, Preference, PreferenceKind, Reward, Similarity,
+    SimilarityKind, Triplet,
 };
 
 /// `[objective]`. A record of a preference has the columns `chosen` and `rejected`: texts behind a
 /// text `prompt`, or messages. Dropout is then 0 unless `model.dropout` sets it. A record of
-/// `contrastive` has the texts `anchor` and `positive`, and perhaps hard negatives. `step.batch`
-/// counts records, and `step.micro_batch` sequences.
+/// `contrastive` has the texts `anchor` and `positive`, and perhaps hard negatives. A record of
+/// `reward` is a preference, perhaps with a `margin`, and one of `binary` has the texts `query` and
+/// `document`, and a `label` from 0 to 1. `step.batch` counts records, and `step.micro_batch`
+/// sequences.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -25,6 +27,10 @@ pub struct ObjectiveConfig {
     /// positives and negatives of all records of the step (MultipleNegativesRankingLoss of
     /// sentence-transformers); `cosine`, the mean squared difference of a pair's cosine and its
     /// score; `cosent`, the order of all cosines of the step against that of the scores; `triplet`.
+    /// Of the one score of a sequence (`model.task` is then `sequence-classification`, with one
+    /// label): `reward`, that a chosen answer has a higher score than a rejected one (TRL's
+    /// RewardTrainer); `binary`, the binary cross entropy of the score of a query with a document
+    /// (BinaryCrossEntropyLoss of sentence-transformers' CrossEncoder).
     pub kind: ObjectiveKind,
     /// The reference of `dpo`, `ipo` and `hinge`. `before`: the model as the run begins, with the
     /// adapters that it begins with; its log-probabilities are computed before the first step.
@@ -44,6 +50,9 @@ pub struct ObjectiveConfig {
     /// The factor of the mean cross entropy of all tokens of chosen answers, which is added. When
     /// absent: 1 for `orpo` and `cpo`, else 0.
     pub sft: Option<f64>,
+    /// With `reward`: the factor of the squared sum of both scores, which pulls scores to a mean of
+    /// 0. When absent: 0.
+    pub centre: Option<f64>,
     /// The factor of the cosines of `contrastive` and `cosent`. When absent: 20.
     pub scale: Option<f64>,
     /// With `contrastive`: the mean of the loss and of the same loss of each positive among all
@@ -98,6 +107,19 @@ pub enum ObjectiveKind {
     Cosent,
     /// An anchor is nearer to its positive than to its negative, by a margin.
     Triplet,
+    /// A reward model: the chosen answer has a higher score than the rejected one.
+    Reward,
+    /// A reranker: the binary cross entropy of the score of a query with a document.
+    Binary,
+}
+
+/// The record of a loss of scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ScoreRecord {
+    /// A chosen and a rejected answer.
+    Answers,
+    /// Two texts as one sequence, with a label.
+    Texts,
 }
 
 /// The texts of a record for a loss of sentence embeddings.
@@ -138,7 +160,9 @@ impl ObjectiveKind {
             | ObjectiveKind::Contrastive
             | ObjectiveKind::Cosine
             | ObjectiveKind::Cosent
-            | ObjectiveKind::Triplet => return None,
+            | ObjectiveKind::Triplet
+            | ObjectiveKind::Reward
+            | ObjectiveKind::Binary => return None,
             ObjectiveKind::Dpo => PreferenceKind::Dpo,
             ObjectiveKind::Ipo => PreferenceKind::Ipo,
             ObjectiveKind::Hinge => PreferenceKind::Hinge,
@@ -151,7 +175,7 @@ impl ObjectiveKind {
 
 impl ObjectiveConfig {
     pub(super) const ON_RESUME: OnResume = OnResume::free("").with_changes(
-        "beta dimensions distance duplicates gamma label_smoothing margin robust scale sft \
+        "beta centre dimensions distance duplicates gamma label_smoothing margin robust scale sft \
          symmetric",
     );
 
@@ -185,6 +209,10 @@ impl ObjectiveConfig {
             })),
             ObjectiveKind::Cosine => similarity(SimilarityKind::Cosine),
             ObjectiveKind::Cosent => similarity(SimilarityKind::CoSent),
+            ObjectiveKind::Reward => {
+                Some(Box::new(Reward { centre: self.centre.unwrap_or_default() }))
+            }
+            ObjectiveKind::Binary => Some(Box::new(Binary)),
             ObjectiveKind::Triplet => {
                 let distance = self.distance.unwrap_or_default();
                 let usual = if distance == Distance::Cosine { 0.5 } else { 5.0 };
@@ -211,6 +239,20 @@ impl ObjectiveConfig {
             ObjectiveKind::Cosent => scored(f32::MIN, f32::MAX),
             _ => None,
         }
+    }
+
+    /// The record of a loss of scores, if the objective is one.
+    pub(crate) fn score_record(&self) -> Option<ScoreRecord> {
+        match self.kind {
+            ObjectiveKind::Reward => Some(ScoreRecord::Answers),
+            ObjectiveKind::Binary => Some(ScoreRecord::Texts),
+            _ => None,
+        }
+    }
+
+    /// True if the objective compares two answers, into which dropout would bring noise.
+    pub(crate) fn compares_answers(&self) -> bool {
+        self.preference().is_some() || self.kind == ObjectiveKind::Reward
     }
 
     /// Sequences of a record.
@@ -255,6 +297,7 @@ impl Config {
         let what = "is for kind = \"dpo\", \"ipo\" or \"hinge\"";
         refuse(reference.is_some() && !compares, "objective.reference", what)?;
         self.check_embeddings()?;
+        self.check_scores()?;
         if !is_preference {
             return Ok(());
         }
@@ -267,6 +310,35 @@ impl Config {
         refuse(self.data.too_long == TooLong::Split, "data.too_long", what)?;
         let what = "leaves layers out, and the reference has all of them: leave it out";
         refuse(compares && self.depth.drop > 0.0, "depth.drop", what)
+    }
+
+    /// Checks the keys of objectives on scores, and what goes with them.
+    fn check_scores(&self) -> Result<(), Error> {
+        let ObjectiveConfig { kind, centre, .. } = self.objective;
+        let is_reward = kind == ObjectiveKind::Reward;
+        refuse(centre.is_some() && !is_reward, "objective.centre", "is for kind = \"reward\"")?;
+        must(centre.is_none_or(is_not_negative), "objective.centre", "a finite number, 0 or more")?;
+        if self.objective.score_record().is_none() {
+            return Ok(());
+        }
+        let task = self.model.task.filter(|task| *task != Task::SequenceClassification);
+        if let Some(task) = task {
+            let problem = format_args!(
+                "is {:?}, and objective.kind is a loss of scores: leave it out, or set \
+                 \"sequence-classification\"",
+                task.name()
+            );
+            return Err(Error::config("model.task", problem));
+        }
+        let what = "joins texts, and each has a score of its own (nothing is padded): leave it out";
+        refuse(self.data.packing, "data.packing", what)?;
+        let columns = if is_reward { "chosen and rejected" } else { "query, document and label" };
+        let what = format!("is \"random\", which has no records: name some with {columns}");
+        refuse(self.data.train.is("random"), "data.train", &what)?;
+        let what = "is \"split\", and a text has one score: set \"cut\", or \"error\"";
+        refuse(self.data.too_long == TooLong::Split, "data.too_long", what)?;
+        let what = "is for classes, and objective.kind is a loss of one score: leave it out";
+        refuse(self.train.label_smoothing > 0.0, "train.label_smoothing", what)
     }
 
     /// Checks the keys of objectives on sentence embeddings, and what goes with them.

@@ -22,7 +22,8 @@ pub struct ValidationConfig {
     /// predicts a value also `pearson` or `spearman`; for a model that gives a sequence several
     /// labels also `subset_accuracy`, and `precision`, `recall` or `f1` with `_micro` or `_macro`;
     /// for sentence embeddings also `accuracy_1` or `mrr_10`, or, of pairs with scores, `pearson`
-    /// or `spearman`.
+    /// or `spearman`; for preferences also `reward_accuracy` or `reward_margin`, and for the
+    /// objectives `reward` and `binary` also `accuracy`.
     /// The first validation set decides.
     pub best: BestMetric,
 }
@@ -65,6 +66,10 @@ pub enum BestMetric {
     /// The mean of 1 ÷ the place of the positive, as far as it is among the first 10.
     #[serde(rename = "mrr_10")]
     Mrr10,
+    /// The share of records whose chosen answer has the higher reward.
+    RewardAccuracy,
+    /// The mean by which the reward of chosen answers is higher.
+    RewardMargin,
 }
 
 impl BestMetric {
@@ -86,6 +91,8 @@ impl BestMetric {
             BestMetric::F1Macro => "f1_macro",
             BestMetric::Accuracy1 => "accuracy_1",
             BestMetric::Mrr10 => "mrr_10",
+            BestMetric::RewardAccuracy => "reward_accuracy",
+            BestMetric::RewardMargin => "reward_margin",
         }
     }
 

@@ -43,6 +43,8 @@ pub struct Dataset {
     attend_across: bool,
     /// The preference loss, if a sequence is the two answers of a preference.
     pub(super) preference: Option<Preference>,
+    /// True if an objective reads a score of each sequence.
+    pub(super) is_scored: bool,
     vocabulary: Vocabulary,
 }
 
@@ -202,6 +204,7 @@ impl Dataset {
             mask,
             attend_across: config.data.attend_across,
             preference: config.objective.preference(),
+            is_scored: config.objective.score_record().is_some(),
             vocabulary,
         })
     }
@@ -236,6 +239,7 @@ impl Dataset {
             preference: config.objective.preference(),
             reference: config.objective.reference,
             texts: config.objective.text_record(),
+            scored: config.objective.score_record(),
             kinds: shape.token_types,
             predicts,
             classes,

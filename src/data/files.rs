@@ -9,12 +9,12 @@ use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use sha2::{Digest, Sha256};
 
-use super::reader::{NOTHING_LEARNT, Reader, SKIP_THEM};
+use super::reader::{DROPPED, NOTHING_LEARNT, Reader, SKIP_THEM};
 use super::spool::{Spool, Spooling};
 use super::tally::{Place, Tally};
 use super::vocabulary::SpecialTokens;
 use super::windows::{BadPiece, Piece, Windows};
-use super::{CORPUS, Predicts, Sequence, listing, pairs, reference, texts};
+use super::{CORPUS, Predicts, Sequence, listing, pairs, reference, scored, texts};
 use crate::config::{BadRecords, DataConfig};
 use crate::error::Error;
 use crate::hf::hex;
@@ -97,8 +97,8 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
             (true, _) => "it is too short: it has fewer than two tokens".into(),
             (false, 0) => "there is no sequence in it".to_string(),
             (false, count) => format!(
-                "there is no sequence in it: data.bad_records left out all of its {count} \
-                 records: {skipped}"
+                "there is no sequence in it: data.bad_records or data.too_long left out all of its \
+                 {count} records: {skipped}"
             ),
         }));
     }
@@ -186,6 +186,9 @@ impl Opening<'_> {
         for (place, sequences) in read {
             match (sequences, self.reader.bad_records) {
                 (Ok(sequences), _) => self.push(name, place, &sequences)?,
+                (Err(problem), _) if problem.ends_with(DROPPED) => {
+                    self.skipped.add(name, place, problem);
+                }
                 (Err(problem), BadRecords::Error) if problem == NOTHING_LEARNT => {
                     let problem = format_args!("{problem}: {SKIP_THEM}");
                     return Err(place.error(name, &problem));
@@ -248,6 +251,7 @@ impl Opening<'_> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         let reader = self.reader;
         let needs = match reader.predicts {
+            _ if reader.scored.is_some() => return Err(refuse(&scored::NEEDED)),
             Predicts::Class | Predicts::Value => Some("text and label"),
             Predicts::LabelSet => Some("text and labels"),
             Predicts::TokenClass => Some("tokens and tags"),

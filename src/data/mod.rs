@@ -24,6 +24,7 @@ mod reader;
 mod record;
 mod reference;
 mod remarks;
+mod scored;
 mod source;
 mod spool;
 mod tables;
@@ -92,7 +93,8 @@ pub struct Sequence {
     /// For an objective that compares with a reference: the log-probability of each document by
     /// it. Else empty.
     pub reference: Vec<f64>,
-    /// For an objective that compares a record's texts with a score: that score.
+    /// For an objective that compares a record's texts with a score or a label: that number. Of
+    /// two answers, the margin of a reward model.
     pub score: Option<f32>,
 }
 
@@ -328,6 +330,15 @@ impl Batch {
         Batch::records_of(records, Predicts::Embedding)
     }
 
+    /// A batch for an objective on scores, of records: each document of a sequence is a sequence by
+    /// itself. Labels are not read.
+    ///
+    /// # Panics
+    /// As [`Batch::new`].
+    pub fn of_scored<S: Borrow<Sequence>>(records: &[S]) -> Batch {
+        Batch::records_of(records, Predicts::Value)
+    }
+
     fn records_of<S: Borrow<Sequence>>(records: &[S], predicts: Predicts) -> Batch {
         let mut reference = Vec::new();
         let mut scores = Vec::new();
@@ -335,18 +346,25 @@ impl Batch {
         for record in records.iter().map(Borrow::borrow) {
             reference.extend(&record.reference);
             let mut documents: Vec<Document> = record.document_ranges().collect();
-            if documents.is_empty() && predicts == Predicts::Embedding {
+            if documents.is_empty() && predicts != Predicts::Next {
                 documents.push(Document { from: 0, to: record.tokens.len() as u32 });
             }
             scores.extend(documents.iter().filter_map(|_| record.score));
             sequences.extend(documents.into_iter().map(|Document { from, to }| {
                 let rows = from as usize..to as usize;
                 let tokens = record.tokens[rows.clone()].to_vec();
-                let labels = match predicts {
-                    Predicts::Embedding => vec![-100; tokens.len()],
-                    _ => record.labels[rows].to_vec(),
-                };
-                Sequence { labels, tokens, ..Sequence::default() }
+                let kinds = record.kinds.get(rows.clone()).unwrap_or_default().to_vec();
+                match predicts {
+                    // The score of a sequence stands in the row of its label.
+                    Predicts::Value => Sequence::classified(tokens, 0, kinds),
+                    Predicts::Embedding => {
+                        Sequence { labels: vec![-100; tokens.len()], tokens, ..Sequence::default() }
+                    }
+                    _ => {
+                        let labels = record.labels[rows].to_vec();
+                        Sequence { labels, tokens, ..Sequence::default() }
+                    }
+                }
             }));
         }
         let mut batch = Batch::of(&sequences, predicts);

@@ -44,32 +44,48 @@ impl Pair {
     }
 }
 
+/// The bytes of the prompt of two texts without one: the part in which they begin alike, without a
+/// space at its end, as TRL takes it. Of texts that are the same, none.
+fn shared_text(a: &str, b: &str) -> usize {
+    let differ = |(x, y): (char, char)| x != y;
+    let Some(at) = a.chars().zip(b.chars()).position(differ) else { return 0 };
+    let shared: String = a.chars().take(at).collect();
+    shared.strip_suffix(' ').unwrap_or(&shared).len()
+}
+
 impl Dataset {
     /// A batch of these sequences.
     pub(super) fn batch_of(&self, sequences: &[Sequence]) -> Batch {
         match (self.preference, self.predicts()) {
             (Some(_), _) => Batch::of_records(sequences),
             (None, Predicts::Embedding) => Batch::of_texts(sequences),
+            (None, Predicts::Value) if self.is_scored => Batch::of_scored(sequences),
             (None, predicts) => Batch::of(sequences, predicts),
         }
     }
 }
 
 impl Reader {
-    /// The two answers of a preference, as the documents of one sequence.
-    pub(super) fn pair(
-        &self,
-        record: &Record,
-        pair: Pair,
-        preference: Preference,
-    ) -> Result<Sequence, String> {
-        let Pair { chosen, rejected, reference, has } = pair;
-        let both = match (&record.prompt, &chosen, &rejected) {
+    /// Both answers behind their prompt.
+    pub(super) fn answers(&self, record: &Record, pair: &Pair) -> Result<[Sequence; 2], String> {
+        let Pair { chosen, rejected, has, .. } = pair;
+        let both = match (&record.prompt, chosen, rejected) {
             (Some(Turns::Text(prompt)), Turns::Text(chosen), Turns::Text(rejected)) => {
                 [chosen, rejected].map(|answer| self.completion(prompt, answer))
             }
-            (None, Turns::Text(_), Turns::Text(_)) => {
-                return Err(format!("prompt is missing, which answers that are texts need; {has}"));
+            (None, Turns::Text(chosen), Turns::Text(rejected)) => {
+                // A score is of the whole text.
+                let is_whole = self.scored.is_some();
+                let shared = if is_whole { 0 } else { shared_text(chosen, rejected) };
+                if shared == 0 && !is_whole {
+                    let what = "prompt is missing, which answers that are texts need unless they \
+                                begin alike";
+                    return Err(format!("{what}; {has}"));
+                }
+                [chosen, rejected].map(|answer| {
+                    let (prompt, answer) = answer.split_at(shared);
+                    self.completion(prompt, answer)
+                })
             }
             (Some(Turns::Messages(prompt)), Turns::Messages(chosen), Turns::Messages(rejected)) => {
                 let prompt = record.with_system(prompt.clone());
@@ -81,11 +97,14 @@ impl Reader {
                     [chosen, rejected].map(|chat| record.with_system(chat.clone()));
                 let same = |(a, b): &(&Message, &Message)| a == b;
                 let shared = chosen.iter().zip(&rejected).take_while(same).count();
-                if shared == 0 || shared == chosen.len() || shared == rejected.len() {
+                let is_whole = shared == chosen.len() || shared == rejected.len();
+                if (shared == 0 || is_whole) && self.scored.is_none() {
                     let what = "chosen and rejected are chats without a prompt: they must begin \
                                 alike, and end differently";
                     return Err(what.into());
                 }
+                // A score is of the whole chat.
+                let shared = if self.scored.is_some() { 0 } else { shared };
                 [chosen, rejected].map(|chat| {
                     let (prompt, answer) = chat.split_at(shared);
                     self.chat(prompt, answer, &record.tools)
@@ -100,6 +119,18 @@ impl Reader {
         let named = |name| move |what: String| format!("{name}: {what}");
         let chosen = chosen.map_err(named("chosen"))?;
         let rejected = rejected.map_err(named("rejected"))?;
+        Ok([chosen, rejected])
+    }
+
+    /// The two answers of a preference, as the documents of one sequence.
+    pub(super) fn pair(
+        &self,
+        record: &Record,
+        pair: Pair,
+        preference: Preference,
+    ) -> Result<Sequence, String> {
+        let Pair { reference, ref has, .. } = pair;
+        let [chosen, rejected] = self.answers(record, &pair)?;
         let reference = match (self.reference, reference) {
             _ if !preference.needs_reference() => Vec::new(),
             (Some(ReferenceKind::Before), _) | (None, [None, None]) => Vec::new(),

@@ -12,13 +12,16 @@ use super::pairs::Pair;
 use super::record::{ColumnTexts, Columns, Label, Record, Turns};
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{OwnLabel, Predicts, Sequence};
-use crate::config::{BadRecords, ReferenceKind, TextRecord, TooLong};
+use crate::config::{BadRecords, ReferenceKind, ScoreRecord, TextRecord, TooLong};
 use crate::hf::Encoded;
 use crate::objectives::Preference;
 
 /// The problem of a record without a label.
 pub(super) const NOTHING_LEARNT: &str =
     "nothing of it is learnt: the part to learn is empty or was cut off";
+
+/// The end of the problem of a record that is too long and is left out.
+pub(super) const DROPPED: &str = "data.too_long = \"drop\" leaves it out";
 
 /// What to do about such records.
 pub(super) const SKIP_THEM: &str = "data.bad_records = \"skip\" leaves such records out";
@@ -39,6 +42,8 @@ pub(super) struct Reader {
     pub(super) reference: Option<ReferenceKind>,
     /// The texts of a record, for a loss of sentence embeddings.
     pub(super) texts: Option<TextRecord>,
+    /// The record of a loss of scores.
+    pub(super) scored: Option<ScoreRecord>,
     /// The number of the model's token types.
     pub(super) kinds: usize,
     pub(super) predicts: Predicts,
@@ -78,17 +83,16 @@ impl Reader {
     }
 
     fn sequences(&self, mut columns: ColumnTexts) -> Result<Vec<Sequence>, String> {
-        match (self.predicts, self.texts) {
-            (Predicts::Embedding, Some(record)) => {
+        match (self.predicts, self.texts, self.scored) {
+            (Predicts::Embedding, Some(record), _) => {
                 return Ok(vec![self.text_record(columns, record)?]);
             }
-            (Predicts::Embedding, None) => {
-                return Err(
-                    "this model makes embeddings, and records of texts are read for a loss \
-                            of them: set objective.kind = \"contrastive\""
-                        .into(),
-                );
+            (Predicts::Embedding, None, _) => {
+                let what = "this model makes embeddings, and records of texts are read for a loss \
+                            of them: set objective.kind = \"contrastive\"";
+                return Err(what.into());
             }
+            (_, _, Some(record)) => return Ok(vec![self.scored_record(columns, record)?]),
             _ => {}
         }
         let set = match self.predicts {
@@ -232,7 +236,7 @@ impl Reader {
                 tokens.truncate(self.positions);
                 Ok(vec![self.plain(tokens, Vec::new())])
             }
-            TooLong::Error => Err(self.length_error(tokens.len())),
+            TooLong::Error | TooLong::Drop => Err(self.length_error(tokens.len())),
         }
     }
 
@@ -342,10 +346,12 @@ impl Reader {
 
     pub(super) fn length_error(&self, tokens: usize) -> String {
         let most = self.positions;
-        format!(
-            "it has {tokens} tokens, and data.sequence_length allows {most}: set \
-             data.too_long = \"cut\" to cut the rest off"
-        )
+        let what = format!("it has {tokens} tokens, and data.sequence_length allows {most}: ");
+        let remedy = match self.too_long {
+            TooLong::Drop => DROPPED,
+            _ => "set data.too_long = \"cut\" to cut the rest off",
+        };
+        what + remedy
     }
 
     /// The words of a text with a class for each. The first token of a word has the word's class;

@@ -15,9 +15,9 @@ pub(super) const NEEDED: &str = "objective.kind is a loss of sentence embeddings
                                  records with the columns anchor and positive";
 
 /// A text of a record: the name of its column, and the names that data sets have for it.
-struct TextColumn {
-    name: &'static str,
-    others: &'static [&'static str],
+pub(super) struct TextColumn {
+    pub(super) name: &'static str,
+    pub(super) others: &'static [&'static str],
 }
 
 const ANCHOR: TextColumn =
@@ -76,7 +76,7 @@ impl Reader {
         Ok(Sequence { documents, score, ..Sequence::plain(tokens) })
     }
 
-    fn take_text(
+    pub(super) fn take_text(
         &self,
         columns: &mut ColumnTexts,
         column: &TextColumn,
@@ -123,7 +123,10 @@ impl Reader {
 }
 
 /// The score of a record, within these bounds. In a table, each number is a text.
-fn take_score(columns: &mut ColumnTexts, [low, high]: [f32; 2]) -> Result<Option<f32>, String> {
+pub(super) fn take_score(
+    columns: &mut ColumnTexts,
+    [low, high]: [f32; 2],
+) -> Result<Option<f32>, String> {
     for name in ["score", "label"] {
         let number = |value: Value| match value {
             Value::String(text) => text.parse::<f64>().ok(),

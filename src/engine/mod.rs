@@ -29,6 +29,7 @@ use crate::eps::{self, Saving};
 use crate::error::{self, Error};
 use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
+use crate::objectives::ObjectiveMetrics;
 use crate::optimizers::{LossScale, ScaleState};
 use crate::plan::{
     DealtStep, Plan, Purpose, StepShape, StepSpec, Units, most_positions, schedule_of,
@@ -91,6 +92,8 @@ pub(crate) struct Outcome {
     pub(crate) log_probabilities: Vec<f64>,
     /// The embedding of each sequence, if the model makes them and the step does not train.
     pub(crate) embeddings: Vec<f32>,
+    /// The metrics of the model's objective.
+    pub(crate) metrics: ObjectiveMetrics,
 }
 
 impl Engine {
@@ -255,6 +258,7 @@ impl Engine {
             hidden,
             log_probabilities: self.worker().log_probabilities(),
             embeddings: self.worker().embeddings(),
+            metrics: self.worker().metrics(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Reports of a step and of a whole run.
 
+use crate::objectives::ObjectiveMetrics;
 use crate::plan::LinkBytes;
 
 /// The report of a training step.
@@ -15,6 +16,8 @@ pub struct StepReport {
     /// The loss of the size of the routers' logits, with its weight, if there is one. It is no part
     /// of `loss`.
     pub z_loss: Option<f64>,
+    /// The means of an objective's metrics over the records of the step.
+    pub metrics: ObjectiveMetrics,
     /// The global gradient norm, before clipping.
     pub grad_norm: f64,
     /// The factor of the loss, if there is one (`loss_scale`).

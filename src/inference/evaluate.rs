@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::fabric::Exchanges;
 use crate::kernels::ProblemType;
 use crate::models::{Head, Model};
+use crate::objectives::{MOST_METRICS, ObjectiveMetrics};
 use crate::plan::{Plan, Purpose};
 
 /// The results of an evaluation.
@@ -32,6 +33,8 @@ pub struct Evaluation {
     /// The number of records, for a model with an [objective](crate::objectives::Objective). Then
     /// the loss is the mean over records.
     pub records: Option<u64>,
+    /// The means of the objective's metrics over all records.
+    pub metrics: ObjectiveMetrics,
     /// How predictions agree with labels, for a model that predicts classes, values or labels.
     pub quality: Option<Quality>,
 }
@@ -45,6 +48,7 @@ impl Evaluation {
     /// The loss and further metrics, by name. The loss comes first.
     pub fn values(&self) -> Vec<(&'static str, f64)> {
         let mut values = vec![("loss", self.loss)];
+        values.extend(self.metrics.iter());
         match &self.quality {
             None if self.records.is_some() => {}
             None => values.push(("perplexity", self.perplexity())),
@@ -90,6 +94,7 @@ impl Evaluation {
                 true => Quality::Values(Agreement::default()),
                 false => Quality::Retrieval(Retrieval::default()),
             }),
+            Head::Classes { problem: ProblemType::Regression, .. } if objective.is_some() => None,
             Head::Classes { problem: ProblemType::Regression, .. } => {
                 Some(Quality::Values(Agreement::default()))
             }
@@ -107,6 +112,9 @@ impl Evaluation {
             tokens: 0,
             labelled: 0,
             records: None,
+            metrics: ObjectiveMetrics::named(
+                objective.map_or(&[], |objective| objective.metric_names()),
+            ),
             quality,
         }
     }
@@ -136,9 +144,11 @@ impl Evaluation {
         Labels { all, weight, numbers, each }
     }
 
-    /// Adds a batch's mean loss, and its scores or its embeddings.
-    fn add(&mut self, labels: &Labels, loss: f64, scores: &[f32]) {
+    /// Adds a batch's mean loss and metrics, and its scores or its embeddings.
+    fn add(&mut self, labels: &Labels, found: &Found) {
+        let Found { loss, metrics, scores } = found;
         self.loss += loss * labels.weight as f64;
+        self.metrics.sum(metrics, labels.weight as f64);
         match &mut self.quality {
             None => {}
             Some(Quality::Retrieval(found)) => found.take(scores, &labels.numbers, labels.each),
@@ -163,11 +173,49 @@ impl Evaluation {
 
     /// Makes a mean of the sum of losses. Without labels it is NaN.
     fn finish(mut self) -> Evaluation {
-        self.loss /= self.records.unwrap_or(self.labelled) as f64;
+        let weight = self.records.unwrap_or(self.labelled) as f64;
+        self.loss /= weight;
+        self.metrics.scale(1.0 / weight);
         if let Some(Quality::Retrieval(found)) = &mut self.quality {
             found.find();
         }
         self
+    }
+}
+
+/// What a batch came to.
+struct Found {
+    loss: f64,
+    /// The means of the objective's metrics.
+    metrics: [f64; MOST_METRICS],
+    /// Logits, embeddings or cosines.
+    scores: Vec<f32>,
+}
+
+impl Found {
+    fn of(model: &Model, outcome: Outcome) -> Found {
+        let loss = outcome.loss;
+        let metrics = *outcome.metrics.means();
+        Found { loss, metrics, scores: scores_of(model, outcome) }
+    }
+
+    /// As bytes for other ranks.
+    fn bytes(&self) -> Vec<u8> {
+        let numbers = [self.loss].into_iter().chain(self.metrics);
+        let mut bytes: Vec<u8> = numbers.flat_map(f64::to_le_bytes).collect();
+        bytes.extend(self.scores.iter().flat_map(|score| score.to_le_bytes()));
+        bytes
+    }
+
+    fn of_bytes(bytes: &[u8]) -> Found {
+        let (numbers, scores) = bytes.split_at(8 * (1 + MOST_METRICS));
+        let (numbers, _) = numbers.as_chunks();
+        let mut numbers = numbers.iter().map(|&bytes| f64::from_le_bytes(bytes));
+        let loss = numbers.next().expect("each rank sends a loss");
+        let metrics = std::array::from_fn(|_| numbers.next().expect("and its metrics"));
+        let (scores, _) = scores.as_chunks();
+        let scores = scores.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+        Found { loss, metrics, scores }
     }
 }
 
@@ -233,37 +281,26 @@ pub(crate) async fn evaluate(
                 let mut found = Vec::new();
                 for batch in round {
                     let outcome = engine.run(batch, purpose, Vec::new()).await?;
-                    found.push((outcome.loss, scores_of(&engine.model, outcome)));
+                    found.push(Found::of(&engine.model, outcome));
                 }
                 found
             }
         };
-        for (labels, (loss, scores)) in labels.iter().zip(found) {
-            evaluation.add(labels, loss, &scores);
-        }
+        labels.iter().zip(&found).for_each(|(labels, found)| evaluation.add(labels, found));
     }
 }
 
-/// The loss and the logits of each batch of a round. Each rank computes its own batch.
+/// What each batch of a round came to. Each rank computes its own batch.
 async fn of_all_ranks(
     engine: &mut Engine,
     exchanges: &Exchanges,
     mut round: Vec<Batch>,
     purpose: Purpose,
-) -> Result<Vec<(f64, Vec<f32>)>, Error> {
+) -> Result<Vec<Found>, Error> {
     let own = round.swap_remove(exchanges.rank() as usize);
     let outcome = engine.run(own, purpose, Vec::new()).await?;
-    let mut bytes = outcome.loss.to_le_bytes().to_vec();
-    let scores = scores_of(&engine.model, outcome);
-    bytes.extend(scores.iter().flat_map(|score| score.to_le_bytes()));
-    let all = exchanges.meet(&bytes).map_err(lost)?;
-    let found = all.iter().map(|bytes| {
-        let (loss, logits) = bytes.split_first_chunk().expect("each rank sends a loss");
-        let (logits, _) = logits.as_chunks();
-        let logits = logits.iter().map(|&bytes| f32::from_le_bytes(bytes));
-        (f64::from_le_bytes(*loss), logits.collect())
-    });
-    Ok(found.collect())
+    let all = exchanges.meet(&Found::of(&engine.model, outcome).bytes()).map_err(lost)?;
+    Ok(all.iter().map(|bytes| Found::of_bytes(bytes)).collect())
 }
 
 /// A model that is only evaluated.
@@ -328,6 +365,20 @@ impl Evaluator {
             return Err(Error::argument(what));
         }
         Ok(engine.run(batch, Purpose::Measure, Vec::new()).await?.embeddings)
+    }
+
+    /// The scores of each sequence of a batch of at most `step.batch` records, for a model with the
+    /// task `sequence-classification`: (sequences, labels).
+    ///
+    /// # Errors
+    /// The batch does not fit the model, or the model has another task; or the ring failed.
+    pub async fn scores(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
+        let engine = &mut self.loaded.engine;
+        if !matches!(engine.model.shape.head, Head::Classes { .. }) {
+            let what = "sequences have scores with model.task = \"sequence-classification\"";
+            return Err(Error::argument(what));
+        }
+        Ok(engine.run(batch, Purpose::Score, Vec::new()).await?.logits)
     }
 
     /// Ends all threads and tasks.

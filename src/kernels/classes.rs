@@ -152,6 +152,8 @@ pub struct ClassLoss<'a> {
     pub problem: ProblemType,
     /// Label smoothing.
     pub smoothing: Smoothing,
+    /// True: an objective reads the one score, which is written in the place of the loss.
+    pub weighed: bool,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
@@ -173,6 +175,9 @@ pub struct ClassLossBackward<'a> {
     pub problem: ProblemType,
     /// As in [`ClassLoss`].
     pub smoothing: Smoothing,
+    /// True: the statistics are weighed. Their third float is an objective's gradient by the one
+    /// score, in the place of the loss's.
+    pub weighed: bool,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
@@ -201,32 +206,40 @@ fn statistics_shape(problem: ProblemType, scores: View, batch: &BatchView<'_>) -
     }
 }
 
-fn check_problem(problem: ProblemType, scores: View, samples: Samples, views: &mut Views<'_>) {
+fn check_problem(
+    problem: ProblemType,
+    scores: View,
+    samples: Samples,
+    weighed: bool,
+    views: &mut Views<'_>,
+) {
     let is_value = problem == ProblemType::Regression;
     views.rule(!is_value || scores.columns == 1, "a value has one score");
     let is_set = problem == ProblemType::MultiLabelClassification;
     views.rule(!is_set || samples == Samples::Sequences, "only sequences have several labels");
+    views.rule(!weighed || is_value, "an objective reads one score");
 }
 
 impl KernelOperation for ClassLoss<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let ClassLoss { out, statistics, scores, samples, problem, batch, .. } = *self;
+        let ClassLoss { out, statistics, scores, samples, problem, weighed, batch, .. } = *self;
         let shape = statistics_shape(problem, scores, &batch);
         // Each row of them holds a label, which is no number.
         views.writes_opaque("out", out, shape, Dtype::F32);
         views.reads("statistics", statistics, shape, Dtype::F32);
         views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
-        check_problem(problem, scores, samples, views);
+        check_problem(problem, scores, samples, weighed, views);
     }
 }
 
 impl KernelOperation for ClassLossBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let ClassLossBackward { dscores, scores, statistics, samples, problem, batch, .. } = *self;
+        let ClassLossBackward { dscores, scores, statistics, samples, problem, .. } = *self;
+        let ClassLossBackward { weighed, batch, .. } = *self;
         let shape = statistics_shape(problem, scores, &batch);
         views.writes("dscores", dscores, scores.shape(), scores.dtype);
         views.reads("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
         views.reads("statistics", statistics, shape, Dtype::F32);
-        check_problem(problem, scores, samples, views);
+        check_problem(problem, scores, samples, weighed, views);
     }
 }

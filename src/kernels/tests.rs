@@ -461,6 +461,7 @@ fn wrong_views_of_classes_are_found() {
         samples: Samples::Sequences,
         problem,
         smoothing: Smoothing::NONE,
+        weighed: false,
         batch,
     };
     found!(op, [out, statistics], any_rows: ["scores"]);
@@ -471,6 +472,8 @@ fn wrong_views_of_classes_are_found() {
     found!(of_sets, [out, statistics], any_rows: ["scores"]);
     let of_tokens = ClassLoss { samples: Samples::Tokens, ..of_sets };
     assert!(panics(|| of_tokens.check()), "tokens have one label");
+    let read = ClassLoss { weighed: true, ..op };
+    assert!(panics(|| read.check()), "an objective reads one score");
     let dscores = scores;
     let scale = 1.0;
     let samples = Samples::Sequences;
@@ -482,6 +485,7 @@ fn wrong_views_of_classes_are_found() {
         samples,
         problem,
         smoothing,
+        weighed: false,
         batch,
     };
     found!(op, [dscores, scores, statistics]);

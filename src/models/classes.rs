@@ -47,6 +47,8 @@ pub struct ClassesForward<'a> {
     pub h: View,
     /// Label smoothing.
     pub smoothing: Smoothing,
+    /// True: an objective reads the one score of each sequence.
+    pub weighed: bool,
 }
 
 /// The arguments of the head's backward on one micro-batch.
@@ -66,6 +68,8 @@ pub struct ClassesBackward<'a> {
     pub h: View,
     /// Label smoothing.
     pub smoothing: Smoothing,
+    /// True: the statistics have an objective's gradient by the one score.
+    pub weighed: bool,
     /// The factor of a loss.
     pub scale: f32,
     /// True when the gradient is added to; false when it is replaced.
@@ -320,6 +324,7 @@ impl Classes {
             samples: self.samples(),
             problem: self.problem(),
             smoothing: pass.smoothing,
+            weighed: pass.weighed,
             batch: *batch,
         });
     }
@@ -339,6 +344,7 @@ impl Classes {
             samples: self.samples(),
             problem: self.problem(),
             smoothing: pass.smoothing,
+            weighed: pass.weighed,
             batch,
         });
         let w = self.sorted(weights).out;

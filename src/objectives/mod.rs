@@ -1,13 +1,15 @@
 //! Objectives: losses of whole records, such as a chosen and a rejected answer.
 //!
-//! The host measures the log-probabilities or the embeddings of all sequences between the forward
-//! and the backward pass of a step. An objective makes of them the loss of each record, and the
-//! slopes: the loss's derivatives by each log-probability, or by each embedding. A slope becomes
-//! the weight of a row of the head's gradient, or the gradient of the last hidden states, so a
-//! device needs no kernel of its own for an objective.
+//! The host measures the log-probabilities, scores or embeddings of all sequences between the
+//! forward and the backward pass of a step. An objective makes of them the loss of each record, and
+//! the slopes: the loss's derivatives by each of these. A slope becomes the weight of a row of the
+//! head's gradient, or the gradient of a score or of the last hidden states, so a device needs no
+//! kernel of its own for an objective.
 
 mod contrastive;
+mod metrics;
 mod preference;
+mod reward;
 mod similarity;
 mod triplet;
 mod units;
@@ -15,7 +17,10 @@ mod units;
 use std::ops::Range;
 
 pub use contrastive::Contrastive;
+pub(crate) use metrics::MOST_METRICS;
+pub use metrics::ObjectiveMetrics;
 pub use preference::{Preference, PreferenceKind};
+pub use reward::{Binary, Reward};
 pub use similarity::{Similarity, SimilarityKind};
 pub use triplet::{Distance, Triplet};
 pub(crate) use units::{LEAST, add_unscaled, length};
@@ -28,6 +33,8 @@ pub enum Measures {
     LogProbabilities,
     /// That sum, and the log-probability of each labelled token.
     Tokens,
+    /// Its score, of a model that classifies sequences and has one label.
+    Scores,
     /// Its embedding, of a model with the task `sentence-embedding`.
     Embeddings,
 }
@@ -74,6 +81,18 @@ pub trait Objective: Send + Sync {
         false
     }
 
+    /// The names of its [metrics](Objective::metrics): at most 8.
+    fn metric_names(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Further numbers of each of these records, in the order of their names: (records, names).
+    /// Reports of steps and of validations have their means over all records.
+    fn metrics(&self, of: &Measurements<'_>) -> Vec<f64> {
+        let _ = of;
+        Vec::new()
+    }
+
     /// The loss of each of these records. The loss of the step is the sum over all its records, so
     /// a mean divides by [`Measurements::records_of_step`]. Adds to the slopes the derivatives of
     /// that sum.
@@ -106,6 +125,8 @@ pub(crate) struct SequenceValues {
     /// The sum, in the order of tokens.
     pub(crate) log_probability: f64,
     pub(crate) tokens: usize,
+    /// With [`Measures::Scores`].
+    pub(crate) score: f64,
     /// With [`Measures::Tokens`].
     pub(crate) of_tokens: Vec<f32>,
     /// With [`Measures::Embeddings`].
@@ -154,6 +175,11 @@ impl Measurements<'_> {
         &self.sequences[sequence].of_tokens
     }
 
+    /// The score that the model gives a sequence. 0 without [`Measures::Scores`].
+    pub fn model_score(&self, sequence: usize) -> f64 {
+        self.sequences[sequence].score
+    }
+
     /// The embedding of a sequence. Empty without [`Measures::Embeddings`].
     pub fn embedding(&self, sequence: usize) -> &[f32] {
         &self.sequences[sequence].embedding
@@ -188,7 +214,7 @@ pub struct Slopes<'a>(pub(crate) &'a mut [SequenceSlopes]);
 /// The derivatives by what is measured of one sequence.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct SequenceSlopes {
-    /// By the log-probability of the sequence.
+    /// By the log-probability of the sequence, or by its score.
     pub(crate) of_sequence: f64,
     /// By the log-probability of each labelled token, beside that of the sequence.
     pub(crate) of_tokens: Vec<f64>,
@@ -213,7 +239,8 @@ impl SequenceSlopes {
 }
 
 impl Slopes<'_> {
-    /// Adds to the derivative by the log-probability of a sequence.
+    /// Adds to the derivative by the log-probability of a sequence; with [`Measures::Scores`], by
+    /// its score.
     pub fn add(&mut self, sequence: usize, slope: f64) {
         self.0[sequence].of_sequence += slope;
     }

@@ -71,11 +71,11 @@ pub struct Preference {
 type Value = (f64, f64);
 
 /// ln σ(x), without overflow.
-fn log_sigmoid(x: f64) -> f64 {
+pub(super) fn log_sigmoid(x: f64) -> f64 {
     if x >= 0.0 { -(-x).exp().ln_1p() } else { x - x.exp().ln_1p() }
 }
 
-fn sigmoid(x: f64) -> f64 {
+pub(super) fn sigmoid(x: f64) -> f64 {
     log_sigmoid(x).exp()
 }
 
@@ -94,6 +94,16 @@ fn log_odds(a: f64) -> Value {
         if a > -std::f64::consts::LN_2 { one_minus.ln() } else { (-a.exp()).ln_1p() };
     (a - log_one_minus, 1.0 / one_minus)
 }
+
+/// The metrics, under the names that TRL's trainers give them, in our words.
+const METRICS: [&str; 6] = [
+    "reward_accuracy",
+    "reward_margin",
+    "reward_chosen",
+    "reward_rejected",
+    "logp_chosen",
+    "logp_rejected",
+];
 
 impl Preference {
     /// The loss of a record and its derivatives by both numbers: log-probabilities beside the
@@ -153,6 +163,28 @@ impl Objective for Preference {
 
     fn needs_reference(&self) -> bool {
         self.kind.needs_reference()
+    }
+
+    fn metric_names(&self) -> &'static [&'static str] {
+        &METRICS
+    }
+
+    /// The reward of an answer is β (S − R); without a reference β S, and of a loss that reads
+    /// log-probabilities a token β S ÷ n. IPO's is not of a token, as in TRL.
+    fn metrics(&self, of: &Measurements<'_>) -> Vec<f64> {
+        let of_token = self.kind.is_of_means() && !self.needs_reference();
+        let record = |record: usize| {
+            let [chosen, rejected] = [2 * record, 2 * record + 1].map(|one| {
+                let tokens = if of_token { of.tokens(one).max(1) as f64 } else { 1.0 };
+                let by_reference = if self.needs_reference() { of.reference(one) } else { 0.0 };
+                let log = of.log_probability(one) / tokens;
+                [self.beta * (log - by_reference), log]
+            });
+            let is_right = f64::from(u8::from(chosen[0] > rejected[0]));
+            let margin = chosen[0] - rejected[0];
+            [is_right, margin, chosen[0], rejected[0], chosen[1], rejected[1]]
+        };
+        (0..of.records()).flat_map(record).collect()
     }
 
     fn loss(&self, of: &Measurements<'_>, slopes: &mut Slopes<'_>) -> Result<Vec<f64>, String> {

@@ -8,8 +8,9 @@ use super::step::is_of_step;
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
+use crate::kernels::ProblemType;
 use crate::models::{Balance, BalanceOf, BlockTensors, Head, Model};
-use crate::objectives::{Measures, Scope};
+use crate::objectives::{MOST_METRICS, Measures, Scope};
 use crate::tensor::{Dtype, Packing};
 
 impl PlanSpec<'_> {
@@ -83,18 +84,11 @@ impl PlanSpec<'_> {
         if each == 0 {
             return refuse("a record has at least one sequence");
         }
-        let reads_embeddings = objective.measures() == Measures::Embeddings;
-        if reads_embeddings && !self.model.shape.embeds() {
-            return refuse(
-                "it reads embeddings, and this model predicts something: set model.task = \
-                 \"sentence-embedding\"",
-            );
+        if objective.metric_names().len() > MOST_METRICS {
+            return refuse(&format!("it has more than {MOST_METRICS} metrics"));
         }
-        if !reads_embeddings && self.model.shape.head != Head::Tokens {
-            return refuse(
-                "it reads log-probabilities of next tokens, and this model predicts something \
-                 else: set model.task = \"causal-lm\"",
-            );
+        if let Some(what) = misfit_of_head(objective.measures(), self.model.shape.head) {
+            return refuse(what);
         }
         if !self.model.loss.is_cross_entropy() {
             return refuse("the model has a loss of its own as well: leave one of them out");
@@ -184,6 +178,26 @@ impl PlanSpec<'_> {
             return Err(Error::config("stash.block_size", problem));
         }
         Ok(())
+    }
+}
+
+/// Why an objective that reads this cannot have this head, if it cannot.
+fn misfit_of_head(reads: Measures, head: Head) -> Option<&'static str> {
+    let one_score = Head::Classes { labels: 1, problem: ProblemType::Regression };
+    match reads {
+        Measures::Embeddings if !matches!(head, Head::Embedding { .. }) => Some(
+            "it reads embeddings, and this model predicts something: set model.task = \
+             \"sentence-embedding\"",
+        ),
+        Measures::Scores if head != one_score => Some(
+            "it reads one score of each sequence, and this model predicts something else: set \
+             model.task = \"sequence-classification\" and model.labels = 1",
+        ),
+        Measures::LogProbabilities | Measures::Tokens if head != Head::Tokens => Some(
+            "it reads log-probabilities of next tokens, and this model predicts something else: \
+             set model.task = \"causal-lm\"",
+        ),
+        _ => None,
     }
 }
 

@@ -1,7 +1,8 @@
 //! What a config names: the shape of its model, what of the model is trained, and the weights that
 //! it begins with. A config names a preset or a directory in transformers' format.
 
-mod heads;
+mod head;
+mod head_counts;
 mod model;
 mod shape;
 mod weights;

@@ -1,6 +1,6 @@
 //! The model that a config names, and what of it is trained.
 
-use super::heads::check_sliced_adapters;
+use super::head_counts::check_sliced_adapters;
 use super::shape_of;
 use crate::config::{Config, Labels, LoraConfig, TrainConfig};
 use crate::error::Error;

@@ -16,7 +16,7 @@ pub enum LabelValues {
 }
 
 /// The metrics of validations, by the heads that have them.
-const METRICS: [&str; 14] = [
+const METRICS: [&str; 22] = [
     "loss",
     "perplexity",
     "accuracy",
@@ -31,6 +31,14 @@ const METRICS: [&str; 14] = [
     "recall_macro",
     "f1_micro",
     "f1_macro",
+    "reward_accuracy",
+    "reward_margin",
+    "reward_chosen",
+    "reward_rejected",
+    "logp_chosen",
+    "logp_rejected",
+    "margin",
+    "mean",
 ];
 
 /// The values that a metric's label can have.

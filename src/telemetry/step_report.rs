@@ -70,6 +70,7 @@ impl StepReports {
             loss: end.outcome.loss,
             balance_loss: losses.map(|losses| losses.balance),
             z_loss: losses.map(|losses| losses.z),
+            metrics: end.outcome.metrics,
             grad_norm: end.outcome.norm,
             loss_scale: end.outcome.loss_scale,
             skipped: end.outcome.skipped,

@@ -23,6 +23,7 @@ impl StepReport {
             "device_peak_bytes": self.device_peak_bytes,
             "host_rss_bytes": machine::resident_memory(),
         });
+        self.metrics.iter().for_each(|(name, mean)| event[name] = json!(mean));
         add_router_losses(&mut event, [self.balance_loss, self.z_loss]);
         if let Some(scale) = self.loss_scale {
             event["loss_scale"] = json!(scale);

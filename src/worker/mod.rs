@@ -54,6 +54,7 @@ use crate::devices::{self, Device, KernelTime, ProductTable};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::models::Model;
+use crate::objectives::ObjectiveMetrics;
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Holder, Plan, Side};
 
@@ -207,6 +208,12 @@ impl Worker {
     /// The log-probability of each sequence of the last step, if it measured them.
     pub(crate) fn log_probabilities(&self) -> Vec<f64> {
         self.shared.steps.log_probabilities()
+    }
+
+    /// The metrics of the model's objective in the last step; without an objective there are none.
+    pub(crate) fn metrics(&self) -> ObjectiveMetrics {
+        let objective = self.shared.model.objective.as_deref();
+        objective.map_or_else(ObjectiveMetrics::default, |one| self.shared.steps.metrics(one))
     }
 
     /// The embedding of each sequence of the last step, if it measured them and does not train.

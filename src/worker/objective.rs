@@ -8,8 +8,8 @@ use std::ops::Range;
 use crate::kernels::{CrossEntropy, Loss, STATISTICS, label_of};
 use crate::models::EmbeddingPooling;
 use crate::objectives::{
-    LEAST, Measurements, Measures, Objective, SequenceSlopes, SequenceValues, Slopes, add_unscaled,
-    length,
+    LEAST, Measurements, Measures, Objective, ObjectiveMetrics, SequenceSlopes, SequenceValues,
+    Slopes, add_unscaled, length,
 };
 
 /// The values and slopes of this rank's sequences.
@@ -19,6 +19,10 @@ pub(super) struct ObjectiveDesk {
     slopes: Vec<SequenceSlopes>,
     /// The loss of each record.
     losses: Vec<f64>,
+    /// The metrics of each record. (records, metrics).
+    metrics: Vec<f64>,
+    /// Those of the whole step, if several ranks share its records.
+    metrics_of_step: Option<Vec<f64>>,
     /// The sequences whose losses are computed, from the first on.
     computed: usize,
     /// Of a model that embeds, what is known of each sequence's hidden states.
@@ -77,6 +81,11 @@ impl ObjectiveDesk {
     pub(super) fn measure(&mut self, sequence: usize, statistics: &[f32], measures: Measures) {
         let values = &mut self.values[sequence];
         for row in statistics.chunks_exact(STATISTICS).filter(|row| label_of(row) >= 0) {
+            if measures == Measures::Scores {
+                values.score = f64::from(row[0]);
+                values.tokens = 1;
+                continue;
+            }
             let loss = CrossEntropy.value(row[0] + row[1].ln(), row[2]);
             values.log_probability -= f64::from(loss);
             values.tokens += 1;
@@ -159,6 +168,13 @@ impl ObjectiveDesk {
             return Err(format!("it gave {has} losses for {} records", of.records()));
         }
         self.losses[sequences.start / each..sequences.end / each].copy_from_slice(&losses);
+        let metrics = objective.metrics(&of);
+        let names = objective.metric_names().len();
+        if metrics.len() != names * of.records() {
+            let has = metrics.len();
+            return Err(format!("it gave {has} metrics for {} records of {names}", of.records()));
+        }
+        self.metrics.extend(metrics);
         self.computed = sequences.end;
         Ok(())
     }
@@ -169,8 +185,24 @@ impl ObjectiveDesk {
         self.losses[first(sequences.start)..first(sequences.end)].iter().sum()
     }
 
+    /// The metrics of this rank's records, as far as they are computed: (records, metrics).
+    pub(super) fn metrics(&self) -> &[f64] {
+        &self.metrics
+    }
+
+    /// Takes the metrics of all records of the step.
+    pub(super) fn set_metrics_of_step(&mut self, all: Vec<f64>) {
+        self.metrics_of_step = Some(all);
+    }
+
+    /// The means of the metrics over all records of the step.
+    pub(super) fn mean_metrics(&self, objective: &dyn Objective) -> ObjectiveMetrics {
+        let all = self.metrics_of_step.as_ref().unwrap_or(&self.metrics);
+        ObjectiveMetrics::of_records(objective.metric_names(), all)
+    }
+
     /// The first of these sequences for which a value or a slope is not finite, in words.
-    pub(super) fn not_finite(&self, sequences: Range<usize>) -> Option<String> {
+    pub(super) fn not_finite(&self, sequences: Range<usize>, measures: Measures) -> Option<String> {
         let slope = |at: usize| {
             let SequenceSlopes { of_sequence, of_tokens, of_embedding } = &self.slopes[at];
             let by_embedding = of_embedding.iter().map(|&slope| f64::from(slope));
@@ -178,10 +210,11 @@ impl ObjectiveDesk {
         };
         let embeds = |at: usize| self.values[at].embedding.iter().all(|number| number.is_finite());
         let is_finite = |at: &usize| {
-            self.values[*at].log_probability.is_finite() && embeds(*at) && slope(*at).is_finite()
+            let SequenceValues { log_probability, score, .. } = self.values[*at];
+            (log_probability + score).is_finite() && embeds(*at) && slope(*at).is_finite()
         };
         let at = sequences.into_iter().find(|at| !is_finite(at))?;
-        let SequenceValues { log_probability, tokens, .. } = self.values[at];
+        let SequenceValues { log_probability, tokens, score, .. } = self.values[at];
         if !self.values[at].embedding.is_empty() {
             let has = if embeds(at) { "finite numbers" } else { "a number that is not finite" };
             return Some(format!(
@@ -190,11 +223,25 @@ impl ObjectiveDesk {
                 slope(at)
             ));
         }
+        if measures == Measures::Scores {
+            return Some(format!(
+                "sequence {at} of the step has score {score}, and the slope there is {}",
+                slope(at)
+            ));
+        }
         Some(format!(
             "sequence {at} of the step has log-probability {log_probability} of {tokens} tokens, \
              and the slope there is {}",
             slope(at)
         ))
+    }
+
+    /// Writes statistics with the slope by a sequence's score.
+    pub(super) fn weigh_score(&self, sequence: usize, from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+        for row in to.chunks_exact_mut(STATISTICS).filter(|row| label_of(row) >= 0) {
+            row[2] = self.slopes[sequence].of_sequence as f32;
+        }
     }
 
     /// Writes statistics with the weight of each labelled row. `token` counts the labelled tokens
@@ -303,10 +350,10 @@ mod tests {
         let mut last = [f32::NAN; 4];
         desk.weigh(1, 1, &b[4..8], &mut last);
         assert_eq!(last[2], weighed[6], "the second chunk alone");
-        assert_eq!(desk.not_finite(0..4), None);
+        assert_eq!(desk.not_finite(0..4, Measures::Tokens), None);
         let endless = rows(&[(f32::NEG_INFINITY, 1)]);
         desk.measure(3, &endless, Measures::Tokens);
-        let said = desk.not_finite(0..4).expect("an infinite log-probability");
+        let said = desk.not_finite(0..4, Measures::Tokens).expect("an infinite log-probability");
         assert!(said.contains("sequence 3 of the step has log-probability -inf of 3"), "{said}");
     }
 }

@@ -269,9 +269,25 @@ impl RankLanes {
         let own = state.losses.lock().expect("nothing panics inside").values().copied().collect();
         let all = match state.schedule().ranks.dealt {
             false => own,
-            true => self.numbers_of_ranks(own, beat)?.concat(),
+            true => {
+                self.gather_metrics(state, beat)?;
+                self.numbers_of_ranks(own, beat)?.concat()
+            }
         };
         Ok(all.iter().fold(0.0, |sum, loss| sum + loss))
+    }
+
+    /// Gathers the metrics of the records of all ranks, in their order.
+    fn gather_metrics(&self, state: &StepState, beat: &dyn Fn()) -> Result<(), BoxedError> {
+        let objective = self.shared.model.objective.as_ref();
+        if objective.is_none_or(|one| one.metric_names().is_empty()) {
+            return Ok(());
+        }
+        let desk = || state.objective.lock().expect("nothing panics inside");
+        let own = desk().metrics().to_vec();
+        let all = self.numbers_of_ranks(own, beat)?;
+        desk().set_metrics_of_step(all.concat());
+        Ok(())
     }
 
     /// The sum of squares of all gradients. For each block, the sums of its chunks are added in the

@@ -13,6 +13,7 @@ use super::objective::ObjectiveDesk;
 use crate::data::Batch;
 use crate::fabric::parts::Parts;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, SequenceChunk};
+use crate::objectives::{Objective, ObjectiveMetrics};
 use crate::optimizers::LearningRate;
 use crate::plan::{Purpose, RingUnit, Units};
 use crate::stash::StashLayout;
@@ -212,6 +213,15 @@ impl Steps {
         let steps = self.0.lock().expect("nothing panics inside");
         let of = |state: &Arc<StepState>| {
             state.objective.lock().expect("nothing panics inside").log_probabilities()
+        };
+        steps.last().map(of).unwrap_or_default()
+    }
+
+    /// The metrics of the last step that began.
+    pub(super) fn metrics(&self, objective: &dyn Objective) -> ObjectiveMetrics {
+        let steps = self.0.lock().expect("nothing panics inside");
+        let of = |state: &Arc<StepState>| {
+            state.objective.lock().expect("nothing panics inside").mean_metrics(objective)
         };
         steps.last().map(of).unwrap_or_default()
     }

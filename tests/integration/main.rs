@@ -93,6 +93,7 @@ mod recipes;
 mod records;
 mod reference;
 mod resume;
+mod reward;
 mod rotary;
 mod saving;
 mod seen;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use l2l::config::{ByteSize, Deal, Recompute, ScheduleKind, StashPlace};
 use l2l::data::{Batch, Batches, Sequence};
 use l2l::fabric::Fabric;
-use l2l::objectives::{Measurements, Measures, Objective, Scope, Slopes};
+use l2l::objectives::{Binary, Measurements, Measures, Objective, ObjectiveMetrics, Scope, Slopes};
 use l2l::{Config, Error, Trainer};
 use proptest::prelude::*;
 
@@ -43,6 +43,18 @@ impl Objective for Mean {
         self.scope
     }
 
+    fn metric_names(&self) -> &'static [&'static str] {
+        &["records", "mean_loss"]
+    }
+
+    /// 1 of each record, and its loss as a mean over records has it.
+    fn metrics(&self, of: &Measurements<'_>) -> Vec<f64> {
+        let factor = -(of.records_of_step() as f64) / of.tokens_of_step() as f64;
+        let all = (0..of.records()).map(|record| of.sequences_of(record));
+        let sums = all.map(|all| all.map(|one| of.log_probability(one)).sum::<f64>());
+        sums.flat_map(|sum| [1.0, factor * sum]).collect()
+    }
+
     fn loss(&self, of: &Measurements<'_>, slopes: &mut Slopes<'_>) -> Result<Vec<f64>, String> {
         let tokens = of.tokens_of_step() as f64;
         if self.scope == Scope::Step {
@@ -75,6 +87,16 @@ struct Ran {
     digest: String,
 }
 
+/// Metrics are means over all records of a step or a validation, on all ranks.
+fn check_metrics(metrics: &ObjectiveMetrics, loss: f64, mean: Option<Mean>) {
+    if mean.is_none() {
+        return assert_eq!(metrics.iter().count(), 0);
+    }
+    assert_eq!(metrics.value("records"), Some(1.0));
+    let of_records = metrics.value("mean_loss").expect("a metric");
+    assert!((of_records - loss).abs() < 1e-12 * loss, "{of_records} {loss}");
+}
+
 fn run(
     mut config: Config,
     mean: Option<Mean>,
@@ -105,11 +127,14 @@ fn run(
             Ran { losses: Vec::new(), norms: Vec::new(), validated: 0.0, digest: String::new() };
         for _ in 0..3 {
             let report = trainer.step(batches.next().await?).await?;
+            check_metrics(&report.metrics, report.loss, mean);
             ran.losses.push(report.loss);
             ran.norms.push(report.grad_norm.to_bits());
         }
         let validation = [batches.next().await?, batches.next().await?];
-        ran.validated = trainer.evaluate(validation.map(Ok)).await?.loss;
+        let validated = trainer.evaluate(validation.map(Ok)).await?;
+        check_metrics(&validated.metrics, validated.loss, mean);
+        ran.validated = validated.loss;
         ran.digest = crate::stop(trainer).await?.weights_digest;
         Ok(ran)
     })
@@ -217,6 +242,10 @@ async fn what_an_objective_cannot_have_is_refused_by_name() {
     let mut classes = small();
     classes.model.task = Some(l2l::config::Task::SequenceClassification);
     assert!(refusal(classes, MEAN).await.contains("set model.task = \"causal-lm\""));
+    let started = Trainer::builder(small()).objective(Binary).start().await;
+    let text = started.err().expect("it is refused").to_string();
+    let says = "objective binary: it reads one score of each sequence";
+    assert!(text.contains(says) && text.contains("model.labels = 1"), "{text}");
     let mut resident = small();
     resident.schedule.kind = ScheduleKind::Resident;
     let of_step = Mean { scope: Scope::Step, ..MEAN };

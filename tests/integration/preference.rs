@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use l2l::config::{EpsTier, ObjectiveKind, ScheduleKind};
+use l2l::config::{BestMetric, EpsTier, ObjectiveKind, ScheduleKind, TooLong};
 use l2l::data::{Batch, Batches, Dataset, Sequence};
 use l2l::{Config, Error, Trainer};
 use serde_json::{Value, json};
@@ -115,6 +115,72 @@ async fn the_first_loss_of_dpo_is_ln_2() {
     }
 }
 
+/// The metrics are those of the policy before the step, against the reference.
+#[tokio::test]
+async fn rewards_are_told_of_steps_and_validations() {
+    let golden = golden();
+    let (mut config, _) = case("llama");
+    config.step.batch = 4;
+    let all = records(&config, &golden["llama"]["reference"]);
+    let batch = Batch::of_records(&all[..4]);
+    for kind in ["dpo", "ipo", "hinge", "simpo", "cpo", "orpo"] {
+        config.objective = serde_json::from_value(json!({ "kind": kind })).expect("a kind");
+        let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+        let own = trainer.log_probabilities(batch.clone()).await.expect("it measures");
+        let beta = if kind == "simpo" { 2.0 } else { 0.1 };
+        let reward = |answer: usize| {
+            let record = &all[answer / 2];
+            let from = if answer.is_multiple_of(2) { 0 } else { record.documents[0] };
+            let labels = &record.labels[from..from + record.documents[answer % 2]];
+            let tokens = labels[1..].iter().filter(|label| **label >= 0).count() as f64;
+            match kind {
+                "dpo" | "ipo" | "hinge" => beta * (own[answer] - record.reference[answer % 2]),
+                "cpo" => beta * own[answer],
+                _ => beta * own[answer] / tokens,
+            }
+        };
+        let margins: Vec<f64> = (0..4).map(|at| reward(2 * at) - reward(2 * at + 1)).collect();
+        let right = margins.iter().filter(|margin| **margin > 0.0).count() as f64 / 4.0;
+        let margin = margins.iter().sum::<f64>() / 4.0;
+        let chosen = (0..4).map(|at| reward(2 * at)).sum::<f64>() / 4.0;
+        let evaluation = trainer.evaluate([Ok(batch.clone())]).await.expect("it evaluates");
+        let report = trainer.step(batch.clone()).await.expect("a step");
+        let close = |a: f64, b: f64| (a - b).abs() < 1e-9;
+        for metrics in [evaluation.metrics, report.metrics] {
+            let value = |name| metrics.value(name).expect("a metric");
+            assert_eq!(value("reward_accuracy"), right, "{kind}");
+            assert!(close(value("reward_margin"), margin), "{kind} {metrics:?} {margin}");
+            assert!(close(value("reward_chosen"), chosen), "{kind} {metrics:?} {chosen}");
+            let rejected = value("reward_chosen") - value("reward_margin");
+            assert!(close(value("reward_rejected"), rejected), "{kind} {metrics:?}");
+        }
+        assert_eq!(report.event()["reward_accuracy"], json!(right));
+        assert_eq!(evaluation.event(1)["reward_accuracy"], json!(right));
+        assert_eq!(evaluation.value(BestMetric::RewardAccuracy), Some(right));
+    }
+}
+
+/// Answers that are texts and begin alike have a prompt.
+#[test]
+fn the_prompt_of_answers_that_begin_alike_is_found() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let lines = [
+        json!({ "chosen": "say 1: é one", "rejected": "say 1: è none" }),
+        json!({ "chosen": "say 2: 2", "rejected": "say 2: nothing" }),
+    ];
+    let config = on_file(folder.path(), &lines);
+    let shape = l2l::shape_of(&config).expect("a shape of ours");
+    let (data, _) = Dataset::open(&config, &shape).expect("good records");
+    let learnt = |index| {
+        let one = data.sequence(index).expect("it is there");
+        let (chosen, rejected) = one.labels.split_at(one.documents[0]);
+        [chosen, rejected].map(|labels| labels.iter().filter(|label| **label >= 0).count())
+    };
+    // The space belongs to the answers, as in TRL.
+    assert_eq!(learnt(0), [" é one".len(), " è none".len()]);
+    assert_eq!(learnt(1), [" 2".len(), " nothing".len()]);
+}
+
 /// A run of records in a file.
 pub(crate) fn on_file(folder: &Path, lines: &[Value]) -> Config {
     let at = folder.join("pairs.jsonl");
@@ -195,6 +261,29 @@ fn records_that_are_no_preferences_are_refused_by_name() {
         &|_, config| config.data.train = "built-in".into(),
         "needs records with the columns chosen and rejected",
     );
+}
+
+/// A record of which one answer is too long is left out, and a bad one is refused all the same.
+#[test]
+fn records_that_are_too_long_are_dropped() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut lines = answers(4);
+    lines[1]["rejected"] = json!("x".repeat(99));
+    let mut config = on_file(folder.path(), &lines);
+    config.data.too_long = TooLong::Drop;
+    let open = |config: &Config| {
+        let shape = l2l::shape_of(config).expect("a shape of ours");
+        Dataset::open(config, &shape).map(|(data, _)| data)
+    };
+    let data = open(&config).expect("good records");
+    assert_eq!((data.len(), data.skipped_records()), (Some(3), 1));
+    let notes = data.notes().join("\n");
+    let says = "data.sequence_length allows 64: data.too_long = \"drop\" leaves it out";
+    assert!(notes.contains("line 2: rejected: it has") && notes.contains(says), "{notes}");
+    lines[2]["chosen"] = json!("");
+    config.data.train = on_file(folder.path(), &lines).data.train;
+    let refused = open(&config).err().expect("it is refused").to_string();
+    assert!(refused.contains("line 3: chosen: completion is empty"), "{refused}");
 }
 
 /// Data that does not say that it is a preference.

@@ -37,6 +37,17 @@ fn question(number: usize) -> Value {
     json!({ "query": words(number), "answer": format!("{number} is it") })
 }
 
+/// A query with a document, and whether it is relevant.
+fn relevant(number: usize) -> Value {
+    let label = f64::from(u8::from(number.is_multiple_of(2)));
+    json!({ "query": words(number), "document": words(number + 1), "label": label })
+}
+
+/// A conversation of two messages.
+fn chat(number: usize) -> Value {
+    json!({ "messages": [says("user", words(number)), says("assistant", words(number + 1))] })
+}
+
 /// Writes a file, and returns its path.
 fn write(folder: &Path, name: &str, text: String) -> String {
     let path = folder.join(name);
@@ -107,21 +118,17 @@ fn every_recipe_runs() {
         json!({ "text": words(number), "text_pair": words(number + 1), "label": label })
     };
     let pairs = write("pairs.jsonl", lines(pairs));
-    let chats = |number: usize| {
-        let question = words(number);
-        let answer = words(number + 1);
-        json!({ "messages": [says("user", question), says("assistant", answer)] })
-    };
-    let chats = write("chats.jsonl", lines(chats));
+    let chats = write("chats.jsonl", lines(chat));
     let preferences = write("preferences.jsonl", lines(preference));
     let questions = write("questions.jsonl", lines(question));
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
     let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
+    let relevant = write("relevant.jsonl", lines(relevant));
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 10] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 12] = [
         ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
@@ -130,7 +137,9 @@ fn every_recipe_runs() {
         ("embedding", vec![tiny("wordpiece")], &questions, "mrr_10"),
         ("chat", vec![tiny("llama")], &chats, "perplexity"),
         ("lora", vec![tiny("llama")], &chats, "perplexity"),
-        ("preference", vec![tiny("llama")], &preferences, "loss"),
+        ("preference", vec![tiny("llama")], &preferences, "reward_accuracy"),
+        ("reward", vec![tiny("llama")], &preferences, "margin"),
+        ("reranker", vec![tiny("wordpiece")], &relevant, "accuracy"),
         ("experts", vec![format!("model.path={with_experts}")], &chats, "perplexity"),
     ];
     let known = fs::read_dir(root("examples/recipes")).expect("a folder").count();

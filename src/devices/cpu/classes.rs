@@ -61,10 +61,10 @@ fn binary_cross_entropy(scores: &[f32], labels: &[f32]) -> f64 {
 }
 
 impl Compute for ClassLoss<'_> {
-    /// Writes each sample's loss to the statistics of its row; and 1 as its count, unless each
-    /// sequence has several labels.
+    /// Writes each sample's loss, or the score that an objective reads, to the statistics of its
+    /// row; and 1 as its count, unless each sequence has several labels.
     fn compute(&self, _: Level, call: &Call<'_>) {
-        let ClassLoss { scores, problem, smoothing, .. } = *self;
+        let ClassLoss { scores, problem, smoothing, weighed, .. } = *self;
         let out = call.write(self.out);
         out.copy_from_slice(call.read(self.statistics));
         if problem == ProblemType::MultiLabelClassification {
@@ -78,7 +78,9 @@ impl Compute for ClassLoss<'_> {
         for (scores, row) in call.read(scores).chunks_exact(scores.columns).zip(rows) {
             let statistics = &mut out[row * STATISTICS..][..STATISTICS];
             let label = label_of(statistics);
-            let loss = if problem == ProblemType::Regression {
+            let loss = if weighed {
+                Some(f64::from(scores[0]))
+            } else if problem == ProblemType::Regression {
                 let off = f64::from(scores[0]) - f64::from(f32::from_bits(label as u32));
                 Some(off * off)
             } else {
@@ -101,7 +103,7 @@ impl Compute for ClassLoss<'_> {
 
 impl Compute for ClassLossBackward<'_> {
     fn compute(&self, _: Level, call: &Call<'_>) {
-        let ClassLossBackward { dscores, scores, scale, problem, smoothing, .. } = *self;
+        let ClassLossBackward { dscores, scores, scale, problem, smoothing, weighed, .. } = *self;
         let classes = scores.columns;
         let statistics = call.read(self.statistics);
         let all = call.write(dscores).chunks_exact_mut(classes);
@@ -117,7 +119,12 @@ impl Compute for ClassLossBackward<'_> {
             return;
         }
         for ((d, scores), row) in all.zip(self.samples.rows(&self.batch)) {
-            let label = label_of(&statistics[row * STATISTICS..]);
+            let statistics = &statistics[row * STATISTICS..];
+            let label = label_of(statistics);
+            if weighed {
+                d[0] = scale * statistics[2];
+                continue;
+            }
             if problem == ProblemType::Regression {
                 d[0] = scale * 2.0 * (scores[0] - f32::from_bits(label as u32));
                 continue;
@@ -195,6 +202,7 @@ mod tests {
                     samples,
                     problem,
                     smoothing,
+                    weighed: false,
                     batch,
                 });
                 k.class_loss_backward(&ClassLossBackward {
@@ -205,6 +213,7 @@ mod tests {
                     samples,
                     problem,
                     smoothing,
+                    weighed: false,
                     batch,
                 });
             });
@@ -249,6 +258,7 @@ mod tests {
                 samples,
                 problem,
                 smoothing,
+                weighed: false,
                 batch,
             });
             k.class_loss_backward(&ClassLossBackward {
@@ -259,6 +269,7 @@ mod tests {
                 samples,
                 problem,
                 smoothing,
+                weighed: false,
                 batch,
             });
         });
@@ -273,6 +284,55 @@ mod tests {
             .map(|(score, label)| 0.5 / 3.0 * (1.0 / (1.0 + (-score).exp()) - label))
             .collect();
         close(&bench.values(dscores), &expected, 1e-6);
+    }
+
+    #[test]
+    fn an_objective_reads_scores_and_gives_their_gradients() {
+        let batch = batch();
+        let mut statistics = [0.0; 6 * STATISTICS];
+        let weights = [0.25, -3.0, 0.0];
+        for (row, weight) in Samples::Sequences.rows(&batch).zip(weights) {
+            statistics[row * STATISTICS + 2] = weight;
+        }
+        let of_scores = [1.5, -0.75, 2.0];
+        let mut bench = Bench::new();
+        let view = bench.tensor(STATISTICS, &statistics);
+        let scores = bench.tensor(1, &of_scores);
+        let out = bench.nan(6, STATISTICS);
+        let dscores = bench.nan(3, 1);
+        let samples = Samples::Sequences;
+        let problem = ProblemType::Regression;
+        let smoothing = Smoothing::NONE;
+        let weighed = true;
+        bench.run(Level::Portable, |k, _| {
+            let op = ClassLoss {
+                out,
+                statistics: view,
+                scores,
+                samples,
+                problem,
+                smoothing,
+                weighed,
+                batch,
+            };
+            k.class_loss(&op);
+            k.class_loss_backward(&ClassLossBackward {
+                dscores,
+                scores,
+                statistics: view,
+                scale: 2.0,
+                samples,
+                problem,
+                smoothing,
+                weighed,
+                batch,
+            });
+        });
+        let found = bench.values(out);
+        let rows = Samples::Sequences.rows(&batch);
+        let first: Vec<f32> = rows.map(|row| found[row * STATISTICS]).collect();
+        assert_eq!(first, of_scores);
+        assert_eq!(bench.values(dscores), weights.map(|weight| 2.0 * weight));
     }
 
     #[test]

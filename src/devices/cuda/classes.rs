@@ -39,8 +39,8 @@ impl On<'_> {
     }
 
     pub(super) fn class_loss(&self, op: &ClassLoss<'_>) {
-        let ClassLoss { out, statistics, scores, samples, problem, ref batch, .. } = *op;
-        let problem = kind_of_labels(problem);
+        let ClassLoss { out, statistics, scores, samples, problem, weighed, ref batch, .. } = *op;
+        let problem = kind_of_labels(problem, weighed);
         let Smoothing { own, each } = op.smoothing;
         self.copy(out, statistics);
         let [samples_count, labels] = scores.shape();
@@ -53,8 +53,8 @@ impl On<'_> {
 
     pub(super) fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
         let ClassLossBackward { dscores, scores, statistics, scale, ref batch, .. } = *op;
-        let ClassLossBackward { samples, problem, .. } = *op;
-        let problem = kind_of_labels(problem);
+        let ClassLossBackward { samples, problem, weighed, .. } = *op;
+        let problem = kind_of_labels(problem, weighed);
         let Smoothing { own, each } = op.smoothing;
         let [samples_count, labels] = scores.shape();
         let starts = self.metadata.starts(batch);
@@ -67,9 +67,10 @@ impl On<'_> {
     }
 }
 
-/// The kernels' number of a kind of labels.
-fn kind_of_labels(problem: ProblemType) -> i32 {
+/// The kernels' number of a kind of labels, or of scores that an objective reads.
+fn kind_of_labels(problem: ProblemType, weighed: bool) -> i32 {
     match problem {
+        _ if weighed => 3,
         ProblemType::SingleLabelClassification => 0,
         ProblemType::Regression => 1,
         ProblemType::MultiLabelClassification => 2,

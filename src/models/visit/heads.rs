@@ -27,6 +27,7 @@ impl VisitRun<'_> {
             statistics: part.read(Role::Statistics),
             h: part.read(Role::Hidden),
             smoothing: self.smoothing(classes.labels()),
+            weighed: self.model.objective.is_some(),
         };
         classes.forward(self.k, &pass, &part.scratch);
     }
@@ -43,6 +44,7 @@ impl VisitRun<'_> {
             statistics: complete_statistics(part),
             h: part.read(Role::Hidden),
             smoothing: self.smoothing(classes.labels()),
+            weighed: self.model.objective.is_some(),
             scale: self.args.scale,
             accumulate: part.accumulate,
         };

@@ -32,6 +32,11 @@ impl HostLanes {
         self.shared.model.objective.as_deref()
     }
 
+    /// What is measured of each sequence: without an objective, its log-probability.
+    fn measured(&self) -> Measures {
+        self.objective().map_or(Measures::LogProbabilities, Objective::measures)
+    }
+
     /// Sequences of a record.
     fn each(&self) -> usize {
         self.objective().map_or(1, Objective::sequences)
@@ -51,7 +56,7 @@ impl HostLanes {
             return self.pool(at, m, how);
         }
         let statistics = at.stashed(self.statistics(at), m);
-        let measures = self.objective().map_or(Measures::LogProbabilities, Objective::measures);
+        let measures = self.measured();
         let mut desk = at.state.objective.lock().expect("nothing panics inside");
         desk.open(at.state.input.batch.sequences(), self.each());
         for SequenceRows { sequence, rows, .. } in sequences(at, m) {
@@ -123,7 +128,7 @@ impl HostLanes {
             computed.map_err(named)?;
             loss = desk.loss(own, objective.sequences());
             if !loss.is_finite() && self.shared.non_finite == NonFinite::Stop {
-                let what = desk.not_finite(needed).unwrap_or_default();
+                let what = desk.not_finite(needed, objective.measures()).unwrap_or_default();
                 return Err(NotFinite(named(format!("the loss is {loss}: {what}"))).into());
             }
         }
@@ -141,11 +146,17 @@ impl HostLanes {
         }
         let statistics = at.stashed(self.statistics(at), m);
         let [weighed] = at.visit.writes[..] else { unreachable!("an objective writes statistics") };
+        let measures = self.measured();
         let weighed = at.stashed_mut(weighed, m);
         let desk = at.state.objective.lock().expect("nothing panics inside");
         for SequenceRows { sequence, rows, token, .. } in sequences(at, m) {
             let floats = floats_of(rows, STATISTICS);
-            desk.weigh(sequence, token, &statistics[floats.clone()], &mut weighed[floats]);
+            let from = &statistics[floats.clone()];
+            let to = &mut weighed[floats];
+            match measures {
+                Measures::Scores => desk.weigh_score(sequence, from, to),
+                _ => desk.weigh(sequence, token, from, to),
+            }
         }
     }
 

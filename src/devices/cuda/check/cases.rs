@@ -405,13 +405,14 @@ impl<'c> Cases<'c> {
         let single = ProblemType::SingleLabelClassification;
         let several = ProblemType::MultiLabelClassification;
         let ways = [
-            (Samples::Sequences, 4, single, some),
-            (Samples::Sequences, 3, single, none),
-            (Samples::Sequences, 1, ProblemType::Regression, none),
-            (Samples::Tokens, 5, single, none),
-            (Samples::Sequences, 37, several, none),
+            (Samples::Sequences, 4, single, some, false),
+            (Samples::Sequences, 3, single, none, false),
+            (Samples::Sequences, 1, ProblemType::Regression, none, false),
+            (Samples::Sequences, 1, ProblemType::Regression, none, true),
+            (Samples::Tokens, 5, single, none, false),
+            (Samples::Sequences, 37, several, none, false),
         ];
-        for (samples, labels, problem, smoothing) in ways {
+        for (samples, labels, problem, smoothing, weighed) in ways {
             let n = samples.of(&batch);
             let shape = if problem == several { [n, 1 + labels] } else { [r, STATISTICS] };
             let of_rows = (0..r as i32).map(|row| row % labels.max(3) as i32).collect::<Vec<_>>();
@@ -422,6 +423,7 @@ impl<'c> Cases<'c> {
                 samples,
                 problem,
                 smoothing,
+                weighed,
                 batch,
             });
             if problem != several {
@@ -435,6 +437,7 @@ impl<'c> Cases<'c> {
                 samples,
                 problem,
                 smoothing,
+                weighed,
                 batch,
             });
             if problem != several {

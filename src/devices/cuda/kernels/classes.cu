@@ -5,8 +5,9 @@
 constexpr int STATISTICS = 4;
 
 // Kinds of labels: a class, a value, or any number of labels. The last have statistics of their own, (sequences, 1 + L):
-// the loss, then a number from 0 to 1 for each label.
-constexpr int REGRESSION = 1, MULTI_LABEL = 2;
+// the loss, then a number from 0 to 1 for each label. Of WEIGHED, an objective reads the one score in the place of the
+// loss, and the third float of weighed statistics is its gradient.
+constexpr int REGRESSION = 1, MULTI_LABEL = 2, WEIGHED = 3;
 
 // The pooled rows of a sequence: its first (0), its last (1), or all (2).
 __device__ inline Sequence pooled(Sequence sequence, int pool) {
@@ -111,7 +112,9 @@ extern "C" __global__ void class_loss(float* out, const T* scores, const int* st
     const float value = out[3];
     const int label = __float_as_int(value);
     float loss;
-    if (problem == REGRESSION) {
+    if (problem == WEIGHED) {
+        loss = get(scores[0]);
+    } else if (problem == REGRESSION) {
         const float off = get(scores[0]) - value;
         loss = off * off;
     } else if (label >= 0) {
@@ -150,6 +153,12 @@ extern "C" __global__ void class_loss_backward(T* d, const T* scores, const floa
         return;
     }
     const long long row = sample_row(starts, sequences, rows);
+    if (problem == WEIGHED) {
+        if (threadIdx.x == 0) {
+            d[0] = put(scale * statistics[row * STATISTICS + 2]);
+        }
+        return;
+    }
     const float value = statistics[row * STATISTICS + 3];
     const int own_label = __float_as_int(value);
     if (problem == REGRESSION) {
