@@ -31,12 +31,7 @@ impl ComputeIn for Score {
         let out = call.write(self.out);
         out.copy_from_slice(call.read(self.statistics));
         let h = call.read(self.h);
-        let head = Head {
-            w: call.elements(self.w),
-            bias: call.read_if(self.bias),
-            channels: c,
-            form: self.form,
-        };
+        let head = Head::of(call, self.w, self.bias, self.form);
         let (gathered, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
         let mut rows = [0; CHUNK];
@@ -67,12 +62,7 @@ impl ComputeIn for Logits {
         let Logits { y, w, .. } = *self;
         let c = self.h.columns;
         let h = call.read(self.h);
-        let head = Head {
-            w: call.elements(w),
-            bias: call.read_if(self.bias),
-            channels: c,
-            form: self.form,
-        };
+        let head = Head::of(call, w, self.bias, self.form);
         let mut from = 0;
         let mut rows = [0; CHUNK];
         for y in call.write(y).chunks_mut(CHUNK * w.rows) {
@@ -128,12 +118,7 @@ impl CpuKernels<'_> {
             completed.copy_from_slice(known);
         }
         let mut gradients = [op.dw, op.dbias].map(|view| call.write_if(view));
-        let head = Head {
-            w: call.elements(op.w),
-            bias: call.read_if(op.bias),
-            channels: c,
-            form: op.form,
-        };
+        let head = Head::of(&call, op.w, op.bias, op.form);
         let (gathered, workspace) = call.write(memory).split_at_mut(CHUNK * c);
         let (moved, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
@@ -209,7 +194,12 @@ struct Head<'a> {
     form: LogitForm,
 }
 
-impl Head<'_> {
+impl<'a> Head<'a> {
+    fn of(call: &'a Call<'_>, w: View, bias: Option<View>, form: LogitForm) -> Head<'a> {
+        let bias = call.read_if(bias);
+        Head { w: call.elements(w), bias, channels: w.columns, form }
+    }
+
     /// Computes the logits of rows of h. h: (rows, C); logits: (rows, V).
     fn logits(self, level: Level, logits: &mut [f32], h: &[f32], rows: usize) {
         let depth = self.channels;
