@@ -55,16 +55,24 @@ pub enum SlotWeight<'t> {
 }
 
 impl SlotWeight<'_> {
+    /// The place of the weight in the device's dtype: its slot, or workspace.
+    pub(crate) fn place(self, scratch: &Scratch<'_>) -> View {
+        match self {
+            SlotWeight::Ready(view) => view,
+            SlotWeight::Stored(stored) => {
+                let [rows, columns] = stored.shape();
+                scratch.take(rows, columns)
+            }
+        }
+    }
+
     /// The weight in the device's dtype: in its slot, or dequantised to workspace.
     pub fn ready(self, kernels: &dyn Kernels, scratch: &Scratch<'_>) -> View {
-        let stored = match self {
-            SlotWeight::Ready(view) => return view,
-            SlotWeight::Stored(stored) => stored,
-        };
-        let [rows, columns] = stored.shape();
-        let y = scratch.take(rows, columns);
-        for (rows, x, quantisation) in stored.quantised() {
-            kernels.dequantise(&Dequantise { y: y.row_range(rows), x, quantisation });
+        let y = self.place(scratch);
+        if let SlotWeight::Stored(stored) = self {
+            for (rows, x, quantisation) in stored.quantised() {
+                kernels.dequantise(&Dequantise { y: y.row_range(rows), x, quantisation });
+            }
         }
         y
     }

@@ -26,6 +26,9 @@ pub(crate) struct VisitArgs<'a> {
     pub(crate) dtype: Dtype,
     /// The slots of the visit's blocks, in its order.
     pub(crate) blocks: Vec<BlockViews>,
+    /// False behind another micro-batch of the visit: the workspace still has the frozen weights
+    /// that it dequantised.
+    pub(crate) dequantises: bool,
     /// True to add gradients to their accumulators; false to overwrite those.
     pub(crate) accumulate: bool,
     /// Boundaries that the visit reads and writes.
@@ -134,7 +137,10 @@ impl<'r> VisitRun<'r> {
         let step = self.visit.step.into();
         let stored = layer.stack().map_or(0, |layer| layer.stored_weights(step));
         self.stored = weights.split_off(weights.len() - stored);
-        let ready = |weight: SlotWeight<'_>| weight.ready(self.k, &self.scratch);
+        let ready = |weight: SlotWeight<'_>| match self.args.dequantises {
+            true => weight.ready(self.k, &self.scratch),
+            false => weight.place(&self.scratch),
+        };
         self.weights = weights.into_iter().map(ready).collect();
         let blocks = self.blocks();
         self.gradients =

@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 
 use super::math::{exp, largest, limit, limit_slope, sum_of};
-use super::product::{Matrix, Product, Start};
+use super::product::{Elements, Matrix, Product, Start};
 use super::views::{Call, ComputeIn, CpuKernels};
 use crate::kernels::{
     LogitForm, Logits, RunsIn, STATISTICS, Score, ScoreBackward, Smoothing, label_of,
@@ -22,17 +22,16 @@ impl ComputeIn for Score {
         CHUNK * (self.h.columns + self.w.rows)
     }
 
+    fn packed(&self) -> Vec<View> {
+        vec![self.w]
+    }
+
     fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]) {
         let c = self.h.columns;
         let out = call.write(self.out);
         out.copy_from_slice(call.read(self.statistics));
         let h = call.read(self.h);
-        let head = Head {
-            w: call.read(self.w),
-            bias: call.read_if(self.bias),
-            channels: c,
-            form: self.form,
-        };
+        let head = Head::of(call, self.w, self.bias, self.form);
         let (gathered, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
         let mut rows = [0; CHUNK];
@@ -55,12 +54,15 @@ impl ComputeIn for Logits {
         CHUNK * self.h.columns
     }
 
+    fn packed(&self) -> Vec<View> {
+        vec![self.w]
+    }
+
     fn compute(&self, level: Level, call: &Call<'_>, gathered: &mut [f32]) {
         let Logits { y, w, .. } = *self;
         let c = self.h.columns;
         let h = call.read(self.h);
-        let head =
-            Head { w: call.read(w), bias: call.read_if(self.bias), channels: c, form: self.form };
+        let head = Head::of(call, w, self.bias, self.form);
         let mut from = 0;
         let mut rows = [0; CHUNK];
         for y in call.write(y).chunks_mut(CHUNK * w.rows) {
@@ -104,7 +106,7 @@ impl CpuKernels<'_> {
         let scratch = scratch.nested();
         let memory = scratch.take_floats(1, CHUNK * (2 * c + v));
         let workspace = [Some(memory), completed];
-        let Some(call) = self.call_in(op, workspace.into_iter().flatten()) else { return };
+        let Some(call) = self.call_in(op, workspace.into_iter().flatten(), &[op.w]) else { return };
         let dh = call.write(op.dh);
         match op.dh_before {
             Some(before) => dh.copy_from_slice(call.read(before)),
@@ -116,8 +118,7 @@ impl CpuKernels<'_> {
             completed.copy_from_slice(known);
         }
         let mut gradients = [op.dw, op.dbias].map(|view| call.write_if(view));
-        let head =
-            Head { w: call.read(op.w), bias: call.read_if(op.bias), channels: c, form: op.form };
+        let head = Head::of(&call, op.w, op.bias, op.form);
         let (gathered, workspace) = call.write(memory).split_at_mut(CHUNK * c);
         let (moved, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
@@ -138,7 +139,7 @@ impl CpuKernels<'_> {
             slopes(level, logits, completed.as_deref().unwrap_or(known), rows, op);
             let moved = &mut moved[..count * c];
             let d = Matrix::rows(logits, v);
-            let b = Matrix::rows(head.w, c);
+            let b = Matrix::rows_of(head.w, c);
             let start = Start::Zero;
             Product { a: d, b, rows: count, depth: v, columns: c, start }.run(level, moved);
             for (moved, &row) in moved.chunks_exact(c).zip(rows) {
@@ -186,20 +187,25 @@ fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
 #[derive(Clone, Copy)]
 struct Head<'a> {
     /// (V, C).
-    w: &'a [f32],
+    w: Elements<'a>,
     /// (V).
     bias: Option<&'a [f32]>,
     channels: usize,
     form: LogitForm,
 }
 
-impl Head<'_> {
+impl<'a> Head<'a> {
+    fn of(call: &'a Call<'_>, w: View, bias: Option<View>, form: LogitForm) -> Head<'a> {
+        let bias = call.read_if(bias);
+        Head { w: call.elements(w), bias, channels: w.columns, form }
+    }
+
     /// Computes the logits of rows of h. h: (rows, C); logits: (rows, V).
     fn logits(self, level: Level, logits: &mut [f32], h: &[f32], rows: usize) {
         let depth = self.channels;
         let columns = self.w.len() / depth;
         let a = Matrix::rows(&h[..rows * depth], depth);
-        let b = Matrix::rows(self.w, depth).transposed();
+        let b = Matrix::rows_of(self.w, depth).transposed();
         let start = self.bias.map_or(Start::Zero, Start::Bias);
         Product { a, b, rows, depth, columns, start }.run(level, logits);
         let LogitForm { scale, cap } = self.form;

@@ -2,16 +2,20 @@
 
 use rayon::prelude::*;
 
-use super::product::{Matrix, Product, Start};
+use super::product::{Elements, Matrix, Product, Start};
 use super::views::{Call, Compute, ComputeIn, CpuKernels};
 use crate::kernels::{Linear, LinearBackward, LinearSize, Runs, RunsIn};
 use crate::simd::Level;
-use crate::tensor::{Dtype, Scratch};
+use crate::tensor::{Dtype, Scratch, View};
 
 /// Rows that one partial sum over rows takes: by shape, never by threads.
 pub(super) const SUM_ROWS: usize = 64;
 
 impl Compute for Linear {
+    fn packed(&self) -> Vec<View> {
+        vec![self.w]
+    }
+
     fn compute(&self, level: Level, call: &Call<'_>) {
         product(self, call).run(level, call.write(self.y));
     }
@@ -21,7 +25,7 @@ impl Compute for Linear {
 fn product<'c>(op: &Linear, call: &'c Call<'_>) -> Product<'c> {
     let LinearSize { rows, inputs, outputs, .. } = op.size();
     let a = Matrix::rows(call.read(op.x), inputs);
-    let b = upright(call.read(op.w), &op.size());
+    let b = upright(call.elements(op.w), &op.size());
     let start = call.read_if(op.bias).map_or(Start::Zero, Start::Bias);
     Product { a, b, rows, depth: inputs, columns: outputs, start }
 }
@@ -29,6 +33,10 @@ fn product<'c>(op: &Linear, call: &'c Call<'_>) -> Product<'c> {
 impl ComputeIn for LinearBackward {
     fn workspace(&self) -> usize {
         self.dbias.map_or(0, |dbias| sum_scratch(self.x.rows, dbias.columns))
+    }
+
+    fn packed(&self) -> Vec<View> {
+        vec![self.w, self.x]
     }
 
     /// dx = dy wᵀ, dw (+)= xᵀ dy (transposed: dyᵀ x), db (+)= Σ dy.
@@ -48,7 +56,7 @@ impl ComputeIn for LinearBackward {
 /// xᵀ dy (transposed: dyᵀ x).
 fn weights_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> {
     let LinearSize { rows, inputs, outputs, transposed } = op.size();
-    let x = Matrix::rows(call.read(op.x), inputs);
+    let x = Matrix::rows_of(call.elements(op.x), inputs);
     let dy = Matrix::rows(call.read(op.dy), outputs);
     let start = Start::accumulate(op.accumulate);
     if transposed {
@@ -62,7 +70,7 @@ fn weights_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> 
 fn input_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> {
     let LinearSize { rows, inputs, outputs, .. } = op.size();
     let a = Matrix::rows(call.read(op.dy), outputs);
-    let b = upright(call.read(op.w), &op.size()).transposed();
+    let b = upright(call.elements(op.w), &op.size()).transposed();
     Product { a, b, rows, depth: outputs, columns: inputs, start: Start::Zero }
 }
 
@@ -96,11 +104,11 @@ impl CpuKernels<'_> {
 }
 
 /// w as an (inputs, outputs) matrix, however it is stored.
-fn upright<'w>(w: &'w [f32], size: &LinearSize) -> Matrix<'w> {
+fn upright<'w>(w: Elements<'w>, size: &LinearSize) -> Matrix<'w> {
     if size.transposed {
-        Matrix::rows(w, size.inputs).transposed()
+        Matrix::rows_of(w, size.inputs).transposed()
     } else {
-        Matrix::rows(w, size.outputs)
+        Matrix::rows_of(w, size.outputs)
     }
 }
 

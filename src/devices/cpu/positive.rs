@@ -129,7 +129,7 @@ mod tests {
                 if !fits {
                     continue;
                 }
-                let call = kernels.call_on(Vec::new(), vec![view]).expect("there is memory");
+                let call = kernels.call_on(Vec::new(), vec![view], &[]).expect("there is memory");
                 let expected = x.iter().map(|x| match room {
                     0 if *x > 0.0 => 1.0,
                     _ => x.max(0.0),

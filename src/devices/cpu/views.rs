@@ -2,7 +2,8 @@
 //!
 //! Kernels compute in f32. Elements of 16 bits are widened to floats before an operation, in a
 //! region of the device's memory, and what the operation wrote is rounded after it. So results are
-//! rounded where a GPU's kernels round theirs.
+//! rounded where a GPU's kernels round theirs. Weights, which products alone read, are widened
+//! while they are packed.
 //!
 //! Under AddressSanitizer an operation works on copies of its views, with guard zones between them,
 //! because the tensors of a workspace lie side by side.
@@ -12,6 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
 
+use super::product::Elements;
 use crate::kernels::{
     Access, CombineRows, DeviceKernels, Dispatch, KernelOperation, Linear, LinearBackward, Runs,
     RunsIn, Score, ScoreBackward, UnpackPositive, each_view,
@@ -32,12 +34,22 @@ pub(crate) struct CpuKernels<'a> {
 
 /// An operation that is computed on the slices of its views.
 pub(super) trait Compute: KernelOperation {
+    /// Views that its products alone read, as [`Call::elements`].
+    fn packed(&self) -> Vec<View> {
+        Vec::new()
+    }
+
     fn compute(&self, level: Level, call: &Call<'_>);
 }
 
 /// An operation that is computed on the slices of its views and of its workspace.
 pub(super) trait ComputeIn: KernelOperation {
     fn workspace(&self) -> usize;
+
+    /// Views that its products alone read, as [`Call::elements`].
+    fn packed(&self) -> Vec<View> {
+        Vec::new()
+    }
 
     fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]);
 }
@@ -89,18 +101,20 @@ impl<'a> CpuKernels<'a> {
 
     /// Begins an operation; `None` without memory.
     pub(super) fn call(&self, op: &dyn KernelOperation) -> Option<Call<'a>> {
-        self.call_in(op, [])
+        self.call_in(op, [], &[])
     }
 
-    /// Begins an operation that also writes workspace; `None` without memory.
+    /// Begins an operation that also writes workspace, and whose products alone read the `packed`
+    /// views; `None` without memory.
     pub(super) fn call_in(
         &self,
         op: &dyn KernelOperation,
         workspace: impl IntoIterator<Item = View>,
+        packed: &[View],
     ) -> Option<Call<'a>> {
         let (mut writes, reads) = views_of([op]);
         writes.extend(workspace);
-        self.call_on(writes, reads)
+        self.call_on(writes, reads, packed)
     }
 
     /// Begins several operations, none of which reads what another one writes; `None` without
@@ -110,18 +124,26 @@ impl<'a> CpuKernels<'a> {
         // Several may add to one view, which is then taken once. `write` refuses to take it twice.
         writes.sort_unstable_by_key(|view| (view.at, view.rows));
         writes.dedup();
-        self.call_on(writes, reads)
+        self.call_on(writes, reads, &[])
     }
 
-    /// Begins a call that writes and reads these views; `None` without memory.
-    pub(super) fn call_on(&self, writes: Vec<View>, reads: Vec<View>) -> Option<Call<'a>> {
+    /// Begins a call that writes and reads these views; `None` without memory. Elements of the
+    /// `packed` views stay as they are, but not under AddressSanitizer, which watches copies.
+    pub(super) fn call_on(
+        &self,
+        writes: Vec<View>,
+        reads: Vec<View>,
+        packed: &[View],
+    ) -> Option<Call<'a>> {
         check_apart(&writes, &reads);
+        let packed = if cfg!(l2l_asan) { &[] } else { packed };
         let mut widened: Vec<(View, View)> = Vec::new();
         let mut written = 0;
         let mut end = 0;
         for (index, &view) in writes.iter().chain(&reads).enumerate() {
             let is_known = widened.iter().any(|(known, _)| *known == view);
-            if view.dtype != Dtype::F32 && !view.is_empty() && !is_known {
+            let stays = view.dtype == Dtype::F32 || packed.contains(&view);
+            if !stays && !view.is_empty() && !is_known {
                 let at = self.widened.at + end;
                 widened.push((view, View { at, dtype: Dtype::F32, ..view }));
                 end += view.len().next_multiple_of(16);
@@ -141,7 +163,7 @@ impl<'a> CpuKernels<'a> {
 
 impl<O: Compute> Runs<O> for CpuKernels<'_> {
     fn run(&self, op: &O) {
-        let Some(call) = self.call(op) else { return };
+        let Some(call) = self.call_in(op, [], &op.packed()) else { return };
         op.compute(self.level, &call);
     }
 }
@@ -150,7 +172,7 @@ impl<O: ComputeIn> RunsIn<O> for CpuKernels<'_> {
     fn run_in(&self, op: &O, scratch: &Scratch<'_>) {
         let scratch = scratch.nested();
         let workspace = scratch.take_floats(1, op.workspace());
-        let Some(call) = self.call_in(op, [workspace]) else { return };
+        let Some(call) = self.call_in(op, [workspace], &op.packed()) else { return };
         op.compute(self.level, &call, call.write(workspace));
     }
 }
@@ -189,6 +211,17 @@ impl Call<'_> {
         // SAFETY: it was checked that no view which this call writes overlaps it, and the ring lets
         // no other operation write it. Its widened elements and copies are this call's alone.
         unsafe { memory.read(view) }
+    }
+
+    /// The elements of a view that the operation reads, for a product.
+    pub(super) fn elements(&self, view: View) -> Elements<'_> {
+        let is_widened = self.widened.iter().any(|(known, _)| *known == view);
+        if view.dtype == Dtype::F32 || view.is_empty() || is_widened {
+            return Elements::Floats(self.read(view));
+        }
+        assert!(self.reads.contains(&view), "{view} is not declared as read");
+        // SAFETY: as in `read`.
+        Elements::of(view.dtype, unsafe { self.memory.read_halves(view) })
     }
 
     /// The floats of a view that the operation may read.

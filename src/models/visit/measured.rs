@@ -144,6 +144,7 @@ impl Measured<'_> {
             targets: &targets,
             dtype,
             blocks,
+            dequantises: true,
             accumulate: false,
             reads,
             writes,

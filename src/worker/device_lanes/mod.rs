@@ -237,6 +237,7 @@ impl DeviceLanes {
             targets: state.targets(m),
             dtype: shared.plan.dtype(),
             blocks: blocks.iter().map(block).collect(),
+            dequantises: side.begins_visit(step.number, *device_visit),
             accumulate,
             reads: ports(&side.inputs, inputs, &visit.kept),
             writes: ports(&side.outputs, outputs, &visit.keeps),

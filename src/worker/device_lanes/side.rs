@@ -1,8 +1,8 @@
 //! One device: the pools of its slots, and copies whose bytes are counted.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 
 use l2l_actors::BoxedError;
 use l2l_actors::schedule::{Boundary, Encoding};
@@ -29,6 +29,8 @@ pub(super) struct DeviceSide {
     pub(super) kept: View,
     pub(super) chunk_state: View,
     pub(super) workspace: View,
+    /// The step and the device visit that the workspace was used for last.
+    visited: Mutex<Option<(u64, usize)>>,
     /// True where kernels reach the stash: the device shares the host's memory, and no link to the
     /// device is emulated.
     reaches_stash: bool,
@@ -60,6 +62,7 @@ impl DeviceSide {
             kept: slots(Holder::Kept).all(),
             chunk_state: slots(Holder::ChunkState).all(),
             workspace: slots(Holder::Workspace).all(),
+            visited: Mutex::new(None),
             used: used.clone(),
             index,
         }
@@ -181,6 +184,12 @@ impl DeviceSide {
 
     fn link(&self) -> &LinkUsed {
         &self.used.links[self.index]
+    }
+
+    /// True at the first micro-batch of a device visit of a step.
+    pub(super) fn begins_visit(&self, step: u64, device_visit: usize) -> bool {
+        let mut visited = self.visited.lock().expect("nothing panics inside");
+        visited.replace((step, device_visit)) != Some((step, device_visit))
     }
 
     /// Runs kernels on a micro-batch; `run` returns the peak of the workspace, in floats.

@@ -18,6 +18,7 @@ use rayon::prelude::*;
 
 use super::scattered::Scattered;
 use crate::simd::Level;
+use crate::tensor::{Dtype, widen};
 
 /// The most terms of a sum that are added in registers. The bits of results depend on it.
 const CUT: usize = 384;
@@ -37,18 +38,81 @@ const SHARES: usize = 4;
 /// The most rows of a that are multiplied with a sliver in turn.
 const GROUP: usize = 72;
 
+/// The elements of a matrix. Those of 16 bits are widened while they are packed.
+#[derive(Clone, Copy)]
+pub(super) enum Elements<'a> {
+    Floats(&'a [f32]),
+    Bf16(&'a [u16]),
+    F16(&'a [u16]),
+}
+
+impl<'a> Elements<'a> {
+    /// Elements of 16 bits.
+    pub(super) fn of(dtype: Dtype, halves: &'a [u16]) -> Elements<'a> {
+        match dtype {
+            Dtype::Bf16 => Elements::Bf16(halves),
+            Dtype::F16 => Elements::F16(halves),
+            Dtype::F32 => unreachable!("floats have 32 bits"),
+        }
+    }
+
+    /// The elements from `at` on.
+    #[inline(always)]
+    fn from(self, at: usize) -> Self {
+        match self {
+            Elements::Floats(all) => Elements::Floats(&all[at..]),
+            Elements::Bf16(all) => Elements::Bf16(&all[at..]),
+            Elements::F16(all) => Elements::F16(&all[at..]),
+        }
+    }
+
+    pub(super) fn len(self) -> usize {
+        match self {
+            Elements::Floats(all) => all.len(),
+            Elements::Bf16(all) | Elements::F16(all) => all.len(),
+        }
+    }
+
+    /// The elements from `at` on, as many as there is room for.
+    #[inline(always)]
+    fn copy(self, at: usize, to: &mut [f32]) {
+        match self {
+            Elements::Floats(all) => to.copy_from_slice(&all[at..][..to.len()]),
+            Elements::Bf16(all) => {
+                let all = all[at..][..to.len()].iter();
+                to.iter_mut()
+                    .zip(all)
+                    .for_each(|(to, x)| *to = f32::from_bits(u32::from(*x) << 16));
+            }
+            Elements::F16(all) => widen(Dtype::F16, to, &all[at..][..to.len()]),
+        }
+    }
+
+    #[inline(always)]
+    fn one(self, at: usize) -> f32 {
+        let mut one = [0.0];
+        self.copy(at, &mut one);
+        one[0]
+    }
+}
+
 /// A matrix in a slice: element (i, j) at `i * rows_by + j * columns_by`.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a> {
-    pub(super) data: &'a [f32],
+    elements: Elements<'a>,
     rows_by: usize,
     columns_by: usize,
 }
 
 impl<'a> Matrix<'a> {
     /// A row-major matrix with rows of `width`.
-    pub(super) fn rows(data: &'a [f32], width: usize) -> Matrix<'a> {
-        Matrix { data, rows_by: width, columns_by: 1 }
+    pub(super) fn rows(floats: &'a [f32], width: usize) -> Matrix<'a> {
+        Matrix::rows_of(Elements::Floats(floats), width)
+    }
+
+    /// A row-major matrix of these elements, with rows of `width`.
+    pub(super) fn rows_of(elements: Elements<'a>, width: usize) -> Matrix<'a> {
+        Matrix { elements, rows_by: width, columns_by: 1 }
     }
 
     /// The transpose.
@@ -58,13 +122,23 @@ impl<'a> Matrix<'a> {
 
     /// The part that begins at a row and a column.
     fn from(self, row: usize, column: usize) -> Matrix<'a> {
-        Matrix { data: &self.data[row * self.rows_by + column * self.columns_by..], ..self }
+        let at = row * self.rows_by + column * self.columns_by;
+        Matrix { elements: self.elements.from(at), ..self }
+    }
+
+    /// The floats of the matrix, if a micro-kernel can read its rows where they are.
+    fn in_place(self) -> Option<&'a [f32]> {
+        match self.elements {
+            Elements::Floats(floats) if self.columns_by == 1 => Some(floats),
+            _ => None,
+        }
     }
 
     /// Panics unless a matrix of `rows` by `columns` lies in the slice.
     fn check(&self, rows: usize, columns: usize) {
         let last = (rows - 1) * self.rows_by + (columns - 1) * self.columns_by;
-        assert!(last < self.data.len(), "{rows} by {columns} are not in {}", self.data.len());
+        let len = self.elements.len();
+        assert!(last < len, "{rows} by {columns} are not in {len}");
     }
 }
 

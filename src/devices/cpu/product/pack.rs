@@ -1,7 +1,7 @@
 //! Copies of a and b in the order in which a micro-kernel reads them.
 
-use super::Matrix;
 use super::micro_kernel::MicroKernel;
+use super::{Elements, Matrix};
 
 /// b as (sliver, depth, COLUMNS), with zeros behind its last column.
 #[inline(always)]
@@ -10,9 +10,9 @@ pub(super) fn slivers<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, depth: usiz
     let whole = columns / K::COLUMNS * K::COLUMNS;
     if b.columns_by == 1 {
         for p in 0..depth {
-            let row = &b.data[p * b.rows_by..][..whole];
-            for (sliver, row) in row.chunks_exact(K::COLUMNS).enumerate() {
-                to[(sliver * depth + p) * K::COLUMNS..][..K::COLUMNS].copy_from_slice(row);
+            for (sliver, column) in (0..whole).step_by(K::COLUMNS).enumerate() {
+                let to = &mut to[(sliver * depth + p) * K::COLUMNS..][..K::COLUMNS];
+                b.elements.copy(p * b.rows_by + column, to);
             }
         }
     } else {
@@ -33,15 +33,25 @@ fn transposed<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, depth: usize) {
     let in_eights = if b.rows_by == 1 { depth / 8 * 8 } else { 0 };
     for column in (0..K::COLUMNS).step_by(8) {
         for p in (0..in_eights).step_by(8) {
-            let from = &b.data[column * b.columns_by + p..][..7 * b.columns_by + 8];
+            let at = column * b.columns_by + p;
+            let mut eight = [0.0; 64];
+            let (from, by) = match b.elements {
+                Elements::Floats(all) => (&all[at..][..7 * b.columns_by + 8], b.columns_by),
+                elements => {
+                    for (row, to) in eight.chunks_exact_mut(8).enumerate() {
+                        elements.copy(at + row * b.columns_by, to);
+                    }
+                    (&eight[..], 8)
+                }
+            };
             let to = &mut to[p * K::COLUMNS + column..][..7 * K::COLUMNS + 8];
             // SAFETY: the slices hold eight rows of eight; this level's instructions are there.
-            unsafe { K::transpose_8(to.as_mut_ptr(), K::COLUMNS, from.as_ptr(), b.columns_by) };
+            unsafe { K::transpose_8(to.as_mut_ptr(), K::COLUMNS, from.as_ptr(), by) };
         }
     }
     for (p, to) in to.chunks_exact_mut(K::COLUMNS).enumerate().skip(in_eights) {
         for (column, to) in to.iter_mut().enumerate() {
-            *to = b.data[p * b.rows_by + column * b.columns_by];
+            *to = b.elements.one(p * b.rows_by + column * b.columns_by);
         }
     }
 }
@@ -52,7 +62,8 @@ fn edge<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, columns: usize) {
     for (p, to) in to.chunks_exact_mut(K::COLUMNS).enumerate() {
         for (column, to) in to.iter_mut().enumerate() {
             let inside = column < columns;
-            *to = if inside { b.data[p * b.rows_by + column * b.columns_by] } else { 0.0 };
+            let at = p * b.rows_by + column * b.columns_by;
+            *to = if inside { b.elements.one(at) } else { 0.0 };
         }
     }
 }
@@ -63,16 +74,17 @@ pub(super) fn panels<K: MicroKernel>(to: &mut [f32], a: Matrix<'_>, depth: usize
     let to = &mut to[..rows.next_multiple_of(K::ROWS) * depth];
     let whole = if a.rows_by == 1 { rows / K::ROWS * K::ROWS } else { 0 };
     for p in 0..depth {
-        let column = &a.data[p * a.columns_by..][..whole];
-        for (panel, column) in column.chunks_exact(K::ROWS).enumerate() {
-            to[(panel * depth + p) * K::ROWS..][..K::ROWS].copy_from_slice(column);
+        for (panel, row) in (0..whole).step_by(K::ROWS).enumerate() {
+            let to = &mut to[(panel * depth + p) * K::ROWS..][..K::ROWS];
+            a.elements.copy(p * a.columns_by + row, to);
         }
     }
     for (panel, to) in to.chunks_exact_mut(K::ROWS * depth).enumerate().skip(whole / K::ROWS) {
         for (p, to) in to.chunks_exact_mut(K::ROWS).enumerate() {
             for (i, to) in to.iter_mut().enumerate() {
                 let row = panel * K::ROWS + i;
-                *to = if row < rows { a.data[row * a.rows_by + p * a.columns_by] } else { 0.0 };
+                let at = row * a.rows_by + p * a.columns_by;
+                *to = if row < rows { a.elements.one(at) } else { 0.0 };
             }
         }
     }

@@ -96,7 +96,7 @@ impl Task<'_> {
         let high = GROUP / K::ROWS * K::ROWS;
         // Cuts of one length: a short last one would cost nearly as much as a whole one.
         let cut = depth.div_ceil(depth.div_ceil(CUT)).next_multiple_of(8);
-        let packs_rows = a.columns_by != 1 || rows < K::ROWS;
+        let packs_rows = rows < K::ROWS || a.in_place().is_none();
         for deep in (0..depth).step_by(CUTS * cut) {
             let deep_end = depth.min(deep + CUTS * cut);
             pack::slivers::<K>(&mut packed.b, b.from(deep, 0), deep_end - deep, columns);
@@ -143,7 +143,8 @@ impl Task<'_> {
                     }
                     None => {
                         let done = K::ROWS - high;
-                        let at = a.from(row - done, group.from).data.as_ptr();
+                        let rows = a.from(row - done, group.from).in_place();
+                        let at = rows.expect("rows that are not packed").as_ptr();
                         (Left::Rows { at, by: a.rows_by }, done)
                     }
                 };

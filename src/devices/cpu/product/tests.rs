@@ -2,6 +2,7 @@
 
 use super::super::oracle::noise;
 use super::*;
+use crate::tensor::narrow;
 
 /// Rows, depth, columns: edges of every tile, cut, group and stripe.
 const SIZES: [[usize; 3]; 10] = [
@@ -22,8 +23,12 @@ fn at(data: &[f64], [rows, columns]: [usize; 2], transposed: bool, i: usize, j: 
     if transposed { data[j * rows + i] } else { data[i * columns + j] }
 }
 
-fn matrix(data: &[f32], [rows, columns]: [usize; 2], transposed: bool) -> Matrix<'_> {
-    if transposed { Matrix::rows(data, rows).transposed() } else { Matrix::rows(data, columns) }
+fn matrix(data: &[f32], size: [usize; 2], transposed: bool) -> Matrix<'_> {
+    turned(Elements::Floats(data), size, transposed)
+}
+
+fn turned(of: Elements<'_>, [rows, columns]: [usize; 2], transposed: bool) -> Matrix<'_> {
+    if transposed { Matrix::rows_of(of, rows).transposed() } else { Matrix::rows_of(of, columns) }
 }
 
 #[test]
@@ -97,6 +102,40 @@ fn tiles_change_no_bits() {
                 task::run_in_tiles::<14, 32>(product, fourteen.as_mut_ptr(), columns);
             }
             assert!(plain == six && plain == fourteen, "{rows} {depth} {columns} {turns:?}");
+        }
+    }
+}
+
+/// Numbers of 16 bits are what they are as floats, on either side.
+#[test]
+fn numbers_of_16_bits_have_the_bits_of_their_floats() {
+    for ([rows, depth, columns], dtype) in
+        SIZES.iter().flat_map(|size| [Dtype::Bf16, Dtype::F16].map(|dtype| (*size, dtype)))
+    {
+        let halves = |len, seed| {
+            let mut halves = vec![0_u16; len];
+            narrow(dtype, &mut halves, &noise(len, seed).narrow);
+            let mut floats = vec![0.0; len];
+            widen(dtype, &mut floats, &halves);
+            (halves, floats)
+        };
+        let a = halves(rows * depth, 1);
+        let b = halves(depth * columns, 2);
+        for turns in [[false, false], [false, true], [true, false], [true, true]] {
+            let of = |left: Elements<'_>, right: Elements<'_>, level| {
+                let a = turned(left, [rows, depth], turns[0]);
+                let b = turned(right, [depth, columns], turns[1]);
+                let mut c = vec![f32::NAN; rows * columns];
+                Product { a, b, rows, depth, columns, start: Start::Zero }.run(level, &mut c);
+                c
+            };
+            for level in Level::all() {
+                let floats = of(Elements::Floats(&a.1), Elements::Floats(&b.1), level);
+                assert!(
+                    of(Elements::of(dtype, &a.0), Elements::of(dtype, &b.0), level) == floats,
+                    "{dtype:?} {turns:?}"
+                );
+            }
         }
     }
 }
