@@ -21,7 +21,7 @@ use crate::config::WeightDtype;
 use crate::error::Error;
 use crate::folder;
 use crate::lock::{DirectoryLock, OWNER};
-use crate::models::{Head, Shape, families};
+use crate::models::{DENSE_FOLDERS, Head, Shape, families};
 
 const CONFIG: &str = "config.json";
 
@@ -80,6 +80,10 @@ pub fn export(
     }
     if options.average && has_adapters(from) {
         let what = "it holds adapters, whose averages cannot be exported: leave out --ema";
+        return Err(Error::bad_model(from.display(), what));
+    }
+    if options.average && DENSE_FOLDERS.iter().any(|folder| from.join(folder).is_dir()) {
+        let what = "it has Dense modules, whose averages cannot be exported: leave out --ema";
         return Err(Error::bad_model(from.display(), what));
     }
     if !options.unsealed {

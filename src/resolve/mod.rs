@@ -2,6 +2,7 @@
 //! it begins with. A config names a preset or a directory in transformers' format.
 
 mod model;
+mod sentence;
 mod shape;
 mod weights;
 

@@ -1,12 +1,11 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
-use std::path::Path;
-
+use super::sentence::embedding;
 use crate::config::{Config, DepthConfig, ExpertsConfig, Labels, ModelConfig, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
 use crate::kernels::{HEAD_LIMIT, ProblemType};
-use crate::models::{Balance, Dropouts, EmbeddingPooling, Experts, Head, Shape, families};
+use crate::models::{Balance, Dropouts, Experts, Head, Shape, families};
 
 /// The shape of the model that a config names.
 ///
@@ -273,8 +272,10 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         true => Task::SentenceEmbedding,
         false => task_of(shape.head),
     };
-    let classes = !shape.names.class_out.is_empty();
-    let token_classes = !shape.names.token_classes.is_empty();
+    // An encoder without a transform scores no masked tokens, and has no other heads.
+    let has_heads = shape.causal || !shape.names.transform.is_empty();
+    let classes = has_heads && !shape.names.class_out.is_empty();
+    let token_classes = has_heads && !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
     let task = model.task.unwrap_or(own);
     check_task_keys(model, task)?;
@@ -285,9 +286,10 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
             Head::Classes { labels, problem }
         }
         Task::TokenClassification if token_classes => Head::TokenClasses { labels },
-        task if task == task_of(tokens) => return Ok(tokens),
+        task if has_heads && task == task_of(tokens) => return Ok(tokens),
         task => {
-            let mut tasks = vec![task_of(tokens)];
+            let mut tasks = Vec::new();
+            tasks.extend(has_heads.then_some(task_of(tokens)));
             tasks.extend(classes.then_some(Task::SequenceClassification));
             tasks.extend(token_classes.then_some(Task::TokenClassification));
             tasks.push(Task::SentenceEmbedding);
@@ -326,21 +328,6 @@ fn check_task_keys(model: &ModelConfig, task: Task) -> Result<(), Error> {
             Err(Error::config(key, problem))
         }
     }
-}
-
-/// How a model makes embeddings: as the config says, else as `modules.json` says.
-///
-/// # Errors
-/// `modules.json` has a module that is not built, or cannot be read.
-fn embedding(config: &Config, shape: &Shape) -> Result<Head, Error> {
-    let model = &config.model;
-    let of = |directory: Option<&Path>| directory.map_or(Ok(None), hf::sentence_modules);
-    let own = of(config.train.adapters())?;
-    let own = own.map_or_else(|| of(model.path.as_deref()), |own| Ok(Some(own)))?;
-    let usual = if shape.causal { EmbeddingPooling::Last } else { EmbeddingPooling::Mean };
-    let pooling = model.pooling.or(own.map(|own| own.pooling)).unwrap_or(usual);
-    let normalise = model.normalise.or(own.map(|own| own.normalises)).unwrap_or(true);
-    Ok(Head::Embedding { pooling, normalise })
 }
 
 /// What a head of sequences with `labels` scores predicts: as the config says, else as the model's
