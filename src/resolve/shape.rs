@@ -272,10 +272,11 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         true => Task::SentenceEmbedding,
         false => task_of(shape.head),
     };
-    // An encoder without a transform scores no masked tokens, and has no other heads.
-    let has_heads = shape.causal || !shape.names.transform.is_empty();
-    let classes = has_heads && !shape.names.class_out.is_empty();
-    let token_classes = has_heads && !shape.names.token_classes.is_empty();
+    // An encoder scores masked tokens behind a transform, and classes behind another.
+    let has = |module: &str| shape.causal || !module.is_empty();
+    let scores_tokens = has(shape.names.transform);
+    let classes = has(shape.names.class_dense) && !shape.names.class_out.is_empty();
+    let token_classes = has(shape.names.class_dense) && !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
     let task = model.task.unwrap_or(own);
     check_task_keys(model, task)?;
@@ -286,10 +287,10 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
             Head::Classes { labels, problem }
         }
         Task::TokenClassification if token_classes => Head::TokenClasses { labels },
-        task if has_heads && task == task_of(tokens) => return Ok(tokens),
+        task if scores_tokens && task == task_of(tokens) => return Ok(tokens),
         task => {
             let mut tasks = Vec::new();
-            tasks.extend(has_heads.then_some(task_of(tokens)));
+            tasks.extend(scores_tokens.then_some(task_of(tokens)));
             tasks.extend(classes.then_some(Task::SequenceClassification));
             tasks.extend(token_classes.then_some(Task::TokenClassification));
             tasks.push(Task::SentenceEmbedding);

@@ -18,7 +18,8 @@ from embeddinggemma import modules
 from families import DECAY, RATE, STEPS
 
 RECORDS = 4  # of a step
-MODELS = {"bert": "mean", "distilbert": "cls", "qwen3": "last", "llama": "mean", "embeddinggemma": "mean"}
+MODELS = {"bert": "mean", "distilbert": "cls", "qwen3": "last", "llama": "mean", "embeddinggemma": "mean",
+          "electra-classes": "cls"}
 CASES = {
     "contrastive": dict(kind="contrastive"),
     "negatives": dict(kind="contrastive", negatives=2, scale=10.0),

@@ -21,7 +21,7 @@ fn embedder(at: &Path) -> Config {
     let mut config = Config::default();
     config.model.path = Some(at.into());
     config.model.task = Some(Task::SentenceEmbedding);
-    config.step.batch = 8;
+    config.step.batch = 12;
     config
 }
 
@@ -152,6 +152,7 @@ async fn adapters_train_dense_modules_beside_them() {
     again.step(batch.clone()).await.expect("a step");
     assert_eq!(again.digest().await.expect("nothing fails here"), digest);
     config.train.lora = Some(LoraConfig { path: Some(at.clone()), ..LoraConfig::default() });
+    config.step.batch = 12;
     let mut read = Evaluator::start(config.clone()).await.expect("adapters of a model");
     assert_eq!(read.embed(batch.clone()).await.expect("it embeds"), own);
     let merged = folder.path().join("merged");

@@ -9,7 +9,7 @@ use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{
     Keys, activation, flag, given, number, size_or_none, sliding_window, window_of_most,
-    write_layer_types,
+    with_sizes, write_layer_types,
 };
 use super::rotary::{ROPE, rotary_by_kind, write_rotary_by_kind};
 use crate::models::{Head, NormPlaces, Shape, Window};
@@ -58,11 +58,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             return Err(format!("{key} is {limit}: Gemma 3 is built without it"));
         }
     }
-    let mut keys = keys.clone();
-    for (key, size) in ABSENT {
-        keys.entry(key).or_insert(size.into());
-    }
-    let keys = &keys;
+    let keys = &with_sizes(keys, &ABSENT);
     let mut shared = keys.clone();
     shared.retain(|key, _| !ROPE.contains(&key.as_str()));
     let shape = read_shared(&shared, &NAMES, THETAS[0])?;
