@@ -86,12 +86,12 @@ async fn a_checkpoint_has_its_dense_modules() {
         let [own, theirs] = [&first, &from].map(|at| fs::read(at.join(file)).expect("it is there"));
         let [own, theirs] =
             [&own, &theirs].map(|file| safetensors::SafeTensors::deserialize(file).expect("ours"));
-        let mut names = own.names();
-        let mut expected = theirs.names();
-        (names.sort(), expected.sort());
-        assert_eq!(names, expected, "{file}");
-        for name in names {
-            let [own, theirs] = [&own, &theirs].map(|file| file.tensor(name).expect("its name"));
+        assert_eq!(own.len(), theirs.len(), "{file}");
+        for name in own.names() {
+            // Files of the model without a head leave the prefix out.
+            let stored = name.strip_prefix("model.").unwrap_or(name);
+            let own = own.tensor(name).expect("its name");
+            let theirs = theirs.tensor(stored).expect("the same name");
             assert!(own.data() == theirs.data() && own.shape() == theirs.shape(), "{name}");
         }
     }
