@@ -141,7 +141,7 @@ TOKENS["electra-tokens"] = FAMILIES["electra-tokens"] = ElectraConfig(**ELECTRA,
 FAMILIES["seed_oss"] = SeedOssConfig(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12,
                                      residual_dropout=0.0, attention_out_bias=True, mlp_bias=True)
 FAMILIES["ernie4_5"] = Ernie4_5Config(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12, use_bias=True)
-FAMILIES["helium"] = HeliumConfig(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3, head_dim=16, mlp_bias=True)
+FAMILIES["helium"] = HeliumConfig(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=16, mlp_bias=True)
 WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
 CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium"}
