@@ -21,7 +21,7 @@ use crate::config::WeightDtype;
 use crate::error::Error;
 use crate::folder;
 use crate::lock::{DirectoryLock, OWNER};
-use crate::models::{Head, Shape, families};
+use crate::models::{DENSE_FOLDERS, Head, Shape, families};
 
 const CONFIG: &str = "config.json";
 
@@ -78,9 +78,8 @@ pub fn export(
         let what = "it exists already: give a new directory";
         return Err(Error::argument(format_args!("{}: {what}", to.display())));
     }
-    if options.average && has_adapters(from) {
-        let what = "it holds adapters, whose averages cannot be exported: leave out --ema";
-        return Err(Error::bad_model(from.display(), what));
+    if options.average {
+        check_averages(from)?;
     }
     if !options.unsealed {
         check_seal(from, if options.average { Sealed::All } else { Sealed::Model })?;
@@ -135,6 +134,17 @@ pub fn export(
         let all: Vec<&Path> = [from].into_iter().chain(base).collect();
         copy_companions(&all, partial).map_err(failed)
     })
+}
+
+/// Refuses averages of weights that an export does not write.
+fn check_averages(from: &Path) -> Result<(), Error> {
+    let has_dense = DENSE_FOLDERS.iter().any(|folder| from.join(folder).is_dir());
+    let what = match (has_adapters(from), has_dense) {
+        (true, _) => "it holds adapters, whose averages cannot be exported: leave out --ema",
+        (_, true) => "it has Dense modules, whose averages cannot be exported: leave out --ema",
+        (false, false) => return Ok(()),
+    };
+    Err(Error::bad_model(from.display(), what))
 }
 
 /// The tables of an exported model whose `config.json` ties its head to its embedding.

@@ -14,6 +14,7 @@ mod chat_source;
 mod clock;
 mod companions;
 mod config;
+mod dense;
 mod export;
 mod found;
 mod fused;

@@ -163,9 +163,11 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         "rotary_emb.inv_freq",
         ".decoder.bias",
     ];
-    const PARTS: [&str; 6] = [
+    const PARTS: [&str; 7] = [
         "cls.seq_relationship.",
         "pooler.dense.",
+        // What tells replaced tokens, of ELECTRA.
+        "discriminator_predictions.",
         // What reads images, beside the text model of such a directory.
         "vision_tower.",
         "multi_modal_projector.",

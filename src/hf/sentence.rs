@@ -1,5 +1,5 @@
 //! Directories of sentence-transformers: the modules that follow the transformer, which pool its
-//! hidden states and scale embeddings to length 1.
+//! hidden states, multiply embeddings by matrices, and scale them to length 1.
 //!
 //! Two layouts are read: that of versions 2 to 5, and that of version 6. The first is written,
 //! because all versions read it.
@@ -12,17 +12,17 @@ use serde_json::{Map, Value, json};
 use super::json;
 use crate::error::Error;
 use crate::folder;
-use crate::models::{EmbeddingPooling, Head, Shape};
+use crate::models::{DENSE_FOLDERS, DenseModule, EmbeddingPooling, Head, MOST_DENSE, Shape};
 
 const MODULES: &str = "modules.json";
 const POOLING: &str = "1_Pooling";
-const NORMALISE: &str = "2_Normalize";
 const SETTINGS: &str = "sentence_bert_config.json";
 
 /// What a directory's modules make of hidden states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SentenceModules {
     pub(crate) pooling: EmbeddingPooling,
+    pub(crate) dense: [Option<DenseModule>; MOST_DENSE],
     /// Whether embeddings are scaled to length 1.
     pub(crate) normalises: bool,
 }
@@ -54,16 +54,27 @@ pub(crate) fn sentence_modules(directory: &Path) -> Result<Option<SentenceModule
     };
     let kinds: Vec<String> = modules.iter().map(kind).collect();
     let kinds: Vec<&str> = kinds.iter().map(String::as_str).collect();
-    let normalises = match kinds[..] {
-        ["Transformer", "Pooling"] => false,
-        ["Transformer", "Pooling", "Normalize"] => true,
-        _ => {
-            return Err(refuse(format!(
-                "its modules are {}: only Transformer, Pooling and perhaps Normalize are built",
-                kinds.join(", ")
-            )));
+    let normalises = kinds.last() == Some(&"Normalize");
+    let last = kinds.len() - usize::from(normalises);
+    let is_built = matches!(kinds[..last], ["Transformer", "Pooling", ref dense @ ..]
+        if dense.len() <= MOST_DENSE && dense.iter().all(|kind| *kind == "Dense"));
+    if !is_built {
+        return Err(refuse(format!(
+            "its modules are {}: only Transformer, Pooling, up to two of Dense, and perhaps \
+             Normalize are built",
+            kinds.join(", ")
+        )));
+    }
+    let mut dense = [None; MOST_DENSE];
+    for ((module, folder), dense) in modules[2..last].iter().zip(DENSE_FOLDERS).zip(&mut dense) {
+        let path = module.get("path").and_then(Value::as_str).unwrap_or(folder);
+        if path != folder {
+            return Err(refuse(format!("the folder of Dense is {path}: only {folder} is read")));
         }
-    };
+        let of_dense = directory.join(folder).join("config.json");
+        let read = dense_of(&json::read(&of_dense)?);
+        *dense = Some(read.map_err(|what| Error::bad_model(of_dense.display(), what))?);
+    }
     let settings = directory.join(SETTINGS);
     if settings.is_file() {
         let settings: Map<String, Value> = json::read(&settings)?;
@@ -77,7 +88,49 @@ pub(crate) fn sentence_modules(directory: &Path) -> Result<Option<SentenceModule
     let of_pooling = directory.join(path).join("config.json");
     let pooling = pooling_of(&json::read(&of_pooling)?);
     let pooling = pooling.map_err(|what| Error::bad_model(of_pooling.display(), what))?;
-    Ok(Some(SentenceModules { pooling, normalises }))
+    Ok(Some(SentenceModules { pooling, dense, normalises }))
+}
+
+/// The activation function of a dense module that has none.
+const IDENTITY: &str = "torch.nn.modules.linear.Identity";
+
+/// The dense module of these settings.
+fn dense_of(keys: &Map<String, Value>) -> Result<DenseModule, String> {
+    let activation = keys.get("activation_function").and_then(Value::as_str);
+    let activation = activation.unwrap_or("torch.nn.modules.activation.Tanh");
+    if activation != IDENTITY {
+        return Err(format!("activation_function is {activation}: only {IDENTITY} is built"));
+    }
+    if keys.get("use_residual") == Some(&Value::Bool(true)) {
+        return Err("use_residual is true: only false is built".into());
+    }
+    for key in ["module_input_name", "module_output_name"] {
+        let name = keys.get(key).and_then(Value::as_str).unwrap_or(EMBEDDING);
+        if name != EMBEDDING {
+            return Err(format!("{key} is {name}: only {EMBEDDING} is built"));
+        }
+    }
+    let outputs = keys.get("out_features").and_then(Value::as_u64).unwrap_or_default();
+    if outputs == 0 || outputs > 1 << 20 {
+        return Err(format!("out_features is {outputs}: it must be 1 to 1048576"));
+    }
+    let bias = keys.get("bias").and_then(Value::as_bool).unwrap_or(true);
+    Ok(DenseModule { outputs: outputs as usize, bias })
+}
+
+/// The name under which modules find embeddings.
+const EMBEDDING: &str = "sentence_embedding";
+
+/// The settings of a dense module with these inputs.
+fn of_dense(inputs: usize, module: DenseModule) -> Value {
+    json!({
+        "in_features": inputs,
+        "out_features": module.outputs,
+        "bias": module.bias,
+        "activation_function": IDENTITY,
+        "module_input_name": EMBEDDING,
+        "module_output_name": EMBEDDING,
+    })
 }
 
 /// The pooling of a module's settings.
@@ -108,10 +161,13 @@ pub(crate) fn write_sentence_modules(
     shape: &Shape,
     positions: usize,
 ) -> Result<(), Error> {
-    let Head::Embedding { pooling, normalise } = shape.head else { return Ok(()) };
+    let Head::Embedding { pooling, normalise, .. } = shape.head else { return Ok(()) };
     let failed = |error: io::Error| Error::storage(directory.display(), error);
     let mut folders = vec![("", "Transformer"), (POOLING, "Pooling")];
-    folders.extend(normalise.then_some((NORMALISE, "Normalize")));
+    let dense: Vec<DenseModule> = shape.dense().collect();
+    folders.extend(DENSE_FOLDERS[..dense.len()].iter().map(|folder| (*folder, "Dense")));
+    let last = format!("{}_Normalize", folders.len());
+    folders.extend(normalise.then_some((&last[..], "Normalize")));
     let module = |(at, &(path, kind)): (usize, &(&str, &str))| {
         let of = format!("sentence_transformers.models.{kind}");
         json!({ "idx": at, "name": at.to_string(), "path": path, "type": of })
@@ -126,6 +182,11 @@ pub(crate) fn write_sentence_modules(
         of_pooling[key] = (mode == Some(pooling)).into();
     }
     let settings = json!({ "max_seq_length": positions, "do_lower_case": false });
+    let mut inputs = shape.hidden;
+    for (folder, module) in DENSE_FOLDERS.iter().zip(dense) {
+        json::write(&directory.join(folder).join("config.json"), &of_dense(inputs, module))?;
+        inputs = module.outputs;
+    }
     let all = [
         (directory.join(POOLING).join("config.json"), of_pooling),
         (directory.join(SETTINGS), settings),

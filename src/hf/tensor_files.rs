@@ -20,14 +20,16 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
 use super::adapters::WEIGHTS;
+use super::dense::{dense_tensors, trained_dense};
 use super::json;
 use super::sealed::file_digest;
 use super::weights::{
-    FileTensor, FileTensors, INDEX, file_tensors, state_tensors, stored_adapters,
+    FileTensor, FileTensors, INDEX, SINGLE, file_tensors, state_tensors, stored_adapters,
     stored_parameters, trained_names,
 };
 use crate::eps::{BlockRun, Eps, reserve};
 use crate::error::Error;
+use crate::folder;
 use crate::models::Model;
 
 /// The most bytes of a weight file: transformers' default size of a shard.
@@ -77,13 +79,14 @@ impl TensorFiles {
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
         let all = stored_parameters(model, eps);
-        TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), |_| None)
+        let files = TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), |_| None)?;
+        files.with_dense(directory, dense_tensors(model, eps))
     }
 
     /// Files of a checkpoint's masters, of at most `most` bytes. `before` is a checkpoint with the
     /// same frozen tensors.
     pub(crate) fn of_checkpoint(
-        directory: &Path,
+        to: &Path,
         model: &Model,
         eps: &Eps,
         most: Option<u64>,
@@ -99,7 +102,7 @@ impl TensorFiles {
         let mut all = shards(frozen, most);
         all.extend(shards(trained, most));
         let updates = eps.updates();
-        TensorFiles::in_shards(directory, all, |shard| {
+        let files = TensorFiles::in_shards(to, all, |shard| {
             let Before { directory, updates: before } = before?;
             let is_updated = |block: BlockId| {
                 let block = block.0 as usize;
@@ -110,7 +113,22 @@ impl TensorFiles {
                 is_frozen || !tensor.pieces.iter().any(|(block, _)| is_updated(*block))
             };
             shard.iter().all(is_same).then_some(directory)
-        })
+        })?;
+        files.with_dense(to, dense_tensors(model, eps))
+    }
+
+    /// Adds the files of dense modules, each in its folder.
+    fn with_dense(
+        mut self,
+        directory: &Path,
+        modules: Vec<(&'static str, FileTensors)>,
+    ) -> Result<TensorFiles, Error> {
+        for (module, tensors) in modules {
+            let at = directory.join(module);
+            folder::create(&at).map_err(|error| Error::storage(at.display(), error))?;
+            self.add(at.join(SINGLE), tensors)?;
+        }
+        Ok(self)
     }
 
     /// One file for each shard. If `link_from` returns a directory that has the same file, this
@@ -146,7 +164,7 @@ impl TensorFiles {
     ) -> Result<TensorFiles, Error> {
         let mut all = TensorFiles::default();
         all.add(directory.join(WEIGHTS), stored_adapters(model, eps))?;
-        Ok(all)
+        all.with_dense(directory, trained_dense(model, eps))
     }
 
     /// Adds a file of the optimizer's states.
@@ -310,7 +328,7 @@ pub(crate) fn cut_into_files(sizes: &[usize], most: usize) -> Vec<Range<usize>> 
 /// The name of one of `count` files of weights, as transformers names them.
 pub(super) fn shard_name(index: usize, count: usize) -> String {
     match count {
-        1 => "model.safetensors".into(),
+        1 => SINGLE.into(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     }
 }

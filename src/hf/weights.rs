@@ -16,6 +16,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
+use super::dense::{dense_tensors, read_dense, trained_dense};
 use super::found::Found;
 use super::names::{Spelling, check, find, is_of_new_head};
 use super::tied::is_tied;
@@ -25,7 +26,7 @@ use crate::eps::{BlockRun, Eps};
 use crate::error::Error;
 use crate::models::adapters::is_of_adapter;
 use crate::models::families::Names;
-use crate::models::{BlockTensors, Model};
+use crate::models::{BlockTensors, Model, is_of_dense};
 use crate::optimizers::{RuleState, StateDtype};
 
 /// A tensor of a file, and the place of its elements in the EPS.
@@ -48,6 +49,9 @@ impl FileTensor {
 /// The index of a model whose weights are in several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
+/// The file of a model whose weights are in one.
+pub(super) const SINGLE: &str = "model.safetensors";
+
 const FLOAT: usize = size_of::<f32>();
 
 /// Elements of a tensor that one thread reads at once: a megabyte, which is little beside a tensor
@@ -65,7 +69,7 @@ pub(super) type FileTensors = BTreeMap<String, FileTensor>;
 /// The parameters of a model without adapters.
 fn base_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let mut all = file_tensors(model, eps, BlockRun::Parameters);
-    all.retain(|name, _| !is_of_adapter(name));
+    all.retain(|name, _| !is_of_adapter(name) && !is_of_dense(name));
     all
 }
 
@@ -85,7 +89,7 @@ pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
 /// Some parameters of a model, under their names in PEFT.
 fn named_as_in_peft(model: &Model, eps: &Eps, is_wanted: impl Fn(&str) -> bool) -> FileTensors {
     let all = file_tensors(model, eps, BlockRun::Parameters).into_iter();
-    let all = all.filter(|(name, _)| is_wanted(name));
+    let all = all.filter(|(name, _)| is_wanted(name) && !is_of_dense(name));
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
 }
 
@@ -93,6 +97,7 @@ fn named_as_in_peft(model: &Model, eps: &Eps, is_wanted: impl Fn(&str) -> bool) 
 /// and expects both where the head has a table of its own.
 pub(super) fn stored_parameters(model: &Model, eps: &Eps) -> FileTensors {
     let mut all = file_tensors(model, eps, BlockRun::Parameters);
+    all.retain(|name, _| !is_of_dense(name));
     let [of_layer, alone] = model.shape.names.head_biases();
     if let Some(bias) = all.get(&of_layer).filter(|_| model.shape.masked_head()).cloned() {
         all.insert(alone, bias);
@@ -166,7 +171,9 @@ pub(crate) fn load(
     let files = weight_files(directory)?;
     let tensors = &base_tensors(model, eps);
     let wanted = Wanted { tensors, spelling: Some(spelling_of(directory, model)), brought };
-    read(&files, &wanted, eps, how)
+    let missing = read(&files, &wanted, eps, how)?;
+    read_dense(directory, dense_tensors(model, eps), eps, how)?;
+    Ok(missing)
 }
 
 /// The names of a model's tensors in the weight files of a directory.
@@ -181,13 +188,15 @@ pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result
     let how = Load { tensors: Tensors::Trained, all_finite: false };
     let tensors = &base_tensors(model, eps);
     let wanted = Wanted { tensors, spelling: Some(spelling_of(directory, model)), brought: &[] };
-    read(&files, &wanted, eps, how).map(drop)
+    read(&files, &wanted, eps, how)?;
+    read_dense(directory, trained_dense(model, eps), eps, how)
 }
 
 /// Reads the adapters of a run's own checkpoint, and all tensors that are trained beside them, into
 /// the EPS.
 pub(crate) fn load_own_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read_adapters(directory, &adapter_tensors(model, eps), model, eps, Load::AS_WRITTEN)
+    read_adapters(directory, &adapter_tensors(model, eps), model, eps, Load::AS_WRITTEN)?;
+    read_dense(directory, trained_dense(model, eps), eps, Load::AS_WRITTEN)
 }
 
 /// Reads adapters, and the tensors that the file has beside them (`saved`), into the EPS. All other
@@ -200,7 +209,11 @@ pub(crate) fn load_adapters(
     how: Load,
 ) -> Result<(), Error> {
     let is_wanted = |name: &str| is_of_adapter(name) || saved.iter().any(|one| one == name);
-    read_adapters(directory, &named_as_in_peft(model, eps, is_wanted), model, eps, how)
+    read_adapters(directory, &named_as_in_peft(model, eps, is_wanted), model, eps, how)?;
+    // Dense modules that were trained beside the adapters; else those of the model stay.
+    let mut beside = dense_tensors(model, eps);
+    beside.retain(|(folder, _)| directory.join(folder).join(SINGLE).is_file());
+    read_dense(directory, beside, eps, how)
 }
 
 /// Reads a file of adapters that has these tensors and no others.
@@ -256,7 +269,7 @@ pub(super) fn check_finite(name: &str, view: &TensorView<'_>) -> Result<(), Stri
 /// The weight files of a directory: a single file, or the files of an index.
 pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     let index = directory.join(INDEX);
-    let single = directory.join("model.safetensors");
+    let single = directory.join(SINGLE);
     if index.exists() && !single.exists() {
         return shards(directory, &index);
     }
@@ -343,17 +356,17 @@ enum Tensors {
 }
 
 /// The tensors of files that are read.
-struct Wanted<'w> {
-    tensors: &'w FileTensors,
+pub(super) struct Wanted<'w> {
+    pub(super) tensors: &'w FileTensors,
     /// Other names of the same tensors. `None`: the files have no other names, because l2l wrote
     /// them.
-    spelling: Option<Spelling<'w>>,
+    pub(super) spelling: Option<Spelling<'w>>,
     /// The names of tensors that adapters replace: they are neither read nor compared.
-    brought: &'w [String],
+    pub(super) brought: &'w [String],
 }
 
 /// Reads tensors of files into the EPS. Returns the names of missing tensors that may be missing.
-fn read(
+pub(super) fn read(
     paths: &[PathBuf],
     wanted: &Wanted<'_>,
     eps: &Eps,

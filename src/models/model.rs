@@ -11,6 +11,7 @@ use super::adapters::Adapters;
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::classes::Classes;
+use super::dense::DenseLayer;
 use super::ends::{Final, Stem};
 use super::families::Names;
 use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
@@ -143,6 +144,9 @@ impl Model {
         for end in Final::all_of(shape) {
             let adapters = adapters(end.module().into_iter().collect());
             stack.push(Box::new(Final { adapters, ..end }));
+        }
+        if let Some(dense) = DenseLayer::of(shape) {
+            stack.push(Box::new(dense));
         }
         stack
     }

@@ -31,6 +31,19 @@ pub(super) fn or_scratch(gradient: Option<View>, tensor: View, scratch: &Scratch
 }
 
 impl Shape {
+    /// True when norms have shifts beside their scales.
+    pub(crate) fn norms_shift(&self) -> bool {
+        !self.rms_norm && !self.norms_only_scale
+    }
+
+    /// The heads of queries and of keys that have a norm each, and the channels of such a norm.
+    pub(crate) fn normed_heads(&self) -> [usize; 3] {
+        match self.joint_qk_norm {
+            true => [1, 1, self.attention_width()],
+            false => [self.heads, self.kv_heads, self.head_size],
+        }
+    }
+
     /// The tensors of a norm of `len` channels: its scale and, with `has_shift`, its shift.
     pub(super) fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
         let tensor =

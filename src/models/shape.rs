@@ -4,6 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::balance::Balance;
+use super::dense::{DenseModule, MOST_DENSE};
 use super::families::Names;
 use super::pooling::EmbeddingPooling;
 use crate::kernels::{
@@ -49,12 +50,21 @@ pub enum Head {
     Embedding {
         /// How the hidden states of a sequence become one.
         pooling: EmbeddingPooling,
+        /// The dense modules that it passes then.
+        dense: [Option<DenseModule>; MOST_DENSE],
         /// Whether embeddings are scaled to length 1.
         normalise: bool,
     },
 }
 
 impl Head {
+    /// None, with the mean of the hidden states, scaled to length 1.
+    pub(crate) const EMBEDDING: Head = Head::Embedding {
+        pooling: EmbeddingPooling::Mean,
+        dense: [None; MOST_DENSE],
+        normalise: true,
+    };
+
     /// The number of scores of a head of classes.
     pub fn labels(&self) -> Option<usize> {
         match *self {
@@ -455,11 +465,6 @@ impl Shape {
         self.linear.filter(|linear| linear.blocks.has(block)).map(|linear| linear.heads)
     }
 
-    /// True when norms have shifts beside their scales.
-    pub(crate) fn norms_shift(&self) -> bool {
-        !self.rms_norm && !self.norms_only_scale
-    }
-
     /// True if a block has rotary positions, if the model has any.
     pub(crate) fn rotates(&self, block: usize) -> bool {
         self.rotary_blocks.has(block)
@@ -473,14 +478,6 @@ impl Shape {
     /// Channels of queries, keys and values side by side.
     pub fn qkv(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_size
-    }
-
-    /// The heads of queries and of keys that have a norm each, and the channels of such a norm.
-    pub(crate) fn normed_heads(&self) -> [usize; 3] {
-        match self.joint_qk_norm {
-            true => [1, 1, self.attention_width()],
-            false => [self.heads, self.kv_heads, self.head_size],
-        }
     }
 
     /// Channels of attention's output before its projection.

@@ -4,6 +4,7 @@ use l2l_actors::schedule::BlockId;
 
 use super::adapters;
 use super::block_tensors::BlockTensors;
+use super::dense::is_of_dense;
 use super::frozen::{Base, WeightFormat};
 use super::layer::{Kind, Tensor};
 use super::lora::Lora;
@@ -19,7 +20,7 @@ use crate::tensor::Dtype;
 pub struct Training {
     /// Patterns of trained tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with
     /// `*` for any text. Adapters are trained in any case. Empty: all tensors; with adapters, only
-    /// the head of classes.
+    /// the head of classes, or the dense modules of embeddings.
     pub only: Vec<String>,
     /// Patterns of tensors that are not trained. They prevail over `only`.
     pub frozen: Vec<String>,
@@ -29,7 +30,7 @@ pub struct Training {
     /// PEFT's `ensure_weight_tying`. False: the tables part, as in PEFT.
     pub keeps_tied: bool,
     /// Names of tensors that were trained beside adapters that were read. They are trained, too, in
-    /// place of the head of classes.
+    /// place of these.
     pub saved: Vec<String>,
     /// How frozen weights are stored.
     pub base: Base,
@@ -175,6 +176,8 @@ impl Model {
             let module = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);
             adapted.iter().any(|one| one == module)
         };
+        let is_of_head =
+            |index: usize, tensor: &Tensor| classes.contains(&index) || is_of_dense(&tensor.name);
         for (index, block) in self.blocks.iter_mut().enumerate() {
             let is_named = |patterns: &[String], tensor: &Tensor| {
                 patterns.iter().any(|pattern| matches_tensor(pattern, tensor))
@@ -182,7 +185,7 @@ impl Model {
             let has_own = !only.is_empty() || !saved.is_empty();
             *block = block.with_trained(|tensor| {
                 let by_default = match lora {
-                    Some(_) => !has_own && classes.contains(&index) && !adapts(tensor),
+                    Some(_) => !has_own && is_of_head(index, tensor) && !adapts(tensor),
                     None => only.is_empty(),
                 };
                 let is_adapter = lora.is_some() && adapters::is_of_adapter(&tensor.name);

@@ -1,12 +1,10 @@
 //! The head of the model that a config names: what the model predicts.
 
-use std::path::Path;
-
+use super::sentence::embedding;
 use crate::config::{Config, Labels, ModelConfig, Task};
 use crate::error::Error;
-use crate::hf;
 use crate::kernels::ProblemType;
-use crate::models::{EmbeddingPooling, Head, Shape, families};
+use crate::models::{Head, Shape, families};
 
 /// The task of a model with this head.
 fn task_of(head: Head) -> Task {
@@ -37,8 +35,11 @@ pub(super) fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         false if reads_scores => Task::SequenceClassification,
         false => task_of(shape.head),
     };
-    let classes = !shape.names.class_out.is_empty();
-    let token_classes = !shape.names.token_classes.is_empty();
+    // An encoder scores masked tokens behind a transform, and classes behind another.
+    let has = |module: &str| shape.causal || !module.is_empty();
+    let scores_tokens = has(shape.names.transform);
+    let classes = has(shape.names.class_dense) && !shape.names.class_out.is_empty();
+    let token_classes = has(shape.names.class_dense) && !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
     let task = model.task.unwrap_or(own);
     check_task_keys(model, task)?;
@@ -53,9 +54,10 @@ pub(super) fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
             Head::Classes { labels, problem }
         }
         Task::TokenClassification if token_classes => Head::TokenClasses { labels },
-        task if task == task_of(tokens) => return Ok(tokens),
+        task if scores_tokens && task == task_of(tokens) => return Ok(tokens),
         task => {
-            let mut tasks = vec![task_of(tokens)];
+            let mut tasks = Vec::new();
+            tasks.extend(scores_tokens.then_some(task_of(tokens)));
             tasks.extend(classes.then_some(Task::SequenceClassification));
             tasks.extend(token_classes.then_some(Task::TokenClassification));
             tasks.push(Task::SentenceEmbedding);
@@ -114,21 +116,6 @@ fn check_task_keys(model: &ModelConfig, task: Task) -> Result<(), Error> {
             Err(Error::config(key, problem))
         }
     }
-}
-
-/// How a model makes embeddings: as the config says, else as `modules.json` says.
-///
-/// # Errors
-/// `modules.json` has a module that is not built, or cannot be read.
-fn embedding(config: &Config, shape: &Shape) -> Result<Head, Error> {
-    let model = &config.model;
-    let of = |directory: Option<&Path>| directory.map_or(Ok(None), hf::sentence_modules);
-    let own = of(config.train.adapters())?;
-    let own = own.map_or_else(|| of(model.path.as_deref()), |own| Ok(Some(own)))?;
-    let usual = if shape.causal { EmbeddingPooling::Last } else { EmbeddingPooling::Mean };
-    let pooling = model.pooling.or(own.map(|own| own.pooling)).unwrap_or(usual);
-    let normalise = model.normalise.or(own.map(|own| own.normalises)).unwrap_or(true);
-    Ok(Head::Embedding { pooling, normalise })
 }
 
 /// What a head of sequences with `labels` scores predicts: as the config says, else as the model's

@@ -4,6 +4,7 @@
 mod head;
 mod head_counts;
 mod model;
+mod sentence;
 mod shape;
 mod weights;
 

@@ -16,10 +16,10 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, Cohere2Config, CohereConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config,
-    GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig,
+    AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config,
+    GPTNeoXConfig, GptOssConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig,
     Olmo2Config, Olmo3Config, OlmoeConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig,
-    SmolLM3Config, Starcoder2Config,
+    SeedOssConfig, SmolLM3Config, Starcoder2Config,
 )
 
 import families
@@ -87,6 +87,9 @@ CASES = {
                                 norm_topk_prob=True),
     "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
     "starcoder2": Starcoder2Config(**SIZES, sliding_window=128),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=12, residual_dropout=0.0),
+    "ernie4_5": Ernie4_5Config(**SIZES, head_dim=12),
+    "helium": HeliumConfig(**SIZES, head_dim=12),
 }
 WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss", "ministral", "olmo3", "starcoder2"}
 families.CAUSAL |= CASES.keys()

@@ -1,4 +1,4 @@
-"""Ten AdamW steps of sentence-transformers' losses on models of families.py, in f64: losses and gradient norms.
+"""Ten AdamW steps of sentence-transformers' losses on models of families.py and embeddinggemma.py, in f64: losses and gradient norms.
 
 A record is some sequences of the model's data.jsonl, with a score where the loss reads one. The losses are those
 of sentence-transformers, on embeddings of all records of a step.
@@ -14,10 +14,12 @@ from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModel
 
+from embeddinggemma import modules
 from families import DECAY, RATE, STEPS
 
 RECORDS = 4  # of a step
-MODELS = {"bert": "mean", "distilbert": "cls", "qwen3": "last", "llama": "mean"}
+MODELS = {"bert": "mean", "distilbert": "cls", "qwen3": "last", "llama": "mean", "embeddinggemma": "mean",
+          "electra-classes": "cls"}
 CASES = {
     "contrastive": dict(kind="contrastive"),
     "negatives": dict(kind="contrastive", negatives=2, scale=10.0),
@@ -52,12 +54,15 @@ def loss_of(settings):
     return losses.TripletLoss(None, metrics.EUCLIDEAN, settings.get("margin", 5.0))
 
 
-def embed(model, pooling, ids):
+def embed(model, behind, ids):
     """Each sequence by itself, so that nothing is padded."""
     ids = torch.tensor([ids])
     mask = torch.ones_like(ids)
     hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    return pooling({"token_embeddings": hidden, "attention_mask": mask})["sentence_embedding"][0]
+    features = {"token_embeddings": hidden, "attention_mask": mask}
+    for module in behind:
+        features = module(features)
+    return features["sentence_embedding"][0]
 
 
 def main():
@@ -74,7 +79,8 @@ def main():
                     module.p = 0.0
             pooling = Pooling(model.config.hidden_size, pooling_mode={"last": "lasttoken"}.get(mode, mode))
             each, loss_function = sequences(settings), loss_of(settings)
-            named = list(model.named_parameters())
+            dense = torch.nn.ModuleList(modules(here / family)).double()
+            named = [*model.named_parameters(), *dense.named_parameters()]
             groups = [{"params": [p for name, p in named if (p.ndim > 1) == decays], "weight_decay": DECAY * decays}
                       for decays in (True, False)]
             optimizer = torch.optim.AdamW(groups, lr=RATE)
@@ -82,14 +88,14 @@ def main():
             for step in range(STEPS):
                 first = step * RECORDS * each
                 texts = [lines[(first + index) % len(lines)] for index in range(RECORDS * each)]
-                embeddings = torch.stack([embed(model, pooling, text) for text in texts])
+                embeddings = torch.stack([embed(model, [pooling, *dense], text) for text in texts])
                 columns = [embeddings[place::each] for place in range(each)]
                 scores = torch.tensor([((7 * (step * RECORDS + nth)) % 5) / 4 for nth in range(RECORDS)])
                 of = lambda width: loss_function.compute_loss_from_embeddings([c[:, :width] for c in columns], scores)
                 loss = sum(of(width) for width in settings.get("dimensions", [model.config.hidden_size]))
                 optimizer.zero_grad()
                 loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+                norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], float("inf"))
                 optimizer.step()
                 results["losses"].append(float(loss))
                 results["norms"].append(float(norm))

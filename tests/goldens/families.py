@@ -14,8 +14,8 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, CamembertConfig, Cohere2Config, CohereConfig, DistilBertConfig, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, ModernBertConfig, Olmo2Config,
-    Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, RobertaConfig, SmolLM3Config, Starcoder2Config, XLMRobertaConfig,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, CamembertConfig, Cohere2Config, CohereConfig, DistilBertConfig, ElectraConfig, Ernie4_5Config, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, ModernBertConfig, Olmo2Config,
+    Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, RobertaConfig, SeedOssConfig, SmolLM3Config, Starcoder2Config, XLMRobertaConfig,
 )
 
 STEPS, RATE, DECAY, BATCH, VOCABULARY = 10, 3e-3, 0.1, 5, 61
@@ -134,6 +134,14 @@ FAMILIES["qwen3_5_text-tied"] = Qwen3_5TextConfig(
     **DECODER, rms_norm_eps=0.01, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, linear_num_key_heads=1,
     linear_num_value_heads=3, linear_key_head_dim=7, linear_value_head_dim=35, tie_word_embeddings=True,
     layer_types=["linear_attention", "full_attention"])
+ELECTRA = dict(**ENCODER, **DROPS, embedding_size=48, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=56,
+               max_position_embeddings=30, classifier_dropout=0.0)
+CLASSES["electra-classes"] = FAMILIES["electra-classes"] = ElectraConfig(**ELECTRA, num_labels=3)
+TOKENS["electra-tokens"] = FAMILIES["electra-tokens"] = ElectraConfig(**ELECTRA, num_labels=5)
+FAMILIES["seed_oss"] = SeedOssConfig(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12,
+                                     residual_dropout=0.0, attention_out_bias=True, mlp_bias=True)
+FAMILIES["ernie4_5"] = Ernie4_5Config(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12, use_bias=True)
+FAMILIES["helium"] = HeliumConfig(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=16, mlp_bias=True)
 # With heads that blocks can be cut by, into two and four slices.
 FAMILIES["qwen3-slices"] = Qwen3Config(**DECODER, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=6,
                                        tie_word_embeddings=True)
@@ -144,9 +152,9 @@ FAMILIES["opt-slices"] = OPTConfig(**{**OPT, "hidden_size": 44, "num_attention_h
 FAMILIES["qwen2-slices"] = Qwen2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
                                        use_sliding_window=True, sliding_window=3, max_window_layers=1)
 FAMILIES["modernbert-slices"] = ModernBertConfig(**{**MODERN, "num_attention_heads": 4}, num_hidden_layers=3, local_attention=6)
-WINDOWED = {"qwen2-slices", "modernbert-slices", "modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2"}
+WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
-CAUSAL = {"qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2"}
+CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices"}
 
 
 def sequences(family, generator):

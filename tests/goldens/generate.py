@@ -14,8 +14,8 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, Cohere2Config, CohereConfig, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
-    Qwen3_5TextConfig, Qwen3Config, SmolLM3Config, Starcoder2Config,
+    AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
+    Qwen3_5TextConfig, Qwen3Config, SeedOssConfig, SmolLM3Config, Starcoder2Config,
 )
 
 LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
@@ -68,6 +68,10 @@ FAMILIES = {
     "qwen3_5_text": Qwen3_5TextConfig(**DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
                                       linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
                                       linear_value_head_dim=5, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    "seed_oss": SeedOssConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+                              attention_out_bias=True, residual_dropout=0.0),
+    "ernie4_5": Ernie4_5Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12),
+    "helium": HeliumConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}

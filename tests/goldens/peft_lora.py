@@ -61,6 +61,10 @@ CASES = {
     "modernbert-classes": dict(r=2, lora_alpha=6, target_modules=["Wqkv", "mlp.Wo", "head.dense"], task_type="SEQ_CLS"),
     "qwen3_5_text": dict(r=2, lora_alpha=3, target_modules=ALL),
     "qwen3_5_text-tied": dict(r=3, lora_alpha=4, target_modules=["in_proj_qkv", "in_proj_a", "q_proj", "out_proj"]),
+    "seed_oss": dict(r=2, lora_alpha=3, target_modules=ALL),
+    "ernie4_5": dict(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "down_proj"]),
+    "helium": dict(r=3, lora_alpha=4, target_modules=ALL),
+    "electra-classes": dict(r=2, lora_alpha=6, target_modules=["query", "output.dense"], task_type="SEQ_CLS"),
 }
 
 

@@ -134,6 +134,43 @@ fn configs_of_other_families() {
 }
 
 #[test]
+fn configs_of_electra_and_of_cheap_families() {
+    let folder = folder();
+    let cases: [(&str, Change, &str); 7] = [
+        ("electra-classes", |c| c["embedding_size"] = json!(24), "embedding_size is 24"),
+        (
+            "electra-classes",
+            |c| drop(c.as_object_mut().map(|keys| keys.remove("embedding_size"))),
+            "embedding_size is 128: only hidden_size, which is 48, is built",
+        ),
+        ("electra-classes", |c| c["is_decoder"] = json!(true), "is_decoder is true"),
+        ("seed_oss", |c| c["pretraining_tp"] = json!(2), "pretraining_tp is 2"),
+        ("seed_oss", |c| c["residual_dropout"] = json!("x"), "must be a number"),
+        ("ernie4_5", |c| c["use_bias"] = json!(1), "must be true or false"),
+        ("helium", |c| c["head_dim"] = json!(12), "head_dim is 12: in this family"),
+    ];
+    for (family, change, says) in cases {
+        refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
+    }
+    for (family, says) in [
+        ("gemma3n_text", "embeddings of their own"),
+        ("gemma4_text", "heads of two sizes"),
+        ("mpnet", "biases by relative position"),
+    ] {
+        let mut config = json!({});
+        config["model_type"] = json!(family);
+        let at = folder.path().join("model/config.json");
+        fs::write(at, config.to_string()).expect("a directory of ours");
+        let path = folder.path().join("model");
+        let text = format!("model.path = \"{}\"\ndata.train = \"random\"\n", path.display());
+        refused(&folder, &text, &["config.json", family, says]);
+    }
+    let masked = of_family(&folder, "electra-classes", |_| ()) + "model.task = \"masked-lm\"\n";
+    let says = "electra can only do sequence-classification or token-classification or sentence-";
+    refused(&folder, &masked, &["model.task", says]);
+}
+
+#[test]
 fn configs_of_linear_attention() {
     let folder = folder();
     let cases: [(Change, &str); 10] = [

@@ -24,9 +24,10 @@ use crate::whole;
 
 const CHUNK: usize = 128;
 
-const CASES: [&str; 27] = [
+const CASES: [&str; 30] = [
     "cohere",
     "cohere2",
+    "ernie4_5",
     "gemma2",
     "gemma3_text",
     "glm",
@@ -35,6 +36,7 @@ const CASES: [&str; 27] = [
     "gpt_neox",
     "gpt_oss",
     "granite",
+    "helium",
     "llama",
     "llama-dynamic",
     "ministral",
@@ -50,6 +52,7 @@ const CASES: [&str; 27] = [
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
     "starcoder2",
 ];

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::pytorch::case;
 
-fn golden() -> Value {
+pub(crate) fn golden() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/embeddings.json");
     let text = fs::read_to_string(path).expect("it is committed");
     serde_json::from_str(&text).expect("it is JSON")
@@ -29,7 +29,7 @@ fn floats(list: &Value) -> Vec<f64> {
 }
 
 /// The texts of a golden model.
-fn texts(config: &Config) -> Vec<Vec<u32>> {
+pub(crate) fn texts(config: &Config) -> Vec<Vec<u32>> {
     let folder = config.model.path.as_ref().expect("a case has one");
     let text = fs::read_to_string(folder.join("data.jsonl")).expect("it is committed");
     let ids = |line: &str| -> Vec<u32> {
@@ -41,7 +41,7 @@ fn texts(config: &Config) -> Vec<Vec<u32>> {
 }
 
 /// The records of a step of a golden.
-fn records(texts: &[Vec<u32>], step: usize, count: usize, each: usize) -> Vec<Sequence> {
+pub(crate) fn records(texts: &[Vec<u32>], step: usize, count: usize, each: usize) -> Vec<Sequence> {
     let record = |nth: usize| {
         let number = step * count + nth;
         let of = |place: usize| texts[(number * each + place) % texts.len()].clone();
@@ -56,7 +56,7 @@ fn records(texts: &[Vec<u32>], step: usize, count: usize, each: usize) -> Vec<Se
 }
 
 /// A golden model that makes embeddings, with the settings of one of its cases.
-fn of_case(family: &str, golden: &Value, name: &str) -> Config {
+pub(crate) fn of_case(family: &str, golden: &Value, name: &str) -> Config {
     let (mut config, _) = case(family);
     config.step.batch = golden["records"].as_u64().expect("a number") as usize;
     config.optimizer.clip_norm = None;
@@ -152,7 +152,9 @@ async fn micro_batches_do_not_change_a_loss() {
 #[tokio::test]
 async fn orders_devices_and_places_do_not_change_a_bit() {
     let golden = golden();
-    for (family, name) in [("bert", "symmetric"), ("qwen3", "triplet")] {
+    for (family, name) in
+        [("bert", "symmetric"), ("qwen3", "triplet"), ("embeddinggemma", "negatives")]
+    {
         let mut config = of_case(family, &golden, name);
         config.parallel.groups = 2;
         config.step.micro_batch = 3;

@@ -57,12 +57,14 @@ async fn greedy_text_is_transformers() {
     for family in [
         "cohere",
         "cohere2",
+        "ernie4_5",
         "gemma2",
         "glm4",
         "gpt2",
         "gpt_neox",
         "gpt_oss",
         "granite",
+        "helium",
         "llama",
         "ministral3",
         "mistral",
@@ -71,6 +73,7 @@ async fn greedy_text_is_transformers() {
         "qwen2_moe",
         "qwen3",
         "qwen3_5_text",
+        "seed_oss",
         "smollm3",
         "starcoder2",
     ] {

@@ -10,13 +10,13 @@ use l2l::data::{Batches, Dataset};
 use l2l::inference::{self, Evaluator};
 use l2l::{Config, Trainer, hf, shape_of};
 use safetensors::tensor::{SafeTensors, TensorView};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::pytorch::{self, check, golden_of};
 
 /// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 34] = [
+const CASES: [&str; 38] = [
     "tied",
     "llama",
     "mistral",
@@ -51,6 +51,10 @@ const CASES: [&str; 34] = [
     "modernbert-classes",
     "qwen3_5_text",
     "qwen3_5_text-tied",
+    "seed_oss",
+    "ernie4_5",
+    "helium",
+    "electra-classes",
 ];
 
 fn adapters(name: &str) -> PathBuf {
@@ -394,9 +398,9 @@ async fn settings_that_change_no_result_are_read() {
         ("init_lora_weights", Value::from("gaussian")),
         ("layers_to_transform", vec![0, 1, 2].into()),
         ("exclude_modules", "lm_head".into()),
-        ("loftq_config", serde_json::json!({})),
-        ("eva_config", serde_json::json!({ "rho": 2.0 })),
-        ("auto_mapping", serde_json::json!({ "unsloth_fixed": true })),
+        ("loftq_config", json!({})),
+        ("eva_config", json!({ "rho": 2.0 })),
+        ("auto_mapping", json!({ "unsloth_fixed": true })),
         ("peft_version", "99.0".into()),
     ] {
         let folder = tempfile::tempdir().expect("a place for files");
@@ -456,7 +460,7 @@ async fn adapters_of_heads_and_embeddings_are_refused() {
 async fn ranks_of_modules_are_trained_and_written() {
     let (mut config, _) = pytorch::case("llama");
     config.step.steps = Some(2);
-    let lora = LoraConfig {
+    config.train.lora = Some(LoraConfig {
         rank: Some(4),
         alpha: Some(8.0),
         rank_pattern: Some([("q_proj".into(), 2), ("layers.1.mlp".into(), 6)].into()),
@@ -464,8 +468,7 @@ async fn ranks_of_modules_are_trained_and_written() {
             [("v_proj".into(), 3.0), ("layers.2.self_attn.v_proj".into(), 5.0)].into(),
         ),
         ..LoraConfig::default()
-    };
-    config.train.lora = Some(lora);
+    });
     let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     // 3 layers; q 48 → 40, k and v 48 → 20, o 40 → 48, gate and up 48 → 56, down 56 → 48.
     let attention = 2 * (48 + 40) + 4 * (2 * (48 + 20) + (40 + 48));
@@ -481,14 +484,11 @@ async fn ranks_of_modules_are_trained_and_written() {
     drop(trainer);
     let text = fs::read_to_string(place.join("adapter_config.json")).expect("it was written");
     let written: Value = serde_json::from_str(&text).expect("JSON");
-    let mut ranks = serde_json::json!({ "q_proj": 2 });
-    for module in ["gate_proj", "up_proj", "down_proj"] {
-        ranks[format!("model.layers.1.mlp.{module}")] = 6.into();
-    }
+    let of = |module: &str| format!("model.layers.1.mlp.{module}_proj");
+    let ranks = json!({ "q_proj": 2, of("gate"): 6, of("up"): 6, of("down"): 6 });
     assert_eq!(written["rank_pattern"], ranks);
     let of = |layer: usize| format!("model.layers.{layer}.self_attn.v_proj");
-    let alphas = serde_json::json!({ of(0): 3.0, of(1): 3.0, of(2): 5.0 });
-    assert_eq!(written["alpha_pattern"], alphas);
+    assert_eq!(written["alpha_pattern"], json!({ of(0): 3.0, of(1): 3.0, of(2): 5.0 }));
     let mut read = config.clone();
     inference::load_from(&mut read, &place);
     let found = loss_of(&read).await;

@@ -35,6 +35,7 @@ mod depth;
 #[cfg(feature = "prometheus")]
 mod door;
 mod embedding;
+mod embeddinggemma;
 mod embeddings;
 mod errors;
 mod evaluate;

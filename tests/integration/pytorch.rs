@@ -106,7 +106,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 43] = [
+pub(crate) const FAMILIES: [&str; 48] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -117,6 +117,9 @@ pub(crate) const FAMILIES: [&str; 43] = [
     "distilbert",
     "distilbert-classes",
     "distilbert-tokens",
+    "electra-classes",
+    "electra-tokens",
+    "ernie4_5",
     "gemma2",
     "gemma3_text",
     "glm",
@@ -125,6 +128,7 @@ pub(crate) const FAMILIES: [&str; 43] = [
     "gpt2-tokens",
     "gpt_neox",
     "granite",
+    "helium",
     "llama",
     "llama-classes",
     "llama-tokens",
@@ -147,6 +151,7 @@ pub(crate) const FAMILIES: [&str; 43] = [
     "qwen3_5_text-tied",
     "roberta",
     "roberta-classes",
+    "seed_oss",
     "smollm3",
     "starcoder2",
     "xlm-roberta",

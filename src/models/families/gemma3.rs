@@ -1,14 +1,15 @@
 //! Gemma 3, models of text (Gemma Team 2025): Llama with norms also behind the branches, scales of
 //! norms stored as their differences from 1, scaled embeddings, norms of queries and keys, and a
-//! sliding window, with rotary positions of its own, in five of six blocks.
+//! sliding window, with rotary positions of its own, in five of six blocks. With attention to both
+//! sides it is an encoder without a head: EmbeddingGemma (Schechter Vera et al. 2025).
 
 use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{
-    Keys, activation, flag, given, number, only, size_or_none, sliding_window, window_of_most,
-    write_layer_types,
+    Keys, activation, flag, given, number, size_or_none, sliding_window, window_of_most,
+    with_sizes, write_layer_types,
 };
 use super::rotary::{ROPE, rotary_by_kind, write_rotary_by_kind};
 use crate::models::{Head, NormPlaces, Shape, Window};
@@ -35,6 +36,8 @@ pub(super) const AROUND: Names = Names {
 /// transformers' defaults of the base of rotary positions: in all of a sequence, and in a window.
 const THETAS: [f32; 2] = [1_000_000.0, 10_000.0];
 
+const BOTH_SIDES: &str = "use_bidirectional_attention";
+
 /// transformers' defaults of sizes, which Google's own files leave out.
 const ABSENT: [(&str, usize); 9] = [
     ("vocab_size", 262_208),
@@ -49,20 +52,19 @@ const ABSENT: [(&str, usize); 9] = [
 ];
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    only(keys, "use_bidirectional_attention", false)?;
+    let causal = !flag(keys, BOTH_SIDES, false)?;
     for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
         if let Some(limit) = given(keys, key) {
             return Err(format!("{key} is {limit}: Gemma 3 is built without it"));
         }
     }
-    let mut keys = keys.clone();
-    for (key, size) in ABSENT {
-        keys.entry(key).or_insert(size.into());
-    }
-    let keys = &keys;
+    let keys = &with_sizes(keys, &ABSENT);
     let mut shared = keys.clone();
     shared.retain(|key, _| !ROPE.contains(&key.as_str()));
     let shape = read_shared(&shared, &NAMES, THETAS[0])?;
+    if !causal && shape.head != Head::Tokens {
+        return Err(format!("{BOTH_SIDES} is true: only embeddings are built, and no classes"));
+    }
     let head_size = size_or_none(keys, "head_dim")?.unwrap_or(shape.head_size);
     let scalar = number(keys, "query_pre_attn_scalar", 256.0)?;
     if scalar != head_size as f32 {
@@ -77,7 +79,9 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         head_size,
         rotary,
         window_rotary,
-        window: window(keys)?,
+        causal,
+        head: if causal { shape.head } else { Head::EMBEDDING },
+        window: window(keys, causal)?,
         qk_norm: true,
         biases: [bias, bias, false],
         activation: activation(keys, "hidden_activation", "gelu_pytorch_tanh")?,
@@ -97,9 +101,11 @@ pub(super) fn with_norms_around(shape: Shape) -> Shape {
     }
 }
 
-/// The window. The last of every few blocks has none.
-fn window(keys: &Keys) -> Result<Option<Window>, String> {
+/// The window. The last of every few blocks has none. To both sides, the key counts the positions
+/// of both.
+fn window(keys: &Keys, causal: bool) -> Result<Option<Window>, String> {
     let Some(positions) = sliding_window(keys)? else { return Ok(None) };
+    let positions = if causal { positions } else { positions / 2 + 1 };
     let pattern = size_or_none(keys, "sliding_window_pattern")?.unwrap_or(6);
     window_of_most(keys, positions, pattern).map(Some)
 }
@@ -112,7 +118,12 @@ fn write(shape: &Shape) -> Value {
     config["attention_bias"] = shape.biases[0].into();
     config["hidden_activation"] = shape.activation.name().into();
     config["query_pre_attn_scalar"] = shape.head_size.into();
-    config["sliding_window"] = shape.window.map(|window| window.positions).into();
+    let positions = |window: Window| match shape.causal {
+        true => window.positions,
+        false => 2 * (window.positions - 1),
+    };
+    config["sliding_window"] = shape.window.map(positions).into();
+    config[BOTH_SIDES] = (!shape.causal).into();
     write_layer_types(shape, &mut config);
     config
 }

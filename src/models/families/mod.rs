@@ -5,6 +5,8 @@ mod bert;
 mod cohere;
 mod cohere2;
 mod distilbert;
+mod electra;
+mod ernie4_5;
 mod experts;
 mod gemma2;
 mod gemma3;
@@ -14,6 +16,7 @@ mod gpt2;
 mod gpt_neox;
 mod gpt_oss;
 mod granite;
+mod helium;
 mod llama;
 mod ministral;
 mod ministral3;
@@ -34,6 +37,7 @@ mod qwen3_moe;
 mod read;
 mod roberta;
 mod rotary;
+mod seed_oss;
 mod smollm3;
 mod starcoder2;
 
@@ -161,11 +165,12 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        const WITHOUT: [&str; 11] = [
+        const WITHOUT: [&str; 12] = [
             "bert",
             "camembert",
             "cohere2",
             "distilbert",
+            "electra",
             "gpt2",
             "gpt_neox",
             "modernbert",
@@ -255,11 +260,13 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 33] = [
+static FAMILIES: [&Names; 37] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
     &distilbert::NAMES,
+    &electra::NAMES,
+    &ernie4_5::NAMES,
     &gemma2::NAMES,
     &gemma3::NAMES,
     &glm::NAMES,
@@ -268,6 +275,7 @@ static FAMILIES: [&Names; 33] = [
     &gpt_neox::NAMES,
     &gpt_oss::NAMES,
     &granite::NAMES,
+    &helium::NAMES,
     &llama::NAMES,
     &ministral::NAMES,
     &ministral3::NAMES,
@@ -287,6 +295,7 @@ static FAMILIES: [&Names; 33] = [
     &roberta::NAMES,
     &roberta::XLM,
     &roberta::CAMEMBERT,
+    &seed_oss::NAMES,
     &smollm3::NAMES,
     &starcoder2::NAMES,
 ];
@@ -296,10 +305,19 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 9] = [
+const NOT_BUILT: [(&str, &str); 12] = [
     ("deepseek_v2", "whose keys and values are of low rank (MLA), which is not built"),
     ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
     ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
+    (
+        "gemma3n_text",
+        "whose blocks have embeddings of their own and share keys and values: neither is built",
+    ),
+    (
+        "gemma4_text",
+        "whose blocks have heads of two sizes, norms of values, and scalars, and in some sizes \
+         embeddings of their own or keys and values of other blocks: none of them is built",
+    ),
     ("glm4_moe", "whose router has sigmoids, groups and a correction bias: none of them is built"),
     (
         "granitemoe",
@@ -308,6 +326,7 @@ const NOT_BUILT: [(&str, &str); 9] = [
     ),
     ("llama4", "which also reads images, and whose experts read weighted inputs: not built"),
     ("llama4_text", "whose router has sigmoids and whose experts read weighted inputs: not built"),
+    ("mpnet", "whose blocks share a table of biases by relative position, which is not built"),
     ("qwen3_5_moe_text", "which has experts beside linear attention: only qwen3_5_text is built"),
     ("qwen3_next", "which has experts beside linear attention: only qwen3_5_text is built"),
 ];

@@ -58,6 +58,15 @@ pub(super) fn sliding_window(keys: &Keys) -> Result<Option<usize>, String> {
     }
 }
 
+/// The keys, with transformers' defaults of sizes that are absent.
+pub(super) fn with_sizes(keys: &Keys, absent: &[(&str, usize)]) -> Keys {
+    let mut keys = keys.clone();
+    for (key, size) in absent {
+        keys.entry(*key).or_insert((*size).into());
+    }
+    keys
+}
+
 /// A number.
 pub(super) fn number(keys: &Keys, key: &str, default: f32) -> Result<f32, String> {
     let number = |value: &Value| {

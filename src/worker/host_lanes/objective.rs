@@ -45,7 +45,7 @@ impl HostLanes {
     /// How the model makes embeddings, if it does.
     fn embeds(&self) -> Option<Embeds> {
         match self.shared.model.shape.head {
-            Head::Embedding { pooling, normalise } => Some(Embeds { pooling, normalise }),
+            Head::Embedding { pooling, normalise, .. } => Some(Embeds { pooling, normalise }),
             _ => None,
         }
     }
