@@ -3,6 +3,7 @@
 use super::sentence::embedding;
 use crate::config::{Config, Labels, ModelConfig, Task};
 use crate::error::Error;
+use crate::hf;
 use crate::kernels::ProblemType;
 use crate::models::{Head, Shape, families};
 
