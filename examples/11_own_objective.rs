@@ -84,7 +84,7 @@ fn record(prompt: &str, answers: [&str; 2]) -> Sequence {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let objective = LengthDesensitised { beta: 0.5, tail: 0.2 };
+    let objective = LengthDesensitised { beta: 0.1, tail: 0.2 };
     check_objective(&objective)?;
 
     let mut config = Config::default();
