@@ -104,7 +104,7 @@ fn slices_pass() {
             "sliding_window": 150,
             "attention_bias": kind == "llama", "mlp_bias": kind == "llama",
             "attention_dropout": 0.1, "rotary_pct": 0.5, "rotary_emb_base": 100.0, "ffn_dim": 12,
-            "word_embed_proj_dim": 16,
+            "word_embed_proj_dim": 16, "activation_function": "gelu",
         });
         families::read(&config).expect("a config of ours")
     };
