@@ -37,20 +37,20 @@ fn modules_are_read_or_refused_by_name() {
     let all = ["Transformer", "Pooling", "Normalize"];
     let v5 = json!({ "pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false });
     let found = head(&all, v5.clone(), &config).expect("it is built");
-    assert_eq!(found, "Embedding { pooling: Cls, normalise: true }");
+    assert_eq!(found, "Embedding { pooling: Cls, dense: [None, None], normalise: true }");
     let v6 = json!({ "embedding_dimension": 48, "pooling_mode": "lasttoken" });
     let found = head(&all[..2], v6, &config).expect("it is built");
-    assert_eq!(found, "Embedding { pooling: Last, normalise: false }");
+    assert_eq!(found, "Embedding { pooling: Last, dense: [None, None], normalise: false }");
     let mut own = config.clone();
     (own.model.pooling, own.model.normalise) = (Some(EmbeddingPooling::Mean), Some(true));
     let found = head(&all[..2], v5.clone(), &own).expect("the config says it");
-    assert_eq!(found, "Embedding { pooling: Mean, normalise: true }");
+    assert_eq!(found, "Embedding { pooling: Mean, dense: [None, None], normalise: true }");
     let refused = |modules: &[&str], pooling: Value, says: &str| {
         let error = head(modules, pooling, &config).expect_err("it is refused").to_string();
         assert!(error.contains(says), "{error}");
     };
-    let dense = ["Transformer", "Pooling", "Dense", "Normalize"];
-    refused(&dense, v5.clone(), "its modules are Transformer, Pooling, Dense, Normalize: only");
+    let norm = ["Transformer", "Pooling", "LayerNorm", "Normalize"];
+    refused(&norm, v5.clone(), "its modules are Transformer, Pooling, LayerNorm, Normalize: only");
     refused(&all, json!({ "pooling_mode": "max" }), "pooling is \"max\": one of mean, cls and");
     let both = json!({ "pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true });
     refused(&all, both, "pooling is \"mean and cls\"");
