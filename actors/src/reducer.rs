@@ -105,7 +105,7 @@ impl Reducer {
         device: DeviceId,
         chosen_by: Option<ChosenBy>,
     ) -> Result<(Held, Fence), BoxedError> {
-        let layer = layer_of(step, block);
+        let layer = step.layer_of(block);
         let gradients = &mut self.gradients[usize::from(device)];
         let Flow::Datum(closed) = self.context.recv(gradients, layer).await? else {
             unreachable!("the plan closes this gradient");
@@ -142,7 +142,7 @@ impl Reducer {
             return Ok(landed);
         }
         let content = Content::Gradient(block, step.number);
-        let layer = layer_of(step, block);
+        let layer = step.layer_of(block);
         let kept = self.kept.entry(block).or_default();
         let mut holds = kept.split_off(kept.len() - adds as usize);
         holds.reverse(); // the youngest first
@@ -176,7 +176,7 @@ impl Reducer {
         }
         let reduced = landing.slot(Content::Gradient(block, step.number));
         let work = Work::ReduceScatter { block, reduced };
-        let mut order = Order::gradient(step, layer_of(step, block), work);
+        let mut order = Order::gradient(step, step.layer_of(block), work);
         order.waits = vec![joined];
         order.holds = vec![landing.clone()];
         self.context.queue(order)
@@ -195,7 +195,7 @@ impl Reducer {
             self.send(block, Some(landing), landed);
             return Ok(());
         }
-        let layer = layer_of(step, block);
+        let layer = step.layer_of(block);
         let complete = self.move_to_region(step, block, layer, landing, landed, scattered).await?;
         if !scattered {
             self.send(block, None, complete);
@@ -396,10 +396,4 @@ impl Reducer {
         }
         Ok(())
     }
-}
-
-/// The first layer that needs a block, to name it in reports.
-pub(crate) fn layer_of(step: &Step, block: BlockId) -> Option<LayerId> {
-    let visits = &step.plan.schedule.visits;
-    visits.iter().find(|visit| visit.blocks.contains(&block)).map(|visit| visit.layer)
 }
