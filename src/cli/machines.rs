@@ -85,7 +85,7 @@ struct Row<'m> {
 }
 
 enum Found {
-    Fits(Answer),
+    Fits(Box<Answer>),
     Lacks(String),
     Refused(Error),
 }
@@ -121,7 +121,7 @@ impl Found {
         let tokens = (config.step.batch * plan.batch.positions) as f64;
         let seconds = forecast.seconds;
         let tokens_per_second = tokens / seconds;
-        Ok(Found::Fits(Answer {
+        Ok(Found::Fits(Box::new(Answer {
             seconds,
             tokens_per_second,
             tokens_per_price: machine.price_per_hour.map(|p| tokens_per_second * 3600.0 / p.0),
@@ -132,7 +132,7 @@ impl Found {
             waits: waits(&forecast),
             title: title(config, &model, &forecast),
             forecast,
-        }))
+        })))
     }
 
     fn tokens_per_second(&self) -> f64 {
