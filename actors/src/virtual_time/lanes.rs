@@ -2,7 +2,7 @@
 //!
 //! Nothing is searched for at an event: a queue whose next operation waits stands behind the fence
 //! that it waits for, and ends are in a heap. So an operation costs as much on a hundred devices as
-//! on one.
+//! on one. Only operations that share resources are looked at together, when one begins or ends.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
