@@ -11,7 +11,7 @@ use crate::messages::Staged;
 use crate::names::ActorName;
 use crate::pool::Held;
 use crate::ring::{Queued, Ring};
-use crate::schedule::{DeviceId, LayerId, Phase, StepPlan, Version, Visit};
+use crate::schedule::{BlockId, DeviceId, LayerId, Phase, StepPlan, Version, Visit};
 use crate::work::{Queue, Work};
 
 /// A step in flight: shared by all its operations.
@@ -27,6 +27,26 @@ pub struct Step {
     pub copies: u64,
     /// The plan that its actors walk.
     pub plan: Arc<StepPlan>,
+    /// The first layer that needs each block, to name it in reports.
+    pub(crate) layers: Vec<Option<LayerId>>,
+}
+
+impl Step {
+    /// The first layer that needs a block.
+    pub(crate) fn layer_of(&self, block: BlockId) -> Option<LayerId> {
+        self.layers[block.0 as usize]
+    }
+}
+
+/// For each block of a plan, the first layer that needs it.
+pub(crate) fn layers_of(plan: &StepPlan) -> Vec<Option<LayerId>> {
+    let mut layers = vec![None; plan.schedule.blocks.len()];
+    for visit in &plan.schedule.visits {
+        for block in &visit.blocks {
+            layers[block.0 as usize].get_or_insert(visit.layer);
+        }
+    }
+    layers
 }
 
 /// Work that an actor queues on a lane, with what it waits for, holds and raises.
@@ -119,6 +139,10 @@ impl Operation {
     /// The number of the operation, unique in its relay. Its fence has the same number.
     pub fn number(&self) -> u64 {
         self.fence.operation()
+    }
+
+    pub(crate) fn ring(&self) -> &Arc<Ring> {
+        &self.ring
     }
 
     /// The fence that is reached when it is finished.

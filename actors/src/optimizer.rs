@@ -24,7 +24,6 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Reduced, Resolved};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::reducer::layer_of;
 use crate::schedule::{BlockId, Reduction};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, MasterAt, Stored, Summed, Work};
@@ -162,7 +161,7 @@ impl Optimizer {
         mut complete: Complete,
     ) -> Result<Fence, BoxedError> {
         let version = step.version;
-        let layer = layer_of(step, block);
+        let layer = step.layer_of(block);
         let content = Content::Block(block, version);
         let state = self.context.acquire(&mut self.state_slots, content, layer).await?;
         let slot = state.slot(content);
@@ -180,7 +179,7 @@ impl Optimizer {
     async fn store(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let Some(Updating { block, state, updated }) = self.updating.take() else { return Ok(()) };
         let version = step.version;
-        let layer = layer_of(step, block);
+        let layer = step.layer_of(block);
         self.context.fence(Lane::Update, &updated, layer).await?;
         let slot = state.slot(Content::Block(block, version));
         let stored = Stored::State { with_gradient: false };
@@ -197,7 +196,7 @@ impl Optimizer {
     async fn carry(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let is_staged = |id: &&BlockId| step.plan.schedule.block(**id).staged;
         for &block in step.plan.carried.iter().filter(is_staged) {
-            self.context.published(block, step.version, layer_of(step, block)).await?;
+            self.context.published(block, step.version, step.layer_of(block)).await?;
         }
         let mut order = Order::new(step, Work::Carry { version: step.version });
         let carried = step.plan.carried.iter();
@@ -260,7 +259,7 @@ fn order(step: &Arc<Step>, block: BlockId, master: MasterAt, complete: Complete)
         None => GradientAt::Region,
     };
     let work = Work::Update { block, version, master, gradient, norm };
-    let mut order = Order::gradient(step, layer_of(step, block), work);
+    let mut order = Order::gradient(step, step.layer_of(block), work);
     order.waits = waits;
     order.holds = landing.into_iter().collect();
     order

@@ -113,7 +113,7 @@ impl Reducer {
         device: DeviceId,
         chosen_by: Option<ChosenBy>,
     ) -> Result<(Held, Fence), BoxedError> {
-        let layer = layer_of(step, portion.block);
+        let layer = step.layer_of(portion.block);
         let gradients = &mut self.gradients[usize::from(device)];
         let Flow::Datum(closed) = self.context.recv(gradients, layer).await? else {
             unreachable!("the plan closes this gradient");
@@ -150,7 +150,7 @@ impl Reducer {
             return Ok(landed);
         }
         let content = Content::Gradient(portion, step.number);
-        let layer = layer_of(step, portion.block);
+        let layer = step.layer_of(portion.block);
         let kept = self.kept.entry(portion).or_default();
         let mut holds = kept.split_off(kept.len() - adds as usize);
         holds.reverse(); // the youngest first
@@ -183,7 +183,7 @@ impl Reducer {
         let Portion { block, cut: Some(cut) } = portion else {
             return Ok(Some((landing, joined)));
         };
-        let layer = layer_of(step, block);
+        let layer = step.layer_of(block);
         let content = Content::Gradient(block.into(), step.number);
         let held = match self.merging.remove(&block) {
             Some(held) => held,
@@ -216,7 +216,7 @@ impl Reducer {
         }
         let reduced = landing.slot(Content::Gradient(block.into(), step.number));
         let work = Work::ReduceScatter { block, reduced };
-        let mut order = Order::gradient(step, layer_of(step, block), work);
+        let mut order = Order::gradient(step, step.layer_of(block), work);
         order.waits = vec![joined];
         order.holds = vec![landing.clone()];
         self.context.queue(order)
@@ -235,7 +235,7 @@ impl Reducer {
             self.send(block, Some(landing), landed);
             return Ok(());
         }
-        let layer = layer_of(step, block);
+        let layer = step.layer_of(block);
         let complete = self.move_to_region(step, block, layer, landing, landed, scattered).await?;
         if !scattered {
             self.send(block, None, complete);
@@ -434,10 +434,4 @@ impl Reducer {
         }
         Ok(())
     }
-}
-
-/// The first layer that needs a block, to name it in reports.
-pub(crate) fn layer_of(step: &Step, block: BlockId) -> Option<LayerId> {
-    let visits = &step.plan.schedule.visits;
-    visits.iter().find(|visit| visit.blocks.contains(&block)).map(|visit| visit.layer)
 }

@@ -18,7 +18,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Resolved};
 use crate::names::ActorName;
 use crate::observer::Observer;
-use crate::operation::Step;
+use crate::operation::{Step, layers_of};
 use crate::ports::{Lanes, Ports};
 use crate::report::Snapshot;
 use crate::ring::Ring;
@@ -184,7 +184,8 @@ impl<P: Ports> Relay<P> {
         let version = self.newest;
         let reads = if trains { self.config.reads(version) } else { version };
         let copies = self.config.copies();
-        let step = Arc::new(Step { number: self.next, version, reads, copies, plan });
+        let layers = layers_of(&plan);
+        let step = Arc::new(Step { number: self.next, version, reads, copies, plan, layers });
         self.ports.begin(&step, batch);
         self.next += 1;
         self.newest += u64::from(trains);

@@ -137,6 +137,10 @@ pub(super) struct PlanArguments {
     /// Draw a step, simulated in virtual time, to this SVG file.
     #[arg(long, value_name = "FILE")]
     pub(super) draw: Option<PathBuf>,
+    /// Write the same step to this file, for Perfetto or Chrome. With `--machine`, that of the
+    /// first row.
+    #[arg(long, value_name = "FILE")]
+    pub(super) trace: Option<PathBuf>,
     /// Exit with status 2 if the run does not fit. Without it, a plan that was made is a success.
     #[arg(long)]
     pub(super) check: bool,
@@ -151,14 +155,15 @@ pub(super) struct PlanArguments {
     #[arg(long)]
     pub(super) forecast: bool,
     /// Write the order of each device's work to this file, in the CSV of
-    /// `torch.distributed.pipelining`: a row for each device, a layer being a stage.
+    /// `torch.distributed.pipelining`: a row for each device, a layer being a stage. With
+    /// `--machine`, write the comparison: a row for each machine and layout.
     #[arg(long, value_name = "FILE")]
     pub(super) csv: Option<PathBuf>,
     /// Plan for another machine: a file, or the name of one that comes with l2l (see
     /// docs/machines.md). Several are compared, the fastest first.
     #[arg(
         long, value_name = "FILE|NAME", num_args = 1..,
-        conflicts_with_all = ["draw", "ranks", "devices", "forecast", "csv", "RateArguments"]
+        conflicts_with_all = ["draw", "ranks", "devices", "forecast", "RateArguments"]
     )]
     pub(super) machine: Vec<String>,
     /// With `--machine`: try each way in which its devices can share a step.

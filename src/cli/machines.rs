@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 use std::fs;
 
 use l2l::config::Format;
-use l2l::telemetry::{Forecast, MACHINES, Machine, WaitCause};
+use l2l::telemetry::{self, Forecast, Lane, MACHINES, Machine, WaitCause};
 use l2l::{Config, Error, Plan, largest_shape_of, model_of};
 use serde_json::json;
 
-use super::output::print;
+use super::outlook::bound_by;
+use super::output::{print, write_file};
+use super::plan::title;
 use super::tune::Layout;
 use super::{Exit, PlanArguments};
 
@@ -39,6 +41,17 @@ pub(super) fn compare(arguments: &PlanArguments) -> Result<Exit, Error> {
     match config.log.format {
         Format::Json => rows.iter().for_each(|row| print(row.event())),
         Format::Pretty => table(&rows),
+    }
+    if let Some(path) = &arguments.csv {
+        write_file("--csv", path, &csv_of(&rows)?)?;
+    }
+    if let Some(path) = &arguments.trace {
+        let Found::Fits(first) = &rows[0].found else {
+            let problem = "it fits on none of these machines, so there is no step to write";
+            return Err(Error::Argument(format!("--trace {}: {problem}", path.display())));
+        };
+        let title = format!("{}, {}: {}", rows[0].machine.name, rows[0].layout, first.title);
+        write_file("--trace", path, &telemetry::timeline(&title, &first.forecast.slices))?;
     }
     let fits = rows.iter().any(|row| matches!(row.found, Found::Fits(_)));
     Ok(if arguments.check && !fits { Exit::DoesNotFit } else { Exit::Well })
@@ -72,7 +85,7 @@ struct Row<'m> {
 }
 
 enum Found {
-    Fits(Answer),
+    Fits(Box<Answer>),
     Lacks(String),
     Refused(Error),
 }
@@ -90,6 +103,9 @@ struct Answer {
     computes: f64,
     /// The shares of the step in which they wait, the largest first.
     waits: Vec<(WaitCause, f64)>,
+    /// What a picture of the step is called.
+    title: String,
+    forecast: Forecast,
 }
 
 impl Found {
@@ -105,7 +121,7 @@ impl Found {
         let tokens = (config.step.batch * plan.batch.positions) as f64;
         let seconds = forecast.seconds;
         let tokens_per_second = tokens / seconds;
-        Ok(Found::Fits(Answer {
+        Ok(Found::Fits(Box::new(Answer {
             seconds,
             tokens_per_second,
             tokens_per_price: machine.price_per_hour.map(|p| tokens_per_second * 3600.0 / p.0),
@@ -114,7 +130,9 @@ impl Found {
             file_bytes: plan.file_bytes(),
             computes: 1.0 - forecast.exposed_seconds() / seconds,
             waits: waits(&forecast),
-        }))
+            title: title(config, &model, &forecast),
+            forecast,
+        })))
     }
 
     fn tokens_per_second(&self) -> f64 {
@@ -155,6 +173,7 @@ impl Row<'_> {
                 event["host_bytes"] = json!(answer.host_bytes);
                 event["file_bytes"] = json!(answer.file_bytes);
                 event["computes"] = json!(answer.computes);
+                event["bound_by"] = bound_by(&answer.forecast);
                 let waits = answer.waits.iter().map(|(cause, share)| (cause.name(), *share));
                 event["waits"] = json!(waits.collect::<BTreeMap<_, _>>());
             }
@@ -163,12 +182,55 @@ impl Row<'_> {
     }
 }
 
+/// The columns of a table in CSV: fields of the events, and below them of `bound_by` and `waits`.
+const COLUMNS: [&str; 12] = [
+    "machine",
+    "layout",
+    "fits",
+    "why_not",
+    "rates",
+    "step_seconds",
+    "tokens_per_second",
+    "tokens_per_price",
+    "device_bytes",
+    "host_bytes",
+    "file_bytes",
+    "computes",
+];
+
+/// The rows in CSV, with the names and values of the events. What a row lacks is empty.
+fn csv_of(rows: &[Row<'_>]) -> Result<String, Error> {
+    let lanes = Lane::ALL.map(|lane| ("bound_by", lane.name()));
+    let causes = WaitCause::ALL.map(|cause| ("waits", cause.name()));
+    let nested: Vec<(&str, &str)> = lanes.into_iter().chain(causes).collect();
+    let mut table = csv::Writer::from_writer(Vec::new());
+    let heads = COLUMNS.iter().map(|&column| column.to_owned());
+    let heads = heads.chain(nested.iter().map(|(field, of)| format!("{field} {of}")));
+    let mut lines = vec![heads.collect::<Vec<_>>()];
+    for row in rows {
+        let event = row.event();
+        let values = COLUMNS.iter().map(|&column| &event[column]);
+        let values = values.chain(nested.iter().map(|&(field, of)| &event[field][of]));
+        let cell = |value: &serde_json::Value| match value {
+            serde_json::Value::Null => String::new(),
+            serde_json::Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        lines.push(values.map(cell).collect());
+    }
+    let written = lines.iter().try_for_each(|line| table.write_record(line));
+    let written = written.map_err(|error| error.to_string());
+    let bytes = written.and_then(|()| table.into_inner().map_err(|error| error.to_string()));
+    let text = bytes.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    text.map_err(|problem| Error::System(format!("--csv: {problem}")))
+}
+
 /// Prints the rows, in columns as wide as their widest cell.
 fn table(rows: &[Row<'_>]) {
     let is_priced = rows.iter().any(|row| row.machine.price_per_hour.is_some());
     let mut heads = vec!["machine", "layout", "step s", "tokens/s"];
     heads.extend(is_priced.then_some("tokens/price"));
-    heads.extend(["device GB", "host GB", "computes", "rates", "waits"]);
+    heads.extend(["device GB", "host GB", "computes", "rates", "bound by", "waits"]);
     let mut lines = vec![heads.into_iter().map(str::to_owned).collect::<Vec<_>>()];
     for row in rows {
         let mut line = vec![row.machine.name.clone(), row.layout.clone()];
@@ -203,6 +265,9 @@ impl Answer {
             self.waits.iter().map(|(cause, share)| format!("{} {}", cause.name(), percent(*share)));
         cells.extend([gigabytes(self.device_bytes), gigabytes(self.host_bytes)]);
         cells.extend([percent(self.computes), machine.rates.name().to_owned()]);
+        let bound = self.forecast.bound.first();
+        let bound = bound.map(|(lane, share)| format!("{} {}", lane.name(), percent(*share)));
+        cells.push(bound.unwrap_or_default());
         cells.push(waits.collect::<Vec<_>>().join(", "));
         cells
     }

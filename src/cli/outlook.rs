@@ -4,7 +4,7 @@ use std::path::Path;
 
 use l2l::config::{DeviceKind, EpsTier};
 use l2l::models::Model;
-use l2l::telemetry::{Forecast, Hiding, Rates, Wait};
+use l2l::telemetry::{Forecast, Hiding, Lane, Rates, Wait};
 use l2l::{Config, Error, Plan, devices, eps, machine, optimizers};
 use serde_json::{Value, json};
 
@@ -48,6 +48,7 @@ impl Outlook {
             json!({ "layer": layer, "cause": wait.cause.name(), "seconds": wait.seconds })
         };
         event["waits"] = forecast.waits.iter().map(wait).collect();
+        event["bound_by"] = bound_by(forecast);
         event["hides"] = json!({ "eager": eager, "deferred": deferred });
         event["delay"] = json!(delay.map(|[without, with]| {
             json!({ "step_seconds_without": without, "step_seconds_with": with })
@@ -62,6 +63,13 @@ impl Outlook {
             forecast.seconds,
             forecast.exposed_seconds()
         ));
+        if let Some((lane, share)) = forecast.bound.first() {
+            print(format_args!(
+                "  {:.0} % of its critical path is on the {} lane",
+                100.0 * share,
+                lane.name()
+            ));
+        }
         for wait in forecast.waits.iter().take(SHOWN_WAITS) {
             let layer = layer_name(model, wait.layer);
             let cause = wait.cause.name();
@@ -87,6 +95,12 @@ impl Outlook {
             ));
         }
     }
+}
+
+/// The lanes of a step's critical path, with their shares of the step.
+pub(super) fn bound_by(forecast: &Forecast) -> Value {
+    let share = |(lane, share): &(Lane, f64)| (lane.name().to_owned(), json!(share));
+    Value::Object(forecast.bound.iter().map(share).collect())
 }
 
 /// Seconds of a step without `schedule.delay` and with it, of which the config has one, that takes

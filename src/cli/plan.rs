@@ -1,7 +1,6 @@
 //! `l2l plan`: reports the memory and the traffic of a run before it starts.
 
 use std::fmt::Write;
-use std::path::Path;
 
 use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, Format, Recompute};
@@ -17,8 +16,8 @@ use super::output::{print, write_file};
 use super::{Exit, PlanArguments, longest};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
-    let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, .. } =
-        arguments;
+    let PlanArguments { common, draw: picture, trace, check, ranks, .. } = arguments;
+    let PlanArguments { devices, forecast, csv, .. } = arguments;
     let given = &arguments.rates;
     let (mut config, layers) = common.read()?;
     if let Some(devices) = devices {
@@ -33,7 +32,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     if ranks.get() > 1 && csv.is_some() {
         return Err(Error::Argument("--csv: a table is of one process, without --ranks".into()));
     }
-    let is_asked = *forecast || picture.is_some() || given.any();
+    let is_asked = *forecast || picture.is_some() || trace.is_some() || given.any();
     let found = is_asked.then(|| Outlook::of(&config, &model, &plan, given)).transpose();
     let found = found.map_err(locate)?;
     show(&config, &plan, &model, found.as_ref());
@@ -41,8 +40,14 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
         let order = plan.order(&model)?;
         write_file("--csv", path, &order.to_string())?;
     }
-    if let (Some(picture), Some(found)) = (picture, found) {
-        draw(picture, &config, &model, &found.forecast)?;
+    if let Some(Outlook { forecast, .. }) = &found {
+        let title = title(&config, &model, forecast);
+        if let Some(to) = picture {
+            write_file("--draw", to, &telemetry::draw(&title, &forecast.slices))?;
+        }
+        if let Some(to) = trace {
+            write_file("--trace", to, &telemetry::timeline(&title, &forecast.slices))?;
+        }
     }
     let space = space_of(&config, &plan, &model);
     let fits = misfits(&config, &plan, &model, space).is_empty();
@@ -59,16 +64,15 @@ fn set_devices(device: &mut DeviceConfig, count: u32) {
     }
 }
 
-/// Draws a step of a config in virtual time.
-fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Result<(), Error> {
-    let title = format!(
+/// What a picture of a step in virtual time is called.
+pub(super) fn title(config: &Config, model: &Model, forecast: &Forecast) -> String {
+    format!(
         "A step of {} layers, {} sequences in micro-batches of {}: {:.3} s in virtual time",
         model.layers.len(),
         config.sequences(),
         config.step.micro_batch,
         forecast.seconds
-    );
-    write_file("--draw", to, &telemetry::draw(&title, &forecast.slices))
+    )
 }
 
 /// The parts of the plan that do not fit, and the run's checkpoints if they do not.

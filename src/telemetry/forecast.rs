@@ -11,6 +11,7 @@ use l2l_actors::work::{Lane, Work, WorkKind};
 use l2l_actors::{Operation, Record, Relay, virtual_time};
 
 use super::chunk_costs::ChunkCosts;
+use super::critical::bound;
 use super::machine::Sharing;
 use super::{LayerTally, Ledger, Slice, SliceKind, Tally, WaitCause};
 use crate::config::{Config, DeviceKind, StashPlace};
@@ -346,6 +347,8 @@ pub struct Forecast {
     pub tally: Tally,
     /// The waits of that step, the longest first.
     pub waits: Vec<Wait>,
+    /// The lanes of that step's critical path, and their shares of it, the largest first.
+    pub bound: Vec<(Lane, f64)>,
     /// The number of devices.
     pub devices: u32,
 }
@@ -407,7 +410,7 @@ impl Forecast {
         let on_device = plan.stash_on_device();
         let mut ring = ring_config(config, model, plan, 0, None);
         ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
-        let run = virtual_time::run(
+        let run = virtual_time::run_unchecked(
             ring,
             move |operation| rates.cost(operation, &costs, on_device),
             async move |mut relay: Relay<_>| {
@@ -454,7 +457,8 @@ impl Forecast {
         let seconds = (ends[STEPS - 1] - ends[STEPS - 2]).as_secs_f64();
         let tally = ledger.tally(ends[STEPS - 1]);
         let waits = waits(&before, &tally);
-        Forecast { seconds, slices, tally, waits, devices }
+        let bound = bound(records, ends[STEPS - 2], ends[STEPS - 1]);
+        Forecast { seconds, slices, tally, waits, bound, devices }
     }
 }
 

@@ -11,6 +11,7 @@
 //! [`RunView`] of the run through its [`Watch`]. Reading telemetry never delays a lane.
 
 mod chunk_costs;
+mod critical;
 #[cfg(feature = "prometheus")]
 mod door;
 #[cfg(feature = "prometheus")]
@@ -55,6 +56,7 @@ pub use list::{METRICS, Metric, MetricKind, Unit, samples};
 pub use log::EventLog;
 pub use machine::{MACHINES, Machine};
 pub use page::{Report, live};
+pub use perfetto::timeline;
 #[cfg(feature = "metrics")]
 pub use publish::{Histograms, describe, publish};
 pub use ranks::RankView;

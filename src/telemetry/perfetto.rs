@@ -13,6 +13,15 @@ use crate::fabric::{ClockOffset, Rank};
 /// The rank that a timeline belongs to, and the offset of its clock from the first rank's.
 pub(super) type Place = (Rank, ClockOffset);
 
+/// A step as a timeline's file: what a run writes as its operations end. `name` stands above it.
+pub fn timeline(name: &str, slices: &[Slice]) -> String {
+    let mut events = Events::new(None);
+    let mut all = events.head(name);
+    all.extend(slices.iter().flat_map(|slice| events.of(slice)));
+    let all: Vec<String> = all.iter().map(Value::to_string).collect();
+    format!("[\n{}\n]\n", all.join(",\n"))
+}
+
 /// Each rank numbers its threads and arrows from a multiple of these.
 const THREADS: u64 = 1 << 12;
 const ARROWS: u64 = 1 << 32;

@@ -78,6 +78,13 @@ fn machines_and_layouts_are_compared() {
         // Waits below half a percent are left out.
         assert!((0.95..1.001).contains(&all), "{row}");
         assert_eq!(row["tokens_per_price"], Value::Null);
+        // What computes most of the time is bound by that, and a path has one operation at a time.
+        let bound = row["bound_by"].as_object().expect("lanes");
+        let shares = bound.values().map(|share| share.as_f64().expect("a share"));
+        let on_path: f64 = shares.sum();
+        assert!((0.99..1.001).contains(&on_path), "{row}");
+        let computes = bound.get("compute").and_then(Value::as_f64).unwrap_or(0.0);
+        assert!(computes >= number(row, "computes") - 0.6, "{row}");
         let is_measured = row["machine"] == "H100 80 GB, 128 GB";
         assert_eq!(row["rates"], if is_measured { "measured" } else { "assumed" });
     }
@@ -92,6 +99,40 @@ fn machines_and_layouts_are_compared() {
     let alone = rows(&["h100"]);
     let gained = speeds[0] / number(&alone[0], "tokens_per_second");
     assert!((1.0..8.0).contains(&gained), "{gained}");
+}
+
+/// The table as CSV has what the events have, and the picture is of the fastest row's step.
+#[test]
+fn a_comparison_is_a_table_and_a_picture() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let [table, picture] = [at("rows.csv"), at("step.json")];
+    let more = ["h100", "v100-512gb", "--csv", &table, "--trace", &picture];
+    let found = rows(&more);
+    let mut reader = csv::Reader::from_path(&table).expect("a table");
+    let heads = reader.headers().expect("names").clone();
+    let lines: Vec<csv::StringRecord> = reader.records().map(|line| line.expect("a row")).collect();
+    assert_eq!(lines.len(), found.len());
+    for (line, row) in lines.iter().zip(&found) {
+        let cell = |name: &str| {
+            let at = heads.iter().position(|head| head == name).expect(name);
+            line[at].to_owned()
+        };
+        assert_eq!(cell("machine"), row["machine"].as_str().expect("text"));
+        assert_eq!(cell("step_seconds"), row["step_seconds"].to_string());
+        assert_eq!(cell("bound_by compute"), row["bound_by"]["compute"].to_string());
+        assert_eq!(cell("tokens_per_price"), "");
+    }
+    let text = fs::read_to_string(&picture).expect("a timeline");
+    let events: Vec<Value> = serde_json::from_str(&text).expect("an array");
+    let name = events[0]["args"]["name"].as_str().expect("a name");
+    assert!(name.starts_with("H100 80 GB") && name.contains("in virtual time"), "{name}");
+    assert!(events.iter().any(|event| event["ph"] == "X" && event["cat"] == "backward"));
+    // Where nothing fits there is no step.
+    let refused = output(
+        &[&SMALL[..], &["h100", "--set", "step.batch=100000", "--trace", &picture]].concat(),
+    );
+    assert_eq!(refused.status.code(), Some(2));
 }
 
 #[test]
@@ -134,7 +175,7 @@ fn bad_machines_are_refused() {
     for (arguments, says) in [
         (&["10xh100"][..], "it is no name of a machine either: h100, 8xh100"),
         (&[bad], "unknown field `speed`"),
-        (&["h100", "--csv", "a.csv"], "cannot be used with"),
+        (&["h100", "--draw", "a.svg"], "cannot be used with"),
         (&["h100", "--tflops", "3"], "cannot be used with"),
         (&["h100", "--set", "step.micro_batch=0"], "step.micro_batch"),
         (&["v100-512gb", "--set", "device.dtype=bf16"], "device.products.bf16"),

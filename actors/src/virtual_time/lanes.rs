@@ -1,6 +1,11 @@
 //! Lanes that count time instead of spending it.
+//!
+//! Nothing is searched for at an event: a queue whose next operation waits stands behind the fence
+//! that it waits for, and ends are in a heap. So an operation costs as much on a hundred devices as
+//! on one. Only operations that share resources are looked at together, when one begins or ends.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -13,6 +18,7 @@ use crate::fence::Done;
 use crate::operation::{Operation, Step};
 use crate::ports::{Lanes, Ports};
 use crate::record::{Record, Scribe};
+use crate::ring::Ring;
 use crate::work::Queue;
 
 #[derive(Default)]
@@ -25,22 +31,63 @@ struct InOrder {
 struct Running {
     operation: Operation,
     begin: Duration,
+    /// When it ends; `None`: it shares resources, and its progress says when.
+    end: Option<Duration>,
+}
+
+/// The progress of an operation that shares resources, and the end that the heap has of it.
+struct Sharing {
     progress: Progress,
+    listed: Duration,
 }
 
 struct Inner {
     now: Duration,
     queues: BTreeMap<Queue, InOrder>,
-    memory: Memory,
+    /// Queues whose next operation may begin.
+    ready: BTreeSet<Queue>,
+    /// By the number of an operation that is not done: the queues whose next operation waits for
+    /// it. A queue waits for one at a time.
+    waiting: HashMap<u64, Vec<Queue>>,
+    sharing: BTreeMap<Queue, Sharing>,
+    /// Ends of what runs. Where a speed changed, the end before is still there, and is skipped.
+    ends: BinaryHeap<Reverse<(Duration, Queue)>>,
+    /// The ring that the operations belong to, until it was seen to end.
+    ring: Option<Arc<Ring>>,
+    /// `None`: nothing checks what memory holds.
+    memory: Option<Memory>,
     records: Vec<Record>,
     costs: Box<dyn FnMut(&Operation) -> Cost + Send>,
 }
 
 impl Inner {
+    /// Lists the queue as ready, or behind the operation that its next one waits for.
+    fn look_at(&mut self, queue: Queue) {
+        let of = &self.queues[&queue];
+        let Some(operation) = of.pending.front().filter(|_| of.running.is_none()) else { return };
+        let missing = operation.waits().iter().find(|fence| fence.reached().is_none());
+        match missing.filter(|_| !operation.is_cancelled()) {
+            Some(fence) => self.waiting.entry(fence.operation()).or_default().push(queue),
+            None => _ = self.ready.insert(queue),
+        }
+    }
+
+    /// The time at which the queue's running operation ends.
+    fn end_of(&self, queue: Queue) -> Option<Duration> {
+        let running = self.queues[&queue].running.as_ref()?;
+        running.end.or_else(|| self.sharing.get(&queue).map(|one| one.progress.end()))
+    }
+
     /// Sets the speeds of operations that share resources, after one began or ended.
     fn share(&mut self) {
-        let running = self.queues.values_mut().filter_map(|queue| queue.running.as_mut());
-        share(self.now, running.map(|running| &mut running.progress));
+        share(self.now, self.sharing.values_mut().map(|one| &mut one.progress));
+        for (&queue, one) in &mut self.sharing {
+            let end = one.progress.end();
+            if end != one.listed {
+                one.listed = end;
+                self.ends.push(Reverse((end, queue)));
+            }
+        }
     }
 }
 
@@ -53,14 +100,33 @@ pub struct VirtualLanes {
 }
 
 impl VirtualLanes {
-    /// Lanes on which each operation costs what `costs` says: a time, or a [`Cost`].
-    pub fn new<C: Into<Cost>>(
+    /// Lanes on which each operation costs what `costs` says: a time, or a [`Cost`]. They check
+    /// that each operation finds in memory what it asks for ([`Memory`]).
+    pub fn new<C: Into<Cost>>(costs: impl FnMut(&Operation) -> C + Send + 'static) -> VirtualLanes {
+        VirtualLanes::with(Some(Memory::default()), costs)
+    }
+
+    /// The same without that check, which takes most of the time: for schedules that are known to
+    /// be sound.
+    pub fn unchecked<C: Into<Cost>>(
+        costs: impl FnMut(&Operation) -> C + Send + 'static,
+    ) -> VirtualLanes {
+        VirtualLanes::with(None, costs)
+    }
+
+    fn with<C: Into<Cost>>(
+        memory: Option<Memory>,
         mut costs: impl FnMut(&Operation) -> C + Send + 'static,
     ) -> VirtualLanes {
         let inner = Inner {
             now: Duration::ZERO,
             queues: BTreeMap::new(),
-            memory: Memory::default(),
+            ready: BTreeSet::new(),
+            waiting: HashMap::new(),
+            sharing: BTreeMap::new(),
+            ends: BinaryHeap::new(),
+            ring: None,
+            memory,
             records: Vec::new(),
             costs: Box::new(move |operation| costs(operation).into()),
         };
@@ -92,52 +158,88 @@ impl VirtualLanes {
         queue.running.is_none() && queue.pending.front().is_some_and(ready)
     }
 
+    /// All queues whose next operation may begin, in order. Where the ring ends, none need wait.
+    pub(super) fn ready(&self) -> Vec<Queue> {
+        let mut inner = self.lock();
+        if inner.ring.as_ref().is_some_and(|ring| ring.switch.tripped()) {
+            inner.ring = None;
+            let all: Vec<Queue> = inner.queues.keys().copied().collect();
+            all.into_iter().for_each(|queue| inner.look_at(queue));
+        }
+        inner.ready.iter().copied().collect()
+    }
+
     /// Begins the queue's next operation, or drops it if it is cancelled.
     pub(super) fn begin(&self, queue: Queue) {
         let mut guard = self.lock();
         let inner = &mut *guard;
-        let queue = inner.queues.get_mut(&queue).expect("can_begin was asked");
-        let operation = queue.pending.pop_front().expect("can_begin was asked");
+        inner.ready.remove(&queue);
+        let of = inner.queues.get_mut(&queue).expect("can_begin was asked");
+        let operation = of.pending.pop_front().expect("can_begin was asked");
         if operation.is_cancelled() {
+            inner.look_at(queue);
             drop(guard);
             drop(operation);
             self.left.send_modify(|left| *left -= 1);
             return;
         }
-        inner.memory.begin(&operation);
+        if let Some(memory) = &mut inner.memory {
+            memory.begin(&operation);
+        }
         operation.begun();
         let begin = inner.now;
         let progress = Progress::new((inner.costs)(&operation), begin);
-        let shares = progress.shares();
-        queue.running = Some(Running { operation, begin, progress });
-        if shares {
+        let alone = progress.end();
+        inner.ends.push(Reverse((alone, queue)));
+        let end = (!progress.shares()).then_some(alone);
+        of.running = Some(Running { operation, begin, end });
+        if end.is_none() {
+            inner.sharing.insert(queue, Sharing { progress, listed: alone });
             inner.share();
         }
     }
 
     /// The time at which the queue's running operation ends.
     pub(super) fn end_of(&self, queue: Queue) -> Option<Duration> {
-        self.lock().queues[&queue].running.as_ref().map(|running| running.progress.end())
+        self.lock().end_of(queue)
+    }
+
+    /// The queue whose running operation ends first.
+    pub(super) fn first_end(&self) -> Option<Queue> {
+        let mut inner = self.lock();
+        while let Some(&Reverse((end, queue))) = inner.ends.peek() {
+            if inner.end_of(queue) == Some(end) {
+                return Some(queue);
+            }
+            inner.ends.pop();
+        }
+        None
     }
 
     /// Ends the queue's running operation. The clock goes to its end, if it is not there yet.
     pub(super) fn finish(&self, queue: Queue) {
         let mut guard = self.lock();
         let inner = &mut *guard;
-        let queue = inner.queues.get_mut(&queue).expect("end_of was asked");
-        let Running { operation, begin, progress } =
-            queue.running.take().expect("end_of was asked");
-        let end = progress.end();
+        let end = inner.end_of(queue).expect("end_of was asked");
+        let of = inner.queues.get_mut(&queue).expect("end_of was asked");
+        let Running { operation, begin, .. } = of.running.take().expect("end_of was asked");
         inner.now = inner.now.max(end);
-        inner.memory.end(&operation);
-        inner.records.push(queue.scribe.record(&operation, begin, end));
-        if progress.shares() {
+        if let Some(memory) = &mut inner.memory {
+            memory.end(&operation);
+        }
+        inner.records.push(of.scribe.record(&operation, begin, end));
+        if inner.sharing.remove(&queue).is_some() {
             inner.share();
         }
         drop(guard); // finishing wakes tasks and frees slots
+        let number = operation.number();
         let value = if operation.work().has_value() { 1.0 } else { 0.0 };
         operation.finish(Ok(Done { begin, end, value }));
         self.left.send_modify(|left| *left -= 1);
+        let mut inner = self.lock();
+        inner.look_at(queue);
+        let waiting = inner.waiting.remove(&number).unwrap_or_default();
+        waiting.into_iter().for_each(|queue| inner.look_at(queue));
     }
 }
 
@@ -146,7 +248,15 @@ impl Lanes for VirtualLanes {
     fn queue(&self, operation: Operation) {
         self.left.send_modify(|left| *left += 1);
         let queue = operation.queue();
-        self.lock().queues.entry(queue).or_default().pending.push_back(operation);
+        let mut inner = self.lock();
+        if inner.queues.is_empty() {
+            inner.ring = Some(operation.ring().clone());
+        }
+        let pending = &mut inner.queues.entry(queue).or_default().pending;
+        pending.push_back(operation);
+        if pending.len() == 1 {
+            inner.look_at(queue);
+        }
     }
 
     fn now(&self) -> Duration {

@@ -177,7 +177,8 @@ mod tests {
             traffic: Traffic::default(),
         });
         let reads = number.saturating_sub(1);
-        let step = Arc::new(Step { number, version: number, reads, copies: 2, plan });
+        let layers = vec![];
+        let step = Arc::new(Step { number, version: number, reads, copies: 2, plan, layers });
         let order = Order::new(&step, work);
         Operation::new(ActorName::Optimizer, order, ring.clone(), Duration::ZERO).0
     }

@@ -40,7 +40,28 @@ pub fn run<T: 'static, C: Into<Cost>, F: Future<Output = T> + 'static>(
     costs: impl FnMut(&Operation) -> C + Send + 'static,
     main: impl FnOnce(Relay<VirtualLanes>) -> F,
 ) -> Result<(T, Vec<Record>), Vec<String>> {
-    let lanes = Arc::new(VirtualLanes::new(costs));
+    on(VirtualLanes::new(costs), config, main)
+}
+
+/// The same without the check of memory, which takes most of the time: for schedules that are known
+/// to be sound.
+///
+/// # Errors
+/// As of [`run`].
+pub fn run_unchecked<T: 'static, C: Into<Cost>, F: Future<Output = T> + 'static>(
+    config: RingConfig,
+    costs: impl FnMut(&Operation) -> C + Send + 'static,
+    main: impl FnOnce(Relay<VirtualLanes>) -> F,
+) -> Result<(T, Vec<Record>), Vec<String>> {
+    on(VirtualLanes::unchecked(costs), config, main)
+}
+
+fn on<T: 'static, F: Future<Output = T> + 'static>(
+    lanes: VirtualLanes,
+    config: RingConfig,
+    main: impl FnOnce(Relay<VirtualLanes>) -> F,
+) -> Result<(T, Vec<Record>), Vec<String>> {
+    let lanes = Arc::new(lanes);
     let (relay, tasks) = Relay::wire(config, lanes.clone());
     let mut world = World::new(lanes.clone());
     for task in tasks {

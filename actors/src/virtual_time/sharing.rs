@@ -78,8 +78,12 @@ pub(super) fn share<'p>(now: Duration, running: impl Iterator<Item = &'p mut Pro
     let mut full: Vec<(u32, f64)> = Vec::new();
     while !growing.is_empty() {
         let mut first: Option<(f64, u32)> = None;
-        for used in growing.iter().flat_map(|one| &one.uses) {
-            let resource = used.resource;
+        let mut seen: Vec<u32> = Vec::new();
+        for &Use { resource, .. } in growing.iter().flat_map(|one| &one.uses) {
+            if seen.contains(&resource) {
+                continue;
+            }
+            seen.push(resource);
             let taken = full.iter().filter(|(of, _)| *of == resource).map(|(_, taken)| taken);
             let asked = growing.iter().map(|one| one.share_of(resource)).sum::<f64>();
             let speed = (1.0 - taken.sum::<f64>()).max(0.0) / asked;

@@ -1,9 +1,9 @@
 //! An executor that makes one move at a time, so that a test can choose the next.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Wake, Waker};
 
 use super::lanes::VirtualLanes;
@@ -23,14 +23,38 @@ pub enum Move {
 struct ActorTask {
     name: String,
     future: Option<Pin<Box<dyn Future<Output = ()>>>>,
-    woken: Arc<Woken>,
+    waker: Waker,
 }
 
-struct Woken(AtomicBool);
+/// The tasks that are awake.
+#[derive(Default)]
+struct Awake(Mutex<BTreeSet<usize>>);
+
+impl Awake {
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<usize>> {
+        self.0.lock().expect("nothing panics inside")
+    }
+
+    /// The first of them from `index` on; behind the last task the first one comes again.
+    fn next(&self, index: usize) -> Option<usize> {
+        let all = self.lock();
+        all.range(index..).next().or_else(|| all.first()).copied()
+    }
+}
+
+/// Puts its task on the list of those that are awake.
+struct Woken {
+    index: usize,
+    awake: Arc<Awake>,
+}
 
 impl Wake for Woken {
     fn wake(self: Arc<Self>) {
-        self.0.store(true, Ordering::Relaxed);
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.awake.lock().insert(self.index);
     }
 }
 
@@ -38,36 +62,38 @@ impl Wake for Woken {
 pub struct World {
     lanes: Arc<VirtualLanes>,
     tasks: Vec<ActorTask>,
+    awake: Arc<Awake>,
 }
 
 impl World {
     /// A world with these lanes and no task yet.
     pub fn new(lanes: Arc<VirtualLanes>) -> World {
-        World { lanes, tasks: Vec::new() }
+        World { lanes, tasks: Vec::new(), awake: Arc::default() }
     }
 
     /// Adds a task.
     pub fn spawn(&mut self, name: String, future: impl Future<Output = ()> + 'static) {
         // tokio's fairness budget would make its primitives pend for no reason of ours.
         let future = tokio::task::unconstrained(future);
-        let woken = Arc::new(Woken(AtomicBool::new(true)));
-        self.tasks.push(ActorTask { name, future: Some(Box::pin(future)), woken });
+        let woken = Arc::new(Woken { index: self.tasks.len(), awake: self.awake.clone() });
+        woken.wake_by_ref();
+        let waker = Waker::from(woken);
+        self.tasks.push(ActorTask { name, future: Some(Box::pin(future)), waker });
     }
 
     /// Drops a task, as cancelling it does.
     pub fn cancel(&mut self, index: usize) {
+        self.awake.lock().remove(&index);
         self.tasks[index].future = None;
     }
 
     /// All events that can happen next.
     pub fn moves(&self) -> Vec<Move> {
-        let awake =
-            |task: &&ActorTask| task.future.is_some() && task.woken.0.load(Ordering::Relaxed);
-        let tasks = self.tasks.iter().enumerate().filter(|(_, task)| awake(task));
+        let awake = self.awake.lock().clone().into_iter();
+        let polls = awake.filter(|&index| self.tasks[index].future.is_some()).map(Move::Poll);
         let queues = self.lanes.queues();
         let begins = queues.iter().copied().filter(|&queue| self.lanes.can_begin(queue));
         let ends = queues.iter().copied().filter(|&queue| self.lanes.end_of(queue).is_some());
-        let polls = tasks.map(|(index, _)| Move::Poll(index));
         polls.chain(begins.map(Move::Begin)).chain(ends.map(Move::End)).collect()
     }
 
@@ -77,12 +103,12 @@ impl World {
             Move::Begin(queue) => self.lanes.begin(queue),
             Move::End(queue) => self.lanes.finish(queue),
             Move::Poll(index) => {
-                let task = &mut self.tasks[index];
-                task.woken.0.store(false, Ordering::Relaxed);
-                let waker = Waker::from(task.woken.clone());
-                let future = task.future.as_mut().expect("a move of moves()");
-                if future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
-                    task.future = None;
+                self.awake.lock().remove(&index);
+                let ActorTask { future, waker, .. } = &mut self.tasks[index];
+                // A task that has ended may be woken all the same.
+                let Some(running) = future else { return };
+                if running.as_mut().poll(&mut Context::from_waker(waker)).is_ready() {
+                    *future = None;
                 }
             }
         }
@@ -101,30 +127,18 @@ impl World {
     /// Nothing can move. The error names the tasks that have not ended.
     pub fn run(&mut self) -> Result<(), Vec<String>> {
         loop {
-            let mut moved = false;
-            for index in 0..self.tasks.len() {
-                let task = &self.tasks[index];
-                if task.future.is_some() && task.woken.0.load(Ordering::Relaxed) {
-                    self.make(Move::Poll(index));
-                    moved = true;
-                }
+            let mut next = 0;
+            while let Some(index) = self.awake.next(next) {
+                self.make(Move::Poll(index));
+                next = index + 1;
             }
-            if moved {
+            let ready = self.lanes.ready();
+            if !ready.is_empty() {
+                ready.into_iter().for_each(|queue| self.make(Move::Begin(queue)));
                 continue;
             }
-            let queues = self.lanes.queues();
-            for &queue in &queues {
-                if self.lanes.can_begin(queue) {
-                    self.make(Move::Begin(queue));
-                    moved = true;
-                }
-            }
-            if moved {
-                continue;
-            }
-            let ends = queues.into_iter().filter_map(|q| self.lanes.end_of(q).map(|end| (end, q)));
-            match ends.min() {
-                Some((_, queue)) => self.make(Move::End(queue)),
+            match self.lanes.first_end() {
+                Some(queue) => self.make(Move::End(queue)),
                 None if self.unfinished().is_empty() => return Ok(()),
                 None => return Err(self.unfinished()),
             }
