@@ -35,6 +35,7 @@ fn cases() -> impl Strategy<Value = Case> {
         layers: 4,
         tied_tiles: false,
         experts: None,
+        slices: 1,
         trained,
         ..case
     })

@@ -4,8 +4,8 @@
 //! Both stand in the order of their visits; with several devices, in the order in which the
 //! Prefetchers take blocks, because these run ahead of each other. Reads run as far ahead as
 //! staging slots allow: each waits for the slot of an earlier read, which becomes free without
-//! anything that is read later. Uploads that follow each other on a device, each of another portion
-//! of one block, share a read. So do those of several devices, where each has its portions.
+//! anything that is read later. Uploads that follow each other, each of another portion of one
+//! block, share a read, on one device or on several.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -70,35 +70,39 @@ struct Take {
 struct Read {
     block: BlockId,
     first_take: usize,
+    last_take: usize,
     visits: Vec<usize>,
     taken: BTreeSet<(Option<DeviceId>, Portion)>,
 }
 
-/// The reads of some takes, in the order of their first uses.
+/// The reads of some takes, in the order of their first uses. A take shares a read with the take
+/// before it alone: else the read would hold its slot while others wait for slots.
 fn reads(schedule: &Schedule, takes: &[Take]) -> Vec<Read> {
     let mut reads: Vec<Read> = Vec::new();
-    let mut latest: BTreeMap<Option<DeviceId>, usize> = BTreeMap::new(); // device -> its last read
     let mut of_block: BTreeMap<BlockId, usize> = BTreeMap::new();
-    for (first_take, &Take { visit, ref portions, .. }) in takes.iter().enumerate() {
+    let mut before = 0; // the last take before this one that has portions
+    let of_portions = takes.iter().enumerate().filter(|(_, take)| !take.portions.is_empty());
+    for (take, &Take { visit, ref portions, .. }) in of_portions {
         let device = schedule.visits[visit].device();
         for &portion in portions {
             let block = portion.block;
             let taken = (device, portion);
             let shared = of_block.get(&block).copied().filter(|&at| {
-                let is_new = latest.get(&device).is_none_or(|&last| last <= at);
-                portion.cut.is_some() && is_new && !reads[at].taken.contains(&taken)
+                let Read { last_take, taken: others, .. } = &reads[at];
+                portion.cut.is_some() && *last_take >= before && !others.contains(&taken)
             });
             let at = shared.unwrap_or_else(|| {
                 let visits = Vec::new();
                 let taken = BTreeSet::new();
-                reads.push(Read { block, first_take, visits, taken });
+                reads.push(Read { block, first_take: take, last_take: take, visits, taken });
                 reads.len() - 1
             });
             reads[at].visits.push(visit);
             reads[at].taken.insert(taken);
-            latest.insert(device, at);
+            reads[at].last_take = take;
             of_block.insert(block, at);
         }
+        before = take;
     }
     reads
 }

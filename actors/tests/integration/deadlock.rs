@@ -347,6 +347,36 @@ proptest! {
     }
 }
 
+/// No read of a block waits in its slot for a device that others keep waiting.
+#[test]
+fn devices_share_reads_only_in_turn() {
+    let case = Case {
+        layers: 5,
+        tiles: 6,
+        tied: false,
+        micro_batches: 2,
+        depths: depths(1, 2, 1, 1),
+        deferred: false,
+        recompute: false,
+        resident: false,
+        on_file: true,
+        frozen: Vec::new(),
+        devices: 3,
+        groups: 2,
+        by_groups: false,
+        sharded: false,
+        several: false,
+        pieces: [1, 3],
+        pipeline: 3,
+        answers: Answers::Nothing,
+        chunks: 1,
+        seed: 14_976_070_410_806_418_614,
+    };
+    let schedule = case.schedule_of_one();
+    let pools = case.config(&schedule).pools;
+    StepPlan::new(schedule, pools).expect("pools were made for it");
+}
+
 #[test]
 fn a_96_layer_step_takes_well_under_a_second() {
     let model = model(96, 4, true);
