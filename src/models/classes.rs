@@ -410,7 +410,7 @@ impl Classes {
 }
 
 /// The gradients of a product's tensors and of its input x, from that of its output.
-fn linear_backward(
+pub(super) fn linear_backward(
     k: &dyn Kernels,
     [dx, dy, x]: [View; 3],
     w: Affine<View>,

@@ -6,9 +6,11 @@
 //! multiplies the hidden states of all tokens, and the host pools its output. Products of all
 //! tokens take longer than one of each sequence, and no other part of the runtime must know them.
 
+use super::classes::linear_backward;
 use super::layer::{Backward, Cuts, Forward, Init, Kind, Layer, Save, Tensor};
+use super::norms::Affine;
 use super::shape::{Head, Shape};
-use crate::kernels::{Kernels, Linear, LinearBackward};
+use crate::kernels::{Kernels, Linear};
 use crate::tensor::{Dtype, Scratch, View};
 
 /// A dense module, without an activation function.
@@ -50,12 +52,6 @@ pub struct DenseLayer {
     pub shape: Shape,
 }
 
-/// One product of the layer.
-struct Product<V> {
-    weight: V,
-    bias: Option<V>,
-}
-
 impl DenseLayer {
     /// The layer of a shape, if it has dense modules.
     pub fn of(shape: Shape) -> Option<DenseLayer> {
@@ -64,10 +60,10 @@ impl DenseLayer {
     }
 
     /// The tensors of each product.
-    fn sorted<V: Copy>(&self, views: &[V]) -> Vec<Product<V>> {
+    fn sorted<V: Copy>(&self, views: &[V]) -> Vec<Affine<V>> {
         let mut views = views.iter().copied();
         let mut next = || views.next().expect("as `tensors` lists them");
-        let of = |DenseModule { bias, .. }| Product { weight: next(), bias: bias.then(&mut next) };
+        let of = |DenseModule { bias, .. }| Affine { weight: next(), bias: bias.then(&mut next) };
         self.shape.dense().map(of).collect()
     }
 
@@ -75,7 +71,7 @@ impl DenseLayer {
     fn inputs(
         &self,
         k: &dyn Kernels,
-        w: &[Product<View>],
+        w: &[Affine<View>],
         x: View,
         scratch: &Scratch<'_>,
     ) -> Vec<View> {
@@ -135,17 +131,7 @@ impl Layer for DenseLayer {
         for ((nth, &x), (w, d)) in inputs.iter().enumerate().zip(w.iter().zip(&d)).rev() {
             let first = pass.dx.filter(|_| nth == 0);
             let dx = first.unwrap_or_else(|| scratch.take_like(x));
-            let op = LinearBackward {
-                dx,
-                dw: d.weight,
-                dbias: d.bias.flatten(),
-                dy,
-                x,
-                w: w.weight,
-                transposed: true,
-                accumulate,
-            };
-            k.linear_backward(&op, scratch);
+            linear_backward(k, [dx, dy, x], *w, *d, accumulate, scratch);
             dy = dx;
         }
     }
