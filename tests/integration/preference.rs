@@ -49,14 +49,23 @@ fn records(config: &Config, reference: &Value) -> Vec<Sequence> {
     sequences.chunks_exact(2).zip(reference.as_array().expect("a list")).map(pair).collect()
 }
 
-/// Runs the steps of a golden, and returns the digest of the weights.
 async fn check(config: Config, records: &[Sequence], expected: &Value, name: &str) -> String {
-    let each = config.step.batch;
+    let batches = records.chunks_exact(config.step.batch).map(Batch::of_records);
+    check_steps(config, batches, expected, name).await
+}
+
+/// Runs the steps of a golden, and returns the digest of the weights.
+pub(crate) async fn check_steps(
+    config: Config,
+    batches: impl Iterator<Item = Batch>,
+    expected: &Value,
+    name: &str,
+) -> String {
     let losses = floats(&expected["losses"]);
     let norms = floats(&expected["norms"]);
+    assert_eq!(losses.len(), 10, "{name}");
     let mut trainer = Trainer::start(config).await.expect("a case of ours");
-    for (step, records) in records.chunks_exact(each).take(losses.len()).enumerate() {
-        let batch = Batch::of_records(records);
+    for (step, batch) in batches.take(losses.len()).enumerate() {
         let report = trainer.step(batch).await.expect("nothing fails here");
         let loss = losses[step];
         assert!((report.loss - loss).abs() < 2e-5, "{name} {step}: {} {loss}", report.loss);

@@ -12,7 +12,7 @@ use l2l::{Config, Trainer, hf};
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Value, json};
 
-use crate::preference::{answers, on_file};
+use crate::preference::{answers, check_steps, on_file};
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens")
@@ -21,11 +21,6 @@ fn goldens() -> PathBuf {
 fn read(path: &Path) -> Value {
     let text = fs::read_to_string(path).expect("it is committed");
     serde_json::from_str(&text).expect("it is JSON")
-}
-
-fn floats(list: &Value) -> Vec<f64> {
-    let list = list.as_array().expect("a list");
-    list.iter().map(|number| number.as_f64().expect("a number")).collect()
 }
 
 /// Writes the model of a directory with the first of its classes alone.
@@ -79,22 +74,9 @@ fn records(folder: &Path, settings: &Value) -> Vec<Sequence> {
     lines.chunks_exact(if is_pair { 2 } else { 1 }).enumerate().map(record).collect()
 }
 
-/// Runs the steps of a golden, and returns the digest of the weights.
 async fn check(config: Config, records: &[Sequence], expected: &Value, name: &str) -> String {
-    let each = config.step.batch;
-    let losses = floats(&expected["losses"]);
-    let norms = floats(&expected["norms"]);
-    assert_eq!(losses.len(), 10, "{name}");
-    let mut trainer = Trainer::start(config).await.expect("a case of ours");
-    for (step, records) in records.chunks_exact(each).take(losses.len()).enumerate() {
-        let report = trainer.step(Batch::of_scored(records)).await.expect("nothing fails here");
-        let loss = losses[step];
-        assert!((report.loss - loss).abs() < 2e-5, "{name} {step}: {} {loss}", report.loss);
-        let norm = norms[step];
-        let error = (report.grad_norm - norm).abs();
-        assert!(error <= 1e-4 * norm, "{name} {step}: norm {} {norm}", report.grad_norm);
-    }
-    trainer.digest().await.expect("nothing fails here")
+    let batches = records.chunks_exact(config.step.batch).map(Batch::of_scored);
+    check_steps(config, batches, expected, name).await
 }
 
 /// A config with an objective of the golden.

@@ -188,12 +188,12 @@ impl TransformerBlock {
 }
 
 /// Copies a slice's tensors to workspace, and their gradients back.
-pub(super) struct Packing<'p> {
+pub(super) struct Packer<'p> {
     pub(super) k: &'p dyn Kernels,
     pub(super) scratch: &'p Scratch<'p>,
 }
 
-impl Packing<'_> {
+impl Packer<'_> {
     /// A slice's part of a weight, packed.
     pub(super) fn weight(&self, x: View, part: &Part) -> View {
         let y = match part {
@@ -244,7 +244,7 @@ impl Packing<'_> {
 
 /// The gradients of a slice while its backward runs.
 pub(super) struct PackedGradients<'p> {
-    pub(super) packing: Packing<'p>,
+    pub(super) packer: Packer<'p>,
     /// Room for the gradients of what the slices share.
     pub(super) shared: Scratch<'p>,
     /// True if the gradients of the block hold contributions already.
@@ -256,7 +256,7 @@ pub(super) struct PackedGradients<'p> {
 impl PackedGradients<'_> {
     /// The place for the gradient of a slice's part of a tensor, with what it holds already.
     pub(super) fn of(&mut self, d: View, part: Part) -> View {
-        let Packing { k, .. } = self.packing;
+        let Packer { k, .. } = self.packer;
         match &part {
             Part::Alone => d,
             Part::Shared => {
@@ -270,9 +270,9 @@ impl PackedGradients<'_> {
                 let count = ranges.iter().map(Range::len).sum();
                 let is_of_rows = matches!(part, Part::Rows(_));
                 let [rows, columns] = if is_of_rows { [count, d.columns] } else { [d.rows, count] };
-                let packed = self.packing.take(d, rows, columns);
+                let packed = self.packer.take(d, rows, columns);
                 if self.accumulate {
-                    self.packing.copy(packed, d, &part, false);
+                    self.packer.copy(packed, d, &part, false);
                 }
                 self.packed.push((packed, d, part));
                 packed
@@ -283,7 +283,7 @@ impl PackedGradients<'_> {
     /// Puts the packed gradients in their places.
     pub(super) fn unpack(self) {
         for (packed, d, part) in &self.packed {
-            self.packing.copy(*packed, *d, part, true);
+            self.packer.copy(*packed, *d, part, true);
         }
     }
 }

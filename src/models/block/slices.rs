@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::backward::{Buffers, ChunkGradients};
 use super::chunk::{ChunkPass, KvViews};
-use super::cut::{PackedGradients, Packing, Part, add_shared, shared_len};
+use super::cut::{PackedGradients, Packer, Part, add_shared, shared_len};
 use super::products::{MlpPart, MlpPass, Products};
 use super::routing::RoutingViews;
 use super::saved::Activations;
@@ -152,8 +152,8 @@ impl SlicedPass<'_> {
     /// A slice's weights of attention, packed.
     fn attention_weights(&self, slice: usize, scratch: &Scratch<'_>) -> Weights<'static> {
         let ChunkPass { block, k, w, .. } = self.whole;
-        let packing = Packing { k, scratch };
-        block.attention_of(slice, w, &mut |weight, part| packing.weight(weight, &part))
+        let packer = Packer { k, scratch };
+        block.attention_of(slice, w, &mut |weight, part| packer.weight(weight, &part))
     }
 
     /// The feed-forward of the block.
@@ -167,8 +167,8 @@ impl SlicedPass<'_> {
     /// A slice's weights of the feed-forward, packed.
     fn mlp_weights(&self, slice: usize, scratch: &Scratch<'_>) -> Mlp<View> {
         let ChunkPass { block, k, .. } = self.whole;
-        let packing = Packing { k, scratch };
-        block.mlp_of(slice, self.mlp(), &mut |weight, part| packing.weight(weight, &part))
+        let packer = Packer { k, scratch };
+        block.mlp_of(slice, self.mlp(), &mut |weight, part| packer.weight(weight, &part))
     }
 
     /// Adds a slice's output, the product of `x`, to the running sum. That of the first slice
@@ -409,7 +409,7 @@ impl SlicedPass<'_> {
         scratch: &'p Scratch<'p>,
     ) -> PackedGradients<'p> {
         PackedGradients {
-            packing: Packing { k: self.whole.k, scratch },
+            packer: Packer { k: self.whole.k, scratch },
             shared: shared.of(slice, scratch.dtype()),
             accumulate: g.accumulate,
             packed: Vec::new(),
