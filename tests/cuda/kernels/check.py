@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The gate of the CUDA kernels, for machines without a GPU.
 
-    check.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate|look]
+    check.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate|look] [--write]
 
 First, NVRTC compiles every file of src/devices/cuda/kernels, behind the prelude, for all architectures
 and elements; an error or a warning fails, and registers and spills are printed. NVRTC is that of the
@@ -13,6 +13,12 @@ numpy's float64. Each comparison runs twice: with buffers that are aligned, and 
 and threads that run in the other order; both must give the same bits. Outputs are poisoned with NaN
 before; inputs and what lies around all buffers must not change.
 
+Last, accesses to memory are looked at: hazards.cpp says for what.
+
+Compiling and looking take minutes, and give the same for the same texts. So passed.json has a digest of all
+that each file's result follows from, written by --write when all passed. Files whose digest is there are left out,
+unless a file is named, or `L2L_TESTS=whole`.
+
 Checks are a list of (file, function, cases). `function(device, random, **case)` makes buffers, launches
 kernels and expects outputs, all by the device: see `Device`, the checks below and those of
 attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
@@ -23,6 +29,7 @@ import argparse
 import concurrent.futures
 import ctypes
 import faulthandler
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -45,6 +52,8 @@ import sass
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "src/devices/cuda/kernels"
+# By file, the digest with which it was compiled and looked at last, and passed.
+PASSED = HERE / "passed.json"
 # Whether all is checked (`.ci/run --whole`). If not, kernels are compiled for fewer architectures, each element has
 # another third of the cases, and accesses are looked at in fewer cases.
 IS_WHOLE = os.environ.get("L2L_TESTS") == "whole"
@@ -113,6 +122,16 @@ def text_of(file):
         return "#define SM_70\n" + text_of(file.removesuffix(SM_70))
     parts = [f"{file}/{part}" for part in TOGETHER[file]] if file in TOGETHER else [file]
     return "".join((KERNELS / f"{part}.cu").read_text("utf-8") for part in parts)
+
+
+def digest(file):
+    """Of all that the machine code and the accesses of a file's kernels follow from."""
+    tools = ["nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvdisasm", "numpy"]
+    versions = [importlib.metadata.version(tool) for tool in tools]
+    scripts = [path.read_text("utf-8") for path in sorted(HERE.glob("*.py")) + sorted(HERE.glob("*[.]h"))]
+    scripts.append((HERE / "hazards.cpp").read_text("utf-8"))
+    parts = [text_of("prelude"), text_of(file), *versions, *scripts]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def is_compiled(file, element, architecture):
@@ -1819,20 +1838,27 @@ def main():
     arguments.add_argument("files", nargs="*", help="names of files of kernels; none: all")
     arguments.add_argument("--nvrtc", help="the library")
     arguments.add_argument("--cublaslt", help="the library")
-    arguments.add_argument("--write", action="store_true", help="write sass.json anew")
+    arguments.add_argument("--write", action="store_true", help="write sass.json and passed.json anew")
     arguments.add_argument("--only", choices=["compile", "emulate", "look"])
     arguments = arguments.parse_args()
     every = sorted({path.stem for path in KERNELS.glob("*.cu")} - {"prelude"} | set(TOGETHER))
     files = arguments.files or every
+    is_all = IS_WHOLE or arguments.files or arguments.nvrtc or arguments.only or arguments.write
+    passed = {} if is_all else json.loads(PASSED.read_text("utf-8"))
+    new = [file for file in files if passed.get(file) != digest(file)]
+    if passed:
+        print(f"compiled and looked at: {', '.join(new) or 'no file'}. The others have not changed since they passed")
     well = True
     if arguments.only in (None, "compile"):
         for path in [arguments.nvrtc] if arguments.nvrtc else Nvrtc.find():
             well &= has_all(path, "nvrtc", "compile.rs", "libraries.rs")
-            well &= compile_all(Nvrtc(path), files, arguments.write)
+            well &= not new or compile_all(Nvrtc(path), new, arguments.write)
     if arguments.cublaslt:
         well &= has_all(arguments.cublaslt, "cublasLt", "product.rs", "libraries.rs")
     well &= arguments.only not in (None, "emulate") or emulate_all(files)
-    well &= arguments.only not in (None, "look") or look_all(files)
+    well &= arguments.only not in (None, "look") or not new or look_all(new)
+    if arguments.write and well and not (arguments.only or arguments.files):
+        PASSED.write_text(json.dumps({file: digest(file) for file in every}, indent=1) + "\n", "utf-8")
     sys.exit(0 if well else 1)
 
 
