@@ -153,7 +153,7 @@ fn check(as_objective: Ran, expected: &Ran) {
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        ..ProptestConfig::with_cases(if whole() { 300 } else { 40 })
+        ..ProptestConfig::with_cases(if whole() { 300 } else { 20 })
     })]
 
     #[test]

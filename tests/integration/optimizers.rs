@@ -69,7 +69,7 @@ fn relay() -> Ways {
 
 #[test]
 fn every_rule_has_the_same_bits_in_every_configuration() {
-    for (name, optimizer) in settings() {
+    for (nth, (name, optimizer)) in settings().into_iter().enumerate() {
         for clip_norm in [None, Some(0.5)] {
             let optimizer = OptimizerConfig { clip_norm, ..optimizer.clone() };
             // A second tile takes most of the time. Eager updates of two are resumed below.
@@ -87,7 +87,9 @@ fn every_rule_has_the_same_bits_in_every_configuration() {
                 Ways { devices: 2, ..relay() },
                 Ways { on_file: true, ..relay() },
             ];
-            for ways in ways {
+            // Each rule is tried in every second way, and its neighbours in the others.
+            let first = if crate::whole() { 0 } else { nth % 2 };
+            for ways in ways.into_iter().skip(first).step_by(if crate::whole() { 1 } else { 2 }) {
                 let (found, summary) = run(&ways);
                 assert_eq!(found, bits, "{name}: {ways:?}");
                 assert_eq!(summary.weights_digest, expected.weights_digest, "{name}: {ways:?}");

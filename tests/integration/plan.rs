@@ -70,7 +70,7 @@ fn any_config() -> impl Strategy<Value = Config> {
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        ..ProptestConfig::with_cases(80)
+        ..ProptestConfig::with_cases(if crate::whole() { 300 } else { 40 })
     })]
 
     /// The most that is used of each term is what was planned for it; boundaries in flight may be

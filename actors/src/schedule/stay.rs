@@ -6,7 +6,7 @@
 //! uploads and downloads look there. Pieces of a layer bring each their own: so their bytes do not
 //! depend on the devices that they are dealt to.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::generate::Legs;
 use super::{Boundary, BoundaryId, Copied, Encoding, Schedule, Visit};
@@ -21,8 +21,9 @@ pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
     for legs in [&mut legs.forward, &mut legs.backward] {
         let is_one_layer = |a: &Visit, b: &Visit| (a.stop(), a.place) == (b.stop(), b.place);
         for visits in legs.chunk_by_mut(is_one_layer).filter(|visits| visits.len() > 1) {
-            for (&id, &readers) in &readers {
-                stay_between(&mut schedule.boundaries, visits, id, readers);
+            let read: BTreeSet<_> = visits.iter().flat_map(|visit| &visit.reads).copied().collect();
+            for id in read {
+                stay_between(&mut schedule.boundaries, visits, id, readers[&id]);
             }
         }
     }

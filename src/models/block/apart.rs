@@ -14,9 +14,8 @@ use super::routing::RoutingViews;
 use super::tensors::FeedForward;
 use super::{ChunkInputs, TransformerBlock};
 use crate::kernels::{Cast, Clear, Kernels};
-use crate::models::layer::{Backward, Forward};
+use crate::models::layer::{Backward, Forward, block_len};
 use crate::models::ports::{LayerStep, StepContext};
-use crate::models::shape::Experts;
 use crate::tensor::{Dtype, View};
 
 /// The numbers of the boundaries between the steps. They are the last ones, so that layers of an
@@ -44,23 +43,46 @@ pub(super) struct Part {
 }
 
 impl TransformerBlock {
+    /// The experts of a bundle, which is about as large as the first block, so that slots of one
+    /// size waste little. The number follows from the shape alone.
+    fn bundle_size(&self) -> usize {
+        *self.bundle_size.get_or_init(|| {
+            let Some(experts) = self.experts() else { return 1 };
+            let plain = TransformerBlock::new(self.index, self.number, self.shape);
+            let base = block_len(&plain.base_tensors());
+            let expert = block_len(&plain.expert_tensors(experts, 0));
+            ((base as f64 / expert as f64).round() as usize).clamp(1, experts.count)
+        })
+    }
+
+    /// The experts of the `nth` block behind the first.
+    pub(super) fn bundle(&self, nth: usize) -> Range<usize> {
+        let (size, count) = (self.bundle_size(), self.experts().map_or(0, |all| all.count));
+        let first = nth * size;
+        first.min(count)..count.min(first + size)
+    }
+
+    /// The number of blocks behind the first.
+    pub(super) fn count_bundles(&self) -> usize {
+        let count = self.experts().map_or(0, |experts| experts.count);
+        count.div_ceil(self.bundle_size())
+    }
+
     /// The parts behind the base block; none if all experts are visited together with it.
-    fn parts(&self) -> Vec<Part> {
-        let Some(Experts { bundles: Some(most), .. }) = self.experts() else { return Vec::new() };
-        let bundles: Vec<_> = self.bundles().collect();
-        let last = bundles.len();
-        let part = |first: usize| {
-            let end = last.min(first + most);
-            let experts = bundles[first].start..bundles[end - 1].end;
-            Part { blocks: 1 + first..1 + end, experts, is_last: end == last }
-        };
-        (0..last).step_by(most).map(part).collect()
+    fn parts(&self) -> impl Iterator<Item = Part> {
+        (1..).map_while(|step| self.part(step))
     }
 
     /// The experts' part that a step visits; `None`: the step has the base block.
     fn part(&self, step: usize) -> Option<Part> {
-        let behind = step.checked_sub(1)?;
-        self.parts().into_iter().nth(behind)
+        let most = self.experts()?.bundles?;
+        let last = self.count_bundles();
+        let first = step.checked_sub(1)?.saturating_mul(most);
+        let end = last.min(first.saturating_add(most));
+        (first < end).then(|| {
+            let experts = self.bundle(first).start..self.bundle(end - 1).end;
+            Part { blocks: 1 + first..1 + end, experts, is_last: end == last }
+        })
     }
 
     /// True if the experts have visits of their own.

@@ -15,6 +15,7 @@ mod state;
 mod tensors;
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 pub(crate) use apart::PASSED_ON;
 
@@ -51,6 +52,8 @@ pub struct TransformerBlock {
     pub relu_room: Option<usize>,
     /// In a slice of a block: the number of the block's heads in front of its own.
     pub(super) first_head: usize,
+    /// The number of experts of a bundle, once it was counted.
+    pub(in crate::models) bundle_size: OnceLock<usize>,
 }
 
 /// The inputs of a pass over one chunk, or over a whole micro-batch.
@@ -81,7 +84,9 @@ impl<'a> ChunkInputs<'a> {
 impl TransformerBlock {
     /// A block without adapters.
     pub fn new(index: u32, number: usize, shape: Shape) -> TransformerBlock {
-        TransformerBlock { index, number, shape, adapters: None, relu_room: None, first_head: 0 }
+        let bundle_size = OnceLock::new();
+        let (adapters, relu_room) = (None, None);
+        TransformerBlock { index, number, shape, adapters, relu_room, first_head: 0, bundle_size }
     }
 
     fn rotary(&self) -> Option<&Rotary> {
@@ -188,8 +193,7 @@ impl Layer for TransformerBlock {
     }
 
     fn parts_of_block(&self, block: usize) -> Range<usize> {
-        let bundle = block.checked_sub(1).and_then(|behind| self.bundles().nth(behind));
-        bundle.unwrap_or_default()
+        block.checked_sub(1).map_or(0..0, |behind| self.bundle(behind))
     }
 
     fn chosen_parts(&self, choice: &[f32]) -> Vec<bool> {

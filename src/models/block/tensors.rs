@@ -9,7 +9,7 @@ use crate::kernels::{Kernels, QueryKey};
 use crate::models::adapters::AdaptedModule;
 use crate::models::block_tensors::SlotWeight;
 use crate::models::families::Names;
-use crate::models::layer::{Init, Kind, Tensor, block_len};
+use crate::models::layer::{Init, Kind, Tensor};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
 use crate::models::shape::{Experts, IdleExperts, NormPlaces, Shape};
@@ -351,7 +351,7 @@ impl TransformerBlock {
     }
 
     /// The tensors of the first block: all but those of experts.
-    fn base_tensors(&self) -> Vec<Tensor> {
+    pub(super) fn base_tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, norms, .. } = self.shape;
         let shifts = self.shape.norms_shift();
         let [.., of_norm] = self.shape.normed_heads();
@@ -400,31 +400,17 @@ impl TransformerBlock {
         all
     }
 
-    /// The experts of each block behind the first. Such a bundle is about as large as the first
-    /// block, so that slots of one size waste little. The cut follows from the shape alone.
-    pub(super) fn bundles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let plain = TransformerBlock::new(self.index, self.number, self.shape);
-        let experts = self.experts();
-        let count = experts.map_or(0, |experts| experts.count);
-        let size = experts.map_or(1, |experts| {
-            let base = block_len(&plain.base_tensors());
-            let expert = block_len(&plain.expert_tensors(experts, 0));
-            ((base as f64 / expert as f64).round() as usize).clamp(1, count)
-        });
-        (0..count).step_by(size).map(move |first| first..count.min(first + size))
-    }
-
     pub(super) fn tensors_of_blocks(&self) -> Vec<Vec<Tensor>> {
         let bundles = self.experts().into_iter().flat_map(|experts| {
-            self.bundles().map(move |bundle| {
-                bundle.flat_map(|expert| self.expert_tensors(experts, expert)).collect()
+            (0..self.count_bundles()).map(move |nth| {
+                self.bundle(nth).flat_map(|expert| self.expert_tensors(experts, expert)).collect()
             })
         });
         [self.base_tensors()].into_iter().chain(bundles).collect()
     }
 
     pub(super) fn count_blocks(&self) -> usize {
-        1 + self.bundles().count()
+        1 + self.count_bundles()
     }
 
     /// Sorts the tensors of these experts, or their gradients, by name.
