@@ -7,7 +7,8 @@ use l2l_actors::virtual_time::Use;
 use l2l_actors::work::WorkKind;
 use serde::Deserialize;
 
-use super::forecast::{Rates, Speeds};
+use super::forecast::Rates;
+use super::speeds::Speeds;
 use crate::config::{ByteSize, Config, DeviceKind, Dtype, bytes_per_second, flops_per_second};
 use crate::error::Error;
 use crate::models::Model;
@@ -79,6 +80,8 @@ pub struct MachineDevices {
     pub products: ProductRates,
     /// Bytes a second between host and device, each way.
     pub link: ByteRate,
+    /// Seconds that a kernel takes whatever its size: its start and its end.
+    pub launch_seconds: Option<Positive>,
     /// Links that share a root.
     pub root: Option<MachineRoot>,
 }
@@ -248,11 +251,13 @@ impl Machine {
         };
         let speeds = Speeds {
             flops,
-            activations: self.device.stream.0 / PASSES,
+            stream: self.device.stream.0,
+            passes: PASSES,
+            launch: self.device.launch_seconds.map_or(0.0, |Positive(seconds)| seconds),
             link: self.device.link.0,
             host: self.host.stream.0,
         };
-        let mut rates = Rates::of_speeds(config, model, speeds).with_sharing(Sharing {
+        let mut rates = Rates::of_speeds(config, model, &speeds).with_sharing(Sharing {
             host: self.host.stream.0,
             root: self.device.root.as_ref().map(|root| (root.devices.get(), root.rate.0)),
         });
@@ -285,9 +290,10 @@ impl Machine {
     }
 }
 
-/// Times that a layer reads or writes a hidden state, or as many bytes, in a forward pass beside
-/// its products: norms, attention, activations. Fitted on one H100 (docs/machines.md).
-const PASSES: f64 = 19.0;
+/// [`Speeds::passes`] of a GPU. On one H100 products took 76 % of the kernels' time in two layers of
+/// Llama-3-8B (benches/GPU.md). With products at 790 TFLOP/s the other 24 %, less the FLOPs of
+/// attention at the same rate, move as many bytes at 3,350 GB/s.
+const PASSES: f64 = 31.0;
 
 /// What operations on several lanes share.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -21,6 +21,7 @@ mod exporter;
 mod exporter;
 #[doc(hidden)]
 pub mod files; // for the command line
+mod fixed;
 mod forecast;
 mod gantt;
 mod hiding;
@@ -38,6 +39,7 @@ mod routers;
 #[cfg(feature = "prometheus")]
 mod server;
 mod slice;
+mod speeds;
 mod status;
 mod step_report;
 mod tally;

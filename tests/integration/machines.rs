@@ -30,14 +30,20 @@ fn number(row: &Value, field: &str) -> f64 {
     row[field].as_f64().unwrap_or_else(|| panic!("{field} of {row}"))
 }
 
-/// Of an H100 only the rates are given; what was measured is in benches/GPU.md.
+/// Of an H100 only the rates are given, and none of them comes from these rows; what was measured
+/// is in benches/GPU.md. Rows of BERT wait longer than is foretold: docs/machines.md says why.
 #[test]
 fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
-    let of = |sets: &[&str]| {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let no_copies = folder.path().join("no-copies.toml");
+    let h100 = include_str!("../../machines/h100.toml");
+    fs::write(&no_copies, h100.replace("54.7GB/s", "100TB/s")).expect("written");
+    let no_copies = no_copies.to_str().expect("UTF-8");
+    let of = |machine: &str, sets: &[&str]| {
         let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
         let common = ["data.train=random", "device.dtype=bf16", "schedule.recompute=true"];
         let common: Vec<&str> = common.iter().flat_map(|set| ["--set", *set]).collect();
-        let more = ["--machine", "h100", "--format", "json", "--set", "model.dropout=0"];
+        let more = ["--machine", machine, "--format", "json", "--set", "model.dropout=0"];
         let row = events(&good(&[&["plan", EMPTY], &sets[..], &common, &more].concat()));
         [number(&row[0], "tokens_per_second"), 1.0 - number(&row[0], "computes")]
     };
@@ -50,16 +56,17 @@ fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
         "step.batch=32",
     ];
     let bert = ["model.preset=bert-large", "data.sequence_length=128", "step.batch=256"];
-    for (sets, [layers, micro], measured, waits) in [
-        (&llama[..], ["model.layers=16", "step.micro_batch=4"], 19_952.0, 0.05),
-        (&llama, ["model.layers=3", "step.micro_batch=4"], 90_039.0, 0.18),
-        (&llama, ["model.layers=6", "step.micro_batch=8"], 49_649.0, 0.105),
-        (&bert, ["model.layers=24", "step.micro_batch=64"], 105_930.0, 0.126),
-        (&bert, ["model.layers=24", "step.micro_batch=256"], 75_791.0, 0.47),
+    for (machine, sets, [layers, micro], measured, waits) in [
+        ("h100", &llama[..], ["model.layers=16", "step.micro_batch=4"], 19_952.0, 0.05),
+        ("h100", &llama, ["model.layers=3", "step.micro_batch=4"], 90_039.0, 0.18),
+        ("h100", &llama, ["model.layers=6", "step.micro_batch=8"], 49_649.0, 0.105),
+        (no_copies, &llama, ["model.layers=3", "step.micro_batch=4"], 100_805.0, 0.095),
+        ("h100", &bert, ["model.layers=24", "step.micro_batch=64"], 105_930.0, 0.126),
+        ("h100", &bert, ["model.layers=24", "step.micro_batch=256"], 75_791.0, 0.47),
     ] {
-        let [speed, waited] = of(&[sets, &[layers, micro]].concat());
+        let [speed, waited] = of(machine, &[sets, &[layers, micro]].concat());
         assert!((speed / measured - 1.0).abs() < 0.1, "{layers} {micro}: {speed} of {measured}");
-        assert!((waited - waits).abs() < 0.12, "{layers} {micro}: waits {waited} of {waits}");
+        assert!((waited - waits).abs() < 0.1, "{layers} {micro}: waits {waited} of {waits}");
     }
 }
 
