@@ -290,8 +290,8 @@ impl Machine {
     }
 }
 
-/// [`Speeds::passes`] of a GPU. On one H100 products took 76 % of the kernels' time in two layers of
-/// Llama-3-8B (benches/GPU.md). With products at 790 TFLOP/s the other 24 %, less the FLOPs of
+/// [`Speeds::passes`] of a GPU. On one H100 products took 76 % of the kernels' time in two layers
+/// of Llama-3-8B (benches/GPU.md). With products at 790 TFLOP/s the other 24 %, less the FLOPs of
 /// attention at the same rate, move as many bytes at 3,350 GB/s.
 const PASSES: f64 = 31.0;
 
