@@ -6,9 +6,9 @@ use std::iter;
 use std::time::Duration;
 
 use l2l_actors::schedule::{LayerId, Phase, Share};
-use l2l_actors::virtual_time::Cost;
+use l2l_actors::virtual_time::{Cost, JoinedRing};
 use l2l_actors::work::{Lane, Work, WorkKind};
-use l2l_actors::{Operation, Record, Relay, virtual_time};
+use l2l_actors::{Operation, Record, Relay, RingError};
 
 use super::chunk_costs::ChunkCosts;
 use super::critical::bound;
@@ -19,7 +19,7 @@ use crate::config::{Config, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{BlockTensors, LayerSelection, Model, Save};
-use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
@@ -235,6 +235,15 @@ impl Rates {
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
             (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,
             (WorkKind::Update, _) => block() / self.update,
+            (_, &Work::AllGatherRows { visit }) => {
+                let schedule = &plan.schedule;
+                let own = u64::from(schedule.micro_batches.iter().sum::<u32>());
+                let boundaries =
+                    schedule.visits[visit].reads.iter().map(|&id| schedule.boundary(id));
+                let bytes =
+                    boundaries.map(|of| of.stashed_bytes(own, own * u64::from(schedule.positions)));
+                (ranks - 1.0) * bytes.sum::<u64>() as f64 / self.fabric
+            }
             (WorkKind::Fetch | WorkKind::Exchange, _) => bytes / self.fabric,
             _ => 0.0,
         };
@@ -329,7 +338,8 @@ impl Forecast {
     }
 
     /// Forecasts a step of a plan for this config. The plan may be that of one of several
-    /// processes; then the others are taken to be as fast.
+    /// processes. The others have the same rates, and those with other groups have rings of their
+    /// own: an exchange waits for all of them.
     ///
     /// # Errors
     /// There is no schedule for this config.
@@ -339,40 +349,29 @@ impl Forecast {
         plan: &Plan,
         rates: &Rates,
     ) -> Result<Forecast, Error> {
-        let step = StepShape {
-            sequences: model.sequences_of(config.step.batch),
-            positions: plan.batch.positions,
-            purpose: Purpose::Train,
-        };
-        let begins_with = match config.model.max_layers {
-            Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
-            None => LayerSelection::default(),
-        };
-        let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
-        let schedule = schedule_of(config, model, step)?;
-        let rates = rates.in_plan(model, plan);
-        let costs = ChunkCosts::of(model, plan, &schedule);
-        let on_device = plan.stash_on_device();
-        let mut ring = ring_config(config, model, plan, 0, None);
-        ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
-        let run = virtual_time::run_unchecked(
-            ring,
-            move |operation| rates.cost(operation, &costs, on_device),
-            async move |mut relay: Relay<_>| {
-                let observer = relay.observer();
-                let plan = relay.plan(schedule)?;
-                let mut ends = Vec::new();
-                for _ in 0..STEPS {
-                    relay.step(plan.clone(), ()).await?;
-                    ends.push(observer.now());
-                }
-                relay.stop().await?;
-                Ok::<_, l2l_actors::RingError>(ends)
-            },
-        );
-        let (ended, records) = run.map_err(|actors| {
+        let sequences = model.sequences_of(config.step.batch);
+        let kinds = plan.share().kinds(config, sequences)?;
+        Forecast::of_shares(config, model, plan, rates, &kinds)
+    }
+
+    /// Forecasts a step of a plan, beside rings of these other ranks.
+    pub(super) fn of_shares(
+        config: &Config,
+        model: &Model,
+        plan: &Plan,
+        rates: &Rates,
+        others: &[RankShare],
+    ) -> Result<Forecast, Error> {
+        let mut rings = vec![ring_of(config, model, plan, rates)?];
+        for &share in others {
+            let plan = Plan::of_rank(config, model, &config.update_rule(), share)?;
+            rings.push(ring_of(config, model, &plan, rates)?);
+        }
+        let run = JoinedRing::run(rings);
+        let mut run = run.map_err(|actors| {
             Error::system(format_args!("virtual time stood still: {actors:?}"))
         })?;
+        let (ended, records) = run.swap_remove(0);
         let ends = ended?;
         Ok(Forecast::of_records(&records, &ends, model.layers.len(), config.devices()))
     }
@@ -405,6 +404,49 @@ impl Forecast {
         let bound = bound(records, ends[STEPS - 2], ends[STEPS - 1]);
         Forecast { seconds, slices, tally, waits, bound, devices }
     }
+}
+
+/// The ends of a ring's steps.
+type Ends = Result<Vec<Duration>, RingError>;
+
+/// The ring of a plan, with its own schedule.
+fn ring_of(
+    config: &Config,
+    model: &Model,
+    plan: &Plan,
+    rates: &Rates,
+) -> Result<JoinedRing<Ends>, Error> {
+    let step = StepShape {
+        sequences: model.sequences_of(config.step.batch),
+        positions: plan.batch.positions,
+        purpose: Purpose::Train,
+    };
+    let begins_with = match config.model.max_layers {
+        Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
+        None => LayerSelection::default(),
+    };
+    let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
+    let schedule = schedule_of(config, model, step)?;
+    let rates = rates.in_plan(model, plan);
+    let costs = ChunkCosts::of(model, plan, &schedule);
+    let on_device = plan.stash_on_device();
+    let mut ring = ring_config(config, model, plan, 0, None);
+    ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
+    Ok(JoinedRing::new(
+        ring,
+        move |operation| rates.cost(operation, &costs, on_device),
+        async move |mut relay: Relay<_>| {
+            let observer = relay.observer();
+            let plan = relay.plan(schedule)?;
+            let mut ends = Vec::new();
+            for _ in 0..STEPS {
+                relay.step(plan.clone(), ()).await?;
+                ends.push(observer.now());
+            }
+            relay.stop().await?;
+            Ok(ends)
+        },
+    ))
 }
 
 /// The waits between two tallies, the longest first.

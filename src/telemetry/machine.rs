@@ -126,6 +126,9 @@ pub struct MachineFabric {
     pub hosts: NonZeroU32,
     /// Bytes a second that a host receives.
     pub rate: ByteRate,
+    /// Seconds that a message takes whatever its size. In an exchange a host has one from each
+    /// other.
+    pub message_seconds: Option<Positive>,
 }
 
 /// Bytes, as `"80GB"`.
@@ -185,10 +188,11 @@ impl TryFrom<f64> for Positive {
 }
 
 /// Machines that come with the program, by name.
-pub const MACHINES: [(&str, &str); 7] = [
+pub const MACHINES: [(&str, &str); 8] = [
     ("h100", include_str!("../../machines/h100.toml")),
     ("8xh100", include_str!("../../machines/8xh100.toml")),
     ("64x8xh100", include_str!("../../machines/64x8xh100.toml")),
+    ("1000xh100", include_str!("../../machines/1000xh100.toml")),
     ("gh200", include_str!("../../machines/gh200.toml")),
     ("2x4090", include_str!("../../machines/2x4090.toml")),
     ("8x4090", include_str!("../../machines/8x4090.toml")),
@@ -209,9 +213,13 @@ impl Machine {
         self.fabric.as_ref().map_or(1, |fabric| fabric.hosts.get())
     }
 
-    /// The process that a plan is made for.
-    pub fn share(&self) -> RankShare {
-        RankShare { rank: 0, ranks: self.hosts() }
+    /// The process that a plan is made for: the first of those that compute most of a step.
+    ///
+    /// # Errors
+    /// The config has fewer groups than there are hosts.
+    pub fn share(&self, config: &Config, model: &Model) -> Result<RankShare, Error> {
+        let all = RankShare { rank: 0, ranks: self.hosts() };
+        all.busiest(config, model.sequences_of(config.step.batch))
     }
 
     /// The config of a run on this machine. `device.memory` stays where it is less than the
@@ -266,6 +274,11 @@ impl Machine {
         }
         if let Some(fabric) = &self.fabric {
             rates = rates.with_fabric(fabric.rate.0);
+            let message = fabric.message_seconds.map_or(0.0, |Positive(seconds)| seconds);
+            let others = f64::from(self.hosts() - 1);
+            for kind in [WorkKind::Fetch, WorkKind::Exchange, WorkKind::Sum] {
+                rates.fixed.work.insert(kind, message * others);
+            }
         }
         Ok(rates)
     }

@@ -192,3 +192,36 @@ fn bad_machines_are_refused() {
         assert!(output.status.code() == Some(2) && error.contains(says), "{says}: {error}");
     }
 }
+
+/// A thousand hosts are one ring in virtual time, if their groups are alike. What they cannot do is
+/// refused as a run would refuse it.
+#[test]
+fn a_thousand_hosts_are_planned() {
+    let of = |sets: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        let more = ["--set", "device.dtype=bf16", "--set", "data.train=random"];
+        let machine = ["--machine", "1000xh100", "--format", "json"];
+        output(&[&["plan", EMPTY], &sets[..], &more, &machine].concat())
+    };
+    let llama = ["model.preset=llama-7b", "step.micro_batch=1", "data.sequence_length=2048"];
+    let many = of(&[&llama[..], &["step.batch=1000", "parallel.groups=1000"]].concat());
+    let row = &events(&String::from_utf8_lossy(&many.stdout))[0];
+    assert_eq!(row["fits"], true, "{row}");
+    // Each of some hundred exchanges has a message from every host to every other one.
+    let messages = number(row, "messages");
+    assert_eq!(messages % (1000.0 * 999.0), 0.0, "{row}");
+    assert!((50.0..200.0).contains(&(messages / (1000.0 * 999.0))), "{row}");
+    assert!(number(&row["waits"], "fabric") > 0.2, "{row}");
+    // All hosts send all others the gradients of their rows of the embedding.
+    let long = of(&[&llama[..], &["step.batch=4000", "parallel.groups=1000"]].concat());
+    let row = &events(&String::from_utf8_lossy(&long.stdout))[0];
+    assert!(row["why_not"].as_str().is_some_and(|why| why.contains("the host needs")), "{row}");
+    let small = ["model.preset=gpt2", "step.batch=1000", "parallel.groups=1000"];
+    for (refused, says) in [
+        (of(&[&llama[..], &["step.batch=1000"]].concat()), "1000 processes share each step"),
+        (of(&[&small[..], &["step.micro_batch=1"]].concat()), "has that many parts of 16384"),
+    ] {
+        let error = String::from_utf8_lossy(&refused.stderr);
+        assert!(refused.status.code() == Some(2) && error.contains(says), "{says}: {error}");
+    }
+}
