@@ -28,13 +28,13 @@ const TRUTH: &str = r#"
 /// The config that rates are fitted to, on one device.
 fn small() -> Config {
     let mut config = Config::default();
-    let (model, step) = (&mut config.model, &mut config.step);
+    let model = &mut config.model;
     model.preset = Some("llama-1b".into());
     model.layers = Some(4);
     (model.dropout, model.vocabulary) = (Some(0.0), Some(8192));
     config.data.train = "random".into();
     config.data.sequence_length = Some(1024);
-    (step.batch, step.micro_batch) = (8, 4);
+    (config.step.batch, config.step.micro_batch) = (8, 4);
     config.schedule.recompute = l2l::config::Recompute::Layer(true);
     config.device.dtype = l2l::config::Dtype::Bf16;
     let machine = Machine::parse(TRUTH).expect("a machine of ours");
