@@ -115,6 +115,13 @@ pub(super) struct BenchArguments {
     /// over the whole model, by one thread.
     #[arg(long)]
     pub(super) digest: bool,
+    /// Fit rates to short runs of this config, and write them to this file for `l2l plan --rates`.
+    /// Nothing else is measured.
+    #[arg(
+        long, value_name = "FILE",
+        conflicts_with_all = ["without_copies", "kernels", "products", "digest"]
+    )]
+    pub(super) rates: Option<PathBuf>,
 }
 
 #[derive(Args, Default)]
@@ -169,6 +176,12 @@ pub(super) struct PlanArguments {
     /// With `--machine`: try each way in which its devices can share a step.
     #[arg(long, requires = "machine")]
     pub(super) layouts: bool,
+    /// Forecast a step with the rates of this file, which `l2l bench --rates` wrote.
+    #[arg(
+        long = "rates", value_name = "FILE",
+        conflicts_with_all = ["machine", "ranks", "forecast", "RateArguments"]
+    )]
+    pub(super) fitted: Option<PathBuf>,
     #[command(flatten)]
     pub(super) rates: RateArguments,
 }

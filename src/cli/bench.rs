@@ -15,7 +15,8 @@ use super::{BenchArguments, Exit, output};
 const STEPS: u64 = 6;
 
 pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
-    let BenchArguments { ref common, without_copies, kernels, products, digest } = *arguments;
+    let &BenchArguments { ref common, without_copies, kernels, products, digest, ref rates } =
+        arguments;
     let (mut config, layers) = common.read()?;
     // The built-in config names steps for training, and not for a bench.
     if !["step.steps", "step.epochs"].into_iter().any(|key| layers.is_given(key)) {
@@ -24,6 +25,10 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
     (config.checkpoint, config.validation) = Default::default();
     // The files of a run's events are the run's.
     (config.log.file, config.log.tensorboard) = Default::default();
+    if let Some(file) = rates {
+        let fitted = super::rates::fit(&config, file);
+        return fitted.map(|()| Exit::Well).map_err(|error| layers.locate(error));
+    }
     let run = || {
         if products {
             check_products(&config)?;
@@ -47,7 +52,7 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
         let how = How { steps, without_copies, times_kernels, times_products, digests: digest };
         let Steps { summary, digest, times, tables } =
             Runtime::new()?.block_on(all_steps(&config, train, how, show))?;
-        let more = rates(&reports, product);
+        let more = speeds(&reports, product);
         if times_kernels {
             show_times(&times, &mut log, &screen);
         } else if kernels {
@@ -166,7 +171,7 @@ fn show_products(table: &ProductTable, log: &mut EventLog, screen: &Screen) {
 
 /// The speed of the steps. The first plans schedules and touches memory for the first time, so it
 /// is not counted unless it is the only one.
-fn rates(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
+fn speeds(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
     let counted = if reports.len() > 1 { &reports[1..] } else { reports };
     let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
     let seconds = sum(|report| report.seconds);

@@ -96,6 +96,8 @@ struct Answer {
     tokens_per_second: f64,
     /// Tokens for one unit of the price.
     tokens_per_price: Option<f64>,
+    /// Messages between the hosts in a step.
+    messages: u64,
     device_bytes: u64,
     host_bytes: u64,
     file_bytes: u64,
@@ -112,7 +114,8 @@ impl Found {
     fn of(machine: &Machine, config: &Config) -> Result<Found, Error> {
         config.check()?;
         let model = model_of(config, largest_shape_of(config)?)?;
-        let plan = Plan::of_rank(config, &model, &config.update_rule(), machine.share())?;
+        let share = machine.share(config, &model)?;
+        let plan = Plan::of_rank(config, &model, &config.update_rule(), share)?;
         if let Some(lack) = machine.misfit(&plan) {
             return Ok(Found::Lacks(lack));
         }
@@ -125,6 +128,7 @@ impl Found {
             seconds,
             tokens_per_second,
             tokens_per_price: machine.price_per_hour.map(|p| tokens_per_second * 3600.0 / p.0),
+            messages: messages(&forecast, machine.hosts()),
             device_bytes: plan.device_bytes(),
             host_bytes: plan.host_bytes(),
             file_bytes: plan.file_bytes(),
@@ -142,6 +146,13 @@ impl Found {
             Found::Refused(_) => -1.0,
         }
     }
+}
+
+/// The messages of a step: in each exchange every host has one from each other.
+fn messages(forecast: &Forecast, hosts: u32) -> u64 {
+    let exchanges = |lane: Lane| matches!(lane, Lane::Fetch | Lane::Exchange);
+    let exchanges = forecast.slices.iter().filter(|slice| exchanges(slice.lane)).count();
+    exchanges as u64 * u64::from(hosts) * u64::from(hosts - 1)
 }
 
 /// The shares of a step in which devices wait for one cause, the largest first.
@@ -169,6 +180,7 @@ impl Row<'_> {
                 event["step_seconds"] = json!(answer.seconds);
                 event["tokens_per_second"] = json!(answer.tokens_per_second);
                 event["tokens_per_price"] = json!(answer.tokens_per_price);
+                event["messages"] = json!(answer.messages);
                 event["device_bytes"] = json!(answer.device_bytes);
                 event["host_bytes"] = json!(answer.host_bytes);
                 event["file_bytes"] = json!(answer.file_bytes);
@@ -183,7 +195,7 @@ impl Row<'_> {
 }
 
 /// The columns of a table in CSV: fields of the events, and below them of `bound_by` and `waits`.
-const COLUMNS: [&str; 12] = [
+const COLUMNS: [&str; 13] = [
     "machine",
     "layout",
     "fits",
@@ -192,6 +204,7 @@ const COLUMNS: [&str; 12] = [
     "step_seconds",
     "tokens_per_second",
     "tokens_per_price",
+    "messages",
     "device_bytes",
     "host_bytes",
     "file_bytes",

@@ -22,6 +22,7 @@ mod outlook;
 mod output;
 mod plan;
 mod progress;
+mod rates;
 mod reference;
 mod runtime;
 mod signals;

@@ -27,14 +27,13 @@ impl Outlook {
         config: &Config,
         model: &Model,
         plan: &Plan,
-        given: &RateArguments,
+        rates: &Rates,
     ) -> Result<Outlook, Error> {
-        let rates = rates(config, model, given)?;
-        let hiding = |deferred| Hiding::of(config, model, plan, &rates, deferred);
+        let hiding = |deferred| Hiding::of(config, model, plan, rates, deferred);
         let eager = hiding(false)?;
         let deferred = hiding(true)?;
-        let forecast = Forecast::of_plan(config, model, plan, &rates)?;
-        let delay = delay_seconds(config, model, plan, &rates, forecast.seconds);
+        let forecast = Forecast::of_plan(config, model, plan, rates)?;
+        let delay = delay_seconds(config, model, plan, rates, forecast.seconds);
         Ok(Outlook { forecast, eager, deferred, delay })
     }
 

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use super::outlook::Outlook;
 use super::output::{print, write_file};
-use super::{Exit, PlanArguments, longest};
+use super::{Exit, PlanArguments, longest, outlook, rates};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     let PlanArguments { common, draw: picture, trace, check, ranks, .. } = arguments;
@@ -32,8 +32,16 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     if ranks.get() > 1 && csv.is_some() {
         return Err(Error::Argument("--csv: a table is of one process, without --ranks".into()));
     }
-    let is_asked = *forecast || picture.is_some() || trace.is_some() || given.any();
-    let found = is_asked.then(|| Outlook::of(&config, &model, &plan, given)).transpose();
+    let fitted = arguments.fitted.as_deref();
+    let asks = [*forecast, picture.is_some(), trace.is_some(), given.any(), fitted.is_some()];
+    let outlook = || {
+        let rates = match fitted {
+            Some(file) => rates::read(file, &config, &model, &plan)?,
+            None => outlook::rates(&config, &model, given)?,
+        };
+        Outlook::of(&config, &model, &plan, &rates)
+    };
+    let found = asks.contains(&true).then(outlook).transpose();
     let found = found.map_err(locate)?;
     show(&config, &plan, &model, found.as_ref());
     if let Some(path) = csv {

@@ -165,6 +165,11 @@ impl BlockTensors {
         block_len(&self.trained)
     }
 
+    /// Bytes of the block's gradient, in f32.
+    pub fn gradient_bytes(&self) -> u64 {
+        (self.trained_len() * size_of::<f32>()) as u64
+    }
+
     /// True for a block without tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()

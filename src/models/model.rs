@@ -265,7 +265,7 @@ impl Model {
         kept: &BTreeSet<LayerId>,
     ) -> RingModel {
         let block = |tensors: &BlockTensors| {
-            let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
+            let gradient_bytes = tensors.gradient_bytes();
             BlockSize {
                 weight_bytes: (tensors.published_len(context.dtype) * size_of::<f32>()) as u64,
                 gradient_bytes,

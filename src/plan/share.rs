@@ -31,6 +31,13 @@ pub(crate) struct DealtStep {
     pub(crate) sequences: Vec<Range<usize>>,
 }
 
+/// The first sequence of a group: micro-batches are dealt evenly.
+fn first_of(config: &Config, sequences: usize, group: u32) -> usize {
+    let turns = sequences.div_ceil(config.step.micro_batch);
+    let turn = turns * group as usize / config.parallel.groups as usize;
+    (turn * config.step.micro_batch).min(sequences)
+}
+
 impl RankShare {
     /// The only rank of a run with one process.
     pub const WHOLE: RankShare = RankShare { rank: 0, ranks: 1 };
@@ -51,14 +58,48 @@ impl RankShare {
             );
             return Err(Error::config("parallel.groups", problem));
         }
-        let turns = sequences.div_ceil(config.step.micro_batch);
-        let first = |group: u32| {
-            let turn = turns * group as usize / groups as usize;
-            (turn * config.step.micro_batch).min(sequences)
-        };
+        let first = |group| first_of(config, sequences, group);
         let groups = group_spans(groups, ranks);
         let sequences = groups.iter().map(|span| first(span.start)..first(span.end)).collect();
         Ok(DealtStep { groups, sequences })
+    }
+
+    /// The other ranks of a training step that do other work than this one, one of each kind. Ranks
+    /// with as many groups, of as many sequences each, do the same work.
+    pub(crate) fn kinds(self, config: &Config, sequences: usize) -> Result<Vec<RankShare>, Error> {
+        if self.ranks == 1 {
+            return Ok(Vec::new());
+        }
+        let sizes = self.sizes(config, sequences)?;
+        let mut seen = vec![&sizes[self.rank as usize]];
+        let mut kinds = Vec::new();
+        for (rank, of) in (0..).zip(&sizes) {
+            if !seen.contains(&of) {
+                seen.push(of);
+                kinds.push(RankShare { rank, ..self });
+            }
+        }
+        Ok(kinds)
+    }
+
+    /// The first of the ranks that compute most of a step's sequences, as the config deals them.
+    ///
+    /// # Errors
+    /// There are fewer groups than ranks.
+    pub fn busiest(self, config: &Config, sequences: usize) -> Result<RankShare, Error> {
+        let sizes = self.sizes(config, sequences)?;
+        let all = sizes.iter().map(|sizes| sizes.iter().sum::<usize>());
+        let most = all.clone().max().unwrap_or(0);
+        let rank = (0..).zip(all).find(|(_, of)| *of == most).map_or(0, |(rank, _)| rank);
+        Ok(RankShare { rank, ..self })
+    }
+
+    /// The sequences of each group, by rank.
+    fn sizes(self, config: &Config, sequences: usize) -> Result<Vec<Vec<usize>>, Error> {
+        let first = |group| first_of(config, sequences, group);
+        let size = |group: u32| first(group + 1) - first(group);
+        let groups = self.deal(config, sequences)?.groups.into_iter();
+        Ok(groups.map(|of_rank| of_rank.map(size).collect()).collect())
     }
 
     /// Refuses what several ranks cannot do.

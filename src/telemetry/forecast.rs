@@ -6,30 +6,31 @@ use std::iter;
 use std::time::Duration;
 
 use l2l_actors::schedule::{LayerId, Phase, Share};
-use l2l_actors::virtual_time::Cost;
+use l2l_actors::virtual_time::{Cost, JoinedRing};
 use l2l_actors::work::{Lane, Work, WorkKind};
-use l2l_actors::{Operation, Record, Relay, virtual_time};
+use l2l_actors::{Operation, Record, Relay, RingError};
 
 use super::chunk_costs::ChunkCosts;
 use super::critical::bound;
+use super::fixed::Fixed;
 use super::machine::Sharing;
 use super::{LayerTally, Ledger, Slice, SliceKind, Tally, WaitCause};
-use crate::config::{Config, DeviceKind, StashPlace};
+use crate::config::{Config, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
-use crate::models::{LayerSelection, Model, Save};
-use crate::plan::{Holder, Plan, Purpose, Side, StepShape, StepSpec, most_positions, schedule_of};
+use crate::models::{BlockTensors, LayerSelection, Model, Save};
+use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
     /// Seconds of one sequence in a layer and a phase; of the mean chunk if sequences are cut.
-    compute: HashMap<(u32, Phase), f64>,
+    pub(super) compute: HashMap<(u32, Phase), f64>,
     /// The chunks that a sequence was cut into.
-    chunks: usize,
+    pub(super) chunks: usize,
     /// The layers whose seconds are those without recomputation.
-    kept: BTreeSet<LayerId>,
+    pub(super) kept: BTreeSet<LayerId>,
     /// The rate of blocks to the device, and of gradients from it.
     pub(super) link: [f64; 2],
     /// The rate of copies between devices.
@@ -40,7 +41,7 @@ pub struct Rates {
     /// device.
     pub(super) on_device: [f64; 2],
     /// Seconds of one sequence, or of a chunk, on the host lane: gathers and losses.
-    host: f64,
+    pub(super) host: f64,
     /// The rate of sums of gradients, and of scatters.
     pub(super) reduce: f64,
     /// The rate of updates.
@@ -50,29 +51,14 @@ pub struct Rates {
     /// The rate at which data come from the other processes of a run, on each of the two lanes of
     /// exchanges.
     pub(super) fabric: f64,
+    /// What operations take whatever their size.
+    pub(super) fixed: Fixed,
     /// What lanes share; `None`: nothing.
-    sharing: Option<Sharing>,
+    pub(super) sharing: Option<Sharing>,
 }
 
-/// The speeds that rates are derived from, a second.
-pub(super) struct Speeds {
-    /// FLOP of products.
-    pub(super) flops: f64,
-    /// Bytes that a layer reads and writes beside its products.
-    pub(super) activations: f64,
-    /// Bytes that a link moves, each way.
-    pub(super) link: f64,
-    /// Bytes that the host's memory moves.
-    pub(super) host: f64,
-}
-
-const PHASES: [Phase; 3] = [Phase::Forward, Phase::Keys, Phase::Backward];
-
-/// Bytes a second of a disk that was not measured.
-const DISK: f64 = 1e9;
-
-/// Bytes a second of a fabric that was not measured: 10 Gbit/s.
-const FABRIC: f64 = 1.25e9;
+/// The phases of a layer.
+pub(super) const PHASES: [Phase; 3] = [Phase::Forward, Phase::Keys, Phase::Backward];
 
 impl Rates {
     /// Seconds of one sequence in a layer, forward or backward.
@@ -97,61 +83,15 @@ impl Rates {
         Rates { sharing: Some(sharing), ..self }
     }
 
-    /// Derives all rates from three: `flops` of the device a second, and the bytes a second that
-    /// the `link` and the `host`'s memory move.
-    pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
-        let emulated = config.flops_per_second().ok().flatten();
-        let (flops, activations) = match (emulated, config.device.kind) {
-            (Some(emulated), _) => (emulated, f64::INFINITY),
-            // Devices on one processor share its cores.
-            (None, DeviceKind::Cpu) => (flops / f64::from(config.devices()), host),
-            (None, DeviceKind::Cuda) => (flops, host),
-        };
-        Rates::of_speeds(config, model, Speeds { flops, activations, link, host })
-    }
-
-    /// Derives all rates from the speeds of a device and its host.
-    pub(super) fn of_speeds(config: &Config, model: &Model, speeds: Speeds) -> Rates {
-        let Speeds { flops, activations, link, host } = speeds;
-        let positions = config.sequence_length(&model.shape).unwrap_or(1);
-        // The mean chunk of a long sequence, or the whole sequence.
-        let most = most_positions(config, model, Purpose::Train).unwrap_or(positions);
-        let chunks = positions.div_ceil(most).max(1);
-        let parts = chunks as f64;
-        let mut compute = HashMap::new();
-        let bytes = positions as f64 / parts * model.shape.hidden as f64 * size_of::<f32>() as f64;
-        let save = config.schedule.recompute.keep();
-        for layer in 1..model.layers.len() {
-            for phase in PHASES {
-                let flops_of =
-                    |phase| model.visit_flops(layer, phase, iter::once(0..positions), save) / parts;
-                let products = flops_of(phase);
-                // Each product reads and writes memory at least once, in proportion to its FLOPs.
-                let share = products / flops_of(Phase::Forward).max(1.0);
-                let moved = 2.0 * bytes * share / activations;
-                compute.insert((layer as u32, phase), products / flops + moved);
-            }
-        }
-        Rates {
-            compute,
-            chunks,
-            kept: BTreeSet::new(),
-            link: [link; 2],
-            peers: link,
-            boundaries: [link; 2],
-            on_device: [host; 2],
-            host: 2.0 * bytes / host,
-            reduce: host / 3.0,
-            update: host / 7.0,
-            file: DISK,
-            fabric: config.fabric_bytes_per_second().ok().flatten().unwrap_or(FABRIC),
-            sharing: None,
-        }
-    }
-
     /// Takes rates from the slices of whole steps of this config, and those that no slice shows
     /// from `else_by`.
-    pub fn measured(slices: &[Slice], config: &Config, plan: &Plan, else_by: Rates) -> Rates {
+    pub fn measured(
+        slices: &[Slice],
+        config: &Config,
+        model: &Model,
+        plan: &Plan,
+        else_by: Rates,
+    ) -> Rates {
         let mut rates = else_by;
         let set = |rate: &mut f64, kind: WorkKind| {
             let Sums { seconds, bytes, .. } = Sums::of(slices, &[kind]);
@@ -172,14 +112,19 @@ impl Rates {
             rates.boundaries = rates.link;
         }
         rates.measure_sequences(slices, plan);
-        let gradients = plan.regions.slots(Holder::Gradients, Side::Device);
-        let block = gradients.slot_floats as f64 * size_of::<f32>() as f64;
+        let gradients = model.blocks.iter().map(BlockTensors::gradient_bytes);
+        let gradients: Vec<u64> = gradients.collect();
+        let largest = gradients.iter().copied().max().unwrap_or(0);
         let reduces = &[WorkKind::Reduce, WorkKind::Scatter][..];
         let updates = &[WorkKind::Update][..];
         for (rate, kinds) in [(&mut rates.reduce, reduces), (&mut rates.update, updates)] {
-            let Sums { seconds, operations, .. } = Sums::of(slices, kinds);
-            if seconds > 0.0 {
-                *rate = operations * block / seconds; // as if all blocks had the largest one's size
+            let of_kind =
+                slices.iter().filter(|slice| kinds.iter().any(|&kind| slice.kind == kind));
+            let bytes = of_kind.map(|slice| slice.block.map_or(largest, |b| gradients[b as usize]));
+            let bytes: u64 = bytes.sum();
+            let Sums { seconds, .. } = Sums::of(slices, kinds);
+            if seconds > 0.0 && bytes > 0 {
+                *rate = bytes as f64 / seconds;
             }
         }
         rates
@@ -264,7 +209,8 @@ impl Rates {
         let boundaries = if on_device { self.on_device } else { self.boundaries };
         let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
         let ranks = f64::from(plan.schedule.ranks.count);
-        let block = || largest().unwrap_or(0) as f64 / ranks;
+        let own = row.block().map(|id| plan.schedule.block(id).gradient_bytes);
+        let block = || own.or_else(largest).unwrap_or(0) as f64 / ranks;
         let seconds = match (row.kind, operation.work()) {
             (WorkKind::Weights, _) => bytes / self.link[0],
             (WorkKind::Shards, _) => bytes / self.peers,
@@ -275,6 +221,7 @@ impl Rates {
                 let key = (plan.visit(device_visit).layer.0, phase);
                 let mean = self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch);
                 mean * costs.share(&plan.schedule, micro_batch, plan.visit(device_visit))
+                    + self.fixed.of_compute(key.0, phase)
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];
@@ -288,10 +235,19 @@ impl Rates {
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
             (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,
             (WorkKind::Update, _) => block() / self.update,
+            (_, &Work::AllGatherRows { visit }) => {
+                let schedule = &plan.schedule;
+                let own = u64::from(schedule.micro_batches.iter().sum::<u32>());
+                let boundaries =
+                    schedule.visits[visit].reads.iter().map(|&id| schedule.boundary(id));
+                let bytes =
+                    boundaries.map(|of| of.stashed_bytes(own, own * u64::from(schedule.positions)));
+                (ranks - 1.0) * bytes.sum::<u64>() as f64 / self.fabric
+            }
             (WorkKind::Fetch | WorkKind::Exchange, _) => bytes / self.fabric,
             _ => 0.0,
         };
-        Duration::try_from_secs_f64(seconds).unwrap_or(ENDLESS)
+        Duration::try_from_secs_f64(seconds + self.fixed.of(row.kind)).unwrap_or(ENDLESS)
     }
 }
 
@@ -300,7 +256,6 @@ impl Rates {
 struct Sums {
     seconds: f64,
     bytes: f64,
-    operations: f64,
 }
 
 impl Sums {
@@ -309,7 +264,6 @@ impl Sums {
         for slice in slices.iter().filter(|slice| kinds.iter().any(|&kind| slice.kind == kind)) {
             sums.seconds += slice.took().as_secs_f64();
             sums.bytes += slice.bytes as f64;
-            sums.operations += 1.0;
         }
         sums
     }
@@ -384,7 +338,8 @@ impl Forecast {
     }
 
     /// Forecasts a step of a plan for this config. The plan may be that of one of several
-    /// processes; then the others are taken to be as fast.
+    /// processes. The others have the same rates, and those with other groups have rings of their
+    /// own: an exchange waits for all of them.
     ///
     /// # Errors
     /// There is no schedule for this config.
@@ -394,40 +349,29 @@ impl Forecast {
         plan: &Plan,
         rates: &Rates,
     ) -> Result<Forecast, Error> {
-        let step = StepShape {
-            sequences: model.sequences_of(config.step.batch),
-            positions: plan.batch.positions,
-            purpose: Purpose::Train,
-        };
-        let begins_with = match config.model.max_layers {
-            Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
-            None => LayerSelection::default(),
-        };
-        let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
-        let schedule = schedule_of(config, model, step)?;
-        let rates = rates.in_plan(model, plan);
-        let costs = ChunkCosts::of(model, plan, &schedule);
-        let on_device = plan.stash_on_device();
-        let mut ring = ring_config(config, model, plan, 0, None);
-        ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
-        let run = virtual_time::run_unchecked(
-            ring,
-            move |operation| rates.cost(operation, &costs, on_device),
-            async move |mut relay: Relay<_>| {
-                let observer = relay.observer();
-                let plan = relay.plan(schedule)?;
-                let mut ends = Vec::new();
-                for _ in 0..STEPS {
-                    relay.step(plan.clone(), ()).await?;
-                    ends.push(observer.now());
-                }
-                relay.stop().await?;
-                Ok::<_, l2l_actors::RingError>(ends)
-            },
-        );
-        let (ended, records) = run.map_err(|actors| {
+        let sequences = model.sequences_of(config.step.batch);
+        let kinds = plan.share().kinds(config, sequences)?;
+        Forecast::of_shares(config, model, plan, rates, &kinds)
+    }
+
+    /// Forecasts a step of a plan, beside rings of these other ranks.
+    pub(super) fn of_shares(
+        config: &Config,
+        model: &Model,
+        plan: &Plan,
+        rates: &Rates,
+        others: &[RankShare],
+    ) -> Result<Forecast, Error> {
+        let mut rings = vec![ring_of(config, model, plan, rates)?];
+        for &share in others {
+            let plan = Plan::of_rank(config, model, &config.update_rule(), share)?;
+            rings.push(ring_of(config, model, &plan, rates)?);
+        }
+        let run = JoinedRing::run(rings);
+        let mut run = run.map_err(|actors| {
             Error::system(format_args!("virtual time stood still: {actors:?}"))
         })?;
+        let (ended, records) = run.swap_remove(0);
         let ends = ended?;
         Ok(Forecast::of_records(&records, &ends, model.layers.len(), config.devices()))
     }
@@ -460,6 +404,49 @@ impl Forecast {
         let bound = bound(records, ends[STEPS - 2], ends[STEPS - 1]);
         Forecast { seconds, slices, tally, waits, bound, devices }
     }
+}
+
+/// The ends of a ring's steps.
+type Ends = Result<Vec<Duration>, RingError>;
+
+/// The ring of a plan, with its own schedule.
+fn ring_of(
+    config: &Config,
+    model: &Model,
+    plan: &Plan,
+    rates: &Rates,
+) -> Result<JoinedRing<Ends>, Error> {
+    let step = StepShape {
+        sequences: model.sequences_of(config.step.batch),
+        positions: plan.batch.positions,
+        purpose: Purpose::Train,
+    };
+    let begins_with = match config.model.max_layers {
+        Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
+        None => LayerSelection::default(),
+    };
+    let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
+    let schedule = schedule_of(config, model, step)?;
+    let rates = rates.in_plan(model, plan);
+    let costs = ChunkCosts::of(model, plan, &schedule);
+    let on_device = plan.stash_on_device();
+    let mut ring = ring_config(config, model, plan, 0, None);
+    ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
+    Ok(JoinedRing::new(
+        ring,
+        move |operation| rates.cost(operation, &costs, on_device),
+        async move |mut relay: Relay<_>| {
+            let observer = relay.observer();
+            let plan = relay.plan(schedule)?;
+            let mut ends = Vec::new();
+            for _ in 0..STEPS {
+                relay.step(plan.clone(), ()).await?;
+                ends.push(observer.now());
+            }
+            relay.stop().await?;
+            Ok(ends)
+        },
+    ))
 }
 
 /// The waits between two tallies, the longest first.

@@ -7,7 +7,8 @@ use l2l_actors::virtual_time::Use;
 use l2l_actors::work::WorkKind;
 use serde::Deserialize;
 
-use super::forecast::{Rates, Speeds};
+use super::forecast::Rates;
+use super::speeds::Speeds;
 use crate::config::{ByteSize, Config, DeviceKind, Dtype, bytes_per_second, flops_per_second};
 use crate::error::Error;
 use crate::models::Model;
@@ -79,6 +80,8 @@ pub struct MachineDevices {
     pub products: ProductRates,
     /// Bytes a second between host and device, each way.
     pub link: ByteRate,
+    /// Seconds that a kernel takes whatever its size: its start and its end.
+    pub launch_seconds: Option<Positive>,
     /// Links that share a root.
     pub root: Option<MachineRoot>,
 }
@@ -123,6 +126,9 @@ pub struct MachineFabric {
     pub hosts: NonZeroU32,
     /// Bytes a second that a host receives.
     pub rate: ByteRate,
+    /// Seconds that a message takes whatever its size. In an exchange a host has one from each
+    /// other.
+    pub message_seconds: Option<Positive>,
 }
 
 /// Bytes, as `"80GB"`.
@@ -182,10 +188,11 @@ impl TryFrom<f64> for Positive {
 }
 
 /// Machines that come with the program, by name.
-pub const MACHINES: [(&str, &str); 7] = [
+pub const MACHINES: [(&str, &str); 8] = [
     ("h100", include_str!("../../machines/h100.toml")),
     ("8xh100", include_str!("../../machines/8xh100.toml")),
     ("64x8xh100", include_str!("../../machines/64x8xh100.toml")),
+    ("1000xh100", include_str!("../../machines/1000xh100.toml")),
     ("gh200", include_str!("../../machines/gh200.toml")),
     ("2x4090", include_str!("../../machines/2x4090.toml")),
     ("8x4090", include_str!("../../machines/8x4090.toml")),
@@ -206,9 +213,13 @@ impl Machine {
         self.fabric.as_ref().map_or(1, |fabric| fabric.hosts.get())
     }
 
-    /// The process that a plan is made for.
-    pub fn share(&self) -> RankShare {
-        RankShare { rank: 0, ranks: self.hosts() }
+    /// The process that a plan is made for: the first of those that compute most of a step.
+    ///
+    /// # Errors
+    /// The config has fewer groups than there are hosts.
+    pub fn share(&self, config: &Config, model: &Model) -> Result<RankShare, Error> {
+        let all = RankShare { rank: 0, ranks: self.hosts() };
+        all.busiest(config, model.sequences_of(config.step.batch))
     }
 
     /// The config of a run on this machine. `device.memory` stays where it is less than the
@@ -248,11 +259,13 @@ impl Machine {
         };
         let speeds = Speeds {
             flops,
-            activations: self.device.stream.0 / PASSES,
+            stream: self.device.stream.0,
+            passes: PASSES,
+            launch: self.device.launch_seconds.map_or(0.0, |Positive(seconds)| seconds),
             link: self.device.link.0,
             host: self.host.stream.0,
         };
-        let mut rates = Rates::of_speeds(config, model, speeds).with_sharing(Sharing {
+        let mut rates = Rates::of_speeds(config, model, &speeds).with_sharing(Sharing {
             host: self.host.stream.0,
             root: self.device.root.as_ref().map(|root| (root.devices.get(), root.rate.0)),
         });
@@ -261,6 +274,11 @@ impl Machine {
         }
         if let Some(fabric) = &self.fabric {
             rates = rates.with_fabric(fabric.rate.0);
+            let message = fabric.message_seconds.map_or(0.0, |Positive(seconds)| seconds);
+            let others = f64::from(self.hosts() - 1);
+            for kind in [WorkKind::Fetch, WorkKind::Exchange, WorkKind::Sum] {
+                rates.fixed.work.insert(kind, message * others);
+            }
         }
         Ok(rates)
     }
@@ -285,9 +303,10 @@ impl Machine {
     }
 }
 
-/// Times that a layer reads or writes a hidden state, or as many bytes, in a forward pass beside
-/// its products: norms, attention, activations. Fitted on one H100 (docs/machines.md).
-const PASSES: f64 = 19.0;
+/// [`Speeds::passes`] of a GPU. On one H100 products took 76 % of the kernels' time in two layers
+/// of Llama-3-8B (benches/GPU.md). With products at 790 TFLOP/s the other 24 %, less the FLOPs of
+/// attention at the same rate, move as many bytes at 3,350 GB/s.
+const PASSES: f64 = 31.0;
 
 /// What operations on several lanes share.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -21,6 +21,8 @@ mod exporter;
 mod exporter;
 #[doc(hidden)]
 pub mod files; // for the command line
+mod fitted;
+mod fixed;
 mod forecast;
 mod gantt;
 mod hiding;
@@ -29,6 +31,8 @@ mod ledger;
 mod list;
 mod log;
 mod machine;
+#[cfg(test)]
+mod of_ranks;
 mod page;
 mod perfetto;
 #[cfg(feature = "metrics")]
@@ -38,6 +42,7 @@ mod routers;
 #[cfg(feature = "prometheus")]
 mod server;
 mod slice;
+mod speeds;
 mod status;
 mod step_report;
 mod tally;
@@ -46,6 +51,7 @@ mod trace;
 mod watch;
 
 pub(crate) use exporter::Exporter;
+pub use fitted::{FittedLine, FittedRates, RateRuns};
 pub use forecast::{Forecast, Rates, Wait};
 pub use gantt::draw;
 pub use hiding::Hiding;

@@ -30,14 +30,20 @@ fn number(row: &Value, field: &str) -> f64 {
     row[field].as_f64().unwrap_or_else(|| panic!("{field} of {row}"))
 }
 
-/// Of an H100 only the rates are given; what was measured is in benches/GPU.md.
+/// Of an H100 only the rates are given, and none of them comes from these rows; what was measured
+/// is in benches/GPU.md. Rows of BERT wait longer than is foretold: docs/machines.md says why.
 #[test]
 fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
-    let of = |sets: &[&str]| {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let no_copies = folder.path().join("no-copies.toml");
+    let h100 = include_str!("../../machines/h100.toml");
+    fs::write(&no_copies, h100.replace("54.7GB/s", "100TB/s")).expect("written");
+    let no_copies = no_copies.to_str().expect("UTF-8");
+    let of = |machine: &str, sets: &[&str]| {
         let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
         let common = ["data.train=random", "device.dtype=bf16", "schedule.recompute=true"];
         let common: Vec<&str> = common.iter().flat_map(|set| ["--set", *set]).collect();
-        let more = ["--machine", "h100", "--format", "json", "--set", "model.dropout=0"];
+        let more = ["--machine", machine, "--format", "json", "--set", "model.dropout=0"];
         let row = events(&good(&[&["plan", EMPTY], &sets[..], &common, &more].concat()));
         [number(&row[0], "tokens_per_second"), 1.0 - number(&row[0], "computes")]
     };
@@ -50,16 +56,17 @@ fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
         "step.batch=32",
     ];
     let bert = ["model.preset=bert-large", "data.sequence_length=128", "step.batch=256"];
-    for (sets, [layers, micro], measured, waits) in [
-        (&llama[..], ["model.layers=16", "step.micro_batch=4"], 19_952.0, 0.05),
-        (&llama, ["model.layers=3", "step.micro_batch=4"], 90_039.0, 0.18),
-        (&llama, ["model.layers=6", "step.micro_batch=8"], 49_649.0, 0.105),
-        (&bert, ["model.layers=24", "step.micro_batch=64"], 105_930.0, 0.126),
-        (&bert, ["model.layers=24", "step.micro_batch=256"], 75_791.0, 0.47),
+    for (machine, sets, [layers, micro], measured, waits) in [
+        ("h100", &llama[..], ["model.layers=16", "step.micro_batch=4"], 19_952.0, 0.05),
+        ("h100", &llama, ["model.layers=3", "step.micro_batch=4"], 90_039.0, 0.18),
+        ("h100", &llama, ["model.layers=6", "step.micro_batch=8"], 49_649.0, 0.105),
+        (no_copies, &llama, ["model.layers=3", "step.micro_batch=4"], 100_805.0, 0.095),
+        ("h100", &bert, ["model.layers=24", "step.micro_batch=64"], 105_930.0, 0.126),
+        ("h100", &bert, ["model.layers=24", "step.micro_batch=256"], 75_791.0, 0.47),
     ] {
-        let [speed, waited] = of(&[sets, &[layers, micro]].concat());
+        let [speed, waited] = of(machine, &[sets, &[layers, micro]].concat());
         assert!((speed / measured - 1.0).abs() < 0.1, "{layers} {micro}: {speed} of {measured}");
-        assert!((waited - waits).abs() < 0.12, "{layers} {micro}: waits {waited} of {waits}");
+        assert!((waited - waits).abs() < 0.1, "{layers} {micro}: waits {waited} of {waits}");
     }
 }
 
@@ -183,5 +190,38 @@ fn bad_machines_are_refused() {
         let output = output(&[&SMALL[..], arguments].concat());
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(2) && error.contains(says), "{says}: {error}");
+    }
+}
+
+/// A thousand hosts are one ring in virtual time, if their groups are alike. What they cannot do is
+/// refused as a run would refuse it.
+#[test]
+fn a_thousand_hosts_are_planned() {
+    let of = |sets: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        let more = ["--set", "device.dtype=bf16", "--set", "data.train=random"];
+        let machine = ["--machine", "1000xh100", "--format", "json"];
+        output(&[&["plan", EMPTY], &sets[..], &more, &machine].concat())
+    };
+    let llama = ["model.preset=llama-7b", "step.micro_batch=1", "data.sequence_length=2048"];
+    let many = of(&[&llama[..], &["step.batch=1000", "parallel.groups=1000"]].concat());
+    let row = &events(&String::from_utf8_lossy(&many.stdout))[0];
+    assert_eq!(row["fits"], true, "{row}");
+    // Each of some hundred exchanges has a message from every host to every other one.
+    let messages = number(row, "messages");
+    assert_eq!(messages % (1000.0 * 999.0), 0.0, "{row}");
+    assert!((50.0..200.0).contains(&(messages / (1000.0 * 999.0))), "{row}");
+    assert!(number(&row["waits"], "fabric") > 0.2, "{row}");
+    // All hosts send all others the gradients of their rows of the embedding.
+    let long = of(&[&llama[..], &["step.batch=4000", "parallel.groups=1000"]].concat());
+    let row = &events(&String::from_utf8_lossy(&long.stdout))[0];
+    assert!(row["why_not"].as_str().is_some_and(|why| why.contains("the host needs")), "{row}");
+    let small = ["model.preset=gpt2", "step.batch=1000", "parallel.groups=1000"];
+    for (refused, says) in [
+        (of(&[&llama[..], &["step.batch=1000"]].concat()), "1000 processes share each step"),
+        (of(&[&small[..], &["step.micro_batch=1"]].concat()), "has that many parts of 16384"),
+    ] {
+        let error = String::from_utf8_lossy(&refused.stderr);
+        assert!(refused.status.code() == Some(2) && error.contains(says), "{says}: {error}");
     }
 }

@@ -49,6 +49,8 @@ mod few_rows;
 mod fine_tuning;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
 mod fit;
+#[cfg(all(feature = "cli", feature = "prometheus"))]
+mod fitted;
 #[cfg(all(feature = "cli", feature = "prometheus", feature = "tokenizers"))]
 mod fuzz;
 mod generate;

@@ -473,7 +473,7 @@ fn virtual_time_knows_what_depth_is_worth() {
         let model = Model::new(shape_of(&config).expect("a shape of ours"));
         let otherwise = Rates::of(&config, &model, 1e10, 6e7, 1e10);
         let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
-        let rates = Rates::measured(&slices, &config, &plan, otherwise);
+        let rates = Rates::measured(&slices, &config, &model, &plan, otherwise);
         let forecast = Forecast::of(&config, &model, &rates).expect("a schedule of ours");
         let real = overlap(&tally);
         let predicted = overlap(&forecast.tally);

@@ -12,6 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::watch;
 
+use super::joined::Member;
 use super::memory::Memory;
 use super::sharing::{Cost, Progress, share};
 use crate::fence::Done;
@@ -31,7 +32,8 @@ struct InOrder {
 struct Running {
     operation: Operation,
     begin: Duration,
-    /// When it ends; `None`: it shares resources, and its progress says when.
+    /// When it ends; `None`: it shares resources, and its progress says when; or it waits for other
+    /// rings.
     end: Option<Duration>,
 }
 
@@ -58,6 +60,8 @@ struct Inner {
     memory: Option<Memory>,
     records: Vec<Record>,
     costs: Box<dyn FnMut(&Operation) -> Cost + Send>,
+    /// The other rings that this one exchanges data with, if they run, too.
+    member: Option<Member>,
 }
 
 impl Inner {
@@ -76,6 +80,21 @@ impl Inner {
     fn end_of(&self, queue: Queue) -> Option<Duration> {
         let running = self.queues[&queue].running.as_ref()?;
         running.end.or_else(|| self.sharing.get(&queue).map(|one| one.progress.end()))
+    }
+
+    /// Lets the queue's running operation take its time from now on.
+    fn run(&mut self, queue: Queue, now: Duration, cost: Cost) {
+        let progress = Progress::new(cost, now);
+        let alone = progress.end();
+        self.ends.push(Reverse((alone, queue)));
+        if progress.shares() {
+            self.sharing.insert(queue, Sharing { progress, listed: alone });
+            return self.share();
+        }
+        let of = self.queues.get_mut(&queue).expect("it was asked");
+        if let Some(running) = &mut of.running {
+            running.end = Some(alone);
+        }
     }
 
     /// Sets the speeds of operations that share resources, after one began or ended.
@@ -129,6 +148,7 @@ impl VirtualLanes {
             memory,
             records: Vec::new(),
             costs: Box::new(move |operation| costs(operation).into()),
+            member: None,
         };
         VirtualLanes { inner: Mutex::new(inner), left: watch::Sender::new(0) }
     }
@@ -188,15 +208,26 @@ impl VirtualLanes {
         }
         operation.begun();
         let begin = inner.now;
-        let progress = Progress::new((inner.costs)(&operation), begin);
-        let alone = progress.end();
-        inner.ends.push(Reverse((alone, queue)));
-        let end = (!progress.shares()).then_some(alone);
-        of.running = Some(Running { operation, begin, end });
-        if end.is_none() {
-            inner.sharing.insert(queue, Sharing { progress, listed: alone });
-            inner.share();
+        let mut cost = Some((inner.costs)(&operation));
+        if let Some(member) = &mut inner.member {
+            cost = cost.and_then(|cost| member.begin(&operation, begin, cost));
         }
+        of.running = Some(Running { operation, begin, end: None });
+        if let Some(cost) = cost {
+            inner.run(queue, begin, cost);
+        }
+    }
+
+    /// Lets operations on lanes of exchanges wait for those of other rings.
+    pub(super) fn join(&self, member: Member) {
+        self.lock().member = Some(member);
+    }
+
+    /// All rings have begun the queue's running operation: it costs this from now on.
+    pub(super) fn meet(&self, queue: Queue, now: Duration, cost: Cost) {
+        let mut inner = self.lock();
+        inner.now = now;
+        inner.run(queue, now, cost);
     }
 
     /// The time at which the queue's running operation ends.
@@ -204,12 +235,12 @@ impl VirtualLanes {
         self.lock().end_of(queue)
     }
 
-    /// The queue whose running operation ends first.
-    pub(super) fn first_end(&self) -> Option<Queue> {
+    /// The first end of a running operation, and its queue.
+    pub(super) fn first_end(&self) -> Option<(Duration, Queue)> {
         let mut inner = self.lock();
         while let Some(&Reverse((end, queue))) = inner.ends.peek() {
             if inner.end_of(queue) == Some(end) {
-                return Some(queue);
+                return Some((end, queue));
             }
             inner.ends.pop();
         }

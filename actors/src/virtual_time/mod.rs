@@ -8,6 +8,7 @@
 //! in time order or in any other order, which is how interleavings are explored.
 
 mod gradients;
+mod joined;
 mod lanes;
 mod memory;
 mod sharing;
@@ -16,8 +17,10 @@ mod touch;
 mod world;
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 
+pub use joined::JoinedRing;
 pub use lanes::VirtualLanes;
 pub use memory::Memory;
 pub use sharing::{Cost, Use};
@@ -61,20 +64,47 @@ fn on<T: 'static, F: Future<Output = T> + 'static>(
     config: RingConfig,
     main: impl FnOnce(Relay<VirtualLanes>) -> F,
 ) -> Result<(T, Vec<Record>), Vec<String>> {
-    let lanes = Arc::new(lanes);
-    let (relay, tasks) = Relay::wire(config, lanes.clone());
-    let mut world = World::new(lanes.clone());
-    for task in tasks {
-        world.spawn(task.name.to_string(), task.future);
+    let mut started = Started::new(lanes, config, main);
+    started.world.run()?;
+    Ok(started.result())
+}
+
+/// What drives a relay.
+type Main<T> = Box<dyn FnOnce(Relay<VirtualLanes>) -> Pin<Box<dyn Future<Output = T>>>>;
+
+/// A relay whose tasks are ready to run.
+struct Started<T> {
+    lanes: Arc<VirtualLanes>,
+    world: World,
+    /// What its `main` returned.
+    returned: Arc<Mutex<Option<T>>>,
+}
+
+impl<T: 'static> Started<T> {
+    fn new<F: Future<Output = T> + 'static>(
+        lanes: VirtualLanes,
+        config: RingConfig,
+        main: impl FnOnce(Relay<VirtualLanes>) -> F,
+    ) -> Started<T> {
+        let lanes = Arc::new(lanes);
+        let (relay, tasks) = Relay::wire(config, lanes.clone());
+        let mut world = World::new(lanes.clone());
+        for task in tasks {
+            world.spawn(task.name.to_string(), task.future);
+        }
+        let returned = Arc::new(Mutex::new(None));
+        let main = main(relay);
+        let out = returned.clone();
+        world.spawn("main".into(), async move {
+            let result = main.await;
+            *out.lock().expect("one task writes") = Some(result);
+        });
+        Started { lanes, world, returned }
     }
-    let result = Arc::new(Mutex::new(None));
-    let main = main(relay);
-    let out = result.clone();
-    world.spawn("main".into(), async move {
-        let returned = main.await;
-        *out.lock().expect("one task writes") = Some(returned);
-    });
-    world.run()?;
-    let returned = result.lock().expect("the task has ended").take();
-    Ok((returned.expect("main has ended"), lanes.take_records()))
+
+    /// The result of `main` and the timeline, once all tasks have ended.
+    fn result(self) -> (T, Vec<Record>) {
+        let returned = self.returned.lock().expect("the task has ended").take();
+        (returned.expect("main has ended"), self.lanes.take_records())
+    }
 }

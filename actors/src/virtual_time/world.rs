@@ -5,6 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Wake, Waker};
+use std::time::Duration;
 
 use super::lanes::VirtualLanes;
 use crate::work::Queue;
@@ -127,21 +128,38 @@ impl World {
     /// Nothing can move. The error names the tasks that have not ended.
     pub fn run(&mut self) -> Result<(), Vec<String>> {
         loop {
+            self.settle();
+            match self.next_end() {
+                Some((_, queue)) => self.end(queue),
+                None if self.unfinished().is_empty() => return Ok(()),
+                None => return Err(self.unfinished()),
+            }
+        }
+    }
+
+    /// Runs tasks and begins operations, until the clock must move.
+    pub(super) fn settle(&mut self) {
+        loop {
             let mut next = 0;
             while let Some(index) = self.awake.next(next) {
                 self.make(Move::Poll(index));
                 next = index + 1;
             }
             let ready = self.lanes.ready();
-            if !ready.is_empty() {
-                ready.into_iter().for_each(|queue| self.make(Move::Begin(queue)));
-                continue;
+            if ready.is_empty() {
+                return;
             }
-            match self.lanes.first_end() {
-                Some(queue) => self.make(Move::End(queue)),
-                None if self.unfinished().is_empty() => return Ok(()),
-                None => return Err(self.unfinished()),
-            }
+            ready.into_iter().for_each(|queue| self.make(Move::Begin(queue)));
         }
+    }
+
+    /// The next end of an operation, and its queue.
+    pub(super) fn next_end(&self) -> Option<(Duration, Queue)> {
+        self.lanes.first_end()
+    }
+
+    /// Ends the operation that runs in this queue.
+    pub(super) fn end(&mut self, queue: Queue) {
+        self.make(Move::End(queue));
     }
 }

@@ -14,6 +14,7 @@ mod declared;
 mod delayed;
 mod hangs;
 mod interleavings;
+mod joined;
 mod makespan;
 mod misuse;
 mod objective;

@@ -107,7 +107,7 @@ impl Search<'_> {
         tell(format, &first.trial, 0);
         let rates = outlook::rates(config, model, &RateArguments::default())?;
         let plan = Plan::new(config, model, &config.update_rule())?;
-        let rates = Rates::measured(&first.slices, config, &plan, rates);
+        let rates = Rates::measured(&first.slices, config, model, &plan, rates);
         let mut trials = vec![first.trial];
         // All candidates are planned for the free memory of one moment.
         let mut planned = (*config).clone();
