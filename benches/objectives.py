@@ -42,11 +42,13 @@ def prepare(folder, race, steps):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
-    known = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token="w0"))
+    # A special token is found inside words, too, so no word may contain one.
+    known = {f"w{number}": number for number in range(VOCABULARY)} | {"[unk]": 0, "[pad]": 1, "[end]": 2}
+    known = {word: number for word, number in known.items() if word not in ("w0", "w1", "w2")}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="[unk]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w0", pad_token="w1", eos_token="w2", model_max_length=512
+        tokenizer_object=tokenizer, unk_token="[unk]", pad_token="[pad]", eos_token="[end]", model_max_length=512
     ).save_pretrained(folder)
     numbers = random.Random(0)
     if race == "dpo":

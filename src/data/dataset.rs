@@ -43,6 +43,8 @@ pub struct Dataset {
     attend_across: bool,
     /// The preference loss, if a sequence is the two answers of a preference.
     pub(super) preference: Option<Preference>,
+    /// True if records need the log-probabilities of their answers by a reference.
+    pub(super) needs_references: bool,
     /// True if an objective reads a score of each sequence.
     pub(super) is_scored: bool,
     vocabulary: Vocabulary,
@@ -204,6 +206,7 @@ impl Dataset {
             mask,
             attend_across: config.data.attend_across,
             preference: config.objective.preference(),
+            needs_references: config.objective.needs_references(),
             is_scored: config.objective.score_record().is_some(),
             vocabulary,
         })

@@ -16,6 +16,8 @@ use crate::objectives::{
 #[derive(Default)]
 pub(super) struct ObjectiveDesk {
     values: Vec<SequenceValues>,
+    /// The log-probability of each sequence by the reference, if the step computes it.
+    reference: Vec<f64>,
     slopes: Vec<SequenceSlopes>,
     /// The loss of each record.
     losses: Vec<f64>,
@@ -86,10 +88,19 @@ impl ObjectiveDesk {
                 values.tokens = 1;
                 continue;
             }
-            let loss = CrossEntropy.value(row[0] + row[1].ln(), row[2]);
+            let loss = loss_of(row);
             values.log_probability -= f64::from(loss);
             values.tokens += 1;
             values.of_tokens.extend((measures == Measures::Tokens).then_some(-loss));
+        }
+    }
+
+    /// Takes rows of a sequence, which come in their order, from complete statistics of the
+    /// reference. The sum is that of [`measure`](ObjectiveDesk::measure).
+    pub(super) fn measure_reference(&mut self, sequence: usize, statistics: &[f32]) {
+        self.reference.resize(self.values.len(), 0.0);
+        for row in statistics.chunks_exact(STATISTICS).filter(|row| label_of(row) >= 0) {
+            self.reference[sequence] -= f64::from(loss_of(row));
         }
     }
 
@@ -155,7 +166,8 @@ impl ObjectiveDesk {
         }
         let each = objective.sequences();
         let values = &self.values[sequences.clone()];
-        let reference = given.reference.get(sequences.clone()).unwrap_or_default();
+        let known = if self.reference.is_empty() { given.reference } else { &self.reference };
+        let reference = known.get(sequences.clone()).unwrap_or_default();
         let Given { labelled, ids, starts, .. } = given;
         let starts = starts.get(sequences.start..=sequences.end).unwrap_or_default();
         let scores = given.scores.get(sequences.clone()).unwrap_or_default();
@@ -211,7 +223,9 @@ impl ObjectiveDesk {
         let embeds = |at: usize| self.values[at].embedding.iter().all(|number| number.is_finite());
         let is_finite = |at: &usize| {
             let SequenceValues { log_probability, score, .. } = self.values[*at];
-            (log_probability + score).is_finite() && embeds(*at) && slope(*at).is_finite()
+            let by_reference = self.reference.get(*at).copied().unwrap_or_default();
+            let is_finite = (log_probability + score + by_reference).is_finite();
+            is_finite && embeds(*at) && slope(*at).is_finite()
         };
         let at = sequences.into_iter().find(|at| !is_finite(at))?;
         let SequenceValues { log_probability, tokens, score, .. } = self.values[at];
@@ -229,9 +243,11 @@ impl ObjectiveDesk {
                 slope(at)
             ));
         }
+        let by_reference = self.reference.get(at).map(|one| format!(", by the reference {one}"));
         Some(format!(
-            "sequence {at} of the step has log-probability {log_probability} of {tokens} tokens, \
-             and the slope there is {}",
+            "sequence {at} of the step has log-probability {log_probability} of {tokens} \
+             tokens{}, and the slope there is {}",
+            by_reference.unwrap_or_default(),
             slope(at)
         ))
     }
@@ -258,6 +274,11 @@ impl ObjectiveDesk {
     pub(super) fn log_probabilities(&self) -> Vec<f64> {
         self.values.iter().map(|values| values.log_probability).collect()
     }
+}
+
+/// The −log p of a labelled row.
+fn loss_of(row: &[f32]) -> f32 {
+    CrossEntropy.value(row[0] + row[1].ln(), row[2])
 }
 
 impl Embeds {

@@ -55,12 +55,18 @@ impl HostLanes {
         if let Some(how) = self.embeds() {
             return self.pool(at, m, how);
         }
-        let statistics = at.stashed(self.statistics(at), m);
+        let [policy, reference] = statistics(at);
+        let policy = policy.map(|id| at.stashed(id, m)).expect("an objective reads statistics");
+        let reference = reference.map(|id| at.stashed(id, m));
         let measures = self.measured();
         let mut desk = at.state.objective.lock().expect("nothing panics inside");
         desk.open(at.state.input.batch.sequences(), self.each());
         for SequenceRows { sequence, rows, .. } in sequences(at, m) {
-            desk.measure(sequence, &statistics[floats_of(rows, STATISTICS)], measures);
+            let floats = floats_of(rows, STATISTICS);
+            desk.measure(sequence, &policy[floats.clone()], measures);
+            if let Some(reference) = reference {
+                desk.measure_reference(sequence, &reference[floats]);
+            }
         }
     }
 
@@ -144,7 +150,8 @@ impl HostLanes {
         if let Some(how) = self.embeds() {
             return self.unpool(at, m, how);
         }
-        let statistics = at.stashed(self.statistics(at), m);
+        let [policy, _] = statistics(at);
+        let statistics = at.stashed(policy.expect("an objective reads statistics"), m);
         let [weighed] = at.visit.writes[..] else { unreachable!("an objective writes statistics") };
         let measures = self.measured();
         let weighed = at.stashed_mut(weighed, m);
@@ -159,12 +166,14 @@ impl HostLanes {
             }
         }
     }
+}
 
-    /// The boundary of complete statistics that a visit reads.
-    fn statistics(&self, at: &HostVisit<'_>) -> BoundaryId {
-        let boundary = at.schedule().with_role(&at.visit.reads, Role::Statistics);
-        boundary.expect("an objective reads statistics")
-    }
+/// The boundaries of complete statistics that a visit reads: of the policy, and of the reference if
+/// the step computes it.
+fn statistics(at: &HostVisit<'_>) -> [Option<BoundaryId>; 2] {
+    let is_one = |id: &&BoundaryId| at.schedule().boundary(**id).role == Role::Statistics;
+    let mut all = at.visit.reads.iter().filter(is_one).copied();
+    [all.next(), all.next()]
 }
 
 /// The sequences of a unit, with their rows.
