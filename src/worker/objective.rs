@@ -12,9 +12,11 @@ use crate::objectives::{
     Slopes, add_unscaled, length,
 };
 
-/// The values and slopes of this rank's sequences.
+/// The values and slopes of this rank's sequences; of those of all ranks, if a loss needs them.
 #[derive(Default)]
 pub(super) struct ObjectiveDesk {
+    /// The place of this rank's sequences among these.
+    own: Range<usize>,
     values: Vec<SequenceValues>,
     /// The log-probability of each sequence by the reference, if the step computes it.
     reference: Vec<f64>,
@@ -72,8 +74,9 @@ pub(super) struct Given<'a> {
 }
 
 impl ObjectiveDesk {
-    /// Makes room for the sequences of a step.
-    pub(super) fn open(&mut self, sequences: usize, each: usize) {
+    /// Makes room for the sequences of a step, of which this rank has some.
+    pub(super) fn open(&mut self, sequences: usize, own: Range<usize>, each: usize) {
+        self.own = own;
         self.values.resize_with(sequences, SequenceValues::default);
         self.slopes.resize_with(sequences, SequenceSlopes::default);
         self.losses.resize(sequences / each, 0.0);
@@ -197,6 +200,44 @@ impl ObjectiveDesk {
         self.losses[first(sequences.start)..first(sequences.end)].iter().sum()
     }
 
+    /// What is measured of this rank's sequences, for the other ranks.
+    pub(super) fn own_values(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for at in self.own.clone() {
+            let SequenceValues { log_probability, tokens, score, of_tokens, embedding } =
+                &self.values[at];
+            let by_reference = self.reference.get(at).copied();
+            for number in [*log_probability, *score, by_reference.unwrap_or_default()] {
+                bytes.extend(number.to_le_bytes());
+            }
+            let counts = [*tokens, of_tokens.len(), embedding.len()];
+            counts.into_iter().for_each(|count| bytes.extend((count as u64).to_le_bytes()));
+            let floats = of_tokens.iter().chain(embedding);
+            floats.for_each(|number| bytes.extend(number.to_le_bytes()));
+        }
+        bytes
+    }
+
+    /// Takes what all ranks measured, in the order of their sequences.
+    ///
+    /// # Errors
+    /// It is not of the sequences of the step.
+    pub(super) fn take_values(&mut self, of_ranks: &[Vec<u8>]) -> Result<(), String> {
+        let has_reference = !self.reference.is_empty();
+        self.reference.clear();
+        let mut known = 0;
+        for bytes in of_ranks {
+            let mut left = &bytes[..];
+            while !left.is_empty() {
+                let (values, by_reference) = read_values(&mut left).ok_or(OTHER_SEQUENCES)?;
+                *self.values.get_mut(known).ok_or(OTHER_SEQUENCES)? = values;
+                self.reference.extend(has_reference.then_some(by_reference));
+                known += 1;
+            }
+        }
+        if known < self.values.len() { Err(OTHER_SEQUENCES.into()) } else { Ok(()) }
+    }
+
     /// The metrics of this rank's records, as far as they are computed: (records, metrics).
     pub(super) fn metrics(&self) -> &[f64] {
         &self.metrics
@@ -276,6 +317,26 @@ impl ObjectiveDesk {
     }
 }
 
+const OTHER_SEQUENCES: &str = "ranks measured other sequences than those of the step";
+
+/// Reads what [`ObjectiveDesk::own_values`] wrote of a sequence: its values, and its
+/// log-probability by the reference.
+fn read_values(left: &mut &[u8]) -> Option<(SequenceValues, f64)> {
+    let mut eight = || left.split_off(..8)?.try_into().ok();
+    let [log_probability, score, by_reference] =
+        [eight()?, eight()?, eight()?].map(f64::from_le_bytes);
+    let [tokens, of_tokens, embedding] =
+        [eight()?, eight()?, eight()?].map(|bytes| u64::from_le_bytes(bytes) as usize);
+    let mut floats = |count: usize| {
+        let (numbers, _) = left.split_off(..count.checked_mul(4)?)?.as_chunks();
+        Some(numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    };
+    let of_tokens = floats(of_tokens)?;
+    let embedding = floats(embedding)?;
+    let values = SequenceValues { log_probability, tokens, score, of_tokens, embedding };
+    Some((values, by_reference))
+}
+
 /// The −log p of a labelled row.
 fn loss_of(row: &[f32]) -> f32 {
     CrossEntropy.value(row[0] + row[1].ln(), row[2])
@@ -342,7 +403,7 @@ mod tests {
     #[test]
     fn weights_are_slopes_by_row_and_losses_of_records() {
         let mut desk = ObjectiveDesk::default();
-        desk.open(4, 2);
+        desk.open(4, 0..4, 2);
         let a = rows(&[(-1.0, 3), (-9.0, -100), (-2.0, 1)]);
         let b = rows(&[(-0.5, 0), (-0.25, 2), (-7.0, -100)]);
         for (sequence, statistics) in [&a, &b, &b, &a].into_iter().enumerate() {
