@@ -24,9 +24,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{
-    BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Portion, Reduction, VisitKind,
-};
+use crate::schedule::{BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Portion, Reduction};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 

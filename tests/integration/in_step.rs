@@ -14,7 +14,7 @@ use l2l::data::{Batch, Sequence};
 use l2l::fabric::{self, Fabric};
 use l2l::models::Base;
 use l2l::telemetry::{Observe, Slice, WorkKind};
-use l2l::{Config, Error, Trainer};
+use l2l::{Config, Error, Plan, Trainer};
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -302,6 +302,26 @@ async fn a_step_uploads_what_fine_tuning_does() {
     assert_eq!(in_step, before, "weights, and memory of the device");
     assert_eq!(in_step.0, plain.0, "weights");
     assert!(in_step.1 <= plain.1, "memory of the device");
+}
+
+/// What the reference leaves waits for the next layer alone: its memory does not grow with depth.
+#[test]
+fn its_stash_does_not_grow_with_depth() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let stash = |layers: usize, reference: ReferenceKind| {
+        let mut config = config(folder.path());
+        config.model.layers = Some(layers);
+        config.objective.reference = Some(reference);
+        let shape = l2l::shape_of(&config).expect("a shape of ours");
+        let model = l2l::model_of(&config, shape).expect("a model of ours");
+        let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+        let term = plan.host.iter().find(|term| term.name == "stash").expect("it has one");
+        term.bytes
+    };
+    let more = |layers| stash(layers, ReferenceKind::InStep) - stash(layers, ReferenceKind::Before);
+    assert_eq!(more(2), more(12));
+    // Two places for hidden states of eight sequences of 64 tokens, one for statistics.
+    assert!((1..=8 * 64 * (2 * 32 * 4 + 16)).contains(&more(2)), "{}", more(2));
 }
 
 /// A resumed run needs no table: the base is there.
