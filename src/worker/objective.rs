@@ -395,6 +395,41 @@ mod tests {
         }
     }
 
+    /// Ranks that share a step know of all its sequences what one rank would.
+    #[test]
+    fn ranks_take_what_others_measured() {
+        let all = [rows(&[(-1.0, 3)]), rows(&[(-0.5, 0), (-0.25, 2)]), rows(&[(-2.0, 1)])];
+        let measure = |own: Range<usize>| {
+            let mut desk = ObjectiveDesk::default();
+            desk.open(3, own.clone(), 1);
+            for at in own {
+                desk.measure(at, &all[at], Measures::Tokens);
+                desk.measure_reference(at, &all[2 - at]);
+                desk.values[at].embedding = vec![at as f32, -0.5];
+            }
+            desk
+        };
+        let alone = measure(0..3);
+        let mut ranks = [measure(0..1), measure(1..3)];
+        let sent = ranks.each_ref().map(ObjectiveDesk::own_values);
+        for desk in &mut ranks {
+            desk.take_values(&sent).expect("all sequences");
+            assert_eq!((&desk.values, &desk.reference), (&alone.values, &alone.reference));
+        }
+        let [desk, _] = &mut ranks;
+        let cut = |of: &[u8]| of[..of.len() - 1].to_vec();
+        for wrong in [vec![sent[0].clone()], vec![cut(&sent[0])], vec![sent[1].clone(); 2]] {
+            let error = desk.take_values(&wrong).expect_err("it is not the step");
+            assert_eq!(error, OTHER_SEQUENCES);
+        }
+        // Without a reference there is none behind the exchange.
+        let mut plain = ObjectiveDesk::default();
+        plain.open(1, 0..1, 1);
+        plain.measure(0, &all[0], Measures::LogProbabilities);
+        plain.take_values(&[plain.own_values()]).expect("its own");
+        assert!(plain.reference.is_empty());
+    }
+
     fn rows(of: &[(f32, i32)]) -> Vec<f32> {
         let row = |&(target, label): &(f32, i32)| [0.0, 1.0, target, f32::from_bits(label as u32)];
         of.iter().flat_map(row).collect()
