@@ -124,8 +124,8 @@ const NO_SCORE: &str = "scores are of the objectives \"reward\" and \"binary\": 
                         to that of the model";
 
 /// The sequences of records that get a score of a config's model, each a JSON object. With
-/// `objective.kind = "reward"` a record is an answer: a `text`, a `prompt` with its `completion`, or
-/// `messages`. With `"binary"` it is a query with a document, in the columns of training.
+/// `objective.kind = "reward"` a record is an answer: a `text`, a `prompt` with its `completion`,
+/// or `messages`. With `"binary"` it is a query with a document, in the columns of training.
 ///
 /// # Errors
 /// A record is none, or has a token that the model does not know; or the tokenizer cannot be used.
