@@ -24,9 +24,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{
-    BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Portion, Reduction, VisitKind,
-};
+use crate::schedule::{BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Portion, Reduction};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
@@ -298,27 +296,33 @@ impl Reducer {
     /// processes; then the answers. The lane of the host runs in order, so an answer comes behind
     /// every measure.
     async fn balance(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
-        let schedule = &step.plan.schedule;
-        let visit = &schedule.visits[index];
         let measured = self.measures(step, index).await?;
         self.measured = measured.last().cloned();
-        let is_exchanged =
-            schedule.ranks.dealt && visit.kind == VisitKind::Balance { of_step: true };
-        let exchanged = is_exchanged.then(|| {
-            let work = Work::ExchangeMeasures { visit: index };
-            self.context.queue(Order { waits: measured, ..Order::at(step, visit, work) })
-        });
-        self.answers(step, index, exchanged);
+        let exchanged = self.exchange(step, index, measured);
+        self.answers(step, index, exchanged.as_ref());
         Ok(())
     }
 
-    /// Queues the measures; then the loss of each micro-batch, which the lane of the host computes
-    /// behind every measure of the visit; then the weights of rows.
+    /// Queues the measures, and their exchange as for a balance; then the loss of each micro-batch,
+    /// which the lane of the host computes behind every measure of the visit; then the weights of
+    /// rows.
     async fn objective(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
-        self.measures(step, index).await?;
-        self.losses(step, index);
-        self.answers(step, index, None);
+        let measured = self.measures(step, index).await?;
+        let exchanged = self.exchange(step, index, measured);
+        self.losses(step, index, exchanged.as_ref());
+        self.answers(step, index, exchanged.as_ref());
         Ok(())
+    }
+
+    /// Queues the exchange of measures with the other processes that share the step, if the visit
+    /// needs those of all.
+    fn exchange(&self, step: &Arc<Step>, index: usize, measured: Vec<Fence>) -> Option<Fence> {
+        let schedule = &step.plan.schedule;
+        let visit = &schedule.visits[index];
+        (schedule.ranks.dealt && visit.kind.is_of_step()).then(|| {
+            let work = Work::ExchangeMeasures { visit: index };
+            self.context.queue(Order { waits: measured, ..Order::at(step, visit, work) })
+        })
     }
 
     /// Queues the measure of each micro-batch as soon as all that it reads has landed.
@@ -334,12 +338,12 @@ impl Reducer {
     }
 
     /// Queues the answer to each micro-batch, if the visit writes any.
-    fn answers(&self, step: &Arc<Step>, index: usize, exchanged: Option<Fence>) {
+    fn answers(&self, step: &Arc<Step>, index: usize, exchanged: Option<&Fence>) {
         let visit = &step.plan.schedule.visits[index];
         for micro_batch in visit.micro_batches.clone().filter(|_| !visit.writes.is_empty()) {
             let work = Work::Answer { visit: index, micro_batch };
             let mut order = Order::at(step, visit, work);
-            order.waits.extend(exchanged.clone());
+            order.waits.extend(exchanged.cloned());
             let stashed = |&id| Fact::Stashed(id, micro_batch);
             order.raises = visit.writes.iter().map(stashed).collect();
             self.context.queue(order);
@@ -349,15 +353,16 @@ impl Reducer {
     /// Queues the loss of each micro-batch, once all that it reads has landed.
     async fn loss(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
         self.all_stashed(step, index).await?;
-        self.losses(step, index);
+        self.losses(step, index, None);
         Ok(())
     }
 
-    fn losses(&self, step: &Arc<Step>, index: usize) {
+    fn losses(&self, step: &Arc<Step>, index: usize, exchanged: Option<&Fence>) {
         let visit = &step.plan.schedule.visits[index];
         for micro_batch in visit.micro_batches.clone() {
             let work = Work::Loss { visit: index, micro_batch };
-            let fence = self.context.queue(Order::at(step, visit, work));
+            let waits = exchanged.cloned().into_iter().collect();
+            let fence = self.context.queue(Order { waits, ..Order::at(step, visit, work) });
             self.reduced.send(Flow::Datum(Reduced::Loss(fence)));
         }
     }

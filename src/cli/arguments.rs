@@ -26,6 +26,9 @@ pub(super) enum Command {
     Eval(EvalArguments),
     /// Write the embeddings of texts, one JSON object a line: `{"text", "embedding"}`.
     Embed(EmbedArguments),
+    /// Write the scores of a reward model or of a reranker, one JSON object a line: `{"record",
+    /// "score"}`.
+    Score(ScoreArguments),
     /// Continue text with a run's model, or with the one that the config loads.
     Generate(GenerateArguments),
     /// Talk with a run's model, or with the one that the config loads: a message a line.
@@ -272,6 +275,19 @@ pub(super) struct EmbedArguments {
     /// A file of texts: a .jsonl file of `{"text"}`, or a text a line.
     #[arg(long, value_name = "FILE")]
     pub(super) texts: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub(super) struct ScoreArguments {
+    #[command(flatten)]
+    pub(super) common: Common,
+    #[command(flatten)]
+    pub(super) model: ModelArguments,
+    /// A .jsonl file of records: of a reward model `{"text"}`, `{"prompt", "completion"}` or
+    /// `{"messages"}`, of a reranker `{"query", "document"}`. The lines of standard input are read
+    /// when it is absent.
+    #[arg(long, value_name = "FILE")]
+    pub(super) records: Option<PathBuf>,
 }
 
 /// How text is generated.

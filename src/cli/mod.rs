@@ -25,6 +25,7 @@ mod progress;
 mod rates;
 mod reference;
 mod runtime;
+mod score;
 mod signals;
 mod stubs;
 mod train;
@@ -65,6 +66,7 @@ pub(crate) fn run() -> Result<Exit, Error> {
         Command::Data(arguments) => data::data(&arguments)?,
         Command::Eval(arguments) => return eval::eval(&arguments),
         Command::Embed(arguments) => return embed::embed(&arguments),
+        Command::Score(arguments) => return score::score(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
         Command::Chat(arguments) => return chat::chat(&arguments),
         Command::Plan(arguments) if !arguments.machine.is_empty() => {

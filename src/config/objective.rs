@@ -35,7 +35,9 @@ pub struct ObjectiveConfig {
     /// The reference of `dpo`, `ipo` and `hinge`. `before`: the model as the run begins, with the
     /// adapters that it begins with; its log-probabilities are computed before the first step.
     /// `columns`: those that records bring in the columns `ref_chosen_logps` and
-    /// `ref_rejected_logps`. When absent: the columns where data has them, else `before`.
+    /// `ref_rejected_logps`. `in-step`: the model without the adapters of `train.lora`, computed in
+    /// each step beside the model, from the same uploads. When absent: the columns where data has
+    /// them, else `before`.
     pub reference: Option<ReferenceKind>,
     /// β of a preference loss. When absent: 2 for `simpo`, else 0.1.
     pub beta: Option<f64>,
@@ -151,6 +153,8 @@ pub enum ReferenceKind {
     Before,
     /// The log-probabilities in columns of the data.
     Columns,
+    /// The base without adapters, in each step.
+    InStep,
 }
 
 impl ObjectiveKind {
@@ -253,6 +257,12 @@ impl ObjectiveConfig {
     /// True if the objective compares two answers, into which dropout would bring noise.
     pub(crate) fn compares_answers(&self) -> bool {
         self.preference().is_some() || self.kind == ObjectiveKind::Reward
+    }
+
+    /// True if each record needs the log-probabilities of its answers by a reference.
+    pub(crate) fn needs_references(&self) -> bool {
+        let compares = self.preference().is_some_and(|one| one.needs_reference());
+        compares && self.reference != Some(ReferenceKind::InStep)
     }
 
     /// Sequences of a record.

@@ -43,6 +43,8 @@ pub struct Dataset {
     attend_across: bool,
     /// The preference loss, if a sequence is the two answers of a preference.
     pub(super) preference: Option<Preference>,
+    /// True if records need the log-probabilities of their answers by a reference.
+    pub(super) needs_references: bool,
     /// True if an objective reads a score of each sequence.
     pub(super) is_scored: bool,
     vocabulary: Vocabulary,
@@ -63,6 +65,43 @@ fn predicted(head: Head) -> (Predicts, usize) {
         }
         Head::TokenClasses { labels } => (Predicts::TokenClass, labels),
         Head::Embedding { .. } => (Predicts::Embedding, 0),
+    }
+}
+
+impl Reader {
+    /// The reader of a config's records for a model of this shape.
+    pub(super) fn of(
+        config: &Config,
+        shape: &Shape,
+        vocabulary: Vocabulary,
+    ) -> Result<Reader, Error> {
+        let positions = config.sequence_length(shape)?;
+        let (predicts, classes) = predicted(shape.head);
+        let mut names = label_names(config)?;
+        // Names of another number of labels are those of a head that this one replaces.
+        if predicts == Predicts::LabelSet && names.len() != classes {
+            names.clear();
+        }
+        Ok(Reader {
+            vocabulary,
+            tokens: shape.vocabulary,
+            positions,
+            too_long: config.data.too_long,
+            bad_records: config.data.bad_records,
+            end_of_text: config.data.end_of_text,
+            preference: config.objective.preference(),
+            reference: config.objective.reference,
+            texts: config.objective.text_record(),
+            scored: config.objective.score_record(),
+            kinds: shape.token_types,
+            predicts,
+            classes,
+            names,
+            fields: config.data.fields.named(),
+            unused: Default::default(),
+            not_found: Default::default(),
+            has_date: config.data.date.is_some(),
+        })
     }
 }
 
@@ -204,6 +243,7 @@ impl Dataset {
             mask,
             attend_across: config.data.attend_across,
             preference: config.objective.preference(),
+            needs_references: config.objective.needs_references(),
             is_scored: config.objective.score_record().is_some(),
             vocabulary,
         })
@@ -224,31 +264,7 @@ impl Dataset {
             let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions, classes };
             return Dataset::of(config, shape, kind, files.to_string(), predicts, vocabulary, seed);
         }
-        let mut names = label_names(config)?;
-        // Names of another number of labels are those of a head that this one replaces.
-        if predicts == Predicts::LabelSet && names.len() != classes {
-            names.clear();
-        }
-        let reader = Reader {
-            vocabulary,
-            tokens: shape.vocabulary,
-            positions,
-            too_long: config.data.too_long,
-            bad_records: config.data.bad_records,
-            end_of_text: config.data.end_of_text,
-            preference: config.objective.preference(),
-            reference: config.objective.reference,
-            texts: config.objective.text_record(),
-            scored: config.objective.score_record(),
-            kinds: shape.token_types,
-            predicts,
-            classes,
-            names,
-            fields: config.data.fields.named(),
-            unused: Default::default(),
-            not_found: Default::default(),
-            has_date: config.data.date.is_some(),
-        };
+        let reader = Reader::of(config, shape, vocabulary)?;
         let mut remarks = Remarks::default();
         remarks.notes.extend(reader.vocabulary.excess(shape.vocabulary));
         let mut sources = Vec::new();

@@ -38,6 +38,7 @@ pub use batches::Batches;
 pub use dataset::Dataset;
 pub use overview::Overview;
 pub(crate) use reference::References;
+pub use scored::sequences_to_score;
 pub use texts::sequences_of_texts;
 pub use vocabulary::Vocabulary;
 

@@ -133,7 +133,8 @@ impl Reader {
         let [chosen, rejected] = self.answers(record, &pair)?;
         let reference = match (self.reference, reference) {
             _ if !preference.needs_reference() => Vec::new(),
-            (Some(ReferenceKind::Before), _) | (None, [None, None]) => Vec::new(),
+            (Some(ReferenceKind::Before | ReferenceKind::InStep), _) => Vec::new(),
+            (None, [None, None]) => Vec::new(),
             (_, [Some(chosen), Some(rejected)]) => vec![chosen, rejected],
             (of, _) => {
                 let why = match of {

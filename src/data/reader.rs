@@ -61,18 +61,23 @@ pub(super) struct Reader {
     pub(super) has_date: bool,
 }
 
+/// The columns of a line of JSON.
+pub(super) fn columns_of_line(line: &str) -> Result<ColumnTexts, String> {
+    if line.is_empty() {
+        return Err("it is empty: each line must be a JSON object".into());
+    }
+    if !line.starts_with('{') {
+        return Err("it is not a JSON object".into());
+    }
+    let columns = serde_json::from_str(line);
+    let Columns(columns) = columns.map_err(|error| json_error::explain(line, &error))?;
+    Ok(columns)
+}
+
 impl Reader {
     /// Reads a line of JSON. It becomes one sequence, unless a long text is split.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
-        if line.is_empty() {
-            return Err("it is empty: each line must be a JSON object".into());
-        }
-        if !line.starts_with('{') {
-            return Err("it is not a JSON object".into());
-        }
-        let columns = serde_json::from_str(line);
-        let Columns(columns) = columns.map_err(|error| json_error::explain(line, &error))?;
-        self.read_record(columns)
+        self.read_record(columns_of_line(line)?)
     }
 
     /// Reads a record, which is given as the JSON texts of its columns by name.
@@ -136,19 +141,24 @@ impl Reader {
                 self.chat(&[], &messages, &record.tools)
             }
             "instruction" => self.instruction(&record),
-            _ => match (&record.prompt, &record.completion) {
-                (_, None) => Err(record.lacks("completion is missing")),
-                (Some(Turns::Messages(prompt)), Some(Turns::Messages(completion))) => {
-                    let prompt = record.with_system(prompt.clone());
-                    self.chat(&prompt, completion, &record.tools)
-                }
-                (Some(Turns::Text(prompt)), Some(Turns::Text(completion))) => {
-                    self.completion(prompt, completion)
-                }
-                _ => Err("prompt and completion: both must be texts, or both messages".into()),
-            },
+            _ => self.prompted(&record),
         };
         Ok(vec![sequence?])
+    }
+
+    /// A record of a prompt and its completion.
+    pub(super) fn prompted(&self, record: &Record) -> Result<Sequence, String> {
+        match (&record.prompt, &record.completion) {
+            (_, None) => Err(record.lacks("completion is missing")),
+            (Some(Turns::Messages(prompt)), Some(Turns::Messages(completion))) => {
+                let prompt = record.with_system(prompt.clone());
+                self.chat(&prompt, completion, &record.tools)
+            }
+            (Some(Turns::Text(prompt)), Some(Turns::Text(completion))) => {
+                self.completion(prompt, completion)
+            }
+            _ => Err("prompt and completion: both must be texts, or both messages".into()),
+        }
     }
 
     /// Whether an end token is appended to each text.

@@ -101,9 +101,8 @@ impl Source {
 impl Dataset {
     /// The sources without the reference that the objective needs.
     fn lacking(&self) -> impl Iterator<Item = &Source> {
-        let compares = self.preference.is_some_and(|one| one.needs_reference());
         let sources = match &self.kind {
-            Kind::Sources(sources) if compares => &sources[..],
+            Kind::Sources(sources) if self.needs_references => &sources[..],
             _ => &[],
         };
         sources.iter().filter(|source| source.lacks_reference())
@@ -125,9 +124,9 @@ impl Dataset {
         &mut self,
         mut give: impl FnMut(&mut Source) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let compares = self.preference.is_some_and(|one| one.needs_reference());
+        let needs = self.needs_references;
         let Kind::Sources(sources) = &mut self.kind else { return Ok(()) };
-        let mut lacking = sources.iter_mut().filter(|source| compares && source.lacks_reference());
+        let mut lacking = sources.iter_mut().filter(|source| needs && source.lacks_reference());
         lacking.try_for_each(&mut give)
     }
 

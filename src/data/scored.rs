@@ -1,15 +1,19 @@
 //! Records whose sequences get a score each: two answers for a reward model, or a query with a
-//! document and a label for a reranker.
+//! document and a label for a reranker. Where a score is asked for, an answer is a record by
+//! itself, and a document needs no label.
 
 use serde_json::Value;
 
 use super::Sequence;
 use super::pairs::Pair;
-use super::reader::Reader;
+use super::reader::{Reader, columns_of_line};
 use super::record::{ColumnTexts, Record, columns_of, take};
 use super::texts::{TextColumn, take_score};
-use crate::config::{ScoreRecord, TooLong};
+use super::vocabulary::Vocabulary;
+use crate::config::{Config, ScoreRecord, TooLong};
+use crate::error::Error;
 use crate::hf::Encoded;
+use crate::models::Shape;
 
 /// Why other data has no such records.
 pub(super) const NEEDED: &str = "objective.kind is a loss of scores, whose records have chosen \
@@ -30,7 +34,7 @@ impl Reader {
         record: ScoreRecord,
     ) -> Result<Sequence, String> {
         if record == ScoreRecord::Texts {
-            return self.labelled_texts(columns);
+            return self.two_texts(columns, true);
         }
         let margin = take_margin(&mut columns)?;
         let pair = Pair::take(&mut columns)?;
@@ -44,8 +48,39 @@ impl Reader {
         })
     }
 
-    /// Two texts as one sequence, as an encoder of pairs reads them.
-    fn labelled_texts(&self, mut columns: ColumnTexts) -> Result<Sequence, String> {
+    /// A record that gets a score.
+    fn to_score(&self, line: &str) -> Result<Sequence, String> {
+        let columns = columns_of_line(line)?;
+        let sequence = match self.scored {
+            Some(ScoreRecord::Texts) => self.two_texts(columns, false)?,
+            Some(ScoreRecord::Answers) => {
+                let Sequence { tokens, .. } = self.answer(columns)?;
+                Sequence { score: Some(0.0), ..Sequence::classified(tokens, 0, Vec::new()) }
+            }
+            None => return Err(NO_SCORE.into()),
+        };
+        self.check_known(&sequence.tokens)?;
+        Ok(sequence)
+    }
+
+    /// An answer by itself, with the tokens that it has in a record of two.
+    fn answer(&self, columns: ColumnTexts) -> Result<Sequence, String> {
+        let (record, _) = Record::of(columns, &self.fields)?;
+        match record.kind()? {
+            "prompt" => self.prompted(&record),
+            "messages" => {
+                let messages = record.with_system(record.messages.clone().unwrap_or_default());
+                self.chat(&[], &messages, &record.tools)
+            }
+            "text" => self.completion("", record.text.as_deref().unwrap_or_default()),
+            kind => {
+                Err(format!("{kind}: an answer is a text, prompt with completion, or messages"))
+            }
+        }
+    }
+
+    /// Two texts as one sequence, as an encoder of pairs reads them. `labelled`: they have a label.
+    fn two_texts(&self, mut columns: ColumnTexts, labelled: bool) -> Result<Sequence, String> {
         let has = columns_of(&columns);
         let known = [QUERY.name, DOCUMENT.name];
         if let Some((ours, _)) = self.fields.iter().find(|(ours, _)| !known.contains(ours)) {
@@ -61,7 +96,10 @@ impl Reader {
         let document = document.ok_or_else(|| {
             missing("document (or passage, answer, response, positive, sentence2, text_pair)")
         })?;
-        let label = take_score(&mut columns, [0.0, 1.0])?;
+        let label = match labelled {
+            true => take_score(&mut columns, [0.0, 1.0])?,
+            false => Some(0.0), // nobody reads it
+        };
         let label = label.ok_or_else(|| missing("label (or score)"))?;
         self.unused.lock().expect("nothing panics inside").extend(columns.into_keys());
         for (name, text) in [("query", &query), ("document", &document)] {
@@ -80,6 +118,28 @@ impl Reader {
         let kinds = if self.kinds > 1 { kinds } else { Vec::new() };
         Ok(Sequence { score: Some(label), ..Sequence::classified(tokens, 0, kinds) })
     }
+}
+
+const NO_SCORE: &str = "scores are of the objectives \"reward\" and \"binary\": set objective.kind \
+                        to that of the model";
+
+/// The sequences of records that get a score of a config's model, each a JSON object. With
+/// `objective.kind = "reward"` a record is an answer: a `text`, a `prompt` with its `completion`,
+/// or `messages`. With `"binary"` it is a query with a document, in the columns of training.
+///
+/// # Errors
+/// A record is none, or has a token that the model does not know; or the tokenizer cannot be used.
+pub fn sequences_to_score(
+    config: &Config,
+    shape: &Shape,
+    records: &[String],
+) -> Result<Vec<Sequence>, Error> {
+    let reader = Reader::of(config, shape, Vocabulary::of(config, shape)?)?;
+    let named = |index: usize, what| Error::argument(format_args!("record {}: {what}", index + 1));
+    let of_one = |(index, record): (usize, &String)| {
+        reader.to_score(record.trim()).map_err(|what| named(index, what))
+    };
+    records.iter().enumerate().map(of_one).collect()
 }
 
 /// The margin of a record, or 0. In a table, each number is a text.

@@ -1,6 +1,7 @@
 //! Checks of a batch before a step.
 
 use super::Engine;
+use crate::config::ReferenceKind;
 use crate::data::Batch;
 use crate::error::Error;
 use crate::plan::Purpose;
@@ -31,6 +32,7 @@ impl Engine {
     /// # Errors
     /// The batch has none.
     pub(crate) fn check_reference(&self, batch: &Batch) -> Result<(), Error> {
+        let is_in_step = self.config.objective.reference == Some(ReferenceKind::InStep);
         match &self.model.objective {
             Some(objective) if objective.needs_scores() && batch.scores.is_empty() => {
                 Err(Error::bad_batch(format_args!(
@@ -38,6 +40,7 @@ impl Engine {
                     objective.name()
                 )))
             }
+            Some(_) if is_in_step => Ok(()),
             Some(objective) if objective.needs_reference() && batch.reference.is_empty() => {
                 Err(Error::bad_batch(format_args!(
                     "objective {} needs the log-probability of each sequence by a reference: \

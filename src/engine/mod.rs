@@ -300,7 +300,9 @@ impl Engine {
         let first_sequence = own.start;
         let part = batch.part(own);
         let rows = Parts::new(ends);
-        Ok((part, Some(Dealt { groups, rows, tokens: batch.tokens, first_sequence })))
+        let Batch { tokens, starts, reference, scores, .. } = batch;
+        let dealt = Dealt { groups, rows, tokens, starts, reference, scores, first_sequence };
+        Ok((part, Some(dealt)))
     }
 
     /// Counts the last step, if the ring began it. It is counted even if its future was dropped.

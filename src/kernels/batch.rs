@@ -78,6 +78,7 @@ pub struct SequenceChunk {
 pub struct BatchView<'a> {
     metadata: BatchMetadata<'a>,
     chunk: Option<SequenceChunk>,
+    of_reference: bool,
 }
 
 impl<'a> BatchMetadata<'a> {
@@ -88,7 +89,7 @@ impl<'a> BatchMetadata<'a> {
 
     /// All of the micro-batch.
     pub const fn view(self) -> BatchView<'a> {
-        BatchView { metadata: self, chunk: None }
+        BatchView { metadata: self, chunk: None, of_reference: false }
     }
 
     /// B.
@@ -124,6 +125,18 @@ impl<'a> BatchView<'a> {
         self.chunk
     }
 
+    /// The same rows for the reference of an objective: without adapters, and nothing is dropped.
+    #[must_use]
+    pub(crate) fn of_reference(self) -> BatchView<'a> {
+        let metadata = BatchMetadata { dropout_key: None, ..self.metadata };
+        BatchView { metadata, of_reference: true, ..self }
+    }
+
+    /// True if adapters add to products; false for the reference of an objective.
+    pub(crate) fn has_adapters(&self) -> bool {
+        !self.of_reference
+    }
+
     /// A chunk of one sequence.
     ///
     /// # Panics
@@ -132,7 +145,7 @@ impl<'a> BatchView<'a> {
         let SequenceChunk { sequence, from, to } = chunk;
         let of_sequence = self.metadata.sequence(sequence).len();
         assert!(from <= to && to <= of_sequence, "{chunk:?} of {of_sequence} rows");
-        BatchView { metadata: self.metadata, chunk: Some(chunk) }
+        BatchView { chunk: Some(chunk), ..*self }
     }
 
     /// The whole micro-batch, or, if a sequence is longer than `most` positions, chunks of at most

@@ -119,7 +119,7 @@ impl Model {
             (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
         };
         let of_layer = match phase {
-            Phase::Forward => forward,
+            Phase::Forward | Phase::Reference => forward,
             Phase::Keys => {
                 let width = visited.stack().map_or(0, |layer| layer.kv_width());
                 2.0 * (self.shape.hidden * width) as f64 * rows * steps

@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use super::adapters::{AdaptedModule, Adapters};
+use l2l_actors::schedule::{BlockId, LayerId};
+
+use super::adapters::{AdaptedModule, Adapters, is_of_adapter};
 use super::block::TransformerBlock;
+use super::block_tensors::BlockTensors;
 use super::model::Model;
-use super::shape::{Head, Shape};
+use super::shape::{Dropouts, Head, Shape};
 use super::training::{matches, no_match};
 use crate::error::Error;
 
@@ -204,6 +207,25 @@ impl Model {
         blocks
             .flat_map(|block| block.modules_of_experts())
             .try_for_each(|one| lora.check_experts(&one))
+    }
+
+    /// The first layer that computes something else without adapters than with them in a step that
+    /// trains; `None`: the model has none. Dropout, and what routers do in training alone, may act
+    /// in any layer.
+    pub(crate) fn first_adapted(&self) -> Option<LayerId> {
+        let adapts = |id: &BlockId| {
+            let mut trained = self.blocks[id.0 as usize].trained().iter();
+            trained.any(|tensor| is_of_adapter(&tensor.name))
+        };
+        let first = self.layer_blocks.iter().position(|ids| ids.iter().any(adapts))?;
+        let is_alike = self.shape.dropout == Dropouts::default() && self.shape.experts.is_none();
+        Some(LayerId(if is_alike { first as u32 } else { 1 }))
+    }
+
+    /// The name of a tensor that is trained beside adapters, if there is one.
+    pub(crate) fn trained_beside_adapters(&self) -> Option<&str> {
+        let mut trained = self.blocks.iter().flat_map(BlockTensors::trained);
+        trained.find(|tensor| !is_of_adapter(&tensor.name)).map(|tensor| &tensor.name[..])
     }
 
     /// The modules that can have adapters: name, inputs and outputs.

@@ -309,9 +309,11 @@ impl Model {
             positions: context.positions as u32,
             answers_step: self.shape.experts.is_some_and(|one| one.balance.is_of_step()),
             // Without a head there is no other loss.
-            objective: self
-                .embedding_gradient()
-                .map(|one| RingObjective { of_step: false, gradient: Some(one) }),
+            objective: self.embedding_gradient().map(Some).map(|gradient| RingObjective {
+                of_step: false,
+                gradient,
+                reference: None,
+            }),
         }
     }
 

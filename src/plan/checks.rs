@@ -6,7 +6,7 @@ use super::StepShape;
 use super::spec::PlanSpec;
 use super::step::is_of_step;
 use crate::compression::{self, Compression};
-use crate::config::{Config, Deal, DeviceKind, ScheduleKind, StashDtype};
+use crate::config::{Config, Deal, DeviceKind, ReferenceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::kernels::ProblemType;
 use crate::models::{Balance, BalanceOf, BlockTensors, Head, Model};
@@ -112,12 +112,36 @@ impl PlanSpec<'_> {
                  passes of the step have ended: set schedule.kind = \"relay\""
             ));
         }
-        if is_of_step && self.share.ranks > 1 {
-            return refuse(&format!(
-                "{why}, and several processes do not exchange what they measure: start one process"
-            ));
-        }
         Ok(())
+    }
+
+    /// Refuses a reference in the step where the base without adapters is not the model as the run
+    /// begins.
+    pub(super) fn check_reference(&self) -> Result<(), Error> {
+        let config = &self.settings.config;
+        if config.objective.reference != Some(ReferenceKind::InStep) {
+            return Ok(());
+        }
+        let lora = config.train.lora.as_ref();
+        let why: String = if lora.is_none() || self.model.first_adapted().is_none() {
+            "the model has no adapters, without which it would be the reference: set train.lora"
+                .into()
+        } else if !self.settings.trains {
+            return Ok(());
+        } else if lora.is_some_and(|lora| lora.path.is_some()) {
+            "the reference would lack the adapters of train.lora.path: leave that out".into()
+        } else if let Some(name) = self.model.trained_beside_adapters() {
+            format!(
+                "{name} is trained beside the adapters, and the reference would change with it: \
+                     leave it out of train.only"
+            )
+        } else if config.train.neftune_alpha > 0.0 {
+            "the reference would have the noise of train.neftune_alpha: leave that out".into()
+        } else {
+            return Ok(());
+        };
+        let problem = format_args!("is \"in-step\", and {why}, or set \"before\"");
+        Err(Error::config("objective.reference", problem))
     }
 
     /// Refuses to leave idle experts alone where that is not built.

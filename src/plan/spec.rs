@@ -124,6 +124,7 @@ impl<'a> PlanSpec<'a> {
         self.check_routers()?;
         self.check_idle_experts()?;
         self.check_objective()?;
+        self.check_reference()?;
         if self.settings.trains {
             config.check_training()?;
         }

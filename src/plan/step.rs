@@ -10,7 +10,8 @@ use l2l_actors::schedule::{
 
 use super::{DealtStep, RankShare, Units, most_positions, pipelines};
 use crate::config::{
-    Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, StashPlace, Transfer,
+    Config, Deal, EpsTier, GradientDtype, ReferenceKind, ScheduleKind, StashDtype, StashPlace,
+    Transfer,
 };
 use crate::eps::{cut, doubled_len};
 use crate::error::Error;
@@ -245,13 +246,16 @@ fn ring_model(
 /// The objective of a step for this purpose, as the ring schedules it.
 fn objective(config: &Config, model: &Model, purpose: Purpose) -> Option<RingObjective> {
     let gradient = model.embedding_gradient();
+    let alone = RingObjective { of_step: false, gradient, reference: None };
     match (&model.objective, purpose) {
-        (_, Purpose::Measure) => Some(RingObjective { of_step: false, gradient }),
+        (_, Purpose::Measure) => Some(alone),
         (Some(objective), Purpose::Train | Purpose::Evaluate) => {
             let of_step = is_of_step(config, &**objective);
-            Some(RingObjective { of_step, gradient })
+            let is_in_step = config.objective.reference == Some(ReferenceKind::InStep);
+            let reference = model.first_adapted().filter(|_| is_in_step);
+            Some(RingObjective { of_step, reference, ..alone })
         }
-        _ => gradient.map(|_| RingObjective { of_step: false, gradient }),
+        _ => gradient.map(|_| alone),
     }
 }
 

@@ -38,7 +38,9 @@ impl ChunkCosts {
     /// Of a micro-batch in a visit: 1 if it is no chunk.
     pub(super) fn share(&self, schedule: &Schedule, m: MicroBatch, visit: &Visit) -> f64 {
         let nth = schedule.run_of(m).map(|run| (m - run.start) as usize);
-        let of_visit = self.0.get(&(visit.layer.0, visit.phase));
+        let is_forward = visit.phase == Phase::Reference;
+        let phase = if is_forward { Phase::Forward } else { visit.phase };
+        let of_visit = self.0.get(&(visit.layer.0, phase));
         let share = nth.zip(of_visit).and_then(|(nth, shares)| shares.get(nth).copied());
         share.unwrap_or(1.0)
     }

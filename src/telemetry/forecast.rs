@@ -63,6 +63,7 @@ pub(super) const PHASES: [Phase; 3] = [Phase::Forward, Phase::Keys, Phase::Backw
 impl Rates {
     /// Seconds of one sequence in a layer, forward or backward.
     pub(super) fn compute_of(&self, layer: u32, phase: Phase) -> Option<f64> {
+        let phase = if phase == Phase::Reference { Phase::Forward } else { phase };
         self.compute.get(&(layer, phase)).copied()
     }
 
@@ -218,8 +219,8 @@ impl Rates {
             (WorkKind::Input, _) => bytes / boundaries[0],
             (WorkKind::Output, _) => bytes / boundaries[1],
             (_, &Work::Compute { device_visit, micro_batch, phase, .. }) => {
-                let key = (plan.visit(device_visit).layer.0, phase);
-                let mean = self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch);
+                let layer = plan.visit(device_visit).layer.0;
+                let mean = self.compute_of(layer, phase).unwrap_or(0.0) * sequences(micro_batch);
                 mean * costs.share(&plan.schedule, micro_batch, plan.visit(device_visit))
                     + self.fixed.of_compute(key.0, phase)
             }

@@ -116,8 +116,10 @@ fn moves(
     let own = 1.0 / f64::from(plan.share().ranks);
     let of_blocks = visit.blocks.iter().map(|&id| schedule.block(id));
     let sum = |of: fn(&Block) -> u64| of_blocks.clone().map(of).sum::<u64>() as f64;
-    let weights = sum(|block| block.weight_bytes);
-    let master = sum(|block| block.master_bytes);
+    // The reference uses the uploads of the visit before its own.
+    let uploads = f64::from(u8::from(visit.phase != Phase::Reference));
+    let weights = uploads * sum(|block| block.weight_bytes);
+    let master = uploads * sum(|block| block.master_bytes);
     let gradient = sum(|block| block.gradient_bytes);
     let state = sum(|block| block.state_bytes) / own;
     let older = sum(|block| block.older_bytes) / own;
@@ -130,7 +132,7 @@ fn moves(
     };
     let backward = visit.phase == Phase::Backward;
     // Deferred updates run under the next forward pass.
-    let updates = f64::from(u8::from(deferred != backward));
+    let updates = uploads * f64::from(u8::from(deferred != backward));
     let lands = f64::from(u8::from(backward));
     let waits = f64::from(u8::from(deferred)) * gradient;
     // Blocks that are frozen are not written.

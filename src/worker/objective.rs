@@ -12,10 +12,14 @@ use crate::objectives::{
     Slopes, add_unscaled, length,
 };
 
-/// The values and slopes of this rank's sequences.
+/// The values and slopes of this rank's sequences; of those of all ranks, if a loss needs them.
 #[derive(Default)]
 pub(super) struct ObjectiveDesk {
+    /// The place of this rank's sequences among these.
+    own: Range<usize>,
     values: Vec<SequenceValues>,
+    /// The log-probability of each sequence by the reference, if the step computes it.
+    reference: Vec<f64>,
     slopes: Vec<SequenceSlopes>,
     /// The loss of each record.
     losses: Vec<f64>,
@@ -70,8 +74,9 @@ pub(super) struct Given<'a> {
 }
 
 impl ObjectiveDesk {
-    /// Makes room for the sequences of a step.
-    pub(super) fn open(&mut self, sequences: usize, each: usize) {
+    /// Makes room for the sequences of a step, of which this rank has some.
+    pub(super) fn open(&mut self, sequences: usize, own: Range<usize>, each: usize) {
+        self.own = own;
         self.values.resize_with(sequences, SequenceValues::default);
         self.slopes.resize_with(sequences, SequenceSlopes::default);
         self.losses.resize(sequences / each, 0.0);
@@ -86,10 +91,19 @@ impl ObjectiveDesk {
                 values.tokens = 1;
                 continue;
             }
-            let loss = CrossEntropy.value(row[0] + row[1].ln(), row[2]);
+            let loss = loss_of(row);
             values.log_probability -= f64::from(loss);
             values.tokens += 1;
             values.of_tokens.extend((measures == Measures::Tokens).then_some(-loss));
+        }
+    }
+
+    /// Takes rows of a sequence, which come in their order, from complete statistics of the
+    /// reference. The sum is that of [`measure`](ObjectiveDesk::measure).
+    pub(super) fn measure_reference(&mut self, sequence: usize, statistics: &[f32]) {
+        self.reference.resize(self.values.len(), 0.0);
+        for row in statistics.chunks_exact(STATISTICS).filter(|row| label_of(row) >= 0) {
+            self.reference[sequence] -= f64::from(loss_of(row));
         }
     }
 
@@ -155,7 +169,8 @@ impl ObjectiveDesk {
         }
         let each = objective.sequences();
         let values = &self.values[sequences.clone()];
-        let reference = given.reference.get(sequences.clone()).unwrap_or_default();
+        let known = if self.reference.is_empty() { given.reference } else { &self.reference };
+        let reference = known.get(sequences.clone()).unwrap_or_default();
         let Given { labelled, ids, starts, .. } = given;
         let starts = starts.get(sequences.start..=sequences.end).unwrap_or_default();
         let scores = given.scores.get(sequences.clone()).unwrap_or_default();
@@ -185,6 +200,44 @@ impl ObjectiveDesk {
         self.losses[first(sequences.start)..first(sequences.end)].iter().sum()
     }
 
+    /// What is measured of this rank's sequences, for the other ranks.
+    pub(super) fn own_values(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for at in self.own.clone() {
+            let SequenceValues { log_probability, tokens, score, of_tokens, embedding } =
+                &self.values[at];
+            let by_reference = self.reference.get(at).copied();
+            for number in [*log_probability, *score, by_reference.unwrap_or_default()] {
+                bytes.extend(number.to_le_bytes());
+            }
+            let counts = [*tokens, of_tokens.len(), embedding.len()];
+            counts.into_iter().for_each(|count| bytes.extend((count as u64).to_le_bytes()));
+            let floats = of_tokens.iter().chain(embedding);
+            floats.for_each(|number| bytes.extend(number.to_le_bytes()));
+        }
+        bytes
+    }
+
+    /// Takes what all ranks measured, in the order of their sequences.
+    ///
+    /// # Errors
+    /// It is not of the sequences of the step.
+    pub(super) fn take_values(&mut self, of_ranks: &[Vec<u8>]) -> Result<(), String> {
+        let has_reference = !self.reference.is_empty();
+        self.reference.clear();
+        let mut known = 0;
+        for bytes in of_ranks {
+            let mut left = &bytes[..];
+            while !left.is_empty() {
+                let (values, by_reference) = read_values(&mut left).ok_or(OTHER_SEQUENCES)?;
+                *self.values.get_mut(known).ok_or(OTHER_SEQUENCES)? = values;
+                self.reference.extend(has_reference.then_some(by_reference));
+                known += 1;
+            }
+        }
+        if known < self.values.len() { Err(OTHER_SEQUENCES.into()) } else { Ok(()) }
+    }
+
     /// The metrics of this rank's records, as far as they are computed: (records, metrics).
     pub(super) fn metrics(&self) -> &[f64] {
         &self.metrics
@@ -211,7 +264,9 @@ impl ObjectiveDesk {
         let embeds = |at: usize| self.values[at].embedding.iter().all(|number| number.is_finite());
         let is_finite = |at: &usize| {
             let SequenceValues { log_probability, score, .. } = self.values[*at];
-            (log_probability + score).is_finite() && embeds(*at) && slope(*at).is_finite()
+            let by_reference = self.reference.get(*at).copied().unwrap_or_default();
+            let is_finite = (log_probability + score + by_reference).is_finite();
+            is_finite && embeds(*at) && slope(*at).is_finite()
         };
         let at = sequences.into_iter().find(|at| !is_finite(at))?;
         let SequenceValues { log_probability, tokens, score, .. } = self.values[at];
@@ -229,9 +284,11 @@ impl ObjectiveDesk {
                 slope(at)
             ));
         }
+        let by_reference = self.reference.get(at).map(|one| format!(", by the reference {one}"));
         Some(format!(
-            "sequence {at} of the step has log-probability {log_probability} of {tokens} tokens, \
-             and the slope there is {}",
+            "sequence {at} of the step has log-probability {log_probability} of {tokens} \
+             tokens{}, and the slope there is {}",
+            by_reference.unwrap_or_default(),
             slope(at)
         ))
     }
@@ -258,6 +315,31 @@ impl ObjectiveDesk {
     pub(super) fn log_probabilities(&self) -> Vec<f64> {
         self.values.iter().map(|values| values.log_probability).collect()
     }
+}
+
+const OTHER_SEQUENCES: &str = "ranks measured other sequences than those of the step";
+
+/// Reads what [`ObjectiveDesk::own_values`] wrote of a sequence: its values, and its
+/// log-probability by the reference.
+fn read_values(left: &mut &[u8]) -> Option<(SequenceValues, f64)> {
+    let mut eight = || left.split_off(..8)?.try_into().ok();
+    let [log_probability, score, by_reference] =
+        [eight()?, eight()?, eight()?].map(f64::from_le_bytes);
+    let [tokens, of_tokens, embedding] =
+        [eight()?, eight()?, eight()?].map(|bytes| u64::from_le_bytes(bytes) as usize);
+    let mut floats = |count: usize| {
+        let (numbers, _) = left.split_off(..count.checked_mul(4)?)?.as_chunks();
+        Some(numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    };
+    let of_tokens = floats(of_tokens)?;
+    let embedding = floats(embedding)?;
+    let values = SequenceValues { log_probability, tokens, score, of_tokens, embedding };
+    Some((values, by_reference))
+}
+
+/// The −log p of a labelled row.
+fn loss_of(row: &[f32]) -> f32 {
+    CrossEntropy.value(row[0] + row[1].ln(), row[2])
 }
 
 impl Embeds {
@@ -313,6 +395,41 @@ mod tests {
         }
     }
 
+    /// Ranks that share a step know of all its sequences what one rank would.
+    #[test]
+    fn ranks_take_what_others_measured() {
+        let all = [rows(&[(-1.0, 3)]), rows(&[(-0.5, 0), (-0.25, 2)]), rows(&[(-2.0, 1)])];
+        let measure = |own: Range<usize>| {
+            let mut desk = ObjectiveDesk::default();
+            desk.open(3, own.clone(), 1);
+            for at in own {
+                desk.measure(at, &all[at], Measures::Tokens);
+                desk.measure_reference(at, &all[2 - at]);
+                desk.values[at].embedding = vec![at as f32, -0.5];
+            }
+            desk
+        };
+        let alone = measure(0..3);
+        let mut ranks = [measure(0..1), measure(1..3)];
+        let sent = ranks.each_ref().map(ObjectiveDesk::own_values);
+        for desk in &mut ranks {
+            desk.take_values(&sent).expect("all sequences");
+            assert_eq!((&desk.values, &desk.reference), (&alone.values, &alone.reference));
+        }
+        let [desk, _] = &mut ranks;
+        let cut = |of: &[u8]| of[..of.len() - 1].to_vec();
+        for wrong in [vec![sent[0].clone()], vec![cut(&sent[0])], vec![sent[1].clone(); 2]] {
+            let error = desk.take_values(&wrong).expect_err("it is not the step");
+            assert_eq!(error, OTHER_SEQUENCES);
+        }
+        // Without a reference there is none behind the exchange.
+        let mut plain = ObjectiveDesk::default();
+        plain.open(1, 0..1, 1);
+        plain.measure(0, &all[0], Measures::LogProbabilities);
+        plain.take_values(&[plain.own_values()]).expect("its own");
+        assert!(plain.reference.is_empty());
+    }
+
     fn rows(of: &[(f32, i32)]) -> Vec<f32> {
         let row = |&(target, label): &(f32, i32)| [0.0, 1.0, target, f32::from_bits(label as u32)];
         of.iter().flat_map(row).collect()
@@ -321,7 +438,7 @@ mod tests {
     #[test]
     fn weights_are_slopes_by_row_and_losses_of_records() {
         let mut desk = ObjectiveDesk::default();
-        desk.open(4, 2);
+        desk.open(4, 0..4, 2);
         let a = rows(&[(-1.0, 3), (-9.0, -100), (-2.0, 1)]);
         let b = rows(&[(-0.5, 0), (-0.25, 2), (-7.0, -100)]);
         for (sequence, statistics) in [&a, &b, &b, &a].into_iter().enumerate() {

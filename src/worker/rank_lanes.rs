@@ -58,7 +58,12 @@ impl RankLanes {
             Work::AllGatherRows { visit } => {
                 self.all_gather_rows(&state, visit, beat).map(|()| 0.0)
             }
-            Work::ExchangeMeasures { .. } => self.exchange_counts(&state, beat).map(|()| 0.0),
+            Work::ExchangeMeasures { visit } => {
+                match state.schedule().visits[visit].kind.is_objective() {
+                    true => self.gather_values(&state, beat).map(|()| 0.0),
+                    false => self.exchange_counts(&state, beat).map(|()| 0.0),
+                }
+            }
             Work::AllReduce { of: Summed::Losses } => self.sum_losses(&state, beat),
             Work::AllReduce { of: Summed::Squares } => self.sum_squares(&state, beat),
             ref other => unreachable!("{other} is not work of the lanes of exchanges"),
@@ -235,6 +240,14 @@ impl RankLanes {
         Ok(())
     }
 
+    /// Gathers what all ranks' objectives measured of their sequences.
+    fn gather_values(&self, state: &StepState, beat: &dyn Fn()) -> Result<(), BoxedError> {
+        let desk = || state.objective.lock().expect("nothing panics inside");
+        let own = desk().own_values();
+        let all = self.parts().exchanges.gather(Channel::Sums, &own, beat)?;
+        Ok(desk().take_values(&all)?)
+    }
+
     /// Adds what all ranks' routers did, if the step was dealt and they measured anything.
     fn sum_routers(&self, state: &StepState, beat: &dyn Fn()) -> Result<(), BoxedError> {
         let mut desk = state.routers.lock().expect("nothing panics inside");
@@ -280,7 +293,8 @@ impl RankLanes {
     /// Gathers the metrics of the records of all ranks, in their order.
     fn gather_metrics(&self, state: &StepState, beat: &dyn Fn()) -> Result<(), BoxedError> {
         let objective = self.shared.model.objective.as_ref();
-        if objective.is_none_or(|one| one.metric_names().is_empty()) {
+        // Of an objective of the step, each rank has computed the metrics of all records.
+        if objective.is_none_or(|one| one.metric_names().is_empty()) || state.shared().is_some() {
             return Ok(());
         }
         let desk = || state.objective.lock().expect("nothing panics inside");

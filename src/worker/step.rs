@@ -49,6 +49,12 @@ pub(crate) struct Dealt {
     pub(crate) rows: Parts,
     /// The token ids of the whole batch.
     pub(crate) tokens: Vec<u32>,
+    /// The first of each sequence of the whole batch, and the end.
+    pub(crate) starts: Vec<usize>,
+    /// Of each sequence of the whole batch, where it has them: the log-probability by a reference,
+    /// and the score of its record.
+    pub(crate) reference: Vec<f64>,
+    pub(crate) scores: Vec<f32>,
     /// The place of this rank's first sequence in the whole batch.
     pub(crate) first_sequence: usize,
 }
@@ -131,6 +137,13 @@ impl StepState {
     pub(super) fn rows_of_step(&self) -> usize {
         let own = || self.input.batch.tokens.len();
         self.input.dealt.as_ref().map_or_else(own, |dealt| dealt.tokens.len())
+    }
+
+    /// The sequences of all ranks, if the step's objective needs what is measured of all of them.
+    pub(super) fn shared(&self) -> Option<&Dealt> {
+        let mut visits = self.schedule().visits.iter();
+        let is_shared = visits.any(|visit| visit.kind.is_objective() && visit.kind.is_of_step());
+        self.input.dealt.as_ref().filter(|_| is_shared)
     }
 
     /// The positions of each sequence that a micro-batch has.

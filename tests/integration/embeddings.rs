@@ -429,9 +429,9 @@ async fn a_checkpoint_is_a_directory_of_sentence_transformers() {
     }
 }
 
-/// Losses of records run on several processes; those of the step are refused there.
+/// Losses of records, and those of the step, whose negatives are the texts of all processes.
 #[test]
-fn processes_share_records_and_not_steps() {
+fn processes_share_records_and_steps() {
     let golden = golden();
     let start = |config: Config, ranks: u32| {
         let one = |fabric: std::sync::Arc<dyn l2l::fabric::Fabric>| {
@@ -464,17 +464,19 @@ fn processes_share_records_and_not_steps() {
             all.into_iter().map(|rank| rank.join().expect("no panic")).collect::<Vec<_>>()
         })
     };
-    let mut config = of_case("bert", &golden, "cosine");
-    config.parallel.groups = 2;
-    let alone = start(config.clone(), 1).remove(0).expect("it runs");
-    for ran in start(config.clone(), 2) {
-        assert_eq!(ran.expect("it runs"), alone);
-    }
-    let contrastive = of_case("bert", &golden, "contrastive");
-    config.objective = contrastive.objective;
-    for refused in start(config, 2) {
-        let text = refused.expect_err("it is refused");
-        assert!(text.contains("objective contrastive: its loss is of the whole step"), "{text}");
-        assert!(text.contains("start one process"), "{text}");
+    for name in golden["settings"].as_object().expect("an object").keys() {
+        // With 3 texts in a micro-batch, a record lies in two, and on two processes.
+        for (family, micro_batch) in [("bert", 2), ("bert", 3), ("llama", 1)] {
+            let mut config = of_case(family, &golden, name);
+            let turns = (config.step.batch * each(&config.objective)).div_ceil(micro_batch);
+            let groups = [4, 2, 3].into_iter().find(|groups| turns.is_multiple_of(*groups));
+            config.parallel.groups = groups.expect("a divisor") as u32;
+            config.step.micro_batch = micro_batch;
+            let alone = start(config.clone(), 1).remove(0).expect("it runs");
+            for ran in start(config, 2) {
+                let ran = ran.expect("it runs");
+                assert_eq!(ran, alone, "{family} {name} in micro-batches of {micro_batch}");
+            }
+        }
     }
 }

@@ -62,6 +62,7 @@ mod hostile_text;
 #[cfg(feature = "cli")]
 mod hostile_weights;
 mod idle;
+mod in_step;
 mod kept;
 #[cfg(all(feature = "cli", unix))]
 mod kills;

@@ -200,10 +200,12 @@ fn chunks_and_tiles_of_an_objective_train_the_same_bits() {
     }
 }
 
-/// Records of a step that several processes share: each has whole records.
+/// Records of a step that several processes share, of which each may have a part of one.
 #[test]
 fn ranks_share_the_records_of_a_step() {
-    for mean in [MEAN, Mean { sequences: 2, by_token: true, ..MEAN }] {
+    let of_step = Mean { scope: Scope::Step, ..MEAN };
+    let of_eight = Mean { sequences: 8, by_token: true, ..MEAN }; // on both ranks
+    for mean in [MEAN, Mean { sequences: 2, by_token: true, ..MEAN }, of_step, of_eight] {
         let case = Case { micro_batch: 2, ..SMALL.clone() };
         let Shared { mut case, ways, ranks } = shared(case, baseline(), [2, 4], 1);
         case.batch = 8;

@@ -165,8 +165,8 @@ fn ranks_have_the_reference_of_one_process() {
 
 /// The events and messages of a run, which stops after a step.
 #[derive(Default)]
-struct Recorder {
-    events: Vec<Value>,
+pub(crate) struct Recorder {
+    pub(crate) events: Vec<Value>,
     messages: Vec<String>,
     stop_after: Option<u64>,
     /// It stops before the first batch of the reference.
@@ -193,13 +193,16 @@ impl Callbacks for Recorder {
 
 impl Recorder {
     /// The losses of one kind of event.
-    fn losses(&self, kind: &str) -> Vec<f64> {
+    pub(crate) fn losses(&self, kind: &str) -> Vec<f64> {
         let of_kind = self.events.iter().filter(|event| event["event"] == kind);
         of_kind.map(|event| event["loss"].as_f64().expect("a loss")).collect()
     }
 }
 
-async fn fit(config: &Config, stop_after: Option<u64>) -> (Result<Fitted, Error>, Recorder) {
+pub(crate) async fn fit(
+    config: &Config,
+    stop_after: Option<u64>,
+) -> (Result<Fitted, Error>, Recorder) {
     let stops_at_once = stop_after == Some(0);
     let mut recorder = Recorder { stop_after, stops_at_once, ..Recorder::default() };
     let fit = Trainer::fit(config.clone()).resume(true).stop(recorder.stop.clone());
@@ -207,7 +210,7 @@ async fn fit(config: &Config, stop_after: Option<u64>) -> (Result<Fitted, Error>
 }
 
 /// A run with validation and checkpoints below a folder.
-fn whole(folder: &Path) -> Config {
+pub(crate) fn whole(folder: &Path) -> Config {
     let mut config = config(folder);
     let held = folder.join("held.jsonl");
     let lines = answers(10)[7..].iter().map(|line| format!("{line}\n")).collect::<String>();

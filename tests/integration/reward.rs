@@ -334,3 +334,106 @@ fn what_a_loss_of_scores_cannot_have_is_refused_by_name() {
     lines[0] = json!({ "query": "x", "answer": "y" });
     refused(binary, &lines, &good, "label (or score) is missing");
 }
+
+/// The records and scores that `l2l score` writes.
+#[cfg(feature = "cli")]
+fn written(sets: &[String], more: &[&str], records: &Path) -> Vec<(Value, f32)> {
+    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    let records = records.display().to_string();
+    let words = ["score", "/dev/null"].into_iter().chain(sets).chain(more.iter().copied());
+    let all: Vec<&str> = words.chain(["--records", &records]).collect();
+    let read = |line: &str| {
+        let mut line: Value = serde_json::from_str(line).expect("an object");
+        let score = line["score"].as_f64().expect("a number") as f32;
+        (line["record"].take(), score)
+    };
+    crate::program::good(&all).lines().map(read).collect()
+}
+
+/// `l2l score` gives an answer the score that it has in a record of two.
+#[cfg(feature = "cli")]
+#[tokio::test]
+async fn the_program_writes_scores_of_answers() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let pairs = [digits(3), answers(2)].concat();
+    let mut config = scored(folder.path(), ObjectiveKind::Reward, &pairs);
+    config.step.batch = 5;
+    let saved = folder.path().join("saved");
+    let (mut trainer, mut batches) = Trainer::open(config.clone()).await.expect("one of ours");
+    trainer.step(batches.next().await.expect("good records")).await.expect("a step");
+    trainer.checkpoint(&saved).await.expect("a place for files");
+    let shape = l2l::shape_of(&config).expect("a shape of ours");
+    let (data, _) = Dataset::open(&config, &shape).expect("good records");
+    let batch = data.batch(0..5).expect("good records");
+    config.model = Default::default();
+    config.model.path = Some(saved.clone());
+    let mut evaluator = Evaluator::start(config).await.expect("a directory of ours");
+    let expected = evaluator.scores(batch).await.expect("it scores");
+    let answer = |pair: &Value, name: &str| match &pair["prompt"] {
+        Value::Null => json!({ "text": pair[name] }),
+        prompt => json!({ "prompt": prompt, "completion": pair[name] }),
+    };
+    let records: Vec<Value> = pairs
+        .iter()
+        .flat_map(|pair| ["chosen", "rejected"].map(|name| answer(pair, name)))
+        .collect();
+    let file = folder.path().join("records.jsonl");
+    let lines: String = records.iter().map(|record| format!("{record}\n")).collect();
+    fs::write(&file, lines).expect("a place for files");
+    let sets = ["objective.kind=reward", "data.sequence_length=64", "step.batch=4"];
+    let sets = sets.map(str::to_string);
+    let at = saved.display().to_string();
+    let found = written(&sets, &["--model", &at], &file);
+    assert_eq!(found, records.into_iter().zip(expected).collect::<Vec<_>>());
+    let refused = |sets: &[&str], line: &str, says: &str| {
+        fs::write(&file, line).expect("a place for files");
+        let records = file.display().to_string();
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let words = ["score", "/dev/null", "--model", &at, "--records", &records].into_iter();
+        let all: Vec<&str> = words.chain(sets).collect();
+        let output = crate::program::output(&all);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && error.contains(says), "{says:?} expected in: {error}");
+    };
+    let reward = ["objective.kind=reward", "data.sequence_length=64"];
+    refused(&reward, "", "there is no record");
+    refused(&reward, "text\n", "record 1: it is not a JSON object");
+    refused(&reward, "{\"text\": \"\"}", "record 1: completion is empty");
+    refused(&reward, "{\"input_ids\": [1]}", "input_ids: an answer is a text, prompt with");
+    refused(&["data.sequence_length=64"], "{\"text\": \"a\"}", "set objective.kind to that of");
+}
+
+/// A query with a document needs no label there.
+#[cfg(all(feature = "cli", feature = "tokenizers"))]
+#[tokio::test]
+async fn the_program_writes_scores_of_documents() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = scored(folder.path(), ObjectiveKind::Binary, &texts(5));
+    config.model = Default::default();
+    config.model.path = Some(goldens().join("text/wordpiece"));
+    config.data.sequence_length = Some(24);
+    config.data.too_long = l2l::config::TooLong::Cut;
+    config.step.batch = 5;
+    let shape = l2l::shape_of(&config).expect("a shape of ours");
+    let (data, _) = Dataset::open(&config, &shape).expect("good records");
+    let batch = data.batch(0..5).expect("good records");
+    let saved = folder.path().join("saved");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a config of ours");
+    trainer.checkpoint(&saved).await.expect("a place for files");
+    let path = saved.display().to_string();
+    config.model.path = Some(saved);
+    let mut evaluator = Evaluator::start(config).await.expect("a directory of ours");
+    let expected = evaluator.scores(batch).await.expect("it scores");
+    let unlabelled = |mut record: Value| {
+        record.as_object_mut().expect("an object").remove("label");
+        record
+    };
+    let records: Vec<Value> = texts(5).into_iter().map(unlabelled).collect();
+    let file = folder.path().join("records.jsonl");
+    let lines: String = records.iter().map(|record| format!("{record}\n")).collect();
+    fs::write(&file, lines).expect("a place for files");
+    let sets =
+        ["objective.kind=binary", "data.sequence_length=24", "data.too_long=cut", "step.batch=2"];
+    let found = written(&sets.map(str::to_string), &["--model", &path], &file);
+    assert_eq!(found, records.into_iter().zip(expected).collect::<Vec<_>>());
+}

@@ -24,11 +24,13 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::model::{Input, Question, RingModel, RingObjective, RingStep, Selection};
+use super::chain::{Chained, chain_of};
+use super::model::{Input, Question, RingModel, RingObjective, Selection};
+use super::reference::{Reference, beside};
 use super::stay::stay;
 use super::{
     Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule, Visit,
-    VisitKind, portions, runs,
+    VisitKind, runs,
 };
 
 /// Layer-major: all micro-batches through a layer, group by group, then the next layer.
@@ -84,25 +86,20 @@ pub(super) const WHOLE_STEP: &str = "\
 /// One visit for each declared step and phase, each over all micro-batches, and the loss's.
 pub(super) struct Legs {
     pub(super) forward: Vec<Visit>,
+    /// The reference's, until they stand in the forward pass.
+    pub(super) reference: Vec<Visit>,
     pub(super) backward: Vec<Visit>,
 }
 
 pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule, Legs), Refusal> {
     let mut wiring = Wiring::new(model, selection)?;
     let forward = wiring.forward()?;
+    let reference = wiring.reference_visits();
     let backward = wiring.backward()?;
-    let mut legs = Legs { forward, backward };
+    let mut legs = Legs { forward, reference, backward };
     stay(&mut wiring.schedule, &mut legs);
+    legs.forward = beside(legs.forward, std::mem::take(&mut legs.reference));
     Ok((wiring.schedule, legs))
-}
-
-/// A declared step of a selected layer.
-#[derive(Clone, Copy)]
-struct Chained<'m> {
-    layer: LayerId,
-    /// The index of the step among those of the layer.
-    index: u16,
-    step: &'m RingStep,
 }
 
 /// The boundaries that the forward visit of a step read, wrote and saved.
@@ -116,6 +113,8 @@ struct Met {
     answer: Option<BoundaryId>,
     /// The boundary by which rows choose parts of the step's blocks.
     choice: Option<BoundaryId>,
+    /// What the reference's visit reads and writes, if there is one.
+    of_reference: Option<[Vec<BoundaryId>; 2]>,
 }
 
 /// Connects steps by boundaries while the legs are laid.
@@ -126,6 +125,8 @@ struct Wiring<'m> {
     /// As in the model.
     answers_step: bool,
     objective: Option<RingObjective>,
+    /// The objective's reference, if this step computes it.
+    reference: Option<Reference>,
     /// As in the selection.
     waits_for_choice: bool,
     /// The place in the chain where the backward pass ends; `None`: nothing trains.
@@ -168,6 +169,8 @@ impl<'m> Wiring<'m> {
         let met = chain.iter().map(|_| Met::default()).collect();
         let latest = BTreeMap::new();
         let RingModel { answers_step, objective, .. } = *model;
+        let first = objective.and_then(|objective| objective.reference);
+        let reference = first.map(|layer| Reference::of(&chain, layer)).transpose()?;
         let waits_for_choice = selection.waits_for_choice;
         let writers = Vec::new();
         let gradients = BTreeMap::new();
@@ -176,6 +179,7 @@ impl<'m> Wiring<'m> {
             chain,
             answers_step,
             objective,
+            reference,
             waits_for_choice,
             lowest,
             met,
@@ -247,9 +251,36 @@ impl<'m> Wiring<'m> {
         written.map(Some).ok_or_else(missing)
     }
 
-    /// True if it is known in this phase what rows chose. The forward pass has to wait for it.
+    /// True if it is known in this phase what rows chose. The forward pass has to wait for it. The
+    /// reference's rows choose for themselves, so an upload that serves it, too, is of all parts.
     fn knows_choice(&self, phase: Phase) -> bool {
-        phase == Phase::Backward || self.waits_for_choice
+        phase == Phase::Backward || phase == Phase::Forward && self.waits_for_choice
+    }
+
+    /// Connects the reference's visit of a step, whose own visit is connected.
+    fn meet_reference(&mut self, at: usize) {
+        let step = self.chain[at].step;
+        let Some(mut reference) = self.reference.take_if(|reference| reference.visits(at)) else {
+            return;
+        };
+        let reads = reference.reads(step, &self.met[at].reads);
+        let written = step.writes.iter().filter(|boundary| !boundary.role.goes_to_host());
+        let written = written.map(|&boundary| {
+            let id = self.open(at, boundary);
+            reference.writes(boundary.role, id);
+            id
+        });
+        self.met[at].of_reference = Some([reads, written.collect()]);
+        self.reference = Some(reference);
+    }
+
+    /// The visits of the reference.
+    fn reference_visits(&self) -> Vec<Visit> {
+        let of_step = |(at, met): (usize, &Met)| {
+            let [reads, writes] = met.of_reference.clone()?;
+            Some(self.visit(at, Phase::Reference, reads, writes))
+        };
+        self.met.iter().enumerate().filter_map(of_step).collect()
     }
 
     /// A boundary that the host brings: the gather writes it.
@@ -305,6 +336,7 @@ impl<'m> Wiring<'m> {
             || Refusal::of(format!("no layer writes {role}, from which the loss is taken"));
         let known = known.ok_or_else(missing)?;
         let mut reads = vec![known];
+        reads.extend(self.reference.as_ref().and_then(|reference| reference.last(role)));
         let boundaries = self.schedule.boundaries.iter().zip(0..);
         let for_host = boundaries.filter(|(boundary, _)| boundary.role.goes_to_host());
         reads.extend(for_host.map(|(_, id)| BoundaryId(id)));
@@ -369,6 +401,7 @@ impl<'m> Wiring<'m> {
                 let asks = self.chain[at].step.asks.filter(|_| self.lowest.is_some());
                 let open = |Question { measured, .. }| self.open(at, measured);
                 self.met[at].measured = asks.map(open);
+                self.meet_reference(at);
             }
         }
         let mut balance = self.balance();
@@ -464,31 +497,4 @@ impl<'m> Wiring<'m> {
 /// A visit of the host at a layer, which needs none of the layer's blocks.
 fn on_host(kind: VisitKind, visit: Visit) -> Visit {
     Visit { kind, place: Place::Host, blocks: Vec::new(), cut: None, reach: 0, ..visit }
-}
-
-/// The steps of the selected layers, in forward order.
-fn chain_of<'m>(model: &'m RingModel, selection: &Selection) -> Result<Vec<Chained<'m>>, Refusal> {
-    let mut chain = Vec::with_capacity(selection.layers.len());
-    for &layer in &selection.layers {
-        let unknown = || Refusal::of(format!("{layer} is not in the model"));
-        let steps = &model.layers.get(layer.0 as usize).ok_or_else(unknown)?.steps;
-        chain.extend((0..).zip(steps).map(|(index, step)| Chained { layer, index, step }));
-    }
-    let is_gather = |chained: &Chained<'_>| chained.step.kind == VisitKind::Gather;
-    if let Some(gather) = chain.iter().skip(1).find(|chained| is_gather(chained)) {
-        let layer = gather.layer;
-        return Err(Refusal::of(format!("{layer} gathers, and stands behind another step")));
-    }
-    if chain.iter().all(is_gather) {
-        return Err(Refusal::of("no layer of the selection is visited by a device"));
-    }
-    for Chained { layer, step, .. } in &chain {
-        let names = portions::names(&model.cuts, step.portions());
-        names.map_err(|reason| Refusal::of(format!("{layer} {reason}")))?;
-    }
-    let mut needs = chain.iter().flat_map(|chained| &chained.step.needs);
-    match needs.find(|id| id.0 as usize >= model.blocks.len()) {
-        Some(id) => Err(Refusal::of(format!("{id} of a layer is not in the model"))),
-        None => Ok(chain),
-    }
 }

@@ -15,6 +15,7 @@
 //! What a layer needs and leaves stands in its [`RingStep`]s alone.
 
 mod boundary;
+mod chain;
 mod choice;
 mod deal;
 mod device_visits;
@@ -28,6 +29,7 @@ mod plan;
 mod pools;
 mod portions;
 mod reductions;
+mod reference;
 mod replay;
 mod residency;
 mod rules;

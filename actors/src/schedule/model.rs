@@ -35,6 +35,10 @@ pub struct RingObjective {
     /// The gradient of the last hidden states, if the objective reads those; `None`: it reads
     /// complete statistics, and writes them with the weight of each row.
     pub gradient: Option<Boundary>,
+    /// The layer from which on the objective's reference computes something else than the model.
+    /// From there each step has a second forward visit, directly behind the first, and the
+    /// objective reads what both leave. `None`: the step computes no reference.
+    pub reference: Option<LayerId>,
 }
 
 impl RingModel {

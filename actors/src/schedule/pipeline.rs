@@ -100,13 +100,15 @@ impl Pipeline {
     }
 
     /// The order of a schedule that runs already; each layer of a device, or piece of one, is a
-    /// stage. Keys that are computed again are left out: they are a part of the backward pass.
+    /// stage. Keys that are computed again are left out, as a part of the backward pass, and so is
+    /// the reference, as a part of the forward pass.
     pub fn of(schedule: &Schedule) -> Pipeline {
         let stops: BTreeSet<_> = schedule.device_visits().map(Visit::stop).collect();
         let stage_of: BTreeMap<_, u32> = stops.into_iter().zip(0..).collect();
         let mut devices = vec![Vec::new(); schedule.devices() as usize];
         let mut begun = BTreeSet::new();
-        for visit in schedule.device_visits().filter(|visit| visit.phase != Phase::Keys) {
+        let is_pass = |visit: &&Visit| matches!(visit.phase, Phase::Forward | Phase::Backward);
+        for visit in schedule.device_visits().filter(is_pass) {
             let list: &mut Vec<Action> = &mut devices[usize::from(visit.device().unwrap_or(0))];
             for micro_batch in schedule.units(visit) {
                 let action =
@@ -184,7 +186,7 @@ impl Pipeline {
         }
         let mut next = BTreeMap::new(); // (stage, phase) -> micro-batch
         for action in self.devices.iter().flatten() {
-            if action.phase == Phase::Keys {
+            if matches!(action.phase, Phase::Keys | Phase::Reference) {
                 let reason = format!("{action} is no pass of a pipeline, which has F and B alone");
                 return Err(Refusal::of(reason));
             }
@@ -340,6 +342,7 @@ impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let phase = match self.phase {
             Phase::Forward => 'F',
+            Phase::Reference => 'R',
             Phase::Keys => 'K',
             Phase::Backward => 'B',
         };

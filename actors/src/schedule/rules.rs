@@ -281,7 +281,7 @@ fn no_forward_after(
     for (index, visit) in schedule.visits.iter().enumerate() {
         let ended = |id: &&BlockId| last_backward.get(id).is_some_and(|&last| index > last);
         if let Some(id) = visit.blocks.iter().find(ended)
-            && visit.phase == Phase::Forward
+            && !visit.phase.is_backward()
         {
             let reason = format!("meets {id} after its gradient ended");
             return Err(Refusal::at(schedule, index, reason));

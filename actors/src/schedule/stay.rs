@@ -4,7 +4,7 @@
 //! boundary, or writes it, and the others find it on the device: it takes no other slot, and no
 //! lane copies it again. What says which parts of a block rows choose goes to the stash as well:
 //! uploads and downloads look there. Pieces of a layer bring each their own: so their bytes do not
-//! depend on the devices that they are dealt to.
+//! depend on the devices that they are dealt to. So do the visits of a reference.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,10 +15,10 @@ use super::{Boundary, BoundaryId, Copied, Encoding, Schedule, Visit};
 /// pass.
 pub(super) fn stay(schedule: &mut Schedule, legs: &mut Legs) {
     let mut readers: BTreeMap<BoundaryId, usize> = BTreeMap::new();
-    let all = legs.forward.iter().chain(&legs.backward);
+    let all = legs.forward.iter().chain(&legs.reference).chain(&legs.backward);
     let read = all.flat_map(|visit| visit.reads.iter().chain(&visit.chosen_by));
     read.for_each(|id| *readers.entry(*id).or_default() += 1);
-    for legs in [&mut legs.forward, &mut legs.backward] {
+    for legs in [&mut legs.forward, &mut legs.reference, &mut legs.backward] {
         let is_one_layer = |a: &Visit, b: &Visit| (a.stop(), a.place) == (b.stop(), b.place);
         for visits in legs.chunk_by_mut(is_one_layer).filter(|visits| visits.len() > 1) {
             let read: BTreeSet<_> = visits.iter().flat_map(|visit| &visit.reads).copied().collect();

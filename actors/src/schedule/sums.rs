@@ -25,14 +25,14 @@ impl Schedule {
         let Some(portion) = visit.portions().next() else { return 0..0 };
         let Range { start, end } = self.sum_of(portion);
         let own = portion.cut.unwrap_or(0);
-        if visit.phase == Phase::Forward { start..own } else { own + 1..end.max(own + 1) }
+        if visit.phase.is_backward() { own + 1..end.max(own + 1) } else { start..own }
     }
 }
 
 /// The role of partial sums in a phase; `None`: such visits have none.
 fn role_in(phase: Phase) -> Option<Role> {
     match phase {
-        Phase::Forward => Some(Role::Partial),
+        Phase::Forward | Phase::Reference => Some(Role::Partial),
         Phase::Keys => None,
         Phase::Backward => Some(Role::PartialGradient),
     }
@@ -70,7 +70,7 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     for (index, visit) in schedule.visits.iter().enumerate() {
         let Some((role, cut)) = role_in(visit.phase).zip(visit.cut) else { continue };
         let is_sum = |id: &_| schedule.boundary(*id).role == role;
-        let before = if visit.phase == Phase::Forward { cut.wrapping_sub(1) } else { cut + 1 };
+        let before = if visit.phase.is_backward() { cut + 1 } else { cut.wrapping_sub(1) };
         for id in visit.all_reads().filter(is_sum) {
             let writer = writers.get(&id).copied();
             if writer != Some((visit.layer, visit.phase, Some(before))) {

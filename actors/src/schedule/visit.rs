@@ -60,6 +60,11 @@ impl VisitKind {
         matches!(self, VisitKind::Loss | VisitKind::Objective { .. })
     }
 
+    /// True for a visit of the host that computes losses of whole records.
+    pub fn is_objective(self) -> bool {
+        matches!(self, VisitKind::Objective { .. })
+    }
+
     /// True for a visit of the host that needs all micro-batches of the step at once.
     pub fn is_of_step(self) -> bool {
         use VisitKind::{Balance, Objective};
@@ -72,6 +77,9 @@ impl VisitKind {
 pub enum Phase {
     /// Activations.
     Forward,
+    /// Activations of the reference that an objective compares with, beside those of the forward
+    /// pass. It adds to no gradient. See [`RingObjective`](super::RingObjective).
+    Reference,
     /// In the backward pass: what the later chunks of a run attend to, computed again. It adds to
     /// no gradient. See [`Schedule::runs`](super::Schedule).
     Keys,
@@ -82,7 +90,7 @@ pub enum Phase {
 impl Phase {
     /// True for a visit of the backward pass.
     pub fn is_backward(self) -> bool {
-        self != Phase::Forward
+        matches!(self, Phase::Keys | Phase::Backward)
     }
 }
 
@@ -90,6 +98,7 @@ impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Phase::Forward => "forward",
+            Phase::Reference => "reference",
             Phase::Keys => "keys",
             Phase::Backward => "backward",
         })

@@ -73,6 +73,7 @@ pub(super) struct Chunk {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pass {
     Forward,
+    Reference,
     Backward,
 }
 
@@ -334,7 +335,11 @@ impl Touch {
     ) {
         let run = plan.schedule.run_of(m).unwrap_or(m..m + 1);
         let is_last = m + 1 == run.end;
-        let pass = if phase.is_backward() { Pass::Backward } else { Pass::Forward };
+        let pass = match phase {
+            Phase::Forward => Pass::Forward,
+            Phase::Reference => Pass::Reference,
+            Phase::Keys | Phase::Backward => Pass::Backward,
+        };
         let chunk = |micro_batch| Chunk { layer, step, micro_batch, version: now };
         let place = |c| (c - run.start) % reach.saturating_add(1);
         let keys = |c| (Cell::Keys(device, place(c)), Label::Keys(chunk(c), pass));

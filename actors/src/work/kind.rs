@@ -82,7 +82,7 @@ impl WorkKind {
 impl From<Phase> for WorkKind {
     fn from(phase: Phase) -> WorkKind {
         match phase {
-            Phase::Forward => WorkKind::Forward,
+            Phase::Forward | Phase::Reference => WorkKind::Forward,
             Phase::Keys => WorkKind::Keys,
             Phase::Backward => WorkKind::Backward,
         }

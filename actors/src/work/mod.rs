@@ -130,7 +130,7 @@ pub enum Work {
     },
     /// Host: takes what layers measured of one micro-batch, or what an objective measures of it.
     Measure { visit: usize, micro_batch: MicroBatch },
-    /// Exchange: adds what all processes measured in the step.
+    /// Exchange: adds what all processes measured in the step, or gathers what an objective did.
     ExchangeMeasures { visit: usize },
     /// Host: writes the answers, or the weights of rows, that a micro-batch's backward visits read.
     Answer { visit: usize, micro_batch: MicroBatch },
@@ -284,7 +284,7 @@ impl Work {
                 row(L::Host, K::Balance, "measure of ", S::MicroBatch(m), M::Nothing)
             }
             Work::ExchangeMeasures { .. } => {
-                row(L::Exchange, K::Sum, "sum of measures", S::Nothing, M::Nothing)
+                row(L::Exchange, K::Sum, "exchange of measures", S::Nothing, M::Nothing)
             }
             Work::Answer { micro_batch: m, .. } => {
                 row(L::Host, K::Balance, "answer to ", S::MicroBatch(m), M::Nothing)

@@ -131,7 +131,15 @@ pub fn measuring(
 
 /// The same model, whose loss is an objective: of the whole step, or of micro-batches.
 pub fn aiming(model: RingModel, of_step: bool) -> RingModel {
-    RingModel { objective: Some(RingObjective { of_step, gradient: None }), ..model }
+    let objective = RingObjective { of_step, gradient: None, reference: None };
+    RingModel { objective: Some(objective), ..model }
+}
+
+/// The same model, whose objective has a reference that differs from this layer on.
+pub fn referring(mut model: RingModel, layer: u32) -> RingModel {
+    let objective = model.objective.as_mut().expect("a model with an objective");
+    objective.reference = Some(LayerId(layer));
+    model
 }
 
 /// A model without a head, whose objective reads the last hidden states.
@@ -142,7 +150,8 @@ pub fn headless(layers: u32, of_step: bool) -> RingModel {
         step.writes.retain(|written| written.role == Role::Hidden);
     }
     let gradient = Some(boundary(Role::HeadGradient));
-    RingModel { objective: Some(RingObjective { of_step, gradient }), ..all }
+    let objective = RingObjective { of_step, gradient, reference: None };
+    RingModel { objective: Some(objective), ..all }
 }
 
 /// The same model, whose layers keep on the device what they save where `keeps` of their number.

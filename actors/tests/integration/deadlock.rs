@@ -109,6 +109,10 @@ impl Case {
         // The loss of some is an objective: of the whole step, where that can be.
         let of_step = self.answers() == Answers::Step;
         let model = if self.seed & 12 == 12 { aiming(model, of_step) } else { model };
+        // Some of these have a reference in the step, which differs from some layer on.
+        let refers = self.seed & 28 == 28;
+        let first = self.seed as u32 / 32 % (self.layers + 1);
+        let model = if refers { referring(model, first) } else { model };
         let reach = [0, 1, 2, ALL_CHUNKS];
         let model = reaching(model, |number| reach[self.seed as usize >> (number % 59) & 3]);
         // Rows of some layers choose parts of blocks, and uploads of some schedules wait for it.

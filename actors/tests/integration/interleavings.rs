@@ -15,7 +15,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::common::*;
 use l2l_actors::Relay;
-use l2l_actors::schedule::{ALL_CHUNKS, BlockId, Phase, Schedule, deal, relay, resident};
+use l2l_actors::schedule::{
+    ALL_CHUNKS, BlockId, Phase, Ranks, RingModel, Schedule, deal, relay, resident,
+};
 use l2l_actors::virtual_time::{Move, VirtualLanes, World};
 
 /// Replays a path from the start.
@@ -147,14 +149,30 @@ fn all_interleavings_of_an_objective_are_sound() {
     let micro_batches: &[u32] = if whole() { &[1, 2] } else { &[1] };
     for &count in micro_batches {
         for of_step in [false, true] {
-            let model = aiming(model(1, 0, false), of_step);
-            let mut selection = everything(&model, count);
-            selection.frozen = vec![BlockId(0)];
-            let schedule = relay(&model, &selection).expect("a model of ours");
-            let (states, transitions) = explore(schedule, false, 1);
-            println!("{count} micro-batches: {states} states, {transitions} moves");
+            explore_objective(aiming(model(1, 0, false), of_step), count, Ranks::ONE);
         }
     }
+}
+
+/// The measures of an objective of the step are exchanged with another process before its losses.
+#[test]
+fn all_interleavings_of_an_exchange_of_measures_are_sound() {
+    let ranks = Ranks { count: 2, dealt: true };
+    explore_objective(aiming(model(1, 0, false), true), 1, ranks);
+}
+
+/// The reference reads and writes boundaries of its own, and uses the block that is there.
+#[test]
+fn all_interleavings_of_a_reference_are_sound() {
+    explore_objective(referring(aiming(model(1, 0, false), true), 1), 1, Ranks::ONE);
+}
+
+fn explore_objective(model: RingModel, count: u32, ranks: Ranks) {
+    let mut selection = everything(&model, count);
+    selection.frozen = vec![BlockId(0)];
+    let schedule = relay(&model, &selection).expect("a model of ours");
+    let (states, transitions) = explore(Schedule { ranks, ..schedule }, false, 1);
+    println!("{count} micro-batches: {states} states, {transitions} moves");
 }
 
 /// A sequence in two chunks, through a layer that leaves keys for the second, and one in three,

@@ -21,6 +21,7 @@ mod objective;
 mod piece_times;
 mod pieces;
 mod pipelines;
+mod references;
 mod reports;
 mod rules;
 mod runs;

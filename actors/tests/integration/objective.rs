@@ -3,10 +3,11 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Phase, Pipeline, RingModel, Role, Schedule, StepPlan, Visit, VisitKind, deal,
+    BlockId, Phase, Pipeline, Ranks, RingModel, Role, Schedule, StepPlan, Visit, VisitKind, deal,
     pipeline, relay, resident,
 };
 use l2l_actors::work::{Work, WorkKind};
+use l2l_actors::{Operation, Relay, virtual_time};
 
 fn is_objective(visit: &&Visit) -> bool {
     matches!(visit.kind, VisitKind::Objective { .. })
@@ -100,6 +101,32 @@ fn objectives_run_in_every_schedule() {
                 assert_eq!(run(&schedule, deferred), (computed, schedule.micro_batches.len()));
             }
         }
+    }
+}
+
+/// Losses, and the weights of rows, wait for what other processes measured, if they need it.
+#[test]
+fn losses_of_the_step_wait_for_the_measures_of_other_processes() {
+    for of_step in [false, true] {
+        let mut schedule = in_two_groups(&aiming(model(2, 1, false), of_step));
+        schedule.ranks = Ranks { count: 2, dealt: true };
+        let config = config(&schedule, &depths(1, 1, 1, 1), true);
+        let is_exchange = |work: &Work| matches!(work, Work::ExchangeMeasures { .. });
+        let time = move |operation: &Operation| {
+            ticks(if is_exchange(operation.work()) { 1000 } else { 1 })
+        };
+        let ran = async move |mut relay: Relay<_>| {
+            step_of(&mut relay, &schedule, ()).await.expect("nothing fails here");
+            relay.stop().await.expect("nothing fails here");
+        };
+        let (_, records) = virtual_time::run(config, time, ran).expect("it ends");
+        let exchanged: Vec<_> = records.iter().filter(|record| is_exchange(&record.work)).collect();
+        assert_eq!(exchanged.len(), usize::from(of_step));
+        let Some(exchange) = exchanged.first() else { continue };
+        let waits = |work: &Work| matches!(work, Work::Loss { .. } | Work::Answer { .. });
+        let waiting: Vec<_> = records.iter().filter(|record| waits(&record.work)).collect();
+        assert_eq!(waiting.len(), 4 + 4);
+        assert!(waiting.iter().all(|record| record.begin >= exchange.end));
     }
 }
 

@@ -134,7 +134,8 @@ impl TransformerBlock {
         chunk: BatchView<'a>,
         scratch: &Scratch<'_>,
     ) -> Products<'a> {
-        let low_rank = self.adapters.as_ref().map(|adapters| {
+        let adapters = self.adapters.as_ref().filter(|_| chunk.has_adapters());
+        let low_rank = adapters.map(|adapters| {
             let modules = self.linear_modules();
             let inputs = modules.iter().map(|(_, inputs, _)| *inputs).max().unwrap_or(0);
             let outputs = modules.iter().map(|(.., outputs)| *outputs).max().unwrap_or(0);

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Portion, Role, Shard};
+use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Phase, Portion, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
@@ -231,7 +231,8 @@ impl DeviceLanes {
         let accumulators = blocks.iter().filter_map(|of| of.gradient);
         let accumulate = accumulators.clone().any(|accumulator| !accumulator.first);
         assert!(!accumulate || accumulators.into_iter().all(|accumulator| !accumulator.first));
-        let batch = state.view(m, shared.seed);
+        let own = state.view(m, shared.seed);
+        let batch = if visit.phase == Phase::Reference { own.of_reference() } else { own };
         let args = VisitArgs {
             batch,
             targets: state.targets(m),

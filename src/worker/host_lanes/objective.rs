@@ -2,9 +2,10 @@
 //! hidden states.
 
 use std::ops::Range;
+use std::sync::MutexGuard;
 
 use l2l_actors::BoxedError;
-use l2l_actors::schedule::{BoundaryId, MicroBatch, Role, VisitKind};
+use l2l_actors::schedule::{BoundaryId, MicroBatch, Role};
 
 use super::HostLanes;
 use super::visit::HostVisit;
@@ -14,11 +15,16 @@ use crate::kernels::STATISTICS;
 use crate::models::Head;
 use crate::objectives::{Measures, Objective};
 use crate::plan::Purpose;
-use crate::worker::objective::{Embeds, Given, HiddenRows};
+use crate::worker::Dealt;
+use crate::worker::objective::{Embeds, Given, HiddenRows, ObjectiveDesk};
+use crate::worker::step::StepState;
 
 /// The rows of a sequence in a unit.
 struct SequenceRows {
-    sequence: usize,
+    /// The place of the sequence on the desk.
+    place: usize,
+    /// Tokens of the whole sequence.
+    length: usize,
     /// Its rows among those of the unit.
     rows: Range<usize>,
     /// The place of the first of them in the sequence.
@@ -50,17 +56,31 @@ impl HostLanes {
         }
     }
 
+    /// The desk of the step, with room for its sequences.
+    fn desk<'a>(&self, at: &'a HostVisit<'_>) -> MutexGuard<'a, ObjectiveDesk> {
+        let mut desk = at.state.objective.lock().expect("nothing panics inside");
+        let own = own_places(&at.state);
+        let all = at.state.shared().map_or(own.end, |all| all.starts.len() - 1);
+        desk.open(all, own, self.each());
+        desk
+    }
+
     /// Takes the log-probabilities of a unit's sequences, or their embeddings.
     pub(super) fn measure_records(&self, at: &HostVisit<'_>, m: MicroBatch) {
         if let Some(how) = self.embeds() {
             return self.pool(at, m, how);
         }
-        let statistics = at.stashed(self.statistics(at), m);
+        let [policy, reference] = statistics(at);
+        let policy = policy.map(|id| at.stashed(id, m)).expect("an objective reads statistics");
+        let reference = reference.map(|id| at.stashed(id, m));
         let measures = self.measured();
-        let mut desk = at.state.objective.lock().expect("nothing panics inside");
-        desk.open(at.state.input.batch.sequences(), self.each());
-        for SequenceRows { sequence, rows, .. } in sequences(at, m) {
-            desk.measure(sequence, &statistics[floats_of(rows, STATISTICS)], measures);
+        let mut desk = self.desk(at);
+        for SequenceRows { place, rows, .. } in sequences(at, m) {
+            let floats = floats_of(rows, STATISTICS);
+            desk.measure(place, &policy[floats.clone()], measures);
+            if let Some(reference) = reference {
+                desk.measure_reference(place, &reference[floats]);
+            }
         }
     }
 
@@ -71,13 +91,11 @@ impl HostLanes {
         let packing = self.shared.packing(at.schedule().boundary(boundary));
         let width = packing.columns;
         let stashed = at.stashed(boundary, m);
-        let batch = &at.state.input.batch;
-        let mut desk = at.state.objective.lock().expect("nothing panics inside");
-        desk.open(batch.sequences(), self.each());
+        let mut desk = self.desk(at);
         let rows = at.state.range(m).rows.len();
         let hidden = packing.widened(stashed, rows);
-        for SequenceRows { sequence, rows, first, .. } in sequences(at, m) {
-            let rows_of = HiddenRows { sequence, first, of: batch.length(sequence) };
+        for SequenceRows { place, length, rows, first, .. } in sequences(at, m) {
+            let rows_of = HiddenRows { sequence: place, first, of: length };
             desk.pool(rows_of, how, &hidden[floats_of(rows, width)], width);
         }
     }
@@ -87,10 +105,9 @@ impl HostLanes {
         let [gradient] = at.visit.writes[..] else { unreachable!("it writes one gradient") };
         let width = at.schedule().boundary(gradient).width();
         let to = at.stashed_mut(gradient, m);
-        let batch = &at.state.input.batch;
         let desk = at.state.objective.lock().expect("nothing panics inside");
-        for SequenceRows { sequence, rows, first, .. } in sequences(at, m) {
-            let rows_of = HiddenRows { sequence, first, of: batch.length(sequence) };
+        for SequenceRows { place, length, rows, first, .. } in sequences(at, m) {
+            let rows_of = HiddenRows { sequence: place, first, of: length };
             desk.unpool(rows_of, how, at.state.scale, &mut to[floats_of(rows, width)]);
         }
     }
@@ -109,17 +126,13 @@ impl HostLanes {
             && state.input.purpose != Purpose::Measure
             && let Some(objective) = self.objective()
         {
-            let batch = &state.input.batch;
+            let Range { start: first, end } = own_places(state);
             let own = state.sequences_of(&units);
-            let is_of_step = at.visit.kind == VisitKind::Objective { of_step: true };
-            let needed = if is_of_step { 0..batch.sequences() } else { own.clone() };
-            let given = Given {
-                reference: &batch.reference,
-                labelled: &batch.scored,
-                ids: &batch.tokens,
-                starts: &batch.starts,
-                scores: &batch.scores,
-            };
+            let own = first + own.start..first + own.end;
+            let given = given(state);
+            let is_of_step = at.visit.kind.is_of_step();
+            let all = state.shared().map_or(end, |all| all.starts.len() - 1);
+            let needed = if is_of_step { 0..all } else { own.clone() };
             let mut desk = state.objective.lock().expect("nothing panics inside");
             let desk = &mut *desk;
             let named = |what| format!("objective {}: {what}", objective.name());
@@ -144,26 +157,53 @@ impl HostLanes {
         if let Some(how) = self.embeds() {
             return self.unpool(at, m, how);
         }
-        let statistics = at.stashed(self.statistics(at), m);
+        let [policy, _] = statistics(at);
+        let statistics = at.stashed(policy.expect("an objective reads statistics"), m);
         let [weighed] = at.visit.writes[..] else { unreachable!("an objective writes statistics") };
         let measures = self.measured();
         let weighed = at.stashed_mut(weighed, m);
         let desk = at.state.objective.lock().expect("nothing panics inside");
-        for SequenceRows { sequence, rows, token, .. } in sequences(at, m) {
+        for SequenceRows { place, rows, token, .. } in sequences(at, m) {
             let floats = floats_of(rows, STATISTICS);
             let from = &statistics[floats.clone()];
             let to = &mut weighed[floats];
             match measures {
-                Measures::Scores => desk.weigh_score(sequence, from, to),
-                _ => desk.weigh(sequence, token, from, to),
+                Measures::Scores => desk.weigh_score(place, from, to),
+                _ => desk.weigh(place, token, from, to),
             }
         }
     }
+}
 
-    /// The boundary of complete statistics that a visit reads.
-    fn statistics(&self, at: &HostVisit<'_>) -> BoundaryId {
-        let boundary = at.schedule().with_role(&at.visit.reads, Role::Statistics);
-        boundary.expect("an objective reads statistics")
+/// The boundaries of complete statistics that a visit reads: of the policy, and of the reference if
+/// the step computes it.
+fn statistics(at: &HostVisit<'_>) -> [Option<BoundaryId>; 2] {
+    let is_one = |id: &&BoundaryId| at.schedule().boundary(**id).role == Role::Statistics;
+    let mut all = at.visit.reads.iter().filter(is_one).copied();
+    [all.next(), all.next()]
+}
+
+/// The places of this rank's sequences on the desk.
+fn own_places(state: &StepState) -> Range<usize> {
+    let first = state.shared().map_or(0, |all| all.first_sequence);
+    first..first + state.input.batch.sequences()
+}
+
+/// What the losses of the sequences on the desk depend on beside what was measured.
+fn given(state: &StepState) -> Given<'_> {
+    let batch = &state.input.batch;
+    let labelled = &batch.scored;
+    match state.shared() {
+        Some(Dealt { tokens, starts, reference, scores, .. }) => {
+            Given { reference, labelled, ids: tokens, starts, scores }
+        }
+        None => Given {
+            reference: &batch.reference,
+            labelled,
+            ids: &batch.tokens,
+            starts: &batch.starts,
+            scores: &batch.scores,
+        },
     }
 }
 
@@ -173,13 +213,16 @@ fn sequences<'a>(
     m: MicroBatch,
 ) -> impl Iterator<Item = SequenceRows> + use<'a> {
     let batch = &at.state.input.batch;
+    let before = own_places(&at.state).start;
     let mut row = 0;
     at.state.range(m).sequences.zip(at.state.positions(m)).map(move |(sequence, positions)| {
         let from = row;
         row += positions.len();
-        let before = batch.starts[sequence]..batch.starts[sequence] + positions.start;
-        let token = batch.targets[before].iter().filter(|target| **target >= 0).count();
-        SequenceRows { sequence, rows: from..row, first: positions.start, token }
+        let earlier = batch.starts[sequence]..batch.starts[sequence] + positions.start;
+        let token = batch.targets[earlier].iter().filter(|target| **target >= 0).count();
+        let length = batch.length(sequence);
+        let place = before + sequence;
+        SequenceRows { place, length, rows: from..row, first: positions.start, token }
     })
 }
 
