@@ -57,7 +57,8 @@ impl TransformerBlock {
 
     /// The experts of the `nth` block behind the first.
     pub(super) fn bundle(&self, nth: usize) -> Range<usize> {
-        let (size, count) = (self.bundle_size(), self.experts().map_or(0, |all| all.count));
+        let size = self.bundle_size();
+        let count = self.experts().map_or(0, |experts| experts.count);
         let first = nth * size;
         first.min(count)..count.min(first + size)
     }

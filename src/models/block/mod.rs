@@ -84,9 +84,15 @@ impl<'a> ChunkInputs<'a> {
 impl TransformerBlock {
     /// A block without adapters.
     pub fn new(index: u32, number: usize, shape: Shape) -> TransformerBlock {
-        let bundle_size = OnceLock::new();
-        let (adapters, relu_room) = (None, None);
-        TransformerBlock { index, number, shape, adapters, relu_room, first_head: 0, bundle_size }
+        TransformerBlock {
+            index,
+            number,
+            shape,
+            adapters: None,
+            relu_room: None,
+            first_head: 0,
+            bundle_size: OnceLock::new(),
+        }
     }
 
     fn rotary(&self) -> Option<&Rotary> {
