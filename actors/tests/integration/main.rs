@@ -19,6 +19,7 @@ mod misuse;
 mod objective;
 mod piece_times;
 mod pieces;
+mod pipedream;
 mod pipelines;
 mod reports;
 mod rules;
