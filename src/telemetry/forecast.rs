@@ -395,7 +395,7 @@ impl Forecast {
         rates: &Rates,
     ) -> Result<Forecast, Error> {
         let step = StepShape {
-            sequences: model.sequences_of(config.step.batch),
+            sequences: model.sequences_of(config.records_of_window()),
             positions: plan.batch.positions,
             purpose: Purpose::Train,
         };

@@ -91,7 +91,7 @@ impl HostLanes {
         let desk = at.state.objective.lock().expect("nothing panics inside");
         for SequenceRows { sequence, rows, first, .. } in sequences(at, m) {
             let rows_of = HiddenRows { sequence, first, of: batch.length(sequence) };
-            desk.unpool(rows_of, how, at.state.scale, &mut to[floats_of(rows, width)]);
+            desk.unpool(rows_of, how, at.state.batch_of(m).scale, &mut to[floats_of(rows, width)]);
         }
     }
 
@@ -110,7 +110,7 @@ impl HostLanes {
             && let Some(objective) = self.objective()
         {
             let batch = &state.input.batch;
-            let own = state.sequences_of(&units);
+            let own = state.input.units.sequences_of(&units);
             let is_of_step = at.visit.kind == VisitKind::Objective { of_step: true };
             let needed = if is_of_step { 0..batch.sequences() } else { own.clone() };
             let given = Given {
