@@ -214,9 +214,12 @@ fn check_stages(config: &Config, model: &Model, ranks: u32) -> Result<(), Error>
         );
         return Err(Error::config("schedule.stages", problem));
     }
+    let is_tied = model.shape.tied && model.shape.scores_vocabulary();
+    let trains_table = !model.computed_gradient(BlockId(0)).is_empty();
+    let tied = "tied embeddings that train, which two stages would read at two versions";
     let refused = [
-        (model.shape.tied, "tied embeddings, which two stages would read at two versions"),
         (model.shape.experts.is_some(), "experts"),
+        (is_tied && trains_table, tied),
         (model.objective.is_some(), "an objective"),
         (ranks > 1, "several processes"),
     ];

@@ -18,6 +18,7 @@ use serde_json::Value;
 use crate::delayed::check_weights;
 use crate::exact::{self, Case, SMALL, Ways, baseline, ways};
 use crate::optimizers::{bytes_of, steps};
+use crate::plan::limit;
 use crate::pytorch::{case, numbers};
 use crate::trained::Trained;
 use crate::whole;
@@ -26,8 +27,8 @@ const KIND: ScheduleKind = ScheduleKind::Pipedream;
 
 /// A window over so many stages, of an untied Llama; with dropout, of a GPT-2 that classifies.
 fn windowed(case: &Case, ways: &Ways, stages: u32, window: u32) -> Config {
-    let ways = Ways { kind: KIND, chunks: None, ..ways.clone() };
-    let mut config = exact::config(case, &ways);
+    let whole = Ways { kind: KIND, chunks: None, recompute: true.into(), ..ways.clone() };
+    let mut config = exact::config(case, &whole);
     if case.dropout > 0.0 {
         config.model.task = Some(Task::SequenceClassification);
         config.train.label_smoothing = 0.0;
@@ -41,6 +42,8 @@ fn windowed(case: &Case, ways: &Ways, stages: u32, window: u32) -> Config {
     (config.schedule.stages, config.schedule.window) = (Some(stages), Some(window));
     config.step.steps = Some(u64::from(3 * window));
     config.optimizer.schedule = RateSchedule::Cosine;
+    config.schedule.recompute = ways.recompute;
+    limit(&mut config, ways.room);
     config
 }
 

@@ -125,10 +125,14 @@ fn every_recipe_runs() {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
     let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
+    let of_stages = ["model.kv_heads=2", "model.intermediate=48", "schedule.window=1"];
+    let of_stages = of_stages.map(String::from);
+    let stages = [&small[1..], &of_stages, &["model.layers=3".into()]].concat();
     let relevant = write("relevant.jsonl", lines(relevant));
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 12] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 13] = [
+        ("pipedream", stages, &text, "perplexity"),
         ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
@@ -155,7 +159,7 @@ fn every_recipe_runs() {
             "step.steps=2".into(),
             "data.sequence_length=64".into(),
             "step.batch=6".into(),
-            "step.micro_batch=4".into(),
+            format!("step.micro_batch={}", if recipe == "pipedream" { 6 } else { 4 }),
             format!("log.file={run}.jsonl"),
             format!("log.tensorboard={run}.board"),
         ]);
