@@ -85,7 +85,7 @@ impl Reducer {
                     {
                         let whole = self.reduce_scatter(step, block, &landing, whole);
                         let version = step.version_of(step.plan.schedule.batch(group));
-                        self.complete(step, (block, version), scattered, landing, whole).await?;
+                        self.complete(step, block, version, scattered, landing, whole).await?;
                     }
                 }
                 Reduction::Balance { visit } => self.balance(step, visit).await?,
@@ -229,7 +229,8 @@ impl Reducer {
     async fn complete(
         &mut self,
         step: &Arc<Step>,
-        (block, version): (BlockId, Version),
+        block: BlockId,
+        version: Version,
         scattered: bool,
         landing: Held,
         landed: Fence,

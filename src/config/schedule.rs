@@ -18,10 +18,10 @@ pub struct ScheduleConfig {
     /// then the next layer (L2L). `resident`: one micro-batch through all layers, then the next
     /// one, as ordinary training does. `gpipe`, `1f1b`, `interleaved`: pipelines, in which each
     /// device has stages of layers that follow each other. `file`: a pipeline from `path`. All of
-    /// these give the same result, bit for bit. `pipedream`: a pipeline of `stages` stages, in which
-    /// each batch has an update of its own as soon as a stage has gone backward with it, and later
-    /// batches of a `window` go on with older weights meanwhile. This changes the results, and may
-    /// cost loss: see docs/delay.md.
+    /// these give the same result, bit for bit. `pipedream`: a pipeline of `stages` stages, in
+    /// which each batch has an update of its own as soon as a stage has gone backward with it, and
+    /// later batches of a `window` go on with older weights meanwhile. This changes the results,
+    /// and may cost loss: see docs/delay.md.
     pub kind: ScheduleKind,
     /// Stages on each device in a pipeline. 1 when absent, and 2 with `interleaved`.
     pub chunks: Option<u32>,

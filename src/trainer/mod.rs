@@ -197,10 +197,10 @@ impl Trainer {
         self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
 
-    /// Trains one step on a batch of `step.batch` sequences; with `schedule.kind = "pipedream"` all
-    /// steps of a window, on the sequences of its batches, one batch behind the other. `depth` of the config says which
-    /// layers are added before it and which are left out. See [`Trainer`] for what holds when it
-    /// returns, is cancelled, or fails.
+    /// Trains one step on a batch of `step.batch` sequences. With `schedule.kind = "pipedream"` it
+    /// trains all steps of a window, on the sequences of its batches, one batch behind the other.
+    /// `depth` of the config says which layers are added before it and which are left out. See
+    /// [`Trainer`] for what holds when it returns, is cancelled, or fails.
     ///
     /// # Errors
     /// The batch is not what the plan was made for, and nothing was done; or the ring failed.

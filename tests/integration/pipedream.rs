@@ -114,7 +114,8 @@ proptest! {
     /// Devices, depths, stash, recomputation, threads: one digest. In any precision, by any rule.
     #[test]
     fn every_way_gives_the_same_bits((case, stages, window) in windows(), ways in ways()) {
-        let one = Ways { channels: ChannelsConfig { weights: 1, ..baseline().channels }, ..baseline() };
+        let channels = ChannelsConfig { weights: 1, ..baseline().channels };
+        let one = Ways { channels, ..baseline() };
         let (expected, reference) = exact::run(windowed(&case, &one, stages, window), 2);
         let ways = Ways { on_file: false, sharded: false, deal: baseline().deal, ..ways };
         let ways = Ways { devices: ways.devices.min(stages), ..ways };

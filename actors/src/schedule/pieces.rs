@@ -3,13 +3,13 @@
 //! **The upload lane's order.** Inputs of each visit in order. The blocks of a coming visit stand
 //! (a) behind the last input of the visit that last used their slot, (b) behind the last input of
 //! the visit `visit credits` before their own, (c) never before their own step, (d) if they wait
-//! for what rows choose of them, behind the last input of the visit that writes it, (e) if they wait for
-//! an update of their own step, behind the last input of the visit that ends its gradient. An entry can
-//! complete without those in front of it, so the list cannot end in a circle. Within these rules, a
-//! block stands behind as many inputs of the running visit as the pool fetches ahead: the lane is
-//! in order, and a whole block in front of them would starve the compute lane. A block is one
-//! piece. If long visits with few stash slots ask for it, a piece becomes a share, and this list is
-//! the one place that changes.
+//! for what rows choose of them, behind the last input of the visit that writes it, (e) if they
+//! wait for an update of their own step, behind the last input of the visit that ends its gradient.
+//! An entry can complete without those in front of it, so the list cannot end in a circle. Within
+//! these rules, a block stands behind as many inputs of the running visit as the pool fetches
+//! ahead: the lane is in order, and a whole block in front of them would starve the compute lane. A
+//! block is one piece. If long visits with few stash slots ask for it, a piece becomes a share, and
+//! this list is the one place that changes.
 
 use std::ops::Range;
 

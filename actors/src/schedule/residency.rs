@@ -2,9 +2,9 @@
 //!
 //! The future of a step is known, so Belady's rule applies as written (1966, "A study of
 //! replacement algorithms for a virtual-storage computer"): it fetches the fewest blocks. A step's
-//! versions are its own, so residency begins cold with each step. Of a step in batches, each version of
-//! a block is by itself. Ties (never used again) go to the
-//! slot that fell idle first, so that its upload can start earliest.
+//! versions are its own, so residency begins cold with each step. In a step in batches, each
+//! version of a block has a place of its own. Ties (never used again) go to the slot that fell idle
+//! first, so that its upload can start earliest.
 
 use std::collections::HashMap;
 
