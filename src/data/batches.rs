@@ -37,8 +37,12 @@ fn made(order: Order, data: &Dataset, first: u64, window: u32) -> Result<Batch, 
     let mut all = Vec::new();
     for step in first..first + u64::from(window) {
         let sequences = order.sequences(data, step)?;
-        if data.batch_of(&sequences).labelled == 0 {
+        let batch = data.batch_of(&sequences);
+        if batch.labelled == 0 {
             return Err(unlabelled(data, step));
+        }
+        if window == 1 {
+            return Ok(batch);
         }
         all.extend(sequences);
     }

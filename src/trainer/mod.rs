@@ -257,6 +257,13 @@ impl Trainer {
             return Err(Error::bad_batch(what));
         }
         self.engine.check(batch)?;
+        let window = self.run.config.window() as usize;
+        let each = has / window;
+        let is_unlabelled = |nth: &usize| batch.labelled_in(nth * each..(nth + 1) * each) == 0;
+        if let Some(nth) = (0..window).filter(|_| window > 1).find(is_unlabelled) {
+            let what = format_args!("batch {nth} of a window of {window}: it has no label");
+            return Err(Error::bad_batch(what));
+        }
         self.engine.check_reference(batch)
     }
 

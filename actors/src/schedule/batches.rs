@@ -17,6 +17,7 @@
 //! batches.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use super::device_visits::DeviceVisit;
 use super::model::{RingModel, Selection};
@@ -62,7 +63,7 @@ pub fn pipedream(
 
 /// The batches whose gradients are complete in a stage with so many stages behind it, when the
 /// first micro-batch of a batch comes there.
-fn ready(groups: &[std::ops::Range<MicroBatch>], batch: usize, behind: u32) -> u32 {
+fn ready(groups: &[Range<MicroBatch>], batch: usize, behind: u32) -> u32 {
     let first = groups[batch].start;
     groups.partition_point(|group| group.end + behind <= first) as u32
 }
@@ -108,6 +109,14 @@ impl Schedule {
     /// The updates of this step that a block has had when a visit reads it.
     pub fn ahead(&self, visit: &Visit, block: BlockId) -> u32 {
         if self.is_trained(block) { visit.ahead } else { 0 }
+    }
+}
+
+/// All micro-batches of a visit's batch.
+pub(super) fn whole(schedule: &Schedule, visit: &Visit) -> Range<MicroBatch> {
+    match schedule.in_batches {
+        true => schedule.groups[schedule.group_of(visit.micro_batches.start) as usize].clone(),
+        false => 0..schedule.micro_batches.len() as MicroBatch,
     }
 }
 

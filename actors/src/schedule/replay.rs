@@ -354,10 +354,8 @@ impl<'p> Replay<'p> {
                 }
                 host.micro_batches.clone().for_each(|m| self.land(&host.writes, m));
                 let scatters = host.kind == VisitKind::Scatter;
-                let ended = host
-                    .blocks
-                    .iter()
-                    .filter(|id| scatters && !self.walks.schedule.block(**id).frozen);
+                let is_trained = |id: &&BlockId| !self.walks.schedule.block(**id).frozen;
+                let ended = host.blocks.iter().filter(|id| scatters && is_trained(id));
                 ended.for_each(|id| self.updates[id.0 as usize] += 1);
             }
         }

@@ -242,13 +242,7 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
             }
             match (visit.kind, visit.phase) {
                 (VisitKind::Scatter, _) => {
-                    let all = match schedule.in_batches {
-                        true => schedule.groups
-                            [schedule.group_of(visit.micro_batches.start) as usize]
-                            .clone(),
-                        false => 0..schedule.micro_batches.len() as MicroBatch,
-                    };
-                    if visit.micro_batches != all {
+                    if visit.micro_batches != batches::whole(schedule, visit) {
                         let reason = "a scatter takes all micro-batches of the step at once";
                         return Err(Refusal::at(schedule, index, reason));
                     }
