@@ -303,6 +303,38 @@ fn models_that_windows_cannot_have_are_refused() {
     );
 }
 
+/// A bench counts windows, with the default number of them.
+#[cfg(feature = "cli")]
+#[test]
+fn a_bench_runs_windows() {
+    use crate::program::{events, good};
+    let sets = [
+        "model.preset=llama-7b",
+        "model.layers=2",
+        "model.hidden=16",
+        "model.heads=2",
+        "model.kv_heads=2",
+        "model.intermediate=24",
+        "model.vocabulary=31",
+        "data.train=random",
+        "data.sequence_length=8",
+        "step.batch=2",
+        "step.micro_batch=2",
+        "schedule.kind=pipedream",
+        "schedule.stages=3",
+        "schedule.window=3",
+        "log.format=json",
+    ];
+    let sets = sets.into_iter().flat_map(|set| ["--set", set]);
+    let found = good(&["bench"].into_iter().chain(sets).collect::<Vec<_>>());
+    let steps: Vec<u64> = events(&found)
+        .iter()
+        .filter(|event| event["event"] == "step")
+        .map(|event| event["step"].as_u64().expect("a number"))
+        .collect();
+    assert!(steps.len() > 1 && steps.iter().zip(1..).all(|(step, nth)| *step == 3 * nth));
+}
+
 /// A program has the same layers in all steps, and brings whole windows.
 #[tokio::test]
 async fn a_program_brings_windows() {
