@@ -308,25 +308,16 @@ fn models_that_windows_cannot_have_are_refused() {
 #[test]
 fn a_bench_runs_windows() {
     use crate::program::{events, good};
-    let sets = [
-        "model.preset=llama-7b",
-        "model.layers=2",
-        "model.hidden=16",
-        "model.heads=2",
-        "model.kv_heads=2",
-        "model.intermediate=24",
-        "model.vocabulary=31",
-        "data.train=random",
-        "data.sequence_length=8",
-        "step.batch=2",
-        "step.micro_batch=2",
-        "schedule.kind=pipedream",
-        "schedule.stages=3",
-        "schedule.window=3",
-        "log.format=json",
-    ];
-    let sets = sets.into_iter().flat_map(|set| ["--set", set]);
-    let found = good(&["bench"].into_iter().chain(sets).collect::<Vec<_>>());
+    let folder = tempfile::tempdir().expect("a place for files");
+    let at = folder.path().join("run.toml");
+    let text = "model = { preset = \"llama-7b\", layers = 2, hidden = 16, heads = 2, kv_heads = 2, \
+                intermediate = 24, vocabulary = 31 }\n\
+                data = { train = \"random\", sequence_length = 8 }\n\
+                step = { batch = 2, micro_batch = 2 }\n\
+                schedule = { kind = \"pipedream\", stages = 3, window = 3 }\n";
+    fs::write(&at, text).expect("a directory of ours");
+    let at = at.display().to_string();
+    let found = good(&["bench", &at, "--set", "log.format=json"]);
     let steps: Vec<u64> = events(&found)
         .iter()
         .filter(|event| event["event"] == "step")

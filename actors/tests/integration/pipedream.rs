@@ -87,11 +87,8 @@ fn versions_are_those_of_the_article() {
             met += 1;
         }
         assert_eq!(met, 7 * (2 * 4 + 1));
-        // A stage has as many versions in use as batches are on their way through it.
-        let pools = Pools::of(&schedule, &depths(1, 1, 1, 1));
-        let layers_of_first = (4 / stages).max(1);
-        assert!(pools.weights >= stages * layers_of_first.min(1), "{pools:?}");
     }
+    // The first stage has as many versions in use as batches are on their way.
     let pools = Pools::of(&WINDOW.schedule(), &depths(1, 1, 1, 1));
     assert_eq!(pools.weights, 4);
 }
@@ -325,7 +322,8 @@ fn the_last_stage_waits_for_its_updates() {
         .map(|record| record.begin.as_nanos() as u64)
         .collect();
     // Forward, backward, download, update (behind that of the first stage), upload.
-    assert!(begins.windows(2).all(|pair| pair[1] - pair[0] >= 4 + 4 + 1 + 10 + 1), "{begins:?}");
+    let round_trip = 4 + 4 + 1 + 10 + 1;
+    assert!(begins.windows(2).all(|pair| pair[1] - pair[0] >= round_trip), "{begins:?}");
 }
 
 /// A step between that does not train reads the newest version, and makes none.
