@@ -81,7 +81,7 @@ impl Executor {
     ) -> Result<Fence, BoxedError> {
         self.open_gradients(step, resolved, visit).await?;
         let last = visit.micro_batches.len() - 1;
-        let mut blocks = self.block_uses(step, resolved, &weights);
+        let mut blocks = self.block_uses(step, resolved, visit, &weights);
         let mut end = None;
         for (nth, m) in step.plan.schedule.units(visit).enumerate() {
             let inputs = self.inputs(weights.device_visit, visit, m).await?;
@@ -126,7 +126,7 @@ impl Executor {
         visit: &Visit,
     ) -> Result<(), BoxedError> {
         for &(portion, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
-            let content = Content::Gradient(portion, step.number);
+            let content = Content::Gradient(portion, step.gradient_of(visit));
             let pool = &mut self.gradient_slots;
             let held = self.context.acquire(pool, content, Some(visit.layer)).await?;
             self.open.insert(portion, held);
@@ -136,14 +136,21 @@ impl Executor {
 
     /// Pairs each block of a visit with its weight slot and, if it trains, with its accumulator,
     /// as the visit's first operation needs them.
-    fn block_uses(&self, step: &Step, resolved: &DeviceVisit, weights: &Weights) -> Vec<BlockUse> {
-        let of = |(&Residence { portion, .. }, held): (&Residence, &Held)| {
+    fn block_uses(
+        &self,
+        step: &Step,
+        resolved: &DeviceVisit,
+        visit: &Visit,
+        weights: &Weights,
+    ) -> Vec<BlockUse> {
+        let of = |(&Residence { portion, ahead, .. }, held): (&Residence, &Held)| {
             let trained = resolved.accumulates.iter().find(|(trained, _)| *trained == portion);
             let gradient = trained.map(|&(_, first)| {
-                let slot = self.open[&portion].slot(Content::Gradient(portion, step.number));
+                let content = Content::Gradient(portion, step.gradient_of(visit));
+                let slot = self.open[&portion].slot(content);
                 Accumulator { slot, first }
             });
-            let weights = held.slot(Content::Portion(portion, step.reads));
+            let weights = held.slot(Content::Portion(portion, step.reads + u64::from(ahead)));
             BlockUse { portion, weights, gradient }
         };
         resolved.residences.iter().zip(&weights.blocks).map(of).collect()

@@ -102,14 +102,16 @@ impl Fetcher {
         index: usize,
         share: Share,
     ) -> Result<(), BoxedError> {
-        let visit = &step.plan.schedule.visits[index];
+        let schedule = &step.plan.schedule;
+        let visit = &schedule.visits[index];
         let first = visit.micro_batches.start;
         let all = visit.micro_batches.clone();
         let (staged, completed) = match share {
             Share::MicroBatch(m) => {
                 // The first micro-batch waits for the blocks of all.
                 for &block in visit.blocks.iter().filter(|_| m == first) {
-                    self.context.published(block, step.reads, Some(visit.layer)).await?;
+                    let version = step.reads + u64::from(schedule.ahead(visit, block));
+                    self.context.published(block, version, Some(visit.layer)).await?;
                 }
                 (None, m..m + 1)
             }

@@ -118,6 +118,8 @@ pub enum Reduced {
     Gradient {
         /// The block.
         block: BlockId,
+        /// The version that it moves on.
+        version: Version,
         /// The landing block that holds it; `None`: its gradient region.
         landing: Option<Held>,
         /// The operation that put it there.

@@ -32,6 +32,17 @@ pub struct Step {
 }
 
 impl Step {
+    /// The version of a block that an update of this batch's gradient moves on. It names the
+    /// gradient, too. In a step of one batch, the batch is 0.
+    pub(crate) fn version_of(&self, batch: u32) -> Version {
+        self.version + u64::from(batch)
+    }
+
+    /// The same for the batch of a visit.
+    pub(crate) fn gradient_of(&self, visit: &Visit) -> Version {
+        self.version_of(self.plan.schedule.batch_of(visit.micro_batches.start))
+    }
+
     /// The first layer that needs a block.
     pub(crate) fn layer_of(&self, block: BlockId) -> Option<LayerId> {
         self.layers[block.0 as usize]

@@ -24,7 +24,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Reduced, Resolved};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, Reduction};
+use crate::schedule::{BlockId, Reduction, Version};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, MasterAt, Stored, Summed, Work};
 
@@ -72,17 +72,19 @@ impl Actor for Optimizer {
 impl Optimizer {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let mut losses = Vec::new();
-        let mut squares = BTreeMap::new(); // block -> the fence that reports its sum of squares
+        // By block and version: the fence that reports the sum of squares.
+        let mut squares = BTreeMap::new();
         let ends = loop {
             match self.context.recv(&mut self.reduced, None).await? {
                 Flow::Datum(Reduced::Loss(fence)) => losses.push(fence),
-                Flow::Datum(Reduced::Gradient { block, reduced, .. }) if self.deferred => {
-                    squares.insert(block, reduced);
+                Flow::Datum(Reduced::Gradient { block, version, reduced, .. }) if self.deferred => {
+                    squares.insert((block, version), reduced);
                 }
-                Flow::Datum(Reduced::Gradient { block, landing, reduced, measured }) => {
+                Flow::Datum(Reduced::Gradient { block, version, landing, reduced, measured }) => {
                     let waits = [reduced].into_iter().chain(measured).collect();
                     let complete = Complete { landing, waits, norm: None };
-                    squares.insert(block, self.update(step, block, complete).await?);
+                    let updated = self.update(step, block, version, complete).await?;
+                    squares.insert((block, version), updated);
                 }
                 Flow::End(ends) => break ends,
                 Flow::Begin(_) | Flow::Stop => unreachable!("a step ends before anything else"),
@@ -125,7 +127,8 @@ impl Optimizer {
         };
         for block in late {
             let norm = Some(resolved.norm);
-            self.update(step, block, Complete { norm, ..Complete::default() }).await?;
+            let complete = Complete { norm, ..Complete::default() };
+            self.update(step, block, step.version, complete).await?;
         }
         self.store(step).await?;
         if updates.iter().any(|&id| step.plan.schedule.block(id).staged) {
@@ -141,13 +144,14 @@ impl Optimizer {
         &mut self,
         step: &Arc<Step>,
         block: BlockId,
+        version: Version,
         complete: Complete,
     ) -> Result<Fence, BoxedError> {
         if step.plan.schedule.block(block).staged {
             return self.update_staged(step, block, complete).await;
         }
-        let mut order = order(step, block, MasterAt::Memory, complete);
-        order.raises = vec![Fact::Updated(block, step.version + 1)];
+        let mut order = order(step, block, version, MasterAt::Memory, complete);
+        order.raises = vec![Fact::Updated(block, version + 1)];
         order.commits = self.deferred;
         Ok(self.context.queue(order))
     }
@@ -169,7 +173,7 @@ impl Optimizer {
         let work = Work::Stage { block, version, stored, slot };
         complete.waits.push(self.context.queue(Order::gradient(step, layer, work)));
         self.store(step).await?;
-        let order = order(step, block, MasterAt::Slot(slot), complete);
+        let order = order(step, block, version, MasterAt::Slot(slot), complete);
         let updated = self.context.queue(order);
         self.updating = Some(Updating { block, state, updated: updated.clone() });
         Ok(updated)
@@ -198,11 +202,14 @@ impl Optimizer {
         for &block in step.plan.carried.iter().filter(is_staged) {
             self.context.published(block, step.version, step.layer_of(block)).await?;
         }
-        let mut order = Order::new(step, Work::Carry { version: step.version });
-        let carried = step.plan.carried.iter();
-        order.raises = carried.map(|&block| Fact::Updated(block, step.version + 1)).collect();
-        order.commits = true;
-        self.context.queue(order);
+        // Of a step in batches, once for each.
+        for version in (0..step.plan.schedule.batches()).map(|batch| step.version_of(batch)) {
+            let mut order = Order::new(step, Work::Carry { version });
+            let carried = step.plan.carried.iter();
+            order.raises = carried.map(|&block| Fact::Updated(block, version + 1)).collect();
+            order.commits = true;
+            self.context.queue(order);
+        }
         Ok(())
     }
 
@@ -251,11 +258,16 @@ fn by_region(step: &Step) -> Vec<BlockId> {
 }
 
 /// The update of a block whose master is at this place.
-fn order(step: &Arc<Step>, block: BlockId, master: MasterAt, complete: Complete) -> Order {
+fn order(
+    step: &Arc<Step>,
+    block: BlockId,
+    version: Version,
+    master: MasterAt,
+    complete: Complete,
+) -> Order {
     let Complete { landing, waits, norm } = complete;
-    let version = step.version;
     let gradient = match &landing {
-        Some(held) => GradientAt::Landing(held.slot(Content::Gradient(block.into(), step.number))),
+        Some(held) => GradientAt::Landing(held.slot(Content::Gradient(block.into(), version))),
         None => GradientAt::Region,
     };
     let work = Work::Update { block, version, master, gradient, norm };

@@ -16,7 +16,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Inputs, Staged, Uploaded, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, DeviceId, MicroBatch, Piece, Residence, Shard, Visit};
+use crate::schedule::{BlockId, DeviceId, MicroBatch, Piece, Residence, Shard, Version, Visit};
 use crate::task::Actor;
 use crate::work::{Placed, Work};
 
@@ -87,11 +87,11 @@ impl Prefetcher {
         &mut self,
         step: &Arc<Step>,
         visit: &Visit,
-        &Residence { portion, slot, chosen_by, .. }: &Residence,
+        &Residence { portion, ahead, slot, chosen_by, .. }: &Residence,
     ) -> Result<Fence, BoxedError> {
-        let version = step.reads;
+        let version = step.reads + u64::from(ahead);
         let layer = Some(visit.layer);
-        let staged = self.source(step, visit, portion.block).await?;
+        let staged = self.source(step, visit, portion.block, version).await?;
         if let Some(choice) = chosen_by {
             for m in choice.micro_batches() {
                 self.context.stashed(&[choice.boundary], m, layer).await?;
@@ -118,10 +118,11 @@ impl Prefetcher {
         step: &Step,
         visit: &Visit,
         block: BlockId,
+        version: Version,
     ) -> Result<Option<Staged>, BoxedError> {
         let layer = Some(visit.layer);
         if !step.plan.schedule.passes_host_slot(block) {
-            self.context.published(block, step.reads, layer).await?;
+            self.context.published(block, version, layer).await?;
             return Ok(None);
         }
         let mut staged = match self.master.take() {

@@ -24,7 +24,9 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Portion, Reduction};
+use crate::schedule::{
+    BlockId, ChosenBy, DeviceId, GroupId, Join, LayerId, Portion, Reduction, Version,
+};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
@@ -82,7 +84,8 @@ impl Reducer {
                             self.merge(step, portion, landing, joined).await?
                     {
                         let whole = self.reduce_scatter(step, block, &landing, whole);
-                        self.complete(step, block, scattered, landing, whole).await?;
+                        let version = step.version_of(step.plan.schedule.batch(group));
+                        self.complete(step, block, version, scattered, landing, whole).await?;
                     }
                 }
                 Reduction::Balance { visit } => self.balance(step, visit).await?,
@@ -120,7 +123,8 @@ impl Reducer {
         // The lane of downloads runs in order: boundaries that are computed before must not stand
         // behind this gradient.
         self.context.arrived(Lane::Compute, &closed.computed, layer).await?;
-        let content = Content::Gradient(portion, step.number);
+        let version = step.version_of(step.plan.schedule.batch(group));
+        let content = Content::Gradient(portion, version);
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
         let gradients = closed.gradient.slot(content);
         let reduced = landing.slot(content);
@@ -147,7 +151,8 @@ impl Reducer {
         if adds == 0 && !keeps && !encoded {
             return Ok(landed);
         }
-        let content = Content::Gradient(portion, step.number);
+        let version = step.version_of(step.plan.schedule.batch(group));
+        let content = Content::Gradient(portion, version);
         let layer = step.layer_of(portion.block);
         let kept = self.kept.entry(portion).or_default();
         let mut holds = kept.split_off(kept.len() - adds as usize);
@@ -182,12 +187,12 @@ impl Reducer {
             return Ok(Some((landing, joined)));
         };
         let layer = step.layer_of(block);
-        let content = Content::Gradient(block.into(), step.number);
+        let content = Content::Gradient(block.into(), step.version);
         let held = match self.merging.remove(&block) {
             Some(held) => held,
             None => self.context.acquire(&mut self.landing, content, layer).await?,
         };
-        let reduced = landing.slot(Content::Gradient(portion, step.number));
+        let reduced = landing.slot(Content::Gradient(portion, step.version));
         let work = Work::Merge { portion, reduced, into: held.slot(content) };
         let mut order = Order::gradient(step, layer, work);
         order.waits = vec![joined];
@@ -212,7 +217,7 @@ impl Reducer {
         if step.plan.schedule.ranks.count == 1 {
             return joined;
         }
-        let reduced = landing.slot(Content::Gradient(block.into(), step.number));
+        let reduced = landing.slot(Content::Gradient(block.into(), step.version));
         let work = Work::ReduceScatter { block, reduced };
         let mut order = Order::gradient(step, step.layer_of(block), work);
         order.waits = vec![joined];
@@ -225,18 +230,19 @@ impl Reducer {
         &mut self,
         step: &Arc<Step>,
         block: BlockId,
+        version: Version,
         scattered: bool,
         landing: Held,
         landed: Fence,
     ) -> Result<(), BoxedError> {
         if !scattered && !self.deferred {
-            self.send(block, Some(landing), landed);
+            self.send(block, version, Some(landing), landed);
             return Ok(());
         }
         let layer = step.layer_of(block);
         let complete = self.move_to_region(step, block, layer, landing, landed, scattered).await?;
         if !scattered {
-            self.send(block, None, complete);
+            self.send(block, version, None, complete);
         }
         Ok(())
     }
@@ -253,7 +259,7 @@ impl Reducer {
         scattered: bool,
     ) -> Result<Fence, BoxedError> {
         let is_staged = step.plan.schedule.block(block).staged;
-        let reduced = landing.slot(Content::Gradient(block.into(), step.number));
+        let reduced = landing.slot(Content::Gradient(block.into(), step.version));
         // With a delay, the region may still feed the update of the step before.
         self.context.published(block, step.version, layer).await?;
         let complete = if scattered && is_staged {
@@ -284,7 +290,7 @@ impl Reducer {
         self.context.fence(Lane::Host, complete, layer).await?;
         let version = step.version;
         let stored = Stored::Gradient;
-        let slot = landing.slot(Content::Gradient(block.into(), step.number));
+        let slot = landing.slot(Content::Gradient(block.into(), step.version));
         let work = Work::Store { block, version, stored, slot };
         let mut order = Order::gradient(step, layer, work);
         order.holds = vec![landing];
@@ -374,9 +380,10 @@ impl Reducer {
         let visit = &schedule.visits[index];
         let rows = Order::at(step, visit, Work::AllGatherRows { visit: index });
         let rows = schedule.ranks.dealt.then(|| self.context.queue(rows));
+        let version = step.gradient_of(visit);
         for &block in visit.blocks.iter().filter(|&&id| !schedule.block(id).frozen) {
-            // Its region may still feed the update of the step before.
-            self.context.published(block, step.version, Some(visit.layer)).await?;
+            // Its region may still feed the update before.
+            self.context.published(block, version, Some(visit.layer)).await?;
             let first = !step.plan.reductions.iter().any(|r| r.block() == Some(block));
             if schedule.block(block).staged {
                 self.scatter_landed(step, index, block, first, rows.clone()).await?;
@@ -386,7 +393,7 @@ impl Reducer {
                 let mut order = Order::at(step, visit, work);
                 order.waits.extend(rows.clone());
                 let scattered = self.context.queue(order);
-                self.send(block, None, scattered);
+                self.send(block, version, None, scattered);
             }
         }
         Ok(())
@@ -403,7 +410,7 @@ impl Reducer {
         rows: Option<Fence>,
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
-        let content = Content::Gradient(block.into(), step.number);
+        let content = Content::Gradient(block.into(), step.version);
         let layer = Some(visit.layer);
         let landing = self.context.acquire(&mut self.landing, content, layer).await?;
         let version = step.version;
@@ -418,17 +425,18 @@ impl Reducer {
         }
         let scattered = self.context.queue(order);
         if !self.deferred {
-            self.send(block, Some(landing), scattered);
+            self.send(block, version, Some(landing), scattered);
             return Ok(());
         }
         self.store(step, block, layer, landing, &scattered).await?;
-        self.send(block, None, scattered);
+        self.send(block, version, None, scattered);
         Ok(())
     }
 
-    fn send(&self, block: BlockId, landing: Option<Held>, reduced: Fence) {
+    fn send(&self, block: BlockId, version: Version, landing: Option<Held>, reduced: Fence) {
         let measured = self.measured.clone();
-        self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced, measured }));
+        let gradient = Reduced::Gradient { block, version, landing, reduced, measured };
+        self.reduced.send(Flow::Datum(gradient));
     }
 
     /// Waits until all that a host visit reads has landed.

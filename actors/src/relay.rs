@@ -137,6 +137,13 @@ impl<P: Ports> Relay<P> {
 
     /// Refuses a schedule that this ring has no room for.
     fn check_bounds(&self, schedule: &Schedule) -> Result<(), Refusal> {
+        let waits = self.config.deferred || self.config.delay_from.is_some();
+        if schedule.in_batches && waits {
+            return Err(Refusal::of(
+                "a step in batches has updates inside it, which this ring would have wait for the \
+                 norm of all its gradients",
+            ));
+        }
         let RingConfig { blocks, max_layers, max_micro_batches, .. } = self.config;
         let layers: BTreeSet<_> = schedule.device_visits().map(|visit| visit.layer).collect();
         let losses = schedule.visits.iter().filter(|visit| visit.kind.takes_loss());
@@ -185,10 +192,11 @@ impl<P: Ports> Relay<P> {
         let reads = if trains { self.config.reads(version) } else { version };
         let copies = self.config.copies();
         let layers = layers_of(&plan);
+        let batches = u64::from(plan.schedule.batches());
         let step = Arc::new(Step { number: self.next, version, reads, copies, plan, layers });
         self.ports.begin(&step, batch);
         self.next += 1;
-        self.newest += u64::from(trains);
+        self.newest += if trains { batches } else { 0 };
         self.unresolved = true;
         self.ring.awaited.store(true, Relaxed);
         self.ring.facts.begin(&step.plan);

@@ -72,12 +72,14 @@ pub fn step(
     }
     if plan.schedule.trains {
         // Blocks that no update changed go to the next version.
-        walk.on_host(Work::Carry { version });
+        for batch in 0..plan.schedule.batches() {
+            walk.on_host(Work::Carry { version: version + u64::from(batch) });
+        }
     }
     let norm = walk.squares.values().sum::<f64>().sqrt();
     if deferred {
         plan.updates.iter().for_each(|&block| {
-            walk.update(block, GradientAt::Region, Some(norm));
+            walk.update(block, version, GradientAt::Region, Some(norm));
         });
     }
     Resolved { step: version, loss, norm }
@@ -97,8 +99,8 @@ struct Walk<'p, P> {
     merging: BTreeMap<BlockId, u32>,
     /// The gradients of the plan, in the order in which visits complete them.
     reductions: std::vec::IntoIter<&'p Reduction>,
-    /// The sum of squares of each gradient.
-    squares: BTreeMap<BlockId, f64>,
+    /// The sum of squares of each gradient, by block and the version that it moves on.
+    squares: BTreeMap<(BlockId, Version), f64>,
 }
 
 impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
@@ -111,8 +113,8 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
     fn device_visit(&mut self, at: usize, resolved: &DeviceVisit) {
         let visit = self.plan.visit(at);
         let device = visit.device().expect("it is a device's");
-        let version = self.version;
         for residence in resolved.uploads() {
+            let version = self.version + u64::from(residence.ahead);
             let portion = residence.portion;
             let weights = residence.slot;
             let master = MasterAt::Memory;
@@ -206,13 +208,13 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
             self.merging.remove(&block);
             reduced = into;
         }
-        if scattered || self.deferred {
-            let squares = self.on_host(Work::Reduce { block, reduced, to_region: true });
-            self.squares.insert(block, squares);
+        let version = self.version + u64::from(self.plan.schedule.batch(group));
+        let squares = if scattered || self.deferred {
+            self.on_host(Work::Reduce { block, reduced, to_region: true })
         } else {
-            let squares = self.update(block, GradientAt::Landing(reduced), None);
-            self.squares.insert(block, squares);
-        }
+            self.update(block, version, GradientAt::Landing(reduced), None)
+        };
+        self.squares.insert((block, version), squares);
     }
 
     /// Adds the gradient of gathered rows to each block they came from.
@@ -220,18 +222,25 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         let schedule = &self.plan.schedule;
         for &block in schedule.visits[index].blocks.iter().filter(|&&id| !schedule.block(id).frozen)
         {
-            let first = !self.squares.contains_key(&block);
+            let batch = schedule.batch_of(schedule.visits[index].micro_batches.start);
+            let version = self.version + u64::from(batch);
+            let first = !self.squares.contains_key(&(block, version));
             let gradient = GradientAt::Region;
             let mut squares = self.on_host(Work::Scatter { visit: index, block, first, gradient });
             if !self.deferred {
-                squares = self.update(block, gradient, None);
+                squares = self.update(block, version, gradient, None);
             }
-            self.squares.insert(block, squares);
+            self.squares.insert((block, version), squares);
         }
     }
 
-    fn update(&mut self, block: BlockId, gradient: GradientAt, norm: Option<f64>) -> f64 {
-        let version = self.version;
+    fn update(
+        &mut self,
+        block: BlockId,
+        version: Version,
+        gradient: GradientAt,
+        norm: Option<f64>,
+    ) -> f64 {
         let master = MasterAt::Memory;
         self.on_host(Work::Update { block, version, master, gradient, norm })
     }

@@ -20,7 +20,7 @@ pub(super) fn bench(arguments: &BenchArguments) -> Result<Exit, Error> {
     let (mut config, layers) = common.read()?;
     // The built-in config names steps for training, and not for a bench.
     if !["step.steps", "step.epochs"].into_iter().any(|key| layers.is_given(key)) {
-        config.step.steps = Some(STEPS);
+        config.step.steps = Some(STEPS * u64::from(config.window()));
     }
     (config.checkpoint, config.validation) = Default::default();
     // The files of a run's events are the run's.
@@ -225,13 +225,14 @@ async fn all_steps(
     }
     let mut batches = Batches::start(config, train, 0)?;
     let mut times = Vec::new();
-    for step in 0..steps {
+    let window = u64::from(config.window());
+    for step in (0..steps).step_by(window as usize) {
         show(&trainer.step(batches.next().await?).await?);
         for warning in trainer.take_warnings() {
             super::say(format_args!("warning: {warning}"));
         }
         let of_step = trainer.take_kernel_times().await?;
-        if step > 0 || steps == 1 {
+        if step > 0 || steps <= window {
             times.extend(of_step);
         }
         if output::has_ended() {

@@ -121,7 +121,8 @@ impl Found {
         }
         let rates = machine.rates_of(config, &model)?;
         let forecast = Forecast::of_plan(config, &model, &plan, &rates)?;
-        let tokens = (config.step.batch * plan.batch.positions) as f64;
+        let batches = config.step.batch * config.window() as usize;
+        let tokens = (batches * plan.batch.positions) as f64;
         let seconds = forecast.seconds;
         let tokens_per_second = tokens / seconds;
         Ok(Found::Fits(Box::new(Answer {

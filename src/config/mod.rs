@@ -16,6 +16,7 @@ mod model;
 mod objective;
 mod optimizer;
 mod parallel;
+mod pipedream;
 mod precision;
 mod reports;
 mod resume;

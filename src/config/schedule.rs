@@ -17,11 +17,21 @@ pub struct ScheduleConfig {
     /// The order in which layers meet micro-batches. `relay`: all micro-batches through a layer,
     /// then the next layer (L2L). `resident`: one micro-batch through all layers, then the next
     /// one, as ordinary training does. `gpipe`, `1f1b`, `interleaved`: pipelines, in which each
-    /// device has stages of layers that follow each other. `file`: a pipeline from `path`. All give
-    /// the same result, bit for bit.
+    /// device has stages of layers that follow each other. `file`: a pipeline from `path`. All of
+    /// these give the same result, bit for bit. `pipedream`: a pipeline of `stages` stages, in
+    /// which each batch has an update of its own as soon as a stage has gone backward with it, and
+    /// later batches of a `window` go on with older weights meanwhile. This changes the results,
+    /// and may cost loss: see docs/delay.md.
     pub kind: ScheduleKind,
     /// Stages on each device in a pipeline. 1 when absent, and 2 with `interleaved`.
     pub chunks: Option<u32>,
+    /// With `kind = "pipedream"`: the stages, which are dealt to the devices by turns. The result
+    /// depends on their number, and not on the devices. At most the layers of the model.
+    pub stages: Option<u32>,
+    /// With `kind = "pipedream"`: the batches that pass the stages behind each other without a
+    /// pause. Behind a window all updates are done, so runs stop, validate and write checkpoints
+    /// there alone. Longer windows have fewer pauses, and fewer batches that read new weights.
+    pub window: Option<u32>,
     /// With `kind = "file"`: a CSV file as `torch.distributed.pipelining` writes it. Each row has
     /// the actions of a device, such as `2F0` and `2B0` (stage, forward or backward, micro-batch).
     pub path: Option<PathBuf>,
@@ -60,6 +70,8 @@ impl Default for ScheduleConfig {
         ScheduleConfig {
             kind,
             chunks: None,
+            stages: None,
+            window: None,
             path: None,
             recompute,
             bundles: None,
@@ -139,6 +151,8 @@ pub enum ScheduleKind {
     Interleaved,
     /// A pipeline in a file.
     File,
+    /// A pipeline in which each batch has an update of its own (PipeDream).
+    Pipedream,
 }
 
 impl ScheduleKind {
@@ -149,8 +163,8 @@ impl ScheduleKind {
 }
 
 impl ScheduleConfig {
-    pub(super) const ON_RESUME: OnResume =
-        OnResume::free("kind chunks path recompute bundles").with_changes("delay delay_after");
+    pub(super) const ON_RESUME: OnResume = OnResume::free("kind chunks path recompute bundles")
+        .with_changes("delay delay_after stages window");
 
     /// The first training step that reads weights before their last update, if there is one.
     pub fn delay(&self) -> Option<u64> {
@@ -179,6 +193,7 @@ impl Config {
         let problem = "is for schedule.kind = \"file\": leave it out";
         refuse(!on_file && path.is_some(), "schedule.path", problem)?;
         self.check_delay()?;
+        self.check_pipedream()?;
         refuse(
             kind.is_pipeline() && self.parallel.deal == Deal::Sequences,
             "parallel.deal",

@@ -32,6 +32,23 @@ fn unlabelled(data: &Dataset, step: u64) -> Error {
     error.unwrap_or_else(|| Error::bad_data(data.name(), batch))
 }
 
+/// The batch of a step; or, as one batch, those of all steps of a window, each with a label.
+fn made(order: Order, data: &Dataset, first: u64, window: u32) -> Result<Batch, Error> {
+    let mut all = Vec::new();
+    for step in first..first + u64::from(window) {
+        let sequences = order.sequences(data, step)?;
+        let batch = data.batch_of(&sequences);
+        if batch.labelled == 0 {
+            return Err(unlabelled(data, step));
+        }
+        if window == 1 {
+            return Ok(batch);
+        }
+        all.extend(sequences);
+    }
+    Ok(data.batch_of(&all))
+}
+
 impl Batches {
     /// Opens the training set of a config, and starts with the first step. It reads and tokenizes
     /// on the calling thread; [`Trainer::open`](crate::Trainer::open) does not block.
@@ -69,14 +86,11 @@ impl Batches {
     /// The system cannot start a thread.
     pub fn start(config: &Config, data: Dataset, first: u64) -> Result<Batches, Error> {
         let order = Order::of(config);
+        let window = config.window();
         let (sender, ready) = mpsc::channel(1);
         let make = move || {
-            for step in first.. {
-                let sequences = order.sequences(&data, step);
-                let batch = match sequences.map(|all| data.batch_of(&all)) {
-                    Ok(batch) if batch.labelled == 0 => Err(unlabelled(&data, step)),
-                    batch => batch,
-                };
+            for step in (first..).step_by(window as usize) {
+                let batch = made(order, &data, step, window);
                 let is_last = batch.is_err();
                 if sender.blocking_send(batch).is_err() || is_last {
                     return;
@@ -87,7 +101,7 @@ impl Batches {
         Ok(Batches { ready })
     }
 
-    /// The next batch.
+    /// The next batch. With `schedule.kind = "pipedream"`: those of the next window, as one.
     ///
     /// # Errors
     /// The spooled data cannot be read any more, or the batch has no label.

@@ -213,6 +213,15 @@ impl Batch {
         }
     }
 
+    /// What a loss over some of the batch's sequences is divided by.
+    pub(crate) fn labelled_in(&self, sequences: Range<usize>) -> usize {
+        let count = |targets: &[i32]| targets.iter().filter(|&&target| target >= 0).count();
+        if self.labelled != count(&self.targets) {
+            return sequences.len(); // each has a label
+        }
+        count(&self.targets[self.starts[sequences.start]..self.starts[sequences.end]])
+    }
+
     /// The label sets of some of the batch's sequences, one behind the other.
     pub(crate) fn label_sets_of(&self, sequences: Range<usize>) -> &[i32] {
         let labels = self.label_sets.len() / self.sequences().max(1);

@@ -74,7 +74,7 @@ struct Counts {
 /// The result of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Outcome {
-    /// The mean loss over the labelled positions.
+    /// The mean loss over the labelled positions; of a window, the mean over its batches.
     pub(crate) loss: f64,
     /// The global gradient norm of a training step.
     pub(crate) norm: f64,
@@ -248,9 +248,11 @@ impl Engine {
     /// What the last step came to.
     fn outcome(&self, resolved: &Resolved, skipped: bool, loss_scale: Option<f64>) -> Outcome {
         let (logits, hidden) = self.worker().take_results();
+        let batches = if self.counts.last_trained { self.config.window() } else { 1 };
         Outcome {
             loss: resolved.loss,
-            norm: resolved.norm / loss_scale.unwrap_or(1.0),
+            // Of a window, the root of the mean square over its batches.
+            norm: resolved.norm / loss_scale.unwrap_or(1.0) / f64::from(batches).sqrt(),
             loss_scale,
             skipped,
             routers: self.worker().router_report(),
@@ -310,7 +312,8 @@ impl Engine {
         if self.relay.begun() > self.counts.begun {
             self.counts.begun = self.relay.begun();
             self.counts.last_trained = self.counts.pending.is_some_and(Purpose::trains);
-            self.counts.trained += u64::from(self.counts.last_trained);
+            let batches = u64::from(self.config.window());
+            self.counts.trained += if self.counts.last_trained { batches } else { 0 };
         }
         self.counts.pending = None;
     }

@@ -6,9 +6,11 @@ use crate::plan::LinkBytes;
 /// The report of a training step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
-    /// The number of the step. The first is 1.
+    /// The number of the step. The first is 1. With `schedule.kind = "pipedream"` a report is of
+    /// the steps of a window, and this is the last of them.
     pub step: u64,
-    /// The mean loss over the labelled positions of the batch.
+    /// The mean loss over the labelled positions of the batch. Of a window, the mean over its
+    /// batches.
     pub loss: f64,
     /// The loss that balances the experts, with its weight, if there is one. It is no part of
     /// `loss`.
@@ -18,13 +20,14 @@ pub struct StepReport {
     pub z_loss: Option<f64>,
     /// The means of an objective's metrics over the records of the step.
     pub metrics: ObjectiveMetrics,
-    /// The global gradient norm, before clipping.
+    /// The global gradient norm, before clipping. Of a window, the root of the mean square over its
+    /// batches.
     pub grad_norm: f64,
     /// The factor of the loss, if there is one (`loss_scale`).
     pub loss_scale: Option<f64>,
     /// True if the step changed nothing, as its gradient is not finite.
     pub skipped: bool,
-    /// The learning rate of the step.
+    /// The learning rate of the step, or of the last one of a window.
     pub learning_rate: f64,
     /// The number of input tokens, without padding.
     pub tokens: usize,

@@ -225,6 +225,37 @@ fn misfit_of_head(reads: Measures, head: Head) -> Option<&'static str> {
     }
 }
 
+/// Refuses what a window of PipeDream cannot have.
+fn check_stages(config: &Config, model: &Model, ranks: u32) -> Result<(), Error> {
+    if config.schedule.kind != ScheduleKind::Pipedream {
+        return Ok(());
+    }
+    let layers = model.layers.len() - 1;
+    let stages = config.schedule.stages.unwrap_or(1);
+    if stages as usize > layers {
+        let problem = format_args!(
+            "is {stages}, and the model has {layers} layers for devices: set at most {layers}"
+        );
+        return Err(Error::config("schedule.stages", problem));
+    }
+    let is_tied = model.shape.tied && model.shape.scores_vocabulary();
+    let trains_table = !model.computed_gradient(BlockId(0)).is_empty();
+    let tied = "tied embeddings that train, which two stages would read at two versions";
+    let refused = [
+        (model.shape.experts.is_some(), "experts"),
+        (is_tied && trains_table, tied),
+        (model.objective.is_some(), "an objective"),
+        (ranks > 1, "several processes"),
+    ];
+    match refused.into_iter().find(|(is, _)| *is) {
+        Some((_, what)) => {
+            let problem = format_args!("is \"pipedream\", which cannot have {what}: set \"1f1b\"");
+            Err(Error::config("schedule.kind", problem))
+        }
+        None => Ok(()),
+    }
+}
+
 /// Refuses steps that no machine could hold. Nothing is sized before this check, so sums of sizes
 /// do not overflow.
 pub(super) fn check_sizes(
@@ -260,6 +291,7 @@ pub(super) fn check_sizes(
         );
         return Err(Error::config("schedule.chunks", problem));
     }
+    check_stages(config, model, ranks)?;
     let turns = sequences.div_ceil(config.step.micro_batch) as u128;
     let parts: usize = model.first_ports.iter().map(|steps| steps.len().max(1)).sum();
     let visits = turns.saturating_mul(parts as u128);

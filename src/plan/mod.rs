@@ -154,12 +154,14 @@ impl Plan {
         positions: usize,
     ) -> Vec<StepShape> {
         let all = model.sequences_of(config.step.batch);
-        let train = StepShape { sequences: all, positions, purpose: Purpose::Train };
+        let of_window = model.sequences_of(config.records_of_window());
+        let train = StepShape { sequences: of_window, positions, purpose: Purpose::Train };
         // A prompt is scored between steps.
         let sequences = if model.shape.scores_vocabulary() { 1 } else { all };
         let score = StepShape { sequences, purpose: Purpose::Score, ..train };
         // Each rank trains on a part of a batch, and evaluates whole batches.
-        let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
+        let purpose = Purpose::Evaluate;
+        let evaluate = StepShape { sequences: all, purpose, ..train };
         let mut steps = vec![train, score];
         steps.extend((share.ranks > 1).then_some(evaluate));
         steps

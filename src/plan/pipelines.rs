@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::Path;
 
 use l2l_actors::schedule::{
-    MicroBatch, Pipeline, Refusal, RingModel, Schedule, Selection, pipeline,
+    MicroBatch, Pipeline, Refusal, RingModel, Schedule, Selection, pipedream, pipeline,
 };
 
 use crate::config::{Config, ScheduleKind};
@@ -60,6 +60,10 @@ pub(super) fn schedule_of(
     let count = selection.micro_batches.len() as MicroBatch;
     let devices = config.devices();
     let chunks = config.schedule.chunks();
+    if config.schedule.kind == ScheduleKind::Pipedream && trains {
+        let stages = config.schedule.stages.unwrap_or(1);
+        return pipedream(ring, selection, stages, devices).map_err(refused);
+    }
     let made = match (config.schedule.kind, file) {
         (_, Some(file)) => file.clone(),
         _ if !trains => Pipeline::gpipe(devices, chunks, count),

@@ -140,6 +140,8 @@ pub(crate) fn schedule_of(
     } else {
         (sequences, config.parallel.groups)
     };
+    // The batches of a window have a gradient each.
+    let groups = if purpose.trains() { groups.max(config.window()) } else { groups };
     let most = most_positions(config, model, purpose);
     // Ranks answer as one, also those whose own sequences are short.
     let is_cut = most.is_some_and(|most| positions > most);

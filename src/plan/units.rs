@@ -86,6 +86,12 @@ impl Units {
         self.whole[at].clone()
     }
 
+    /// The sequences of some units that follow each other.
+    pub(crate) fn sequences_of(&self, units: &Range<MicroBatch>) -> Range<usize> {
+        let [first, last] = [units.start, units.end - 1].map(|m| &self.of(m).sequences);
+        first.start..last.end
+    }
+
     /// The units in `count` groups. A group has whole micro-batches of the config, so that
     /// processes and devices deal the same sequences however long they are.
     pub(crate) fn groups(&self, count: u32) -> Vec<Range<MicroBatch>> {

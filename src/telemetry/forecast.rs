@@ -350,7 +350,7 @@ impl Forecast {
         plan: &Plan,
         rates: &Rates,
     ) -> Result<Forecast, Error> {
-        let sequences = model.sequences_of(config.step.batch);
+        let sequences = model.sequences_of(config.records_of_window());
         let kinds = plan.share().kinds(config, sequences)?;
         Forecast::of_shares(config, model, plan, rates, &kinds)
     }
@@ -418,7 +418,7 @@ fn ring_of(
     rates: &Rates,
 ) -> Result<JoinedRing<Ends>, Error> {
     let step = StepShape {
-        sequences: model.sequences_of(config.step.batch),
+        sequences: model.sequences_of(config.records_of_window()),
         positions: plan.batch.positions,
         purpose: Purpose::Train,
     };

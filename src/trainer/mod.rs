@@ -23,7 +23,7 @@ use writing::Begun;
 
 use crate::blocking::unblock;
 use crate::checkpoint::{Identity, Progress};
-use crate::config::Config;
+use crate::config::{Config, ScheduleKind};
 use crate::data::{Batch, Batches};
 use crate::devices::{KernelTime, ProductTable};
 use crate::engine::{Engine, Outcome, StepReport, Summary};
@@ -197,9 +197,10 @@ impl Trainer {
         self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
 
-    /// Trains one step on a batch of `step.batch` sequences. `depth` of the config says which
-    /// layers are added before it and which are left out. See [`Trainer`] for what holds when it
-    /// returns, is cancelled, or fails.
+    /// Trains one step on a batch of `step.batch` sequences. With `schedule.kind = "pipedream"` it
+    /// trains all steps of a window, on the sequences of its batches, one batch behind the other.
+    /// `depth` of the config says which layers are added before it and which are left out. See
+    /// [`Trainer`] for what holds when it returns, is cancelled, or fails.
     ///
     /// # Errors
     /// The batch is not what the plan was made for, and nothing was done; or the ring failed.
@@ -224,6 +225,10 @@ impl Trainer {
         layers: &LayerSelection,
     ) -> Result<StepReport, Error> {
         self.check_batch(&batch)?;
+        if self.run.config.schedule.kind == ScheduleKind::Pipedream {
+            let what = "schedule.kind = \"pipedream\" has the same layers in all steps";
+            return Err(Error::argument(what));
+        }
         layers.check(&self.run.model)?;
         if !layers.frozen.is_empty() && !self.run.config.depth.freezes {
             let what = "a step freezes layers: set depth.freezes = true, which makes room for that";
@@ -235,18 +240,30 @@ impl Trainer {
     /// Refuses a batch that has not `step.batch` records, or does not fit the plan or the model.
     fn check_batch(&self, batch: &Batch) -> Result<(), Error> {
         let has = batch.sequences();
-        let records = self.run.config.step.batch;
+        let records = self.run.config.records_of_window();
         let each = self.run.model.sequences_of_record();
         if has != self.run.model.sequences_of(records) {
             let of_records = match each {
                 1 => String::new(),
                 _ => format!(" records of {each} sequences"),
             };
-            let what =
-                format_args!("a batch of {has} sequences: step.batch is {records}{of_records}");
+            let what = match self.run.config.window() {
+                1 => format!("step.batch is {records}{of_records}"),
+                window => {
+                    format!("a window of {window} batches of step.batch has {records}{of_records}")
+                }
+            };
+            let what = format_args!("a batch of {has} sequences: {what}");
             return Err(Error::bad_batch(what));
         }
         self.engine.check(batch)?;
+        let window = self.run.config.window() as usize;
+        let each = has / window;
+        let is_unlabelled = |nth: &usize| batch.labelled_in(nth * each..(nth + 1) * each) == 0;
+        if let Some(nth) = (0..window).filter(|_| window > 1).find(is_unlabelled) {
+            let what = format_args!("batch {nth} of a window of {window}: it has no label");
+            return Err(Error::bad_batch(what));
+        }
         self.engine.check_reference(batch)
     }
 

@@ -271,7 +271,9 @@ impl LaneWork for Worker {
         let trains = input.purpose.trains();
         let mut state = StepState::new(step.clone(), input, self.learning_rate);
         if self.shared.model.objective.is_some() {
-            state.scale = state.input.loss_scale as f32; // each row has a weight of its own
+            // Each row has a weight of its own.
+            let scale = state.input.loss_scale as f32;
+            state.batches.iter_mut().for_each(|batch| batch.scale = scale);
         }
         self.shared.steps.begin(state);
         self.records.begun(now, step.number, trains);

@@ -73,10 +73,9 @@ pub(super) struct StepState {
     pub(super) input: StepInput,
     /// Cached positions of each sequence.
     cached_positions: Vec<usize>,
-    /// The factor of the loss's gradients: loss scale ÷ labelled positions; with an objective, the
-    /// loss scale.
-    pub(super) scale: f32,
-    pub(super) learning_rate: f64,
+    /// The batches of the step: one, or those of a window.
+    pub(super) batches: Vec<BatchOfStep>,
+    rate: LearningRate,
     /// The sums of the losses of units that are a part of a micro-batch.
     pub(super) partial_losses: Mutex<BTreeMap<MicroBatch, f64>>,
     /// The losses of this rank's micro-batches, in a run of several ranks.
@@ -94,6 +93,33 @@ pub(super) struct StepState {
     pub(super) group_sums: OnceLock<Vec<f64>>,
 }
 
+/// What has an update of its own.
+pub(super) struct BatchOfStep {
+    /// The first of its sequences.
+    first: usize,
+    /// Its labelled positions, on all ranks.
+    pub(super) labelled: usize,
+    /// The factor of the loss's gradients: loss scale ÷ labelled positions; with an objective, the
+    /// loss scale.
+    pub(super) scale: f32,
+}
+
+impl BatchOfStep {
+    /// The batches of a step.
+    fn all(schedule: &Schedule, input: &StepInput) -> Vec<BatchOfStep> {
+        let of = |first: usize, labelled: usize| {
+            let scale = (input.loss_scale / labelled as f64) as f32;
+            BatchOfStep { first, labelled, scale }
+        };
+        if !schedule.in_batches {
+            return vec![of(0, input.batch.labelled)];
+        }
+        let groups = schedule.groups.iter();
+        let sequences = groups.map(|group| input.units.sequences_of(group));
+        sequences.map(|all| of(all.start, input.batch.labelled_in(all))).collect()
+    }
+}
+
 /// The range of a micro-batch in its step's batch.
 pub(super) struct MicroBatchRange {
     pub(super) sequences: Range<usize>,
@@ -103,10 +129,10 @@ pub(super) struct MicroBatchRange {
 impl StepState {
     pub(super) fn new(step: Arc<Step>, input: StepInput, rate: LearningRate) -> StepState {
         StepState {
+            batches: BatchOfStep::all(&step.plan.schedule, &input),
             step,
             cached_positions: input.cache.iter().map(|slot| slot.cached).collect(),
-            scale: (input.loss_scale / input.batch.labelled as f64) as f32,
-            learning_rate: rate.at(input.updated),
+            rate,
             input,
             partial_losses: Mutex::default(),
             losses: Mutex::default(),
@@ -154,10 +180,14 @@ impl StepState {
         sequences.clone().map(positions)
     }
 
-    /// The sequences of all units of a micro-batch of the config.
-    pub(super) fn sequences_of(&self, units: &Range<MicroBatch>) -> Range<usize> {
-        let [first, last] = [units.start, units.end - 1].map(|m| &self.input.units.of(m).sequences);
-        first.start..last.end
+    /// The batch of a micro-batch.
+    pub(super) fn batch_of(&self, m: MicroBatch) -> &BatchOfStep {
+        &self.batches[self.schedule().batch_of(m) as usize]
+    }
+
+    /// The learning rate of the update that moves a block on from this version.
+    pub(super) fn learning_rate(&self, version: Version) -> f64 {
+        self.rate.at(self.input.updated + (version - self.step.version))
     }
 
     /// A micro-batch as layers see it. `seed` is the run's, for dropout. Also of a chunk, the
@@ -165,9 +195,9 @@ impl StepState {
     /// longest sequence.
     pub(super) fn view(&self, m: MicroBatch, seed: u64) -> BatchView<'_> {
         let RingUnit { sequences, chunk } = self.input.units.of(m);
-        let all = self.sequences_of(&self.input.units.whole(m));
+        let all = self.input.units.sequences_of(&self.input.units.whole(m));
         let sequence = sequences.start - all.start;
-        let whole = self.metadata(all, seed).view();
+        let whole = self.metadata(m, all, seed).view();
         match *chunk {
             Some(Range { start: from, end: to }) => {
                 whole.chunk_of(SequenceChunk { sequence, from, to })
@@ -176,12 +206,13 @@ impl StepState {
         }
     }
 
-    fn metadata(&self, sequences: Range<usize>, seed: u64) -> BatchMetadata<'_> {
+    fn metadata(&self, m: MicroBatch, sequences: Range<usize>, seed: u64) -> BatchMetadata<'_> {
         let starts = &self.input.batch.starts[sequences.start..=sequences.end];
         let rows = starts[0]..starts[sequences.len()];
         let before = self.input.dealt.as_ref().map_or(0, |dealt| dealt.first_sequence);
-        let first_sequence = (before + sequences.start) as u32;
-        let key = DropoutKey { seed, step: self.input.updated, first_sequence };
+        let first_sequence = (before + sequences.start - self.batch_of(m).first) as u32;
+        let step = self.input.updated + u64::from(self.schedule().batch_of(m));
+        let key = DropoutKey { seed, step, first_sequence };
         BatchMetadata {
             starts,
             kinds: &self.input.batch.kinds[rows.clone()],

@@ -31,7 +31,7 @@ pub(crate) fn delayed(case: &Case, ways: &Ways, after: Option<u64>) -> Config {
 }
 
 /// The weights of a checkpoint have these sums and norms.
-fn check_weights(name: &str, checkpoint: &Path, golden: &Value) {
+pub(crate) fn check_weights(name: &str, checkpoint: &Path, golden: &Value) {
     let bytes = bytes_of(checkpoint, "model.safetensors");
     let weights = SafeTensors::deserialize(&bytes).expect("a file of ours");
     let expected = golden["weights"].as_object().expect("a list by name");

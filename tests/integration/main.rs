@@ -82,6 +82,7 @@ mod optimizers;
 #[cfg(all(feature = "cli", target_os = "linux"))]
 mod output;
 mod packing;
+mod pipedream;
 mod plan;
 mod precision;
 mod preference;

@@ -4,7 +4,7 @@
 use super::choice::cut_uploads;
 use super::residency::{Residence, residency};
 use super::spans::gradient_spans;
-use super::{Phase, Pools, Portion, Schedule, Visit};
+use super::{Phase, Pools, Portion, Schedule, Visit, batches};
 
 /// A visit of a device, resolved.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,7 +33,8 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
         schedule.visits.iter().enumerate().filter(|(_, visit)| visit.on_device()).collect();
     let mut residences = vec![Vec::new(); visits.len()];
     for own in by_device(schedule, pools) {
-        let portions: Vec<_> = own.iter().map(|&at| visits[at].1.portions().collect()).collect();
+        let portions: Vec<_> =
+            own.iter().map(|&at| batches::needs(schedule, visits[at].1).collect()).collect();
         for (&at, mut placed) in own.iter().zip(residency(&portions, pools.weights)) {
             placed.iter_mut().for_each(|residence| {
                 residence.after = residence.after.map(|before| own[before]);

@@ -14,6 +14,7 @@
 //!
 //! What a layer needs and leaves stands in its [`RingStep`]s alone.
 
+mod batches;
 mod boundary;
 mod chain;
 mod choice;
@@ -46,6 +47,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
+pub use batches::pipedream;
 pub use boundary::{Boundary, Encoding, Role};
 pub use choice::ChosenBy;
 pub use deal::{deal, deal_groups, devices_of_groups};
@@ -125,6 +127,10 @@ pub struct Schedule {
     /// The groups of micro-batches, in order, none empty. Each group has gradients of its own,
     /// which the Reducer adds in pairs, by a tree that depends on the number of groups alone.
     pub groups: Vec<Range<MicroBatch>>,
+    /// False: all groups are of one batch, and a block has one update, of their sum. True: each
+    /// group is a batch, and has updates of its own. Then the step is a window of batches, and each
+    /// visit says [how many](Visit::ahead) of these updates it waits for.
+    pub in_batches: bool,
     /// 1: each device uploads whole blocks. More: the number of devices, each of which uploads its
     /// [`Shard`] of a block and copies the others from the devices that uploaded them.
     pub shards: u32,

@@ -3,18 +3,19 @@
 //! **The upload lane's order.** Inputs of each visit in order. The blocks of a coming visit stand
 //! (a) behind the last input of the visit that last used their slot, (b) behind the last input of
 //! the visit `visit credits` before their own, (c) never before their own step, (d) if they wait
-//! for what rows choose of them, behind the last input of the visit that writes it. An entry can
-//! complete without those in front of it, so the list cannot end in a circle. Within these rules, a
-//! block stands behind as many inputs of the running visit as the pool fetches ahead: the lane is
-//! in order, and a whole block in front of them would starve the compute lane. A block is one
-//! piece. If long visits with few stash slots ask for it, a piece becomes a share, and this list is
-//! the one place that changes.
+//! for what rows choose of them, behind the last input of the visit that writes it, (e) if they
+//! wait for an update of their own step, behind the last input of the visit that ends its gradient.
+//! An entry can complete without those in front of it, so the list cannot end in a circle. Within
+//! these rules, a block stands behind as many inputs of the running visit as the pool fetches
+//! ahead: the lane is in order, and a whole block in front of them would starve the compute lane. A
+//! block is one piece. If long visits with few stash slots ask for it, a piece becomes a share, and
+//! this list is the one place that changes.
 
 use std::ops::Range;
 
 use super::choice::ChosenBy;
 use super::device_visits::DeviceVisit;
-use super::{MicroBatch, Pools, Schedule, Visit};
+use super::{MicroBatch, Pools, Schedule, Visit, batches};
 
 /// One entry of a Prefetcher's list. Device visits are indices in
 /// [`StepPlan::device_visits`](super::StepPlan::device_visits).
@@ -82,7 +83,9 @@ fn earliest_places(
             (meanwhile + further, inputs)
         };
         let choice = chosen_behind(schedule, device_visits, &visits[..own], device_visit);
-        earliest = place.max(choice).max(earliest);
+        let updated = batches::waits_behind(schedule, device_visits, &visits[..own], device_visit);
+        let updated = updated.map_or((0, 0), |at| (at + 1, 0));
+        earliest = place.max(choice).max(updated).max(earliest);
         places.push(earliest);
     }
     places

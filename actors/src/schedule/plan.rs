@@ -7,7 +7,7 @@ use super::pools::Pools;
 use super::reductions::{Reduction, reductions, updates};
 use super::replay::Walks;
 use super::traffic::Traffic;
-use super::{BlockId, Refusal, Schedule, Visit, rules, shards};
+use super::{BlockId, Refusal, Schedule, Visit, batches, rules, shards};
 
 /// A schedule that was checked against pools, and what each actor walks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,6 +54,7 @@ impl StepPlan {
         pools.check(&schedule)?;
         let device_visits = device_visits(&schedule, &pools);
         shards::check(&schedule, &device_visits)?;
+        batches::check_uploads(&schedule, &device_visits)?;
         let reductions = reductions(&schedule, &device_visits);
         let (updates, carried) = updates(&schedule, &reductions);
         let walk = |visits: Vec<usize>| {

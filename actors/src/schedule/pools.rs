@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::batches::versions_in_use;
 use super::portions::landing_slots;
 use super::spans::{kept_gradients, open_gradients};
 use super::{Phase, Refusal, Schedule, Visit};
@@ -70,6 +71,7 @@ impl Pools {
         let writes = visits().map(|visit| visit.writes.len() as u32).max().unwrap_or(0);
         let all = schedule.portions(); // more slots than portions are never used
         let weights = depths.weights.clamp(blocks, all.max(blocks));
+        let weights = weights.max(versions_in_use(schedule));
         let brought = visits().map(|visit| {
             (visit.reads.len() as u32).saturating_mul(visit.micro_batches.len() as u32)
         });

@@ -78,7 +78,10 @@ pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> 
                 let group = schedule.group_of(visit.micro_batches.start);
                 list.extend(closes.map(|&portion| {
                     let nth = came.entry(portion).or_insert(0);
-                    let join = join(*nth, counts[&portion]);
+                    let join = match schedule.in_batches {
+                        true => join(0, 1),
+                        false => join(*nth, counts[&portion]),
+                    };
                     *nth += 1;
                     let scattered = scattered.contains(&portion.block);
                     let chosen_by = of_gradient(schedule, visit, portion);

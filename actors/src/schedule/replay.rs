@@ -3,7 +3,9 @@
 //! Five kinds of actors wait for more than a lane: Fetcher, Prefetchers, PeerCopiers, Executors,
 //! Reducer. Each takes from its pools alone and in a fixed order, and a completed operation never
 //! takes anything back. So whether the walk ends does not depend on timing, and one replay, in
-//! which lanes are as fast as they can be, decides for all. A property test compares it with the
+//! which lanes are as fast as they can be, decides for all. The Optimizer is not among them: an
+//! update waits for its gradient alone. Where blocks wait for updates of their own step, the replay
+//! counts these. A property test compares it with the
 //! real ring.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -15,7 +17,10 @@ use super::plan::DeviceWalk;
 use super::pools::Pools;
 use super::portions::Merging;
 use super::reductions::Reduction;
-use super::{BoundaryId, ChosenBy, DeviceId, MicroBatch, Portion, Refusal, Schedule, Visit};
+use super::{
+    BlockId, BoundaryId, ChosenBy, DeviceId, MicroBatch, Portion, Refusal, Schedule, Visit,
+    VisitKind,
+};
 
 /// The lists that the actors of a plan walk.
 #[derive(Clone, Copy)]
@@ -43,6 +48,7 @@ impl Walks<'_> {
             devices: self.devices.iter().map(|_| OfDevice::default()).collect(),
             reduction: 0,
             landed: vec![false; boundaries],
+            updates: vec![0; self.schedule.blocks.len()],
             announced: Vec::with_capacity(self.device_visits.len()),
         };
         loop {
@@ -74,6 +80,8 @@ struct Replay<'p> {
     reduction: usize,
     /// Boundary × micro-batch.
     landed: Vec<bool>,
+    /// The updates that each block has had.
+    updates: Vec<u32>,
     /// Device visits whose weights were announced.
     announced: Vec<usize>,
 }
@@ -145,7 +153,7 @@ impl<'p> Replay<'p> {
     fn fetch(&mut self) -> Progress {
         let Some(fetch) = self.walks.fetches.get(self.fetch) else { return Ok(false) };
         match *fetch {
-            Fetch::Gather { visit, share } => self.gather(visit, share),
+            Fetch::Gather { visit, share } => self.gather(visit, share)?,
             Fetch::Read { ref visits, .. } => {
                 if self.reads == self.walks.pools.reads {
                     return Err(self.waits(visits[0], "a read", "a slot of pool reads"));
@@ -171,9 +179,12 @@ impl<'p> Replay<'p> {
         self.left.push(left);
     }
 
-    fn gather(&mut self, visit: usize, share: Share) {
+    fn gather(&mut self, visit: usize, share: Share) -> Result<(), Refusal> {
         let schedule = self.walks.schedule;
         let gather = &schedule.visits[visit];
+        if !gather.blocks.iter().all(|&id| self.is_updated(id, schedule.ahead(gather, id))) {
+            return Err(self.waits(visit, "a gather", "an update of a block"));
+        }
         match share {
             Share::MicroBatch(m) => self.land(&gather.writes, m),
             Share::Block(block) => {
@@ -183,6 +194,12 @@ impl<'p> Replay<'p> {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// True if a block has had so many updates.
+    fn is_updated(&self, block: BlockId, updates: u32) -> bool {
+        self.updates[block.0 as usize] >= updates
     }
 
     fn prefetch(&mut self, device: usize) -> Progress {
@@ -222,6 +239,10 @@ impl<'p> Replay<'p> {
         };
         if !choices.all(is_chosen) {
             return waits("what rows choose of a block");
+        }
+        let mut uploads = resolved.uploads();
+        if !uploads.all(|of| self.is_updated(of.portion.block, of.ahead)) {
+            return waits("an update of a block");
         }
         let uploads = resolved.uploads();
         let staged =
@@ -301,7 +322,7 @@ impl<'p> Replay<'p> {
     fn reduce(&mut self) -> Progress {
         let Some(&reduction) = self.walks.reductions.get(self.reduction) else { return Ok(false) };
         match reduction {
-            Reduction::Gradient { portion, device, join, .. } => {
+            Reduction::Gradient { portion, device, join, scattered, .. } => {
                 let of = &mut self.devices[usize::from(device)];
                 let Some(at) = of.closed.iter().position(|&closed| closed == portion) else {
                     let reason = format!("the gradient of {portion} would never close");
@@ -317,6 +338,9 @@ impl<'p> Replay<'p> {
                 }
                 self.merging = merging;
                 of.closed.remove(at);
+                let is_complete =
+                    !join.keeps && !scattered && portion.cut.is_none_or(|cut| cut == 0);
+                self.updates[portion.block.0 as usize] += u32::from(is_complete);
                 of.gradient_slots -= 1;
             }
             Reduction::Balance { visit }
@@ -329,6 +353,10 @@ impl<'p> Replay<'p> {
                     return Err(self.waits(visit, "a host operation", boundary));
                 }
                 host.micro_batches.clone().for_each(|m| self.land(&host.writes, m));
+                let scatters = host.kind == VisitKind::Scatter;
+                let is_trained = |id: &&BlockId| !self.walks.schedule.block(**id).frozen;
+                let ended = host.blocks.iter().filter(|id| scatters && is_trained(id));
+                ended.for_each(|id| self.updates[id.0 as usize] += 1);
             }
         }
         self.reduction += 1;

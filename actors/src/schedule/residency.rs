@@ -2,8 +2,9 @@
 //!
 //! The future of a step is known, so Belady's rule applies as written (1966, "A study of
 //! replacement algorithms for a virtual-storage computer"): it fetches the fewest blocks. A step's
-//! versions are its own, so residency begins cold with each step. Ties (never used again) go to the
-//! slot that fell idle first, so that its upload can start earliest.
+//! versions are its own, so residency begins cold with each step. In a step in batches, each
+//! version of a block has a place of its own. Ties (never used again) go to the slot that fell idle
+//! first, so that its upload can start earliest.
 
 use std::collections::HashMap;
 
@@ -15,6 +16,8 @@ use super::choice::ChosenBy;
 pub struct Residence {
     /// The block, or its portion.
     pub portion: Portion,
+    /// The updates of this step that it has had: see [`Visit::ahead`](super::Visit).
+    pub ahead: u32,
     /// Its weight slot.
     pub slot: u32,
     /// True when it is uploaded for this visit; false when the slot holds it already.
@@ -29,40 +32,43 @@ pub struct Residence {
     pub chosen_by: Option<ChosenBy>,
 }
 
+/// What a slot holds: a portion, behind so many updates of the step.
+pub(super) type Needed = (Portion, u32);
+
 /// A slot's tenant while the visits are walked.
 #[derive(Clone, Copy)]
 struct Tenant {
-    portion: Portion,
+    needed: Needed,
     last_visit: usize,
 }
 
 /// Places the blocks of each visit in turn. Needs as many slots as the largest visit has blocks.
-pub(super) fn residency(visits: &[Vec<Portion>], slots: u32) -> Vec<Vec<Residence>> {
-    let mut uses: HashMap<Portion, Vec<usize>> = HashMap::new();
+pub(super) fn residency(visits: &[Vec<Needed>], slots: u32) -> Vec<Vec<Residence>> {
+    let mut uses: HashMap<Needed, Vec<usize>> = HashMap::new();
     for (index, blocks) in visits.iter().enumerate() {
-        for &portion in blocks {
-            uses.entry(portion).or_default().push(index);
+        for &needed in blocks {
+            uses.entry(needed).or_default().push(index);
         }
     }
-    let next_use = |portion: Portion, now: usize| {
-        let at = uses[&portion].partition_point(|&visit| visit <= now);
-        uses[&portion].get(at).copied().unwrap_or(usize::MAX)
+    let next_use = |needed: Needed, now: usize| {
+        let at = uses[&needed].partition_point(|&visit| visit <= now);
+        uses[&needed].get(at).copied().unwrap_or(usize::MAX)
     };
 
     let mut tenants: Vec<Option<Tenant>> = vec![None; slots as usize];
-    let mut placed = HashMap::new(); // portion -> slot
+    let mut placed = HashMap::new(); // what is needed -> slot
     let mut used_at: HashMap<u32, (usize, usize)> = HashMap::new(); // slot -> its last residence
     let mut all: Vec<Vec<Residence>> = Vec::with_capacity(visits.len());
     for (now, blocks) in visits.iter().enumerate() {
         let mut residences = Vec::with_capacity(blocks.len());
         // Blocks that are here already are pinned before others look for a place.
-        for &portion in blocks {
-            if let Some(&slot) = placed.get(&portion) {
-                tenants[slot as usize] = Some(Tenant { portion, last_visit: now });
+        for &needed in blocks {
+            if let Some(&slot) = placed.get(&needed) {
+                tenants[slot as usize] = Some(Tenant { needed, last_visit: now });
             }
         }
-        for (position, &portion) in blocks.iter().enumerate() {
-            let (slot, upload, after) = match placed.get(&portion) {
+        for (position, &needed) in blocks.iter().enumerate() {
+            let (slot, upload, after) = match placed.get(&needed) {
                 Some(&slot) => (slot, false, None),
                 None => {
                     let free = (0..slots).filter(|&s| match tenants[s as usize] {
@@ -72,16 +78,16 @@ pub(super) fn residency(visits: &[Vec<Portion>], slots: u32) -> Vec<Vec<Residenc
                     let farthest = free.max_by_key(|&s| match tenants[s as usize] {
                         None => (usize::MAX, usize::MAX, slots - s),
                         Some(t) => {
-                            (next_use(t.portion, now), usize::MAX - 1 - t.last_visit, slots - s)
+                            (next_use(t.needed, now), usize::MAX - 1 - t.last_visit, slots - s)
                         }
                     });
                     let slot = farthest.expect("no visit has more blocks than there are slots");
-                    let tenant = Tenant { portion, last_visit: now };
+                    let tenant = Tenant { needed, last_visit: now };
                     let evicted = tenants[slot as usize].replace(tenant);
                     if let Some(tenant) = evicted {
-                        placed.remove(&tenant.portion);
+                        placed.remove(&tenant.needed);
                     }
-                    placed.insert(portion, slot);
+                    placed.insert(needed, slot);
                     (slot, true, evicted.map(|tenant| tenant.last_visit))
                 }
             };
@@ -90,7 +96,8 @@ pub(super) fn residency(visits: &[Vec<Portion>], slots: u32) -> Vec<Vec<Residenc
             }
             let last_use = false;
             let chosen_by = None;
-            residences.push(Residence { portion, slot, upload, after, last_use, chosen_by });
+            let (portion, ahead) = needed;
+            residences.push(Residence { portion, ahead, slot, upload, after, last_use, chosen_by });
         }
         all.push(residences);
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{
     BlockId, BoundaryId, Copied, GroupId, MicroBatch, Phase, Place, Portion, Refusal, Role,
-    Schedule, Visit, VisitKind, portions, runs, sums,
+    Schedule, Visit, VisitKind, batches, portions, runs, sums,
 };
 
 /// Checks everything that does not depend on pools.
@@ -28,7 +28,8 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     gradients(schedule)?;
     portions::check(schedule)?;
     sums::check(schedule)?;
-    gathers(schedule)
+    gathers(schedule)?;
+    batches::check(schedule)
 }
 
 /// Checks that groups follow each other from the first micro-batch to the last, and that none is
@@ -235,13 +236,13 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     for (index, visit) in schedule.visits.iter().enumerate() {
         for portion in visit.portions().filter(|one| schedule.is_trained(one.block)) {
             let id = portion.block;
-            if scattered.contains(&id) {
+            if scattered.contains(&id) && !schedule.in_batches {
                 let reason = format!("meets {id} after its gradient was scattered");
                 return Err(Refusal::at(schedule, index, reason));
             }
             match (visit.kind, visit.phase) {
                 (VisitKind::Scatter, _) => {
-                    if visit.micro_batches.len() < schedule.micro_batches.len() {
+                    if visit.micro_batches != batches::whole(schedule, visit) {
                         let reason = "a scatter takes all micro-batches of the step at once";
                         return Err(Refusal::at(schedule, index, reason));
                     }
@@ -270,7 +271,8 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
             }
         }
     }
-    no_forward_after(schedule, &last_backward)
+    // In batches, a visit says which version it meets.
+    if schedule.in_batches { Ok(()) } else { no_forward_after(schedule, &last_backward) }
 }
 
 /// Checks that no visit meets a block behind the last one that adds to its gradient.
@@ -293,6 +295,9 @@ fn no_forward_after(
 /// Checks that a gather uses a block that it trains before the block's gradient ends, because then
 /// the block may be updated.
 fn gathers(schedule: &Schedule) -> Result<(), Refusal> {
+    if schedule.in_batches {
+        return Ok(()); // its visits say which version they meet
+    }
     let mut first_read = BTreeMap::new();
     let mut ends = BTreeMap::new(); // block -> last visit that adds to its gradient
     for (index, visit) in schedule.visits.iter().enumerate() {

@@ -97,6 +97,9 @@ pub fn sums_of_spans(spans: &[Range<u32>]) -> Vec<(usize, usize)> {
 /// The most gradients that are kept on the host at once for later groups.
 pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
     let spans = gradient_spans(schedule);
+    if schedule.in_batches {
+        return 0; // each has an update of its own
+    }
     let mut closed: Vec<Portion> = Vec::new(); // in the order of reductions
     for (index, visit) in schedule.device_visits().enumerate() {
         let group = schedule.group_of(visit.micro_batches.start);

@@ -160,6 +160,7 @@ mod tests {
             runs: vec![],
             last_chunk: 1,
             groups: vec![],
+            in_batches: false,
             shards: 1,
             ranks: Ranks::ONE,
             trains: true,

@@ -132,7 +132,7 @@ impl Touch {
                 let inputs = inputs.iter().map(|of| (of.boundary, input(of.slot)));
                 let outputs = outputs.iter().map(|of| (of.boundary, output(of.slot)));
                 touch.ports(plan, visit, *m, now, inputs, outputs);
-                blocks.iter().for_each(|of| touch.compute(step, device, of, &count));
+                blocks.iter().for_each(|of| touch.compute(step, device, visit, of, &count));
                 if visit.reach > 0 {
                     touch.attend(plan, device, visit, *m, now);
                 }
@@ -145,7 +145,8 @@ impl Touch {
             }
             &Work::DownloadGradient { portion, group, gradients, reduced, chosen_by } => {
                 touch.read_choice(chosen_by, now);
-                let label = Label::Gradient(portion, now, of_groups(plan, portion, Some(group)));
+                let of = step.version_of(plan.schedule.batch(group));
+                let label = Label::Gradient(portion, of, of_groups(plan, portion, Some(group)));
                 touch.read(Cell::Gradient(device, gradients), label);
                 touch.write(Cell::Landing(reduced), label);
             }
@@ -169,28 +170,30 @@ impl Touch {
                 touch.read_values(visit, now);
                 touch.write_stash(&visit.writes, micro_batch, now);
             }
-            Work::Join { portion, reduced, parts, keep, .. } => {
-                touch.join(*portion, now, *reduced, parts, *keep, &count);
+            Work::Join { portion, group, reduced, parts, keep } => {
+                let of = step.version_of(plan.schedule.batch(*group));
+                touch.join(*portion, of, *reduced, parts, *keep, &count);
             }
             &Work::Merge { portion, reduced, into } => {
-                touch.merge(plan, portion, now, reduced, into);
+                touch.merge(plan, portion, step.version, reduced, into);
             }
             &Work::Reduce { block, reduced, to_region } => {
-                let label = complete(plan, block, now);
+                let label = complete(plan, block, step.version);
                 touch.read(Cell::Landing(reduced), label);
                 if to_region {
                     touch.write(Cell::Region(block), label);
                 }
             }
             &Work::Scatter { visit, block, first, gradient } => {
-                touch.scatter(&plan.schedule.visits[visit], now);
+                let visit = &plan.schedule.visits[visit];
+                touch.scatter(visit, now);
                 let cell = gradient_cell(block, gradient, MasterAt::Memory);
-                touch.add(cell, block.into(), now, first, &count);
+                touch.add(cell, block.into(), step.gradient_of(visit), first, &count);
             }
             &Work::Update { block, version, master, gradient, .. } => {
                 let cell = gradient_cell(block, gradient, master);
-                let block_count = count(cell, block.into(), now);
-                touch.read(cell, Label::Gradient(block.into(), now, block_count));
+                let block_count = count(cell, block.into(), version);
+                touch.read(cell, Label::Gradient(block.into(), version, block_count));
                 touch.read_measures(plan, now);
                 match master {
                     MasterAt::Memory => touch.publish(step, block, version),
@@ -211,7 +214,7 @@ impl Touch {
                 }
             }
             &Work::ReduceScatter { block, reduced } => {
-                let label = complete(plan, block, now);
+                let label = complete(plan, block, step.version);
                 touch.writes.push((Cell::Landing(reduced), Some(label), label));
             }
             &Work::AllGatherRows { visit } => {
@@ -300,7 +303,10 @@ impl Touch {
             Share::MicroBatch(m) => (visit.blocks.clone(), m..m + 1),
             Share::Block(block) => (vec![block], visit.micro_batches.clone()),
         };
-        blocks.into_iter().for_each(|block| self.read_master(step, block, step.reads, at));
+        blocks.into_iter().for_each(|block| {
+            let ahead = u64::from(step.plan.schedule.ahead(visit, block));
+            self.read_master(step, block, step.reads + ahead, at);
+        });
         micro_batches.for_each(|m| self.write_stash(&visit.writes, m, step.number));
     }
 
@@ -308,16 +314,19 @@ impl Touch {
         &mut self,
         step: &Step,
         device: DeviceId,
+        visit: &Visit,
         of: &BlockUse,
         count: &impl Contributions,
     ) {
         let &BlockUse { portion, weights, gradient } = of;
+        let ahead = u64::from(step.plan.schedule.ahead(visit, portion.block));
         for shard in 0..step.plan.schedule.shards {
             let part = Cell::Weights(device, weights, shard as DeviceId);
-            self.read(part, Label::Block(portion, step.reads));
+            self.read(part, Label::Block(portion, step.reads + ahead));
         }
         if let Some(Accumulator { slot, first }) = gradient {
-            self.add(Cell::Gradient(device, slot), portion, step.number, first, count);
+            let version = step.gradient_of(visit);
+            self.add(Cell::Gradient(device, slot), portion, version, first, count);
         }
     }
 
@@ -384,7 +393,7 @@ impl Touch {
         slot: u32,
         count: &impl Contributions,
     ) {
-        let now = step.number;
+        let now = step.version;
         let whole = block.into();
         let gradient = || Label::Gradient(whole, now, count(Cell::Region(block), whole, now));
         let label = Label::Block(whole, version);
@@ -421,7 +430,7 @@ impl Touch {
             Stored::Gradient => {
                 let cell = Cell::Landing(slot);
                 let whole = block.into();
-                let label = Label::Gradient(whole, step.number, count(cell, whole, step.number));
+                let label = Label::Gradient(whole, step.version, count(cell, whole, step.version));
                 self.read(cell, label);
                 self.write(Cell::Region(block), label);
             }

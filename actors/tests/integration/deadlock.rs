@@ -200,13 +200,13 @@ pub(crate) fn run_in_any_order(
     steps: u64,
 ) -> Result<Vec<u64>, Vec<String>> {
     let plan = StepPlan::new(case.schedule(), config.pools).expect("a schedule that fits");
-    run_plan(config, Arc::new(plan), case, steps)
+    run_plan(config, Arc::new(plan), case.seed, steps)
 }
 
-fn run_plan(
+pub(crate) fn run_plan(
     config: RingConfig,
     plan: Arc<StepPlan>,
-    case: &Case,
+    seed: u64,
     steps: u64,
 ) -> Result<Vec<u64>, Vec<String>> {
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
@@ -227,7 +227,7 @@ fn run_plan(
         *out.lock().expect("one writer") = relay.snapshot().versions;
         relay.stop().await.expect("nothing fails here");
     });
-    let mut chance = Chance(case.seed);
+    let mut chance = Chance(seed);
     let mut hated = chance.below(tasks + queues.len());
     let is_hated = |chosen: &Move, hated: usize| match *chosen {
         Move::Poll(index) => index == hated,
@@ -242,7 +242,7 @@ fn run_plan(
         }
         let liked: Vec<Move> =
             moves.iter().copied().filter(|chosen| !is_hated(chosen, hated)).collect();
-        let from = if case.seed.is_multiple_of(2) || liked.is_empty() { &moves } else { &liked };
+        let from = if seed.is_multiple_of(2) || liked.is_empty() { &moves } else { &liked };
         world.make(from[chance.below(from.len())]);
         if chance.below(50) == 0 {
             hated = chance.below(tasks + queues.len());
@@ -318,7 +318,7 @@ proptest! {
         };
         let replayed = plan.replay();
         let config = RingConfig { pools: plan.pools, ..case.config(&schedule) };
-        let ran = run_plan(config, Arc::new(plan), &case, 1);
+        let ran = run_plan(config, Arc::new(plan), case.seed, 1);
         prop_assert_eq!(replayed.is_ok(), ran.is_ok(), "{:?} and {:?}", replayed, ran);
     }
 

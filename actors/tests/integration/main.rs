@@ -20,6 +20,7 @@ mod misuse;
 mod objective;
 mod piece_times;
 mod pieces;
+mod pipedream;
 mod pipelines;
 mod references;
 mod reports;

@@ -39,7 +39,7 @@ impl Done {
     }
 }
 
-fn check(schedule: Schedule, deferred: bool) {
+pub(crate) fn check(schedule: Schedule, deferred: bool) {
     let devices = schedule.devices();
     let config = config(&schedule, &depths(2, 1, 1, 3), deferred);
     let done = Arc::new(Mutex::new(Done::default()));

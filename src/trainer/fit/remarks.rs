@@ -1,6 +1,6 @@
 //! Warnings about settings that have no effect in a run, or hardly the one that was meant.
 
-use crate::config::{Config, DataConfig, OptimizerConfig, RateSchedule};
+use crate::config::{Config, DataConfig, OptimizerConfig, RateSchedule, ScheduleKind};
 use crate::models::{Head, Model};
 
 /// The warnings about a run of `steps` steps, of which `done` are done.
@@ -41,6 +41,15 @@ pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> 
              loss, more at higher rates (docs/delay.md)"
         ));
     }
+    if config.schedule.kind == ScheduleKind::Pipedream {
+        let stages = config.schedule.stages.unwrap_or(1);
+        remarks.push(format!(
+            "schedule.kind is \"pipedream\": in the first of {stages} stages a batch reads weights \
+             without the last {} updates, which may cost loss, and the last stage waits for each \
+             update and upload (docs/delay.md)",
+            stages - 1
+        ));
+    }
     if let Some(factor) = config.experts.capacity_factor.filter(|factor| *factor < 1.0) {
         remarks.push(format!(
             "experts.capacity_factor is {factor}: an expert takes less than its even share of the \
@@ -67,6 +76,8 @@ mod tests {
         config.data.mask_probability = 0.3;
         config.experts.capacity_factor = Some(0.9);
         config.schedule.delay = 1;
+        config.schedule.kind = ScheduleKind::Pipedream;
+        config.schedule.stages = Some(4);
         let all = remarks(&config, &model, 10, 10);
         let said = [
             "is 1e-5",
@@ -74,6 +85,7 @@ mod tests {
             "complete",
             "is 0.3",
             "delay is 1",
+            "the first of 4 stages a batch reads weights without the last 3 updates",
             "capacity_factor is 0.9",
         ];
         assert_eq!(all.len(), said.len());

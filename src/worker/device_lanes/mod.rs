@@ -243,7 +243,7 @@ impl DeviceLanes {
             reads: ports(&side.inputs, inputs, &visit.kept),
             writes: ports(&side.outputs, outputs, &visit.keeps),
             copies: visit.copies.iter().map(|copied| kept(&copied.to).view).collect(),
-            scale: state.scale,
+            scale: state.batch_of(m).scale,
             save: self.save,
             workspace: side.workspace,
             chunk_state: side.chunk_state,

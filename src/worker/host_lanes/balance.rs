@@ -60,7 +60,7 @@ impl HostLanes {
         let mut answers: Vec<&mut [f32]> =
             writes.iter().map(|&boundary| at.stashed_mut(boundary, m)).collect();
         let units = at.state.input.units.whole(m);
-        let all = at.state.sequences_of(&units);
+        let all = at.state.input.units.sequences_of(&units);
         let own = at.state.range(m).sequences;
         let batch = &at.state.input.batch;
         let rows: Vec<usize> = all.clone().map(|one| batch.length(one)).collect();

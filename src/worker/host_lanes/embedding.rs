@@ -22,7 +22,9 @@ impl HostLanes {
             for &block in blocks {
                 match master {
                     MasterAt::Memory => {
-                        let lease = self.shared.eps.memory().read(block, at.state.step.reads);
+                        let ahead = at.schedule().ahead(visit, block);
+                        let version = at.state.step.reads + u64::from(ahead);
+                        let lease = self.shared.eps.memory().read(block, version);
                         self.gather_block(at, m, block, lease.pieces()[0]);
                     }
                     MasterAt::Slot(slot) => {
@@ -122,8 +124,10 @@ impl HostLanes {
         let of_micro_batch = |m: MicroBatch| (at.stashed(boundary, m), state.range(m).rows.len());
         let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.input.dealt {
             None => {
-                let all = 0..schedule.micro_batches.len() as MicroBatch;
-                (all.map(of_micro_batch).collect(), &state.input.batch.tokens)
+                let all = at.visit.micro_batches.clone();
+                let [first, last] = [all.start, all.end - 1].map(|m| state.range(m).rows);
+                let tokens = &state.input.batch.tokens[first.start..last.end];
+                (all.map(of_micro_batch).collect(), tokens)
             }
             Some(dealt) => (vec![(&received, dealt.rows.len())], &dealt.tokens),
         };

@@ -21,7 +21,9 @@ impl HostLanes {
             true => 0.0, // the tiles of the head wrote logits, and no statistics
             false => self.loss_of_statistics(at, m, scores_vocabulary),
         };
-        let loss = of_micro_batch(at, m, sum) / at.state.input.batch.labelled as f64;
+        let labelled = at.state.batch_of(m).labelled as f64;
+        // Of a window, the mean over its batches.
+        let loss = of_micro_batch(at, m, sum) / labelled / at.state.batches.len() as f64;
         if at.schedule().ranks.count > 1 {
             at.state.losses.lock().expect("nothing panics inside").insert(m, loss);
         }

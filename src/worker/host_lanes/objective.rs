@@ -108,7 +108,7 @@ impl HostLanes {
         let desk = at.state.objective.lock().expect("nothing panics inside");
         for SequenceRows { place, length, rows, first, .. } in sequences(at, m) {
             let rows_of = HiddenRows { sequence: place, first, of: length };
-            desk.unpool(rows_of, how, at.state.scale, &mut to[floats_of(rows, width)]);
+            desk.unpool(rows_of, how, at.state.batch_of(m).scale, &mut to[floats_of(rows, width)]);
         }
     }
 
@@ -127,7 +127,7 @@ impl HostLanes {
             && let Some(objective) = self.objective()
         {
             let Range { start: first, end } = own_places(state);
-            let own = state.sequences_of(&units);
+            let own = state.input.units.sequences_of(&units);
             let own = first + own.start..first + own.end;
             let given = given(state);
             let is_of_step = at.visit.kind.is_of_step();

@@ -59,7 +59,7 @@ impl HostLanes {
         };
         let squares = self.measure(block, gradient);
         if squares.sum.is_finite() || shared.non_finite != NonFinite::Stop {
-            let learning_rate = state.learning_rate;
+            let learning_rate = state.learning_rate(version);
             let idle = &self.idle_experts(operation, &state, block);
             let applied = Applied { block, gradient, factors: &factors, learning_rate, idle };
             let copy = |to: &mut [f32], from: &[f32]| shared.threads.copy(to, from);

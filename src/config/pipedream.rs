@@ -1,0 +1,101 @@
+//! Windows of batches, as PipeDream has them: what a config may have beside them.
+
+use super::check::{must, refuse};
+use super::{
+    Config, DepthConfig, EpsTier, GradientDtype, NonFinite, ObjectiveConfig, ScheduleConfig,
+    ScheduleKind,
+};
+use crate::error::Error;
+
+impl Config {
+    /// The batches of a step of the ring: with PipeDream those of a window, which have an update
+    /// each. Else 1.
+    pub fn window(&self) -> u32 {
+        let is_pipedream = self.schedule.kind == ScheduleKind::Pipedream;
+        self.schedule.window.filter(|_| is_pipedream).unwrap_or(1).max(1)
+    }
+
+    /// The records of a step of the ring.
+    pub(crate) fn records_of_window(&self) -> usize {
+        self.step.batch.saturating_mul(self.window() as usize)
+    }
+
+    pub(super) fn check_pipedream(&self) -> Result<(), Error> {
+        let ScheduleConfig { kind, stages, window, .. } = self.schedule;
+        let keys = [("schedule.stages", stages), ("schedule.window", window)];
+        if kind != ScheduleKind::Pipedream {
+            let problem = "is for schedule.kind = \"pipedream\": leave it out";
+            return keys.into_iter().try_for_each(|(key, set)| refuse(set.is_some(), key, problem));
+        }
+        let problem = "is missing: schedule.kind = \"pipedream\" needs it";
+        keys.into_iter().try_for_each(|(key, set)| refuse(set.is_none(), key, problem))?;
+        let is = |range: std::ops::RangeInclusive<u32>, set: Option<u32>| {
+            set.is_some_and(|set| range.contains(&set))
+        };
+        must(is(1..=255, stages), "schedule.stages", "from 1 to 255")?;
+        must(is(1..=1 << 16, window), "schedule.window", "from 1 to 65536")?;
+        self.check_beside_pipedream()?;
+        let every = [
+            ("step.steps", self.step.steps),
+            ("checkpoint.every_steps", self.checkpoint.every_steps),
+            ("validation.every_steps", self.validation.every_steps),
+        ];
+        every.into_iter().try_for_each(|(key, steps)| self.check_whole_windows(key, steps))
+    }
+
+    /// Refuses a number of steps that is not one of whole windows.
+    pub(crate) fn check_whole_windows(&self, key: &str, steps: Option<u64>) -> Result<(), Error> {
+        let window = u64::from(self.window());
+        match steps.filter(|steps| !steps.is_multiple_of(window)) {
+            None => Ok(()),
+            Some(steps) => Err(Error::config(
+                key,
+                format_args!(
+                    "is {steps}, and a window has {window} batches: set a multiple of \
+                     schedule.window, as nothing stops inside a window"
+                ),
+            )),
+        }
+    }
+
+    fn check_beside_pipedream(&self) -> Result<(), Error> {
+        let waits = "updates would wait for the norm of all gradients, and with schedule.kind = \
+                     \"pipedream\" they come before the batch has gone backward";
+        let refused = [
+            (self.optimizer.clips(), "optimizer.clip_norm", waits),
+            (self.non_finite() == NonFinite::Skip, "step.non_finite", waits),
+            (
+                self.schedule.delay > 0,
+                "schedule.delay",
+                "is 1, and PipeDream has delays of its own",
+            ),
+            (
+                self.step.micro_batch != self.step.batch,
+                "step.micro_batch",
+                "must be step.batch: a batch goes through the stages as one micro-batch",
+            ),
+            (self.parallel.groups != 1, "parallel.groups", "must be 1: each batch is a group"),
+            (self.parallel.slices != 1, "parallel.slices", "must be 1"),
+            (self.eps.tier == EpsTier::File, "eps.tier", "must be \"memory\""),
+            (self.compression().is_some(), "compression.kind", "must be \"none\""),
+            (
+                self.device.gradient_dtype != GradientDtype::F32,
+                "device.gradient_dtype",
+                "must be \"f32\"",
+            ),
+            (
+                self.objective.kind != ObjectiveConfig::default().kind,
+                "objective.kind",
+                "must be \"cross-entropy\"",
+            ),
+            (self.depth != DepthConfig::default(), "depth", "must be left out"),
+        ];
+        refused.into_iter().try_for_each(|(is, key, problem)| {
+            let problem = match problem.starts_with("must be") {
+                true => format!("{problem}, with schedule.kind = \"pipedream\""),
+                false => format!("cannot be: {problem}"),
+            };
+            refuse(is, key, &problem)
+        })
+    }
+}
