@@ -28,6 +28,12 @@ pub struct ParallelConfig {
     /// device, so a run gains nothing. Results depend on it in the last bits, because sums are
     /// rounded in another order: 1 cuts nothing.
     pub slices: u32,
+    /// The number of pieces in which the feed-forward of each block is visited, a divisor of
+    /// `parallel.slices`: a device holds one piece of a block at a time, of attention or of the
+    /// feed-forward. It is for blocks that are larger than a device, because pieces hand each other
+    /// their sums through the host. Attention is visited in as few pieces as there may be with none
+    /// larger than those of the feed-forward. Results do not depend on it.
+    pub tensor: u32,
     /// With `deal = "sequences"`: the share of the work of each device, as one number for each, for
     /// devices of different speed. When absent, all shares are equal. Results do not depend on it.
     pub weights: Option<Vec<u32>>,
@@ -51,6 +57,7 @@ impl Default for ParallelConfig {
             deal: Deal::Layers,
             groups: 1,
             slices: 1,
+            tensor: 1,
             weights: None,
             transfer: Transfer::Whole,
             fabric: FabricKind::Auto,
@@ -96,7 +103,7 @@ pub enum FabricKind {
 
 impl ParallelConfig {
     pub(super) const ON_RESUME: OnResume =
-        OnResume::free("deal transfer weights").with_changes("groups slices");
+        OnResume::free("deal tensor transfer weights").with_changes("groups slices");
 }
 
 impl Config {

@@ -14,7 +14,9 @@ use super::classes::Classes;
 use super::dense::DenseLayer;
 use super::ends::{Final, Stem};
 use super::families::Names;
+use super::frozen::Base;
 use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
+use super::portions::PortionTensors;
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::shape::Shape;
 use super::walk;
@@ -94,6 +96,8 @@ pub struct Model {
     pub layer_blocks: Vec<Vec<BlockId>>,
     /// The tensors of each block.
     pub blocks: Vec<BlockTensors>,
+    /// The portions of each block that is cut; of others, none.
+    pub(super) portions: Vec<Vec<PortionTensors>>,
     /// Tiles of the vocabulary.
     pub tiles: Vec<Tile>,
     /// The first boundaries of each layer's steps.
@@ -215,17 +219,21 @@ impl Model {
         let loss = Box::new(CrossEntropy);
         let objective = None;
         let label_smoothing = 0.0;
-        Model {
+        let portions = Vec::new();
+        let mut model = Model {
             shape,
             layers,
             layer_blocks,
             blocks,
+            portions,
             tiles,
             first_ports,
             loss,
             objective,
             label_smoothing,
-        }
+        };
+        model.list_portions(Base::AsIs, Dtype::F32);
+        model
     }
 
     /// The trained tensors of a block whose gradient a device computes. There are none in a tile of
@@ -293,18 +301,17 @@ impl Model {
             let window = layer.stack().and_then(|layer| layer.window());
             let steps = self.steps(layer, blocks, context).into_iter().enumerate();
             let steps = steps.map(|(number, step)| {
-                let LayerStep { blocks: needs, chosen_by, reads, writes, saves, asks } = step;
+                let LayerStep { blocks: needs, cut, chosen_by, reads, writes, saves, asks } = step;
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
                 let most = self.shape.chunk_positions;
                 let reach = walk::reach(layer.cuts(number), window, most);
-                let cut = None;
                 RingStep { kind, needs, cut, chosen_by, reads, writes, saves, keeps, reach, asks }
             });
             RingLayer { steps: steps.collect() }
         });
         RingModel {
             blocks: self.blocks.iter().map(block).collect(),
-            cuts: BTreeMap::new(),
+            cuts: self.cuts(context.dtype),
             layers: layers.collect(),
             positions: context.positions as u32,
             answers_step: self.shape.experts.is_some_and(|one| one.balance.is_of_step()),

@@ -226,6 +226,11 @@ fn ring_model(
             block.reduce_scatter_bytes = sent / others * u64::from(ranks);
             block.encoded = true;
         }
+        for (cut, portion) in ring.cuts.get_mut(&BlockId(index as u32)).into_iter().flatten().zip(model.portions(BlockId(index as u32))) {
+            if config.device.gradient_dtype == GradientDtype::Bf16 {
+                cut.download_bytes = (packed_bf16(portion.tensors.trained_len()) * size_of::<f32>()) as u64;
+            }
+        }
         let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());
         block.state_bytes = (floats * size_of::<f32>()) as u64;
         let mut own = Cow::Borrowed(tensors);

@@ -151,6 +151,7 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     shape.kv_heads = kv_heads.unwrap_or(shape.kv_heads);
     shape.chunk_positions = config.step.chunk_positions;
     shape.slices = config.parallel.slices as usize;
+    shape.pieces = config.parallel.tensor as usize;
     // Noise would enter the comparison of two answers.
     let is_quiet = config.objective.compares_answers();
     if let Some(p) = model.dropout.or(is_quiet.then_some(0.0)) {

@@ -109,6 +109,16 @@ pub(super) struct Tensors<V, E> {
     pub(super) linear: Option<LinearTensors<V>>,
 }
 
+impl<V, E> Tensors<V, E> {
+    /// The feed-forward of a block that is cut.
+    pub(super) fn mlp(&self) -> &Mlp<V> {
+        let FeedForward::Dense(mlp) = &self.feed_forward else {
+            unreachable!("blocks with experts are not cut")
+        };
+        mlp
+    }
+}
+
 /// Views of a block's weights. Those of an expert are dequantised when it has rows.
 pub(super) type Weights<'a> = Tensors<View, SlotWeight<'a>>;
 
@@ -351,7 +361,7 @@ impl TransformerBlock {
     }
 
     /// The tensors of the first block: all but those of experts.
-    fn base_tensors(&self) -> Vec<Tensor> {
+    pub(super) fn base_tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, norms, .. } = self.shape;
         let shifts = self.shape.norms_shift();
         let [.., of_norm] = self.shape.normed_heads();

@@ -1,0 +1,274 @@
+//! Portions of blocks: what the pieces of a layer need on their devices.
+//!
+//! A layer that is larger than a device says how its block is cut
+//! ([`Layer::portions`](super::Layer::portions)), and each of its steps needs one portion of it. A
+//! portion has parts of the block's tensors, one behind the other. Where each part lies in the block
+//! follows from this list: the upload of a portion takes its rows from there, and the merge of its
+//! gradient puts them back. The block itself stays whole on the host.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use l2l_actors::schedule::{BlockId, Cut, Portion};
+
+use super::block_tensors::{BlockTensors, SlotWeight};
+use super::frozen::Base;
+use super::layer::Tensor;
+use super::model::Model;
+use crate::tensor::{Dtype, Quantisation, View};
+
+/// A part of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// These rows, one range behind the other.
+    Rows(Vec<Range<usize>>),
+    /// These columns, one range behind the other.
+    Columns(Vec<Range<usize>>),
+    /// All of it. Where several portions of a sum have it, the first has its gradient.
+    Alone,
+    /// All of it, as every slice. Its gradient is the sum of the slices' gradients, which the first
+    /// portion of a sum has.
+    Shared,
+}
+
+impl Part {
+    /// True for a part that no other portion has.
+    fn is_exclusive(&self) -> bool {
+        matches!(self, Part::Rows(_) | Part::Columns(_))
+    }
+
+    /// The rows and columns of the part of a tensor.
+    pub(super) fn size_of(&self, [rows, columns]: [usize; 2]) -> [usize; 2] {
+        let count = |ranges: &[Range<usize>]| ranges.iter().map(Range::len).sum();
+        match self {
+            Part::Rows(ranges) => [count(ranges), columns],
+            Part::Columns(ranges) => [rows, count(ranges)],
+            Part::Alone | Part::Shared => [rows, columns],
+        }
+    }
+}
+
+/// A portion of a layer's block, as the layer declares it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerPortion {
+    /// The number of the sum that the portion is a part of, from 0. Portions of one sum follow each
+    /// other.
+    pub sum: u16,
+    /// What it has, in its order: the index of each weight among those that the layer gets of the
+    /// block, and the part of it.
+    pub parts: Vec<(usize, Part)>,
+}
+
+/// The tensors of a portion, and where each lies in the block.
+#[derive(Clone, Debug)]
+pub(crate) struct PortionTensors {
+    /// The tensors, as those of a block. Their gradients are those that the portion has.
+    pub(crate) tensors: BlockTensors,
+    portion: LayerPortion,
+}
+
+/// Rows of floats that lie in a portion and in its block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PortionRows {
+    /// The first float of the first row, in the portion and in the block.
+    pub(crate) at: [usize; 2],
+    /// Floats from a row to the next one, in each.
+    pub(crate) pitch: [usize; 2],
+    /// The number of rows, and the floats of each.
+    pub(crate) rows: usize,
+    pub(crate) len: usize,
+}
+
+impl PortionRows {
+    /// Each row by itself: its place in the portion, and in the block.
+    pub(crate) fn each(self) -> impl Iterator<Item = [Range<usize>; 2]> {
+        let PortionRows { at, pitch, rows, len } = self;
+        (0..rows).map(move |row| {
+            [0, 1].map(|side| {
+                let from = at[side] + row * pitch[side];
+                from..from + len
+            })
+        })
+    }
+}
+
+impl PortionTensors {
+    fn new(
+        block: &BlockTensors,
+        portion: LayerPortion,
+        is_first: bool,
+        base: (Base, Dtype),
+    ) -> PortionTensors {
+        let weights: Vec<(&Tensor, bool, [usize; 2])> = block.joined().collect();
+        let tensor = |(index, part): &(usize, Part)| {
+            let (tensor, is_trained, size) = weights[*index];
+            let [rows, columns] = part.size_of(size);
+            let is_vector = tensor.shape.len() == 1;
+            let shape = if is_vector { vec![columns] } else { vec![rows, columns] };
+            let has_gradient = is_trained && (is_first || part.is_exclusive());
+            (Tensor { shape, joined: false, ..tensor.clone() }, has_gradient)
+        };
+        let (tensors, is_trained): (Vec<Tensor>, Vec<bool>) =
+            portion.parts.iter().map(tensor).unzip();
+        let tensors = BlockTensors::of_flags(tensors, is_trained).with_masters(block.masters());
+        PortionTensors { tensors: tensors.with_base(base.0, base.1), portion }
+    }
+
+    /// The rows of the portion in what is sent of the block to a device of this dtype.
+    pub(crate) fn published(&self, block: &BlockTensors, dtype: Dtype) -> Vec<PortionRows> {
+        let [own, whole] = [&self.tensors, block].map(|tensors| {
+            let slot = View::floats(0, tensors.published_len(dtype));
+            tensors.weights(slot, dtype).into_iter().map(stored).collect()
+        });
+        self.rows(&own, &whole)
+    }
+
+    /// The rows of the portion's gradient in that of the block.
+    pub(crate) fn gradients(&self, block: &BlockTensors) -> Vec<PortionRows> {
+        let [own, whole] = [&self.tensors, block]
+            .map(|tensors| tensors.gradients(Some(View::floats(0, tensors.trained_len()))));
+        self.rows(&own, &whole)
+    }
+
+    /// The rows of the parts whose views are there, in the portion and in the block.
+    fn rows(&self, own: &Vec<Option<View>>, whole: &[Option<View>]) -> Vec<PortionRows> {
+        let mut all = Vec::new();
+        for (&own, (index, part)) in own.iter().zip(&self.portion.parts) {
+            let (Some(own), Some(whole)) = (own, whole[*index]) else { continue };
+            let floats = |elements: usize| elements * own.dtype.size() / Dtype::F32.size();
+            let [to, from] = [own.at, whole.at].map(floats);
+            let [columns, pitch] = [own.columns, whole.columns].map(floats);
+            let mut add = |at, pitch, rows, len| all.push(PortionRows { at, pitch, rows, len });
+            let mut before = 0;
+            match part {
+                Part::Alone | Part::Shared => {
+                    let len = own.dtype.floats(own.len());
+                    add([to, from], [len; 2], 1, len);
+                }
+                Part::Rows(ranges) => {
+                    for range in ranges {
+                        let len = range.len() * columns;
+                        add([to + before, from + range.start * pitch], [len; 2], 1, len);
+                        before += len;
+                    }
+                }
+                Part::Columns(ranges) => {
+                    for range in ranges {
+                        let [first, len] = [range.start, range.len()].map(floats);
+                        add([to + before, from + first], [columns, pitch], own.rows, len);
+                        before += len;
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// True if all parts begin and end at whole floats in the copy that a device of this dtype
+    /// gets.
+    fn is_of_floats(&self, block: &BlockTensors, dtype: Dtype) -> bool {
+        let whole: Vec<_> = block.weights(View::floats(0, block.published_len(dtype)), dtype);
+        let whole: Vec<_> = whole.into_iter().map(stored).collect();
+        self.portion.parts.iter().all(|(index, part)| {
+            let Some(view) = whole[*index] else { return false };
+            let in_floats = Dtype::F32.size() / view.dtype.size();
+            let is_even = |elements: usize| elements.is_multiple_of(in_floats);
+            let are_even = |ranges: &[Range<usize>]| {
+                ranges.iter().all(|range| is_even(range.start) && is_even(range.end))
+            };
+            match part {
+                Part::Alone | Part::Shared => true,
+                Part::Rows(_) => is_even(view.columns),
+                Part::Columns(ranges) => is_even(view.columns * (view.rows - 1)) && are_even(ranges),
+            }
+        })
+    }
+}
+
+/// The elements of a weight as a slot holds them; `None` for a matrix that is quantised.
+fn stored(weight: SlotWeight<'_>) -> Option<View> {
+    match weight {
+        SlotWeight::Ready(view) => Some(view),
+        SlotWeight::Stored(stored) => {
+            let [rows, columns] = stored.shape();
+            let mut pieces = stored.quantised();
+            let is_bf16 = |(.., kind): &(_, _, Quantisation)| *kind == Quantisation::Bf16;
+            let (_, view, _) = pieces.next().filter(is_bf16)?;
+            Some(view.hold(rows, columns, Dtype::Bf16))
+        }
+    }
+}
+
+impl Model {
+    /// Lists the portions of all blocks, whose frozen tensors are stored in this way for a device of
+    /// this dtype.
+    pub(super) fn list_portions(&mut self, base: Base, dtype: Dtype) {
+        let mut portions = Vec::new();
+        portions.resize_with(self.blocks.len(), Vec::new);
+        for (layer, blocks) in self.layers.iter().zip(&self.layer_blocks) {
+            let Some(layer) = layer.stack() else { continue };
+            for (number, id) in blocks.iter().enumerate() {
+                let block = &self.blocks[id.0 as usize];
+                let mut before = None;
+                let portion = |portion: LayerPortion| {
+                    let is_first = before.replace(portion.sum) != Some(portion.sum);
+                    PortionTensors::new(block, portion, is_first, (base, dtype))
+                };
+                portions[id.0 as usize] =
+                    layer.portions(number).into_iter().map(portion).collect();
+            }
+        }
+        self.portions = portions;
+    }
+
+    /// The portions of a block that is cut.
+    pub(crate) fn portions(&self, id: BlockId) -> &[PortionTensors] {
+        &self.portions[id.0 as usize]
+    }
+
+    /// A portion of a block that is cut.
+    pub(crate) fn portion(&self, Portion { block, cut }: Portion) -> &PortionTensors {
+        &self.portions(block)[usize::from(cut.expect("the block is cut"))]
+    }
+
+    /// The tensors of a portion, or of a whole block.
+    pub(crate) fn tensors_of(&self, Portion { block, cut }: Portion) -> &BlockTensors {
+        match cut {
+            None => &self.blocks[block.0 as usize],
+            Some(cut) => &self.portions(block)[usize::from(cut)].tensors,
+        }
+    }
+
+    /// The tensors of all that a device may hold: portions, and whole blocks that are not cut.
+    pub(crate) fn on_device(&self) -> impl Iterator<Item = &BlockTensors> {
+        let blocks = self.blocks.iter().zip(&self.portions);
+        blocks.flat_map(|(block, portions)| {
+            let whole = portions.is_empty().then_some(block);
+            whole.into_iter().chain(portions.iter().map(|portion| &portion.tensors))
+        })
+    }
+
+    /// The portions of all blocks that are cut, as the ring sees them, for a device of this dtype.
+    pub(super) fn cuts(&self, dtype: Dtype) -> BTreeMap<BlockId, Vec<Cut>> {
+        let cut = |PortionTensors { tensors, portion }: &PortionTensors| {
+            let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
+            Cut {
+                weight_bytes: (tensors.published_len(dtype) * size_of::<f32>()) as u64,
+                gradient_bytes,
+                download_bytes: gradient_bytes,
+                sum: portion.sum,
+            }
+        };
+        let blocks = (0..).map(BlockId).zip(&self.portions);
+        let are_cut = blocks.filter(|(_, portions)| !portions.is_empty());
+        are_cut.map(|(id, portions)| (id, portions.iter().map(cut).collect())).collect()
+    }
+
+    /// Whether devices of this dtype can be sent the portions of all blocks.
+    pub(crate) fn has_portions_of_floats(&self, dtype: Dtype) -> bool {
+        let blocks = self.blocks.iter().zip(&self.portions);
+        blocks.into_iter().all(|(block, portions)| {
+            portions.iter().all(|portion| portion.is_of_floats(block, dtype))
+        })
+    }
+}
