@@ -117,6 +117,26 @@ impl Config {
         self.parallel.weights.clone().unwrap_or_else(|| vec![1; self.devices() as usize])
     }
 
+    fn check_tensor(&self) -> Result<(), Error> {
+        let ParallelConfig { slices, tensor, .. } = self.parallel;
+        must(tensor >= 1, "parallel.tensor", "at least 1")?;
+        if !slices.is_multiple_of(tensor) {
+            let divisors = (1..=slices).filter(|&pieces| slices.is_multiple_of(pieces));
+            let divisors: Vec<String> = divisors.map(|pieces| pieces.to_string()).collect();
+            let problem = format_args!(
+                "is {tensor}, and parallel.slices is {slices}: set a divisor of it ({}), or other \
+                 parallel.slices",
+                divisors.join(", ")
+            );
+            return Err(Error::config("parallel.tensor", problem));
+        }
+        refuse(
+            tensor > 1 && self.compression().is_some(),
+            "compression.kind",
+            "compresses gradients of whole blocks: leave it out, or set parallel.tensor = 1",
+        )
+    }
+
     pub(super) fn check_parallel(&self) -> Result<(), Error> {
         let groups = self.parallel.groups;
         let devices = self.devices();
@@ -128,6 +148,7 @@ impl Config {
             "stash.relu_density",
             "is for whole blocks: leave it out, or set parallel.slices = 1",
         )?;
+        self.check_tensor()?;
         if !turns.is_multiple_of(groups as usize) {
             let divisors = (1..=turns).filter(|&groups| turns.is_multiple_of(groups));
             let divisors: Vec<String> = divisors.take(12).map(|d| d.to_string()).collect();

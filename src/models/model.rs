@@ -127,7 +127,20 @@ fn tiles(shape: &Shape, elements: usize) -> Vec<Tile> {
 impl Model {
     /// A model of this shape.
     pub fn new(shape: Shape) -> Model {
-        Model::of(shape, Model::stack_of(shape, &|_| None))
+        let stack = Model::stack_of(shape, &|_| None);
+        let elements = Model::tile_elements(shape, &|_| None);
+        Model::with_tiles(shape, stack, None, elements)
+    }
+
+    /// Elements of a tile of the vocabulary: as many as the largest block has. Of blocks in slices,
+    /// those of the smallest pieces that there may be: tiles, and so sums over them, do not depend
+    /// on the number of pieces.
+    pub(super) fn tile_elements(
+        shape: Shape,
+        adapters: &dyn Fn(Vec<String>) -> Option<Adapters>,
+    ) -> usize {
+        let shape = Shape { pieces: shape.slices, ..shape };
+        largest_piece(&Model::stack_of(shape, adapters))
     }
 
     /// The layers between the embedding and the head of a shape. `adapters` gives the adapters of
@@ -322,13 +335,16 @@ impl Model {
         }
     }
 
-    /// The numbers of a position in the KV cache of each layer, as its steps declare them.
-    pub(crate) fn kv_widths(&self, dtype: Dtype) -> Vec<usize> {
+    /// The numbers of a position in the KV cache that each step of each layer declares.
+    pub(crate) fn kv_widths(&self, dtype: Dtype) -> Vec<Vec<usize>> {
         let context = StepContext { cached: Some(0), ..self.context(1, dtype, None) };
         let width = |layer: &ModelLayer| {
             let steps = layer.stack().map_or_else(Vec::new, |layer| layer.steps(&context));
-            let mut written = steps.iter().flat_map(|step| &step.writes);
-            written.find(|boundary| boundary.role == Role::NewKv).map_or(0, Boundary::width)
+            let width = |step: &LayerStep| {
+                let mut written = step.writes.iter();
+                written.find(|boundary| boundary.role == Role::NewKv).map_or(0, Boundary::width)
+            };
+            steps.iter().map(width).collect()
         };
         self.layers.iter().map(width).collect()
     }
@@ -436,8 +452,24 @@ impl Model {
     }
 }
 
+/// Elements of the largest portion of these layers; of a layer that is visited whole, of its
+/// largest block.
+fn largest_piece(stack: &[Box<dyn Layer>]) -> usize {
+    let of_layer = |layer: &Box<dyn Layer>| {
+        let blocks = tensors_of_blocks(&**layer).into_iter().enumerate();
+        let pieces = blocks.map(|(number, tensors)| {
+            let block = BlockTensors::from(tensors);
+            let portions = layer.portions(number).into_iter();
+            let lens = portions.map(|portion| PortionTensors::of(&block, portion).tensors.len());
+            lens.max().unwrap_or(block.len())
+        });
+        pieces.max().unwrap_or(0)
+    };
+    stack.iter().map(of_layer).max().unwrap_or(0)
+}
+
 /// Elements of the largest block of these layers.
-pub(super) fn largest_block(stack: &[Box<dyn Layer>]) -> usize {
+fn largest_block(stack: &[Box<dyn Layer>]) -> usize {
     let blocks = stack.iter().flat_map(|layer| tensors_of_blocks(&**layer));
     blocks.map(|tensors| block_len(&tensors)).max().unwrap_or(0)
 }

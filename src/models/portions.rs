@@ -114,6 +114,11 @@ impl PortionTensors {
         PortionTensors { tensors: tensors.with_base(base.0, base.1), portion }
     }
 
+    /// A portion of a block whose tensors are all trained.
+    pub(super) fn of(block: &BlockTensors, portion: LayerPortion) -> PortionTensors {
+        PortionTensors::new(block, portion, true, (Base::AsIs, Dtype::F32))
+    }
+
     /// The rows of the portion in what is sent of the block to a device of this dtype.
     pub(crate) fn published(&self, block: &BlockTensors, dtype: Dtype) -> Vec<PortionRows> {
         let [own, whole] = [&self.tensors, block].map(|tensors| {
@@ -237,6 +242,14 @@ impl Model {
             None => &self.blocks[block.0 as usize],
             Some(cut) => &self.portions(block)[usize::from(cut)].tensors,
         }
+    }
+
+    /// Bytes of the largest portion on a device of this dtype, and its gradient's. `None`: layers
+    /// are visited whole.
+    pub fn largest_piece(&self, dtype: Dtype) -> Option<[u64; 2]> {
+        let bytes = |floats: usize| (floats * size_of::<f32>()) as u64;
+        let pieces = self.portions.iter().flatten().map(|portion| &portion.tensors);
+        pieces.map(|one| [one.published_len(dtype), one.trained_len()].map(bytes)).max()
     }
 
     /// The tensors of all that a device may hold: portions, and whole blocks that are not cut.

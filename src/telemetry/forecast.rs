@@ -18,7 +18,9 @@ use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{LayerSelection, Model, Save};
-use crate::plan::{Holder, Plan, Purpose, Side, StepShape, StepSpec, most_positions, schedule_of};
+use crate::plan::{
+    Holder, Plan, Purpose, Side, StepShape, StepSpec, most_positions, schedule_of, share_of_piece,
+};
 use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
@@ -274,7 +276,9 @@ impl Rates {
             (_, &Work::Compute { device_visit, micro_batch, phase, .. }) => {
                 let key = (plan.visit(device_visit).layer.0, phase);
                 let mean = self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch);
-                mean * costs.share(&plan.schedule, micro_batch, plan.visit(device_visit))
+                let visit = plan.visit(device_visit);
+                let piece = share_of_piece(&plan.schedule, visit);
+                mean * piece * costs.share(&plan.schedule, micro_batch, visit)
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];

@@ -210,16 +210,16 @@ impl TransformerBlock {
             };
             let mut reads = vec![Input::new(read, Some(down))];
             reads.extend((!piece.is_first).then(|| Input::partial(floats(Role::Partial))));
-            let mut writes = vec![if piece.is_last { written } else { floats(Role::Partial) }];
-            if !is_feed {
-                // Keys and values for the cache.
-                reads.extend(whole.reads.iter().skip(1));
-                writes.extend(whole.writes.iter().skip(1));
-            }
+            let writes = vec![if piece.is_last { written } else { floats(Role::Partial) }];
             let saves = context
                 .save
                 .and_then(|save| self.saved_by_piece(&piece, save, context.dtype, chunks));
-            LayerStep { cut: Some(number as u16), reads, writes, saves, ..whole.clone() }
+            let mut step =
+                LayerStep { cut: Some(number as u16), reads, writes, saves, ..whole.clone() };
+            if !is_feed {
+                context.add_kv(&mut step, self.kv_width() / self.attention_pieces());
+            }
+            step
         };
         self.all_pieces().enumerate().map(step).collect()
     }

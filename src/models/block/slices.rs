@@ -189,7 +189,7 @@ impl SlicedPass<'_> {
         let new = self.kv_cache.map(|cache| scratch.take(cache.new.rows, width));
         let cached = self.kv_cache.and_then(|cache| cache.cached).map(|x| {
             let y = scratch.take(x.rows, width);
-            let from = slice * width;
+            let from = (slice - self.first) * width;
             self.whole.k.copy_columns(&CopyColumns { y, x, to: 0, from, columns: width });
             y
         });
@@ -265,7 +265,7 @@ impl SlicedPass<'_> {
         pass.recompute_attention(input, scratch);
         if let (Some(cache), Some(x)) = (self.kv_cache, kv.new[0]) {
             let columns = x.columns;
-            let to = slice * columns;
+            let to = (slice - self.first) * columns;
             let op = CopyColumns { y: cache.new, x, to, from: 0, columns };
             self.whole.k.copy_columns(&op);
         }

@@ -159,7 +159,9 @@ impl DeviceLanes {
         let model = &self.shared.model;
         let of_block = &model.blocks[portion.block.0 as usize];
         let all = model.portion(portion).published(of_block, self.shared.plan.dtype());
-        all.into_iter().try_for_each(|rows| side.upload_rows(slot, block, rows, &range))
+        all.into_iter().try_for_each(|rows| side.upload_rows(slot, block, rows, &range))?;
+        side.count_upload(range.len());
+        Ok(())
     }
 
     /// The peer lane: copies from other devices.

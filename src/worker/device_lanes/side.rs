@@ -141,7 +141,7 @@ impl DeviceSide {
     }
 
     /// Copies rows of a block to the slot of a portion, as far as they lie in a range of it. The
-    /// block is in pieces that follow each other; a row lies in one of them.
+    /// block is in pieces that follow each other; a row lies in one of them. Not counted as uploaded.
     pub(super) fn upload_rows(
         &self,
         slot: View,
@@ -158,7 +158,7 @@ impl DeviceSide {
                     if part.start < part.end {
                         let from = from.start - first + part.start - to.start;
                         let from = &piece[from..from + part.len()];
-                        self.upload(slot.part(part), from, None)?;
+                        self.device.upload(slot.part(part), from)?;
                     }
                 }
             }
