@@ -24,7 +24,7 @@ pub enum Part {
     Rows(Vec<Range<usize>>),
     /// These columns, one range behind the other.
     Columns(Vec<Range<usize>>),
-    /// All of it. Where several portions of a sum have it, the first has its gradient.
+    /// All of it. Where several portions of a sum have it, the first computes its gradient.
     Alone,
     /// All of it, as every slice. Its gradient is the sum of the slices' gradients, which the first
     /// portion of a sum has.
@@ -62,9 +62,12 @@ pub struct LayerPortion {
 /// The tensors of a portion, and where each lies in the block.
 #[derive(Clone, Debug)]
 pub(crate) struct PortionTensors {
-    /// The tensors, as those of a block. Their gradients are those that the portion has.
+    /// The tensors, as those of a block.
     pub(crate) tensors: BlockTensors,
     portion: LayerPortion,
+    /// True for the first portion of a sum. The others have room for gradients of what all of them
+    /// have, and leave it as it is.
+    is_first: bool,
 }
 
 /// Rows of floats that lie in a portion and in its block.
@@ -105,13 +108,12 @@ impl PortionTensors {
             let [rows, columns] = part.size_of(size);
             let is_vector = tensor.shape.len() == 1;
             let shape = if is_vector { vec![columns] } else { vec![rows, columns] };
-            let has_gradient = is_trained && (is_first || part.is_exclusive());
-            (Tensor { shape, joined: false, ..tensor.clone() }, has_gradient)
+            (Tensor { shape, joined: false, ..tensor.clone() }, is_trained)
         };
         let (tensors, is_trained): (Vec<Tensor>, Vec<bool>) =
             portion.parts.iter().map(tensor).unzip();
         let tensors = BlockTensors::of_flags(tensors, is_trained).with_masters(block.masters());
-        PortionTensors { tensors: tensors.with_base(base.0, base.1), portion }
+        PortionTensors { tensors: tensors.with_base(base.0, base.1), portion, is_first }
     }
 
     /// A portion of a block whose tensors are all trained.
@@ -123,22 +125,28 @@ impl PortionTensors {
     pub(crate) fn published(&self, block: &BlockTensors, dtype: Dtype) -> Vec<PortionRows> {
         let [own, whole] = [&self.tensors, block].map(|tensors| {
             let slot = View::floats(0, tensors.published_len(dtype));
-            tensors.weights(slot, dtype).into_iter().map(stored).collect()
+            tensors.weights(slot, dtype).into_iter().map(stored).collect::<Vec<_>>()
         });
-        self.rows(&own, &whole)
+        self.rows(&own, &whole, |_| true)
     }
 
-    /// The rows of the portion's gradient in that of the block.
+    /// The rows of the gradients that the portion computes in that of the block.
     pub(crate) fn gradients(&self, block: &BlockTensors) -> Vec<PortionRows> {
         let [own, whole] = [&self.tensors, block]
             .map(|tensors| tensors.gradients(Some(View::floats(0, tensors.trained_len()))));
-        self.rows(&own, &whole)
+        self.rows(&own, &whole, |part| self.is_first || part.is_exclusive())
     }
 
-    /// The rows of the parts whose views are there, in the portion and in the block.
-    fn rows(&self, own: &Vec<Option<View>>, whole: &[Option<View>]) -> Vec<PortionRows> {
+    /// The rows of these parts whose views are there, in the portion and in the block.
+    fn rows(
+        &self,
+        own: &[Option<View>],
+        whole: &[Option<View>],
+        is_meant: impl Fn(&Part) -> bool,
+    ) -> Vec<PortionRows> {
         let mut all = Vec::new();
-        for (&own, (index, part)) in own.iter().zip(&self.portion.parts) {
+        let parts = own.iter().zip(&self.portion.parts);
+        for (&own, (index, part)) in parts.filter(|(_, (_, part))| is_meant(part)) {
             let (Some(own), Some(whole)) = (own, whole[*index]) else { continue };
             let floats = |elements: usize| elements * own.dtype.size() / Dtype::F32.size();
             let [to, from] = [own.at, whole.at].map(floats);
@@ -263,7 +271,7 @@ impl Model {
 
     /// The portions of all blocks that are cut, as the ring sees them, for a device of this dtype.
     pub(super) fn cuts(&self, dtype: Dtype) -> BTreeMap<BlockId, Vec<Cut>> {
-        let cut = |PortionTensors { tensors, portion }: &PortionTensors| {
+        let cut = |PortionTensors { tensors, portion, .. }: &PortionTensors| {
             let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
             Cut {
                 weight_bytes: (tensors.published_len(dtype) * size_of::<f32>()) as u64,
