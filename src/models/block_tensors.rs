@@ -261,8 +261,8 @@ impl BlockTensors {
         self.groups().map(|is_trained| if is_trained { views.next() } else { None }).collect()
     }
 
-    /// For each group of joined tensors, in the order of their layer: the first tensor, whether it is
-    /// trained, and the rows and columns of all.
+    /// For each group of joined tensors, in the order of their layer: the first tensor, whether it
+    /// is trained, and the rows and columns of all.
     pub(super) fn joined(&self) -> impl Iterator<Item = (&Tensor, bool, [usize; 2])> {
         let size = |group: &[Tensor]| {
             let len = group.iter().map(Tensor::len).sum::<usize>();

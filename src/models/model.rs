@@ -14,11 +14,11 @@ use super::classes::Classes;
 use super::dense::DenseLayer;
 use super::ends::{Final, Stem};
 use super::families::Names;
-use super::frozen::Base;
 use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
 use super::portions::PortionTensors;
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::shape::Shape;
+use super::training::Training;
 use super::walk;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
@@ -245,7 +245,7 @@ impl Model {
             objective,
             label_smoothing,
         };
-        model.list_portions(Base::AsIs, Dtype::F32);
+        model.list_portions(&Training::default());
         model
     }
 

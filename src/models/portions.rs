@@ -2,9 +2,9 @@
 //!
 //! A layer that is larger than a device says how its block is cut
 //! ([`Layer::portions`](super::Layer::portions)), and each of its steps needs one portion of it. A
-//! portion has parts of the block's tensors, one behind the other. Where each part lies in the block
-//! follows from this list: the upload of a portion takes its rows from there, and the merge of its
-//! gradient puts them back. The block itself stays whole on the host.
+//! portion has parts of the block's tensors, one behind the other. Where each part lies in the
+//! block follows from this list: the upload of a portion takes its rows from there, and the merge
+//! of its gradient puts them back. The block itself stays whole on the host.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,9 +12,9 @@ use std::ops::Range;
 use l2l_actors::schedule::{BlockId, Cut, Portion};
 
 use super::block_tensors::{BlockTensors, SlotWeight};
-use super::frozen::Base;
 use super::layer::Tensor;
 use super::model::Model;
+use super::training::Training;
 use crate::tensor::{Dtype, Quantisation, View};
 
 /// A part of a tensor.
@@ -100,7 +100,7 @@ impl PortionTensors {
         block: &BlockTensors,
         portion: LayerPortion,
         is_first: bool,
-        base: (Base, Dtype),
+        training: &Training,
     ) -> PortionTensors {
         let weights: Vec<(&Tensor, bool, [usize; 2])> = block.joined().collect();
         let tensor = |(index, part): &(usize, Part)| {
@@ -113,12 +113,16 @@ impl PortionTensors {
         let (tensors, is_trained): (Vec<Tensor>, Vec<bool>) =
             portion.parts.iter().map(tensor).unzip();
         let tensors = BlockTensors::of_flags(tensors, is_trained).with_masters(block.masters());
-        PortionTensors { tensors: tensors.with_base(base.0, base.1), portion, is_first }
+        PortionTensors {
+            tensors: tensors.with_base(training.base, training.dtype),
+            portion,
+            is_first,
+        }
     }
 
     /// A portion of a block whose tensors are all trained.
     pub(super) fn of(block: &BlockTensors, portion: LayerPortion) -> PortionTensors {
-        PortionTensors::new(block, portion, true, (Base::AsIs, Dtype::F32))
+        PortionTensors::new(block, portion, true, &Training::default())
     }
 
     /// The rows of the portion in what is sent of the block to a device of this dtype.
@@ -192,7 +196,9 @@ impl PortionTensors {
             match part {
                 Part::Alone | Part::Shared => true,
                 Part::Rows(_) => is_even(view.columns),
-                Part::Columns(ranges) => is_even(view.columns * (view.rows - 1)) && are_even(ranges),
+                Part::Columns(ranges) => {
+                    is_even(view.columns * (view.rows - 1)) && are_even(ranges)
+                }
             }
         })
     }
@@ -213,9 +219,8 @@ fn stored(weight: SlotWeight<'_>) -> Option<View> {
 }
 
 impl Model {
-    /// Lists the portions of all blocks, whose frozen tensors are stored in this way for a device of
-    /// this dtype.
-    pub(super) fn list_portions(&mut self, base: Base, dtype: Dtype) {
+    /// Lists the portions of all blocks, whose frozen tensors are stored as this says.
+    pub(super) fn list_portions(&mut self, training: &Training) {
         let mut portions = Vec::new();
         portions.resize_with(self.blocks.len(), Vec::new);
         for (layer, blocks) in self.layers.iter().zip(&self.layer_blocks) {
@@ -225,10 +230,9 @@ impl Model {
                 let mut before = None;
                 let portion = |portion: LayerPortion| {
                     let is_first = before.replace(portion.sum) != Some(portion.sum);
-                    PortionTensors::new(block, portion, is_first, (base, dtype))
+                    PortionTensors::new(block, portion, is_first, training)
                 };
-                portions[id.0 as usize] =
-                    layer.portions(number).into_iter().map(portion).collect();
+                portions[id.0 as usize] = layer.portions(number).into_iter().map(portion).collect();
             }
         }
         self.portions = portions;

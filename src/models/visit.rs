@@ -283,7 +283,11 @@ impl<'r> VisitRun<'r> {
             Role::Own(number) => Role::OwnGradient(number),
             _ => Role::HiddenGradient,
         };
-        let of_head = if matches!(written, Role::Hidden | Role::Partial) { ports.read(Role::HeadGradient) } else { None };
+        let of_head = if matches!(written, Role::Hidden | Role::Partial) {
+            ports.read(Role::HeadGradient)
+        } else {
+            None
+        };
         let of_head = of_head.map(|dy| self.head_gradient_for(layer, dy, scratch));
         let pass = Backward {
             batch,

@@ -69,11 +69,17 @@ pub(super) struct KvCache {
     capacity: usize,
 }
 
+/// A step of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StepOfLayer {
+    pub(crate) layer: LayerId,
+    pub(crate) step: u16,
+}
+
 /// A step's part of the KV cache.
 #[derive(Clone, Copy, Debug)]
 struct CachedStep {
-    layer: LayerId,
-    step: u16,
+    step: StepOfLayer,
     /// Floats of a position.
     width: usize,
     /// Those of a position in all steps before.
@@ -88,7 +94,7 @@ impl KvCache {
         for (layer, widths) in (0..).map(LayerId).zip(model.kv_widths(dtype)) {
             let widths = widths.into_iter().map(|numbers| dtype.floats(numbers));
             for (step, width) in (0..).zip(widths).filter(|(_, width)| *width > 0) {
-                steps.push(CachedStep { layer, step, width, before: all });
+                steps.push(CachedStep { step: StepOfLayer { layer, step }, width, before: all });
                 all += width;
             }
         }
@@ -101,10 +107,10 @@ impl KvCache {
     }
 
     /// The first float of a position, counted from the begin of the cache.
-    pub(super) fn at(&self, step: (LayerId, u16), sequence: usize, position: usize) -> usize {
+    pub(super) fn at(&self, step: StepOfLayer, sequence: usize, position: usize) -> usize {
         let KvCache { ref steps, sequences, capacity, .. } = *self;
         assert!(sequence < sequences && position < capacity, "{self:?}");
-        let at = steps.binary_search_by_key(&step, |one| (one.layer, one.step));
+        let at = steps.binary_search_by_key(&step, |one| one.step);
         let CachedStep { width, before, .. } = steps[at.expect("the step has keys and values")];
         sequences * capacity * before + (sequence * capacity + position) * width
     }

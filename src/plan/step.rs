@@ -211,6 +211,13 @@ fn ring_model(
     ring.answers_step |= has_loss && is_cut;
     ring.objective = objective(config, model, shape.purpose);
     let staged = config.eps.tier == EpsTier::File;
+    for (id, cuts) in &mut ring.cuts {
+        let is_packed = config.device.gradient_dtype == GradientDtype::Bf16;
+        for (cut, portion) in cuts.iter_mut().zip(model.portions(*id)).filter(|_| is_packed) {
+            let packed = packed_bf16(portion.tensors.trained_len()) * size_of::<f32>();
+            cut.download_bytes = packed as u64;
+        }
+    }
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;
         if config.device.gradient_dtype == GradientDtype::Bf16 {
@@ -225,11 +232,6 @@ fn ring_model(
             let others = u64::from(ranks - 1).max(1);
             block.reduce_scatter_bytes = sent / others * u64::from(ranks);
             block.encoded = true;
-        }
-        for (cut, portion) in ring.cuts.get_mut(&BlockId(index as u32)).into_iter().flatten().zip(model.portions(BlockId(index as u32))) {
-            if config.device.gradient_dtype == GradientDtype::Bf16 {
-                cut.download_bytes = (packed_bf16(portion.tensors.trained_len()) * size_of::<f32>()) as u64;
-            }
         }
         let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());
         block.state_bytes = (floats * size_of::<f32>()) as u64;

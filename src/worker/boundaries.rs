@@ -8,6 +8,7 @@ use l2l_actors::schedule::{Boundary, BoundaryId, LayerId, MicroBatch, Visit};
 use l2l_actors::work::Placed;
 
 use super::step::{MicroBatchRange, StepState};
+use crate::plan::StepOfLayer;
 use crate::tensor::Dtype;
 
 /// A micro-batch of a boundary at a visit.
@@ -39,14 +40,14 @@ impl<'a> Filled<'a> {
 
     /// The layer and the step of the visits that read or write the boundary: only those of one step
     /// do.
-    pub(super) fn step(self) -> (LayerId, u16) {
+    pub(super) fn step(self) -> StepOfLayer {
         let visits = &self.state.schedule().visits;
         let is_met = |visit: &&Visit| {
             visit.layer == self.layer
                 && visit.all_reads().chain(visit.all_writes()).any(|id| id == self.boundary)
         };
         let visit = visits.iter().find(is_met).expect("a boundary is met at a visit");
-        (visit.layer, visit.step)
+        StepOfLayer { layer: visit.layer, step: visit.step }
     }
 
     /// Floats in a slot.

@@ -13,9 +13,9 @@ use l2l_actors::work::{Lane, Queue, Work};
 use l2l_actors::{BoxedError, Operation, Step};
 
 use super::{StepInput, Worker};
-use crate::plan::share_of_piece;
 use crate::config::Config;
 use crate::error::Error;
+use crate::plan::share_of_piece;
 
 /// A worker that works at the rates of slower hardware, or without copies.
 pub(crate) struct Emulated {

@@ -104,6 +104,12 @@ fn answers_and_is_exported(command: impl Fn(&str) -> Vec<String>, chats: bool, t
     assert!(Path::new(to).join("model.safetensors").is_file(), "{to}");
 }
 
+/// The sizes of a small model.
+fn of_sizes(layers: usize, heads: usize) -> Vec<String> {
+    let sizes = [("layers", layers), ("hidden", 32), ("heads", heads)];
+    sizes.map(|(key, size)| format!("model.{key}={size}")).into()
+}
+
 #[test]
 fn every_recipe_runs() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -124,12 +130,13 @@ fn every_recipe_runs() {
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
-    let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
     let relevant = write("relevant.jsonl", lines(relevant));
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 12] = [
-        ("pretrain", small.to_vec(), &text, "perplexity"),
+    let recipes: [(&str, Vec<String>, &str, &str); 14] = [
+        ("pretrain", of_sizes(1, 2), &text, "perplexity"),
+        ("megatron", of_sizes(2, 4), &text, "perplexity"),
+        ("ptd-p", of_sizes(2, 4), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
         ("classify", vec![tiny("wordpiece")], &classes, "accuracy"),

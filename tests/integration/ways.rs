@@ -1,7 +1,9 @@
 //! The ways in which one case can be run: none of them may change a bit.
 
 use l2l::Config;
-use l2l::config::{ChannelsConfig, CompressionKind, Deal, Recompute, ScheduleKind, StashPlace, Transfer};
+use l2l::config::{
+    ChannelsConfig, CompressionKind, Deal, Recompute, ScheduleKind, StashPlace, Transfer,
+};
 use l2l::models::Base;
 use proptest::prelude::*;
 

@@ -80,6 +80,16 @@ impl<V: Copy> Adapter<V> {
     }
 }
 
+impl<V, E> Tensors<V, E> {
+    /// The feed-forward of a block that is cut.
+    pub(super) fn mlp(&self) -> &Mlp<V> {
+        let FeedForward::Dense(mlp) = &self.feed_forward else {
+            unreachable!("blocks with experts are not cut")
+        };
+        mlp
+    }
+}
+
 /// The part of `whole` that a slice has.
 fn share(whole: usize, slice: usize, slices: usize) -> Range<usize> {
     let each = whole / slices;

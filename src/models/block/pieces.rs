@@ -1,8 +1,8 @@
 //! A block in pieces, for blocks that are larger than a device. A piece is some slices that follow
-//! each other, of attention or of the feed-forward. Each piece is a step of the layer, and needs its
-//! own portion of the block. It hands the sum of the outputs so far to the next one, which adds its
-//! own; the last one makes a hidden state of it. In the backward it is the other way round, with the
-//! gradients of the common input and of what slices share. So each sum has the order of
+//! each other, of attention or of the feed-forward. Each piece is a step of the layer, and needs
+//! its own portion of the block. It hands the sum of the outputs so far to the next one, which adds
+//! its own; the last one makes a hidden state of it. In the backward it is the other way round,
+//! with the gradients of the common input and of what slices share. So each sum has the order of
 //! [`slices`](super::slices), and its bits: they depend on the slices, and not on the pieces.
 
 use std::ops::Range;
@@ -161,8 +161,7 @@ impl TransformerBlock {
             }
             let has_norm = self.shape.norms_attention_input(self.number);
             let is_left = |index: usize| {
-                of_norm(1).contains(&Some(index))
-                    || !has_norm && of_norm(0).contains(&Some(index))
+                of_norm(1).contains(&Some(index)) || !has_norm && of_norm(0).contains(&Some(index))
             };
             let _: Tensors<(), ()> = self.attention_of(slice, indices, &mut |index, part| {
                 if !is_left(index) {
@@ -187,7 +186,11 @@ impl TransformerBlock {
     }
 
     /// The steps of the layer: one for each piece. `whole` is that of the layer in one visit.
-    pub(super) fn steps_of_pieces(&self, context: &StepContext, whole: &LayerStep) -> Vec<LayerStep> {
+    pub(super) fn steps_of_pieces(
+        &self,
+        context: &StepContext,
+        whole: &LayerStep,
+    ) -> Vec<LayerStep> {
         let floats = |role| Boundary::of_tokens(role, context.channels, Dtype::F32.size());
         let chunks = context.chunks(self.cuts(0)).count();
         // What is rounded in one visit alone is rounded the same way here: nothing is packed
@@ -255,10 +258,11 @@ impl TransformerBlock {
         k: &'a dyn Kernels,
         inputs: &ChunkInputs<'a>,
         kv: &SlicedKv,
-        of: (&Piece, &'a PortionViews),
+        piece: &Piece,
+        portion: &'a PortionViews,
         scratch: &Scratch<'_>,
     ) -> SlicedPass<'a> {
-        let (Piece { half, slices, .. }, portion) = of;
+        let Piece { half, slices, .. } = piece;
         let x = inputs.x;
         // The feed-forward reads attention's sum; attention needs none before its last piece.
         let of = PassOf {
@@ -278,7 +282,7 @@ impl TransformerBlock {
         let weights = &self.norms_of(views, piece);
         let inputs = ChunkInputs::without_kv(weights, batch, x, saved);
         let kv = SlicedKv { kv_cache, chunk_state, begin: ChunkState::move_on };
-        let of_chunk = self.piece_pass(k, &inputs, &kv, (piece, views), scratch);
+        let of_chunk = self.piece_pass(k, &inputs, &kv, piece, views, scratch);
         let whole = &of_chunk.whole;
         let sum = if piece.is_last { of_chunk.take_sum(scratch) } else { y };
         if let Some(x) = ports.read(Role::Partial) {
@@ -307,7 +311,7 @@ impl TransformerBlock {
         let inputs = ChunkInputs::without_kv(weights, batch, x, saved);
         let kv = SlicedKv { kv_cache: None, chunk_state, begin: ChunkState::move_back };
         let save = saved.map(|(save, _)| save);
-        let of_chunk = self.piece_pass(k, &inputs, &kv, (piece, views), scratch);
+        let of_chunk = self.piece_pass(k, &inputs, &kv, piece, views, scratch);
         of_chunk.keys(save, scratch);
     }
 
@@ -320,7 +324,7 @@ impl TransformerBlock {
         let d = &self.norm_gradients(views, piece);
         let inputs = ChunkInputs::without_kv(weights, batch, x, saved);
         let kv = SlicedKv { kv_cache: None, chunk_state, begin: |state, _| state };
-        let of_chunk = self.piece_pass(k, &inputs, &kv, (piece, views), scratch);
+        let of_chunk = self.piece_pass(k, &inputs, &kv, piece, views, scratch);
         let save = saved.map(|(save, _)| save);
         let dx = dx.filter(|_| piece.is_first).unwrap_or_else(|| scratch.take_like(x));
         let g = &ChunkGradients { d, dy, dx, chunk_kv: None, save, accumulate, passed: None };

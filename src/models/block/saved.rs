@@ -148,8 +148,7 @@ impl TransformerBlock {
         let is_whole = of.half == Half::Both;
         let norm1 = places.take_floats(is_whole, 2);
         let attention_sum = of.attention_sum;
-        let attention_sum =
-            attention_sum.unwrap_or_else(|| places.take(true, self.shape.hidden));
+        let attention_sum = attention_sum.unwrap_or_else(|| places.take(true, self.shape.hidden));
         let norm2 = places.take_floats(is_whole, 2);
         let attends = of.half != Half::Feed;
         let feeds = of.half != Half::Attend;

@@ -109,16 +109,6 @@ pub(super) struct Tensors<V, E> {
     pub(super) linear: Option<LinearTensors<V>>,
 }
 
-impl<V, E> Tensors<V, E> {
-    /// The feed-forward of a block that is cut.
-    pub(super) fn mlp(&self) -> &Mlp<V> {
-        let FeedForward::Dense(mlp) = &self.feed_forward else {
-            unreachable!("blocks with experts are not cut")
-        };
-        mlp
-    }
-}
-
 /// Views of a block's weights. Those of an expert are dequantised when it has rows.
 pub(super) type Weights<'a> = Tensors<View, SlotWeight<'a>>;
 

@@ -141,7 +141,7 @@ impl DeviceSide {
     }
 
     /// Copies rows of a block to the slot of a portion, as far as they lie in a range of it. The
-    /// block is in pieces that follow each other; a row lies in one of them. Not counted as uploaded.
+    /// block is in pieces that follow each other; a row lies in one of them. It counts no bytes.
     pub(super) fn upload_rows(
         &self,
         slot: View,
