@@ -455,8 +455,8 @@ impl Model {
 /// Elements of the largest portion of these layers; of a layer that is visited whole, of its
 /// largest block.
 fn largest_piece(stack: &[Box<dyn Layer>]) -> usize {
-    let of_layer = |layer: &Box<dyn Layer>| {
-        let blocks = tensors_of_blocks(&**layer).into_iter().enumerate();
+    let of_layer = |layer: &dyn Layer| {
+        let blocks = tensors_of_blocks(layer).into_iter().enumerate();
         let pieces = blocks.map(|(number, tensors)| {
             let block = BlockTensors::from(tensors);
             let portions = layer.portions(number).into_iter();
@@ -465,7 +465,7 @@ fn largest_piece(stack: &[Box<dyn Layer>]) -> usize {
         });
         pieces.max().unwrap_or(0)
     };
-    stack.iter().map(of_layer).max().unwrap_or(0)
+    stack.iter().map(|layer| of_layer(&**layer)).max().unwrap_or(0)
 }
 
 /// Elements of the largest block of these layers.

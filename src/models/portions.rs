@@ -273,6 +273,17 @@ impl Model {
         })
     }
 
+    /// The number of places that devices may share: layers that are visited whole, and pieces.
+    pub(crate) fn stops(&self) -> usize {
+        let layers = self.layers.iter().zip(&self.layer_blocks).zip(&self.first_ports);
+        let layers = layers.filter(|((layer, _), _)| layer.is_on_device());
+        let stops = layers.map(|((_, blocks), steps)| {
+            let are_cut = blocks.iter().any(|id| !self.portions(*id).is_empty());
+            if are_cut { steps.len() } else { 1 }
+        });
+        stops.sum()
+    }
+
     /// The portions of all blocks that are cut, as the ring sees them, for a device of this dtype.
     pub(super) fn cuts(&self, dtype: Dtype) -> BTreeMap<BlockId, Vec<Cut>> {
         let cut = |PortionTensors { tensors, portion, .. }: &PortionTensors| {

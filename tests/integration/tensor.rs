@@ -82,21 +82,38 @@ async fn pieces_of_families_are_pytorchs() {
     }
 }
 
-/// Long sequences in chunks, which are visits of their own, or are walked in a visit.
-#[tokio::test]
-async fn long_sequences_in_pieces_give_the_bits_of_slices() {
-    let (mut config, golden) = pytorch::case("long");
-    config.data.sequence_length = Some(4200);
-    config.step.chunk_positions = 2048;
-    config.parallel.slices = 2;
-    let whole = pytorch::check(config.clone(), &golden).await;
-    config.parallel.tensor = 2;
-    for (kind, recompute) in
-        [(ScheduleKind::Relay, true), (ScheduleKind::Relay, false), (ScheduleKind::Resident, false)]
-    {
-        config.schedule.kind = kind;
-        config.schedule.recompute = recompute.into();
-        assert_eq!(pytorch::check(config.clone(), &golden).await, whole, "{kind:?}");
+/// Long sequences in chunks, which are visits of their own, or are walked in a visit; also with
+/// adapters, whose sums pass from piece to piece chunk by chunk.
+#[test]
+fn long_sequences_in_pieces_give_the_bits_of_slices() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let data = folder.path().join("data.jsonl");
+    let line = |length: usize| {
+        let ids: Vec<usize> = (0..length).map(|at| (at * at + length) % 51).collect();
+        serde_json::json!({ "input_ids": ids }).to_string()
+    };
+    let lines = [128, 326, 17, 129, 1, 128].map(line);
+    std::fs::write(&data, lines.join("\n")).expect("room on a disk");
+    for trained in [Trained::All, Trained::AdaptersAndNorms] {
+        let of = |ways: &Ways| {
+            let mut config = config(&Case { batch: 3, trained, ..case() }, ways);
+            config.model.hidden = Some(8);
+            (config.model.positions, config.data.sequence_length) = (Some(400), Some(400));
+            config.step.chunk_positions = 128;
+            config.data.train = data.display().to_string().into();
+            run(config, 2).1.weights_digest
+        };
+        let expected = of(&baseline());
+        for (tensor, kind, devices, recompute) in [
+            (2, ScheduleKind::Relay, 1, true.into()),
+            (4, ScheduleKind::Relay, 3, false.into()),
+            (4, ScheduleKind::Relay, 2, Recompute::ATTENTION),
+            (4, ScheduleKind::Resident, 1, false.into()),
+            (2, ScheduleKind::OneForwardOneBackward, 2, true.into()),
+        ] {
+            let ways = Ways { tensor, kind, devices, recompute, ..relay() };
+            assert_eq!(of(&ways), expected, "{ways:?}");
+        }
     }
 }
 
