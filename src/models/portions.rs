@@ -154,7 +154,6 @@ impl PortionTensors {
             let (Some(own), Some(whole)) = (own, whole[*index]) else { continue };
             let floats = |elements: usize| elements * own.dtype.size() / Dtype::F32.size();
             let [to, from] = [own.at, whole.at].map(floats);
-            let [columns, pitch] = [own.columns, whole.columns].map(floats);
             let mut add = |at, pitch, rows, len| all.push(PortionRows { at, pitch, rows, len });
             let mut before = 0;
             match part {
@@ -164,15 +163,17 @@ impl PortionTensors {
                 }
                 Part::Rows(ranges) => {
                     for range in ranges {
-                        let len = range.len() * columns;
-                        add([to + before, from + range.start * pitch], [len; 2], 1, len);
+                        let first = floats(range.start * whole.columns);
+                        let len = floats(range.len() * whole.columns);
+                        add([to + before, from + first], [len; 2], 1, len);
                         before += len;
                     }
                 }
                 Part::Columns(ranges) => {
                     for range in ranges {
                         let [first, len] = [range.start, range.len()].map(floats);
-                        add([to + before, from + first], [columns, pitch], own.rows, len);
+                        let pitch = [own.columns, whole.columns].map(floats);
+                        add([to + before, from + first], pitch, own.rows, len);
                         before += len;
                     }
                 }
@@ -190,14 +191,14 @@ impl PortionTensors {
             let Some(view) = whole[*index] else { return false };
             let in_floats = Dtype::F32.size() / view.dtype.size();
             let is_even = |elements: usize| elements.is_multiple_of(in_floats);
-            let are_even = |ranges: &[Range<usize>]| {
-                ranges.iter().all(|range| is_even(range.start) && is_even(range.end))
+            let are_even = |ranges: &[Range<usize>], each: usize| {
+                ranges.iter().all(|range| is_even(range.start * each) && is_even(range.end * each))
             };
             match part {
                 Part::Alone | Part::Shared => true,
-                Part::Rows(_) => is_even(view.columns),
+                Part::Rows(ranges) => are_even(ranges, view.columns),
                 Part::Columns(ranges) => {
-                    is_even(view.columns * (view.rows - 1)) && are_even(ranges)
+                    are_even(ranges, 1) && (view.rows == 1 || is_even(view.columns))
                 }
             }
         })
