@@ -187,7 +187,8 @@ impl<'l> Bench<'l> {
             let chunk_state = ChunkMemory { memory: self.chunk_state, before: walk.before() };
             let scratch = &scratch.nested();
             if turn == Turn::Keys {
-                let pass = Keys { batch, weights, stored, x, saved, chunk_state, scratch };
+                let step = 0;
+                let pass = Keys { batch, step, weights, stored, x, saved, chunk_state, scratch };
                 self.layer.keys(&kernels, &pass);
                 continue;
             }

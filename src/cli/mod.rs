@@ -20,6 +20,7 @@ mod observe;
 mod other_names;
 mod outlook;
 mod output;
+mod pieces;
 mod plan;
 mod progress;
 mod rates;

@@ -13,6 +13,7 @@ use serde_json::{Map, Value, json};
 
 use super::outlook::Outlook;
 use super::output::{print, write_file};
+use super::pieces::Pieces;
 use super::{Exit, PlanArguments, longest, outlook, rates};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
@@ -116,6 +117,7 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         longest: plan.longest_sequence_here(model, &rule),
         keeps_none: keeps_none(config, plan),
         remark: remark(config).filter(|_| plan.trains()),
+        pieces: Pieces::of(config, plan, model),
     };
     match config.log.format {
         Format::Json => print(shown.event()),
@@ -145,6 +147,7 @@ struct Shown<'p> {
     keeps_none: Option<&'static str>,
     /// What would make the step faster.
     remark: Option<&'static str>,
+    pieces: Pieces,
 }
 
 /// Why a plan for GPUs has no kept layers, though nothing in the config says so.
@@ -224,6 +227,8 @@ impl Shown<'_> {
             "largest_micro_batch": self.most,
             "longest_sequence": self.longest.map(longest::field),
             "remark": self.remark,
+            "largest_piece_bytes": self.pieces.largest.map(|[weights, _]| weights),
+            "times_fewer_activation_bytes_whole": self.pieces.times_fewer,
             "kept_layers": plan.keeping.map(|Keeping { kept, of, next_bytes, ceiling }| {
                 json!({
                     "count": kept, "of": of, "next_bytes": next_bytes, "ceiling_bytes": ceiling,
@@ -324,6 +329,10 @@ impl Shown<'_> {
         let (layer, parameters) = largest_layer(self.model);
         let bytes = (parameters * self.bytes_of_parameter) as u64;
         number("largest layer", bytes, &format!("bytes, {layer}"));
+        if let Some([weights, gradient]) = self.pieces.largest {
+            let unit = format!("bytes on a device, and {gradient} of its gradient");
+            number("largest piece", weights, &unit);
+        }
         if let Some(least) = self.least {
             number("least device", least, "bytes, with a micro-batch and channels of 1");
         }
@@ -353,6 +362,7 @@ impl Shown<'_> {
             number("kept layers", kept as u64, &unit);
         }
         self.keeps_none.into_iter().chain(self.remark).for_each(print);
+        self.pieces.words().into_iter().for_each(print);
     }
 }
 

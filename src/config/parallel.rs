@@ -28,6 +28,12 @@ pub struct ParallelConfig {
     /// device, so a run gains nothing. Results depend on it in the last bits, because sums are
     /// rounded in another order: 1 cuts nothing.
     pub slices: u32,
+    /// The number of pieces in which the feed-forward of each block is visited, a divisor of
+    /// `parallel.slices`: a device holds one piece of a block at a time, of attention or of the
+    /// feed-forward. It is for blocks that are larger than a device, because pieces hand each other
+    /// their sums through the host. Attention is visited in as few pieces as there may be with none
+    /// larger than those of the feed-forward. Results do not depend on it.
+    pub tensor: u32,
     /// With `deal = "sequences"`: the share of the work of each device, as one number for each, for
     /// devices of different speed. When absent, all shares are equal. Results do not depend on it.
     pub weights: Option<Vec<u32>>,
@@ -51,6 +57,7 @@ impl Default for ParallelConfig {
             deal: Deal::Layers,
             groups: 1,
             slices: 1,
+            tensor: 1,
             weights: None,
             transfer: Transfer::Whole,
             fabric: FabricKind::Auto,
@@ -96,7 +103,7 @@ pub enum FabricKind {
 
 impl ParallelConfig {
     pub(super) const ON_RESUME: OnResume =
-        OnResume::free("deal transfer weights").with_changes("groups slices");
+        OnResume::free("deal tensor transfer weights").with_changes("groups slices");
 }
 
 impl Config {
@@ -110,6 +117,26 @@ impl Config {
         self.parallel.weights.clone().unwrap_or_else(|| vec![1; self.devices() as usize])
     }
 
+    fn check_tensor(&self) -> Result<(), Error> {
+        let ParallelConfig { slices, tensor, .. } = self.parallel;
+        must(tensor >= 1, "parallel.tensor", "at least 1")?;
+        if !slices.is_multiple_of(tensor) {
+            let divisors = (1..=slices).filter(|&pieces| slices.is_multiple_of(pieces));
+            let divisors: Vec<String> = divisors.map(|pieces| pieces.to_string()).collect();
+            let problem = format_args!(
+                "is {tensor}, and parallel.slices is {slices}: set a divisor of it ({}), or other \
+                 parallel.slices",
+                divisors.join(", ")
+            );
+            return Err(Error::config("parallel.tensor", problem));
+        }
+        refuse(
+            tensor > 1 && self.compression().is_some(),
+            "compression.kind",
+            "compresses gradients of whole blocks: leave it out, or set parallel.tensor = 1",
+        )
+    }
+
     pub(super) fn check_parallel(&self) -> Result<(), Error> {
         let groups = self.parallel.groups;
         let devices = self.devices();
@@ -121,6 +148,7 @@ impl Config {
             "stash.relu_density",
             "is for whole blocks: leave it out, or set parallel.slices = 1",
         )?;
+        self.check_tensor()?;
         if !turns.is_multiple_of(groups as usize) {
             let divisors = (1..=turns).filter(|&groups| turns.is_multiple_of(groups));
             let divisors: Vec<String> = divisors.take(12).map(|d| d.to_string()).collect();

@@ -98,14 +98,23 @@ impl BlockTensors {
     /// A layer's tensors. `trains` says which of them are trained. Joined tensors are one matrix of
     /// a product: if one of them is trained, all are.
     pub fn new(tensors: Vec<Tensor>, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
-        let mut all = BlockTensors::default();
-        for group in tensors.chunk_by(|_, next| next.joined) {
+        let of_group = |group: &[Tensor]| {
             let is_trained = group.iter().any(&trains);
-            all.is_trained.extend(group.iter().map(|_| is_trained));
-            let part = if is_trained { &mut all.trained } else { &mut all.frozen };
-            part.extend_from_slice(group);
-        }
-        BlockTensors { tensors, ..all }
+            group.iter().map(move |_| is_trained).collect::<Vec<_>>()
+        };
+        let is_trained = tensors.chunk_by(|_, next| next.joined).flat_map(of_group).collect();
+        BlockTensors::of_flags(tensors, is_trained)
+    }
+
+    /// Tensors, and whether each is trained: all joined ones, or none.
+    pub(super) fn of_flags(tensors: Vec<Tensor>, is_trained: Vec<bool>) -> BlockTensors {
+        let part = |of_trained: bool| -> Vec<Tensor> {
+            let all = tensors.iter().zip(&is_trained);
+            all.filter(|(_, is)| **is == of_trained).map(|(tensor, _)| tensor.clone()).collect()
+        };
+        let trained = part(true);
+        let frozen = part(false);
+        BlockTensors { tensors, is_trained, trained, frozen, ..BlockTensors::default() }
     }
 
     /// Changes which tensors are trained.
@@ -255,6 +264,24 @@ impl BlockTensors {
             None => Vec::new().into_iter(),
         };
         self.groups().map(|is_trained| if is_trained { views.next() } else { None }).collect()
+    }
+
+    /// For each group of joined tensors, in the order of their layer: the first tensor, whether it
+    /// is trained, and the rows and columns of all.
+    pub(super) fn joined(&self) -> impl Iterator<Item = (&Tensor, bool, [usize; 2])> {
+        let size = |group: &[Tensor]| {
+            let len = group.iter().map(Tensor::len).sum::<usize>();
+            match group[0].shape[..] {
+                [_] => [1, len],
+                [_, ref inner @ ..] => {
+                    let columns: usize = inner.iter().product();
+                    [len / columns.max(1), columns]
+                }
+                [] => [0, 0],
+            }
+        };
+        let groups = self.tensors.chunk_by(|_, next| next.joined);
+        groups.zip(self.groups()).map(move |(group, is)| (&group[0], is, size(group)))
     }
 
     /// For each group of joined tensors, in the order of their layer: whether it is trained.

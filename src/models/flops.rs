@@ -5,7 +5,7 @@ use std::ops::Range;
 use l2l_actors::schedule::{LayerId, Phase};
 
 use super::block_tensors::BlockTensors;
-use super::layer::{Save, Tensor};
+use super::layer::{Cuts, Save, Tensor};
 use super::model::{Model, ModelLayer};
 use super::selection::LayerSelection;
 
@@ -122,7 +122,10 @@ impl Model {
             Phase::Forward | Phase::Reference => forward,
             Phase::Keys => {
                 let width = visited.stack().map_or(0, |layer| layer.kv_width());
-                2.0 * (self.shape.hidden * width) as f64 * rows * steps
+                let of_keys = 2.0 * (self.shape.hidden * width) as f64 * rows;
+                let has_keys = |step: &usize| visited.cuts(*step) == Cuts::Causal;
+                let count = (0..steps as usize).filter(has_keys).count().max(1);
+                of_keys * steps / count as f64
             }
             Phase::Backward => (1.0 + again) * forward + of_gradients,
         };

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use super::block_tensors::SlotWeight;
+use super::portions::LayerPortion;
 use super::ports::{LayerStep, PortViews, StepContext};
 use crate::kernels::{BatchView, CustomKernel, Kernels};
 use crate::tensor::{ALIGNED, Dtype, Scratch, View};
@@ -176,6 +177,8 @@ pub struct ChunkMemory {
 pub struct Keys<'a> {
     /// The chunk.
     pub batch: BatchView<'a>,
+    /// The index among the layer's [steps](Layer::steps).
+    pub step: usize,
     /// The tensors of the step's blocks, as in [`Forward`].
     pub weights: &'a [View],
     /// The last tensors, as in [`Forward`].
@@ -251,6 +254,12 @@ pub trait Layer: Send + Sync {
         step.saves = context.saved(saved_len);
         context.add_kv(&mut step, self.kv_width());
         vec![step]
+    }
+
+    /// The portions of a block, in the order of the [cuts](LayerStep::cut) of the steps that need
+    /// them. Empty: steps need the whole block.
+    fn portions(&self, _block: usize) -> Vec<LayerPortion> {
+        Vec::new()
     }
 
     /// The number of a step's weights, the last ones, that the layer dequantises when it needs
@@ -337,6 +346,11 @@ pub trait Layer: Send + Sync {
     /// Floats of the saved activations of one sequence, or chunk, of `positions`, for elements of
     /// this dtype. A micro-batch has the sum over its sequences.
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize;
+
+    /// The same, of what one step saves.
+    fn saved_len_of(&self, _step: usize, positions: usize, save: Save, dtype: Dtype) -> usize {
+        self.saved_len(positions, save, dtype)
+    }
 
     /// Sets how the input of a ReLU is saved: its positive numbers, up to this share of a row; or
     /// signs alone, if the gradients of these trained tensors need no more. `None`: all numbers.

@@ -15,8 +15,10 @@ use super::dense::DenseLayer;
 use super::ends::{Final, Stem};
 use super::families::Names;
 use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
+use super::portions::PortionTensors;
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::shape::Shape;
+use super::training::Training;
 use super::walk;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
@@ -94,6 +96,8 @@ pub struct Model {
     pub layer_blocks: Vec<Vec<BlockId>>,
     /// The tensors of each block.
     pub blocks: Vec<BlockTensors>,
+    /// The portions of each block that is cut; of others, none.
+    pub(super) portions: Vec<Vec<PortionTensors>>,
     /// Tiles of the vocabulary.
     pub tiles: Vec<Tile>,
     /// The first boundaries of each layer's steps.
@@ -123,7 +127,20 @@ fn tiles(shape: &Shape, elements: usize) -> Vec<Tile> {
 impl Model {
     /// A model of this shape.
     pub fn new(shape: Shape) -> Model {
-        Model::of(shape, Model::stack_of(shape, &|_| None))
+        let stack = Model::stack_of(shape, &|_| None);
+        let elements = Model::tile_elements(shape, &|_| None);
+        Model::with_tiles(shape, stack, None, elements)
+    }
+
+    /// Elements of a tile of the vocabulary: as many as the largest block has. Of blocks in slices,
+    /// those of the smallest pieces that there may be: tiles, and so sums over them, do not depend
+    /// on the number of pieces.
+    pub(super) fn tile_elements(
+        shape: Shape,
+        adapters: &dyn Fn(Vec<String>) -> Option<Adapters>,
+    ) -> usize {
+        let shape = Shape { pieces: shape.slices, ..shape };
+        largest_piece(&Model::stack_of(shape, adapters))
     }
 
     /// The layers between the embedding and the head of a shape. `adapters` gives the adapters of
@@ -215,17 +232,21 @@ impl Model {
         let loss = Box::new(CrossEntropy);
         let objective = None;
         let label_smoothing = 0.0;
-        Model {
+        let portions = Vec::new();
+        let mut model = Model {
             shape,
             layers,
             layer_blocks,
             blocks,
+            portions,
             tiles,
             first_ports,
             loss,
             objective,
             label_smoothing,
-        }
+        };
+        model.list_portions(&Training::default());
+        model
     }
 
     /// The trained tensors of a block whose gradient a device computes. There are none in a tile of
@@ -293,18 +314,17 @@ impl Model {
             let window = layer.stack().and_then(|layer| layer.window());
             let steps = self.steps(layer, blocks, context).into_iter().enumerate();
             let steps = steps.map(|(number, step)| {
-                let LayerStep { blocks: needs, chosen_by, reads, writes, saves, asks } = step;
+                let LayerStep { blocks: needs, cut, chosen_by, reads, writes, saves, asks } = step;
                 let needs = needs.into_iter().map(|index| blocks[index]).collect();
                 let most = self.shape.chunk_positions;
                 let reach = walk::reach(layer.cuts(number), window, most);
-                let cut = None;
                 RingStep { kind, needs, cut, chosen_by, reads, writes, saves, keeps, reach, asks }
             });
             RingLayer { steps: steps.collect() }
         });
         RingModel {
             blocks: self.blocks.iter().map(block).collect(),
-            cuts: BTreeMap::new(),
+            cuts: self.cuts(context.dtype),
             layers: layers.collect(),
             positions: context.positions as u32,
             answers_step: self.shape.experts.is_some_and(|one| one.balance.is_of_step()),
@@ -317,13 +337,16 @@ impl Model {
         }
     }
 
-    /// The numbers of a position in the KV cache of each layer, as its steps declare them.
-    pub(crate) fn kv_widths(&self, dtype: Dtype) -> Vec<usize> {
+    /// The numbers of a position in the KV cache that each step of each layer declares.
+    pub(crate) fn kv_widths(&self, dtype: Dtype) -> Vec<Vec<usize>> {
         let context = StepContext { cached: Some(0), ..self.context(1, dtype, None) };
         let width = |layer: &ModelLayer| {
             let steps = layer.stack().map_or_else(Vec::new, |layer| layer.steps(&context));
-            let mut written = steps.iter().flat_map(|step| &step.writes);
-            written.find(|boundary| boundary.role == Role::NewKv).map_or(0, Boundary::width)
+            let width = |step: &LayerStep| {
+                let mut written = step.writes.iter();
+                written.find(|boundary| boundary.role == Role::NewKv).map_or(0, Boundary::width)
+            };
+            steps.iter().map(width).collect()
         };
         self.layers.iter().map(width).collect()
     }
@@ -431,8 +454,24 @@ impl Model {
     }
 }
 
+/// Elements of the largest portion of these layers; of a layer that is visited whole, of its
+/// largest block.
+fn largest_piece(stack: &[Box<dyn Layer>]) -> usize {
+    let of_layer = |layer: &dyn Layer| {
+        let blocks = tensors_of_blocks(layer).into_iter().enumerate();
+        let pieces = blocks.map(|(number, tensors)| {
+            let block = BlockTensors::from(tensors);
+            let portions = layer.portions(number).into_iter();
+            let lens = portions.map(|portion| PortionTensors::of(&block, portion).tensors.len());
+            lens.max().unwrap_or(block.len())
+        });
+        pieces.max().unwrap_or(0)
+    };
+    stack.iter().map(|layer| of_layer(&**layer)).max().unwrap_or(0)
+}
+
 /// Elements of the largest block of these layers.
-pub(super) fn largest_block(stack: &[Box<dyn Layer>]) -> usize {
+fn largest_block(stack: &[Box<dyn Layer>]) -> usize {
     let blocks = stack.iter().flat_map(|layer| tensors_of_blocks(&**layer));
     blocks.map(|tensors| block_len(&tensors)).max().unwrap_or(0)
 }

@@ -17,6 +17,9 @@ pub struct LayerStep {
     /// The blocks that the step needs, as indices among the [blocks](super::Layer::blocks) of the
     /// layer. Only one step may need a block that is trained.
     pub blocks: Vec<usize>,
+    /// The portion that the step needs of its blocks, by its index among their
+    /// [portions](super::Layer::portions); `None`: it needs all of them.
+    pub cut: Option<u16>,
     /// The role of the boundary by which rows choose [parts](super::Layer::parts_of_block) of the
     /// blocks. An earlier step of the layer writes it. Parts that no row of a visit chose may hold
     /// anything. `None`: each row uses all of the blocks.
@@ -53,7 +56,7 @@ impl LayerStep {
     pub fn on_hidden(context: &StepContext, blocks: Vec<usize>) -> LayerStep {
         let reads = vec![context.hidden_input()];
         let writes = vec![context.hidden()];
-        LayerStep { blocks, chosen_by: None, reads, writes, saves: None, asks: None }
+        LayerStep { blocks, cut: None, chosen_by: None, reads, writes, saves: None, asks: None }
     }
 }
 
@@ -166,6 +169,14 @@ pub(crate) struct Port {
     pub(crate) view: View,
 }
 
+/// Floats for each chunk, of at most so many positions, that lie behind the rows of a boundary,
+/// sequence by sequence.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Behind {
+    pub(crate) floats: usize,
+    pub(crate) positions: usize,
+}
+
 /// The boundaries of a visit for one micro-batch, by their role.
 #[derive(Clone, Copy, Debug)]
 pub struct PortViews<'a> {
@@ -193,6 +204,28 @@ impl PortViews<'_> {
     /// The boundary of this role that the visit writes: (R, its width), or (B, its width).
     pub fn written(&self, role: Role) -> Option<View> {
         self.find(self.writes, role)
+    }
+
+    /// A sum that the visit reads: its rows, and the floats of the chunk behind the rows of all.
+    pub(crate) fn read_sum(&self, role: Role, behind: Behind) -> Option<[View; 2]> {
+        self.sum(self.reads, role, behind)
+    }
+
+    /// As [`read_sum`](Self::read_sum), of a sum that the visit writes.
+    pub(crate) fn written_sum(&self, role: Role, behind: Behind) -> Option<[View; 2]> {
+        self.sum(self.writes, role, behind)
+    }
+
+    fn sum(&self, ports: &[Port], role: Role, behind: Behind) -> Option<[View; 2]> {
+        let Port { boundary, view } = ports.iter().find(|port| port.boundary.role == role)?;
+        let width = boundary.width();
+        let end = self.held.rows() * width;
+        let of_sequence = boundary.sequence_bytes as usize / Dtype::F32.size();
+        let sequence = self.chunk.first_sequence() - self.held.first_sequence();
+        let position = self.chunk.first_position() - self.held.first_position();
+        let from = end + sequence * of_sequence + position / behind.positions * behind.floats;
+        let rows = view.part(0..end).with_columns(width).row_range(self.rows());
+        Some([rows, view.part(from..from + behind.floats)])
     }
 
     fn find(&self, ports: &[Port], role: Role) -> Option<View> {

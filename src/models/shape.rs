@@ -334,6 +334,9 @@ pub struct Shape {
     pub chunk_positions: usize,
     /// S: the slices into which heads and channels of a block are cut; 1: they are not.
     pub slices: usize,
+    /// P: the pieces in which a block is visited, a divisor of its slices; 1: it is visited whole.
+    /// Results are the same, bit for bit.
+    pub pieces: usize,
     /// Probabilities of dropout.
     pub dropout: Dropouts,
     /// The factor of embeddings.

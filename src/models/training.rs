@@ -9,7 +9,7 @@ use super::frozen::{Base, WeightFormat};
 use super::layer::{Kind, Tensor};
 use super::lora::Lora;
 use super::masters::MasterFormat;
-use super::model::{Model, ModelLayer, largest_block};
+use super::model::{Model, ModelLayer};
 use super::shape::Shape;
 use crate::error::Error;
 use crate::kernels::packed_row;
@@ -129,8 +129,7 @@ impl Model {
         if let Some(lora) = &training.lora {
             plain.check_adapters(lora)?;
         }
-        let stack = Model::stack_of(shape, &adapters);
-        let model = of_tiles(largest_block(&stack))?;
+        let model = of_tiles(Model::tile_elements(shape, &adapters))?;
         if training.base == Base::AsIs {
             return Ok(model);
         }
@@ -139,7 +138,8 @@ impl Model {
         let layers = layers.filter(|(layer, _)| layer.stack().is_some());
         let blocks = layers.flat_map(|(_, blocks)| blocks);
         let floats = blocks.map(|id| model.blocks[id.0 as usize].published_len(training.dtype));
-        of_tiles(floats.max().unwrap_or(0) * Dtype::F32.size() / training.dtype.size())
+        let floats = floats.max().unwrap_or(0) / shape.slices;
+        of_tiles(floats * Dtype::F32.size() / training.dtype.size())
     }
 
     /// Sets which tensors are trained. Adapters are always trained.
@@ -149,6 +149,7 @@ impl Model {
     /// another way, or there is no ReLU whose input could be.
     pub fn freeze(&mut self, training: &Training) -> Result<(), Error> {
         self.freeze_tensors(training)?;
+        self.list_portions(training);
         self.pack_relu(training)
     }
 

@@ -6,7 +6,7 @@ mod measured;
 
 use std::collections::BTreeMap;
 
-use l2l_actors::schedule::{BlockId, BoundaryId, Phase, Role, Visit};
+use l2l_actors::schedule::{BoundaryId, Phase, Role, Visit};
 
 pub(crate) use self::measured::{Measured, workspace};
 use crate::kernels::{BatchView, Cast, Kernels};
@@ -188,7 +188,9 @@ impl<'r> VisitRun<'r> {
         let VisitArgs { save, dtype, .. } = *self.args;
         let ports = self.args.ports(batch);
         let saved = layer.stack().and_then(|layer| {
-            ports.saved(|| walk.saved(&batch, |rows| layer.saved_len(rows, save, dtype)))
+            let step = self.visit.step.into();
+            let len = |rows| layer.saved_len_of(step, rows, save, dtype);
+            ports.saved(|| walk.saved(&batch, len))
         });
         let saved = saved.map(|view| (save, view));
         let chunk_state = ChunkMemory { memory: self.args.chunk_state, before: walk.before() };
@@ -208,6 +210,7 @@ impl<'r> VisitRun<'r> {
         let layer = layer.stack().expect("layers of the stack alone attend to positions");
         let pass = Keys {
             batch: part.batch,
+            step: self.visit.step.into(),
             weights: &self.weights,
             stored: &self.stored,
             x: part.read(self.first_ports().read),
@@ -241,8 +244,8 @@ impl<'r> VisitRun<'r> {
     /// The tensors of the step's blocks, and their slots.
     fn blocks(&self) -> impl Iterator<Item = (&'r BlockTensors, BlockViews)> + use<'r> {
         let model = self.model;
-        let tensors = |id: &BlockId| &model.blocks[id.0 as usize];
-        self.visit.blocks.iter().map(tensors).zip(self.args.blocks.iter().copied())
+        let tensors = |portion| model.tensors_of(portion);
+        self.visit.portions().map(tensors).zip(self.args.blocks.iter().copied())
     }
 
     /// The first boundaries that the visited step declares.
@@ -280,7 +283,11 @@ impl<'r> VisitRun<'r> {
             Role::Own(number) => Role::OwnGradient(number),
             _ => Role::HiddenGradient,
         };
-        let of_head = if written == Role::Hidden { ports.read(Role::HeadGradient) } else { None };
+        let of_head = if matches!(written, Role::Hidden | Role::Partial) {
+            ports.read(Role::HeadGradient)
+        } else {
+            None
+        };
         let of_head = of_head.map(|dy| self.head_gradient_for(layer, dy, scratch));
         let pass = Backward {
             batch,

@@ -270,11 +270,12 @@ pub(super) fn check_sizes(
     const FLOATS: u128 = 1 << 44;
     let shape = &model.shape;
     let devices = config.devices();
-    let layers = model.layers.len() - 1;
+    let layers = model.stops();
+    let noun = if shape.pieces > 1 { "layers and pieces of layers" } else { "layers" };
     let is_dealt = config.parallel.deal == Deal::Layers;
     if is_dealt && devices as usize > layers {
         let problem = format_args!(
-            "is {devices}, and the model has {layers} layers for devices: set at most {layers}"
+            "is {devices}, and the model has {layers} {noun} for devices: set at most {layers}"
         );
         let key = match config.device.kind {
             DeviceKind::Cpu => "device.count",
@@ -286,7 +287,7 @@ pub(super) fn check_sizes(
     if config.schedule.kind.is_pipeline() && stages > layers as u64 {
         let problem = format_args!(
             "is {}, which with device.count makes {stages} stages, and the model has {layers} \
-             layers for devices: set less",
+             {noun} for devices: set less",
             config.schedule.chunks()
         );
         return Err(Error::config("schedule.chunks", problem));

@@ -71,13 +71,14 @@ impl PlanSpec<'_> {
         let most =
             |len: fn(&BlockTensors) -> usize| self.model.blocks.iter().map(len).max().unwrap_or(0);
         let dtype = self.settings.config.device.dtype;
-        let published = self.model.blocks.iter().map(|block| block.published_len(dtype));
-        let gradient = most(BlockTensors::trained_len);
+        let on_device = || self.model.on_device();
+        let published = on_device().map(|tensors| tensors.published_len(dtype));
+        let gradient = on_device().map(BlockTensors::trained_len);
         BlockSizes {
-            gradient,
+            gradient: gradient.max().unwrap_or(0).next_multiple_of(ALIGNED),
             published: published.max().unwrap_or(0).next_multiple_of(ALIGNED),
             on_host: self.on_host(most(BlockTensors::host_len)),
-            landing: self.on_host(gradient),
+            landing: self.on_host(most(BlockTensors::trained_len)),
         }
     }
 

@@ -8,6 +8,7 @@ mod fit;
 mod keep;
 mod longest;
 mod memory;
+mod pieces;
 mod pipelines;
 mod pools;
 mod regions;
@@ -26,8 +27,10 @@ use l2l_actors::schedule::{BlockId, LayerId, Pipeline, Pools};
 pub use disk::DiskNeed;
 pub use keep::Keeping;
 pub use longest::{LengthEnd, LongestSequence};
+pub(crate) use pieces::share_of_piece;
 pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Regions, Side};
 pub use room::Room;
+pub(crate) use room::StepOfLayer;
 pub(crate) use share::DealtStep;
 pub use share::RankShare;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
@@ -271,9 +274,9 @@ impl Plan {
     }
 
     /// The first float of a position in the KV cache, counted from the begin of the cache.
-    pub(crate) fn cached_at(&self, layer: LayerId, sequence: usize, position: usize) -> usize {
+    pub(crate) fn cached_at(&self, step: StepOfLayer, sequence: usize, position: usize) -> usize {
         let cache = self.cache.as_ref().expect("a run that generates has planned a KV cache");
-        cache.at(layer, sequence, position)
+        cache.at(step, sequence, position)
     }
 
     /// The ceiling of a device's memory, if the config sets one.

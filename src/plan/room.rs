@@ -57,40 +57,49 @@ impl Room {
     }
 }
 
-/// The KV cache on the host: by layer, sequence and position, in floats.
+/// The KV cache on the host: by layer, step of it, sequence and position, in floats.
 #[derive(Clone, Debug)]
 pub(super) struct KvCache {
-    /// The layers that have keys and values, in order.
-    layers: Vec<CachedLayer>,
-    /// Floats of a position in all layers.
+    /// The steps that have keys and values, in order.
+    steps: Vec<CachedStep>,
+    /// Floats of a position in all steps.
     width: usize,
     sequences: usize,
     /// Positions of a sequence.
     capacity: usize,
 }
 
-/// A layer's part of the KV cache.
+/// A step of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StepOfLayer {
+    pub(crate) layer: LayerId,
+    pub(crate) step: u16,
+}
+
+/// A step's part of the KV cache.
 #[derive(Clone, Copy, Debug)]
-struct CachedLayer {
-    layer: LayerId,
+struct CachedStep {
+    step: StepOfLayer,
     /// Floats of a position.
     width: usize,
-    /// Those of a position in all layers before.
+    /// Those of a position in all steps before.
     before: usize,
 }
 
 impl KvCache {
     /// The cache of a room.
     pub(super) fn new(model: &Model, room: Room, dtype: Dtype) -> KvCache {
-        let widths = model.kv_widths(dtype).into_iter().map(|numbers| dtype.floats(numbers));
         let mut all = 0;
-        let mut layers = Vec::new();
-        for (layer, width) in (0..).map(LayerId).zip(widths).filter(|(_, width)| *width > 0) {
-            layers.push(CachedLayer { layer, width, before: all });
-            all += width;
+        let mut steps = Vec::new();
+        for (layer, widths) in (0..).map(LayerId).zip(model.kv_widths(dtype)) {
+            let widths = widths.into_iter().map(|numbers| dtype.floats(numbers));
+            for (step, width) in (0..).zip(widths).filter(|(_, width)| *width > 0) {
+                steps.push(CachedStep { step: StepOfLayer { layer, step }, width, before: all });
+                all += width;
+            }
         }
         let Room { prompts: sequences, tokens: capacity, .. } = room;
-        KvCache { layers, width: all, sequences, capacity }
+        KvCache { steps, width: all, sequences, capacity }
     }
 
     pub(super) fn floats(&self) -> usize {
@@ -98,11 +107,11 @@ impl KvCache {
     }
 
     /// The first float of a position, counted from the begin of the cache.
-    pub(super) fn at(&self, layer: LayerId, sequence: usize, position: usize) -> usize {
-        let KvCache { ref layers, sequences, capacity, .. } = *self;
+    pub(super) fn at(&self, step: StepOfLayer, sequence: usize, position: usize) -> usize {
+        let KvCache { ref steps, sequences, capacity, .. } = *self;
         assert!(sequence < sequences && position < capacity, "{self:?}");
-        let at = layers.binary_search_by_key(&layer, |one| one.layer);
-        let CachedLayer { width, before, .. } = layers[at.expect("the layer has keys and values")];
+        let at = steps.binary_search_by_key(&step, |one| one.step);
+        let CachedStep { width, before, .. } = steps[at.expect("the step has keys and values")];
         sequences * capacity * before + (sequence * capacity + position) * width
     }
 }

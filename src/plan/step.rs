@@ -214,6 +214,13 @@ fn ring_model(
     ring.answers_step |= has_loss && is_cut;
     ring.objective = objective(config, model, shape.purpose);
     let staged = config.eps.tier == EpsTier::File;
+    for (id, cuts) in &mut ring.cuts {
+        let is_packed = config.device.gradient_dtype == GradientDtype::Bf16;
+        for (cut, portion) in cuts.iter_mut().zip(model.portions(*id)).filter(|_| is_packed) {
+            let packed = packed_bf16(portion.tensors.trained_len()) * size_of::<f32>();
+            cut.download_bytes = packed as u64;
+        }
+    }
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;
         if config.device.gradient_dtype == GradientDtype::Bf16 {

@@ -46,6 +46,8 @@ pub struct PlannedTraffic {
     pub upload_bytes: u64,
     /// From all devices to the host.
     pub download_bytes: u64,
+    /// Those of both that are activations and their gradients, as they pass from visit to visit.
+    pub activation_bytes: u64,
     /// The bytes of each device.
     pub link_bytes: Vec<LinkBytes>,
     /// From this rank to the others.
@@ -68,6 +70,7 @@ impl PlannedTraffic {
         PlannedTraffic {
             upload_bytes: walked.traffic.to_device(),
             download_bytes: walked.traffic.from_device(),
+            activation_bytes: walked.traffic.inputs.saturating_add(walked.traffic.outputs),
             link_bytes: links.collect(),
             fabric_bytes: fabric_bytes(spec, walked),
             read_bytes,

@@ -3,7 +3,7 @@
 
 use crate::error::Error;
 use crate::kernels::HEAD_LIMIT;
-use crate::models::{NormPlaces, Shape, Training};
+use crate::models::{Base, Model, NormPlaces, Shape, Training};
 
 /// Refuses heads that do not fit the hidden size, or key-value heads that do not fit the heads.
 pub(super) fn check_heads(shape: &Shape) -> Result<(), Error> {
@@ -79,6 +79,40 @@ pub(super) fn check_slices(shape: &Shape) -> Result<(), Error> {
         good.join(", ")
     );
     Err(Error::config("parallel.slices", problem))
+}
+
+/// Refuses pieces that the blocks of a shape cannot be visited in.
+pub(super) fn check_pieces(shape: &Shape) -> Result<(), Error> {
+    if shape.pieces == 1 || !shape.norms.are_beside() {
+        return Ok(());
+    }
+    let problem = format_args!(
+        "is {}, and blocks of the family {} are not visited in pieces: their feed-forward stands \
+         beside attention, and not behind it. Set it to 1",
+        shape.pieces, shape.names.family
+    );
+    Err(Error::config("parallel.tensor", problem))
+}
+
+/// Refuses pieces of a model whose parts devices cannot be sent.
+pub(super) fn check_portions(model: &Model, training: &Training) -> Result<(), Error> {
+    if model.shape.pieces == 1 {
+        return Ok(());
+    }
+    if matches!(training.base, Base::Int8 | Base::Nf4) {
+        let problem = "is for whole blocks, where a scale is of many weights: set \"bf16\", or \
+                       parallel.tensor = 1";
+        return Err(Error::config("train.base", problem));
+    }
+    if !model.has_portions_of_floats(training.dtype) {
+        let problem = format_args!(
+            "is {}, and a slice has an odd number of channels: numbers of 16 bits are sent by \
+             twos. Set other parallel.slices, device.dtype = \"f32\", or it to 1",
+            model.shape.pieces
+        );
+        return Err(Error::config("parallel.tensor", problem));
+    }
+    Ok(())
 }
 
 /// Refuses dropout of the inputs of adapters whose input channels are cut: the mask of a slice

@@ -1,6 +1,6 @@
 //! The model that a config names, and what of it is trained.
 
-use super::head_counts::check_sliced_adapters;
+use super::head_counts::{check_portions, check_sliced_adapters};
 use super::shape_of;
 use crate::config::{Config, Labels, LoraConfig, TrainConfig};
 use crate::error::Error;
@@ -63,6 +63,7 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
         Some(path) => model.map_err(|error| hf::refused_adapters(path, error)),
         None => model,
     }?;
+    check_portions(&model, &training)?;
     set_objective(config, &mut model);
     Ok(model)
 }

@@ -1,7 +1,7 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
 use super::head::head;
-use super::head_counts::{check_heads, check_slices};
+use super::head_counts::{check_heads, check_pieces, check_slices};
 use crate::config::{Config, DepthConfig, ExpertsConfig, ModelConfig, NewLayers};
 use crate::error::Error;
 use crate::hf;
@@ -151,6 +151,7 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     shape.kv_heads = kv_heads.unwrap_or(shape.kv_heads);
     shape.chunk_positions = config.step.chunk_positions;
     shape.slices = config.parallel.slices as usize;
+    shape.pieces = config.parallel.tensor as usize;
     // Noise would enter the comparison of two answers.
     let is_quiet = config.objective.compares_answers();
     if let Some(p) = model.dropout.or(is_quiet.then_some(0.0)) {
@@ -275,6 +276,7 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
     check_heads(shape)?;
     check_experts(shape)?;
     check_slices(shape)?;
+    check_pieces(shape)?;
     if shape.window.is_some_and(|window| window.positions == 0) {
         return Err(Error::config("model.sliding_window", "must be at least 1"));
     }

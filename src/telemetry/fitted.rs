@@ -123,7 +123,7 @@ fn key_of(model: &Model, layer: usize, phase: Phase) -> String {
     let has_products = flops_of_one(model, layer) > 0.0;
     let name = if has_products { of.name() } else { EDGE };
     let phase = match phase {
-        Phase::Forward => "forward",
+        Phase::Forward | Phase::Reference => "forward",
         Phase::Keys => "keys",
         Phase::Backward => "backward",
     };

@@ -17,6 +17,7 @@ pub(super) struct Fixed {
 impl Fixed {
     /// Of kernels.
     pub(super) fn of_compute(&self, layer: u32, phase: Phase) -> f64 {
+        let phase = if phase == Phase::Reference { Phase::Forward } else { phase };
         self.compute.get(&(layer, phase)).copied().unwrap_or(0.0)
     }
 

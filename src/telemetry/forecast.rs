@@ -19,7 +19,7 @@ use crate::config::{Config, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{BlockTensors, LayerSelection, Model, Save};
-use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
+use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of, share_of_piece};
 use crate::resolve::shape_of;
 
 /// The speed of each lane. Times are in seconds, rates in bytes a second.
@@ -219,10 +219,12 @@ impl Rates {
             (WorkKind::Input, _) => bytes / boundaries[0],
             (WorkKind::Output, _) => bytes / boundaries[1],
             (_, &Work::Compute { device_visit, micro_batch, phase, .. }) => {
-                let layer = plan.visit(device_visit).layer.0;
+                let visit = plan.visit(device_visit);
+                let layer = visit.layer.0;
                 let mean = self.compute_of(layer, phase).unwrap_or(0.0) * sequences(micro_batch);
-                mean * costs.share(&plan.schedule, micro_batch, plan.visit(device_visit))
-                    + self.fixed.of_compute(key.0, phase)
+                let piece = share_of_piece(&plan.schedule, visit);
+                mean * piece * costs.share(&plan.schedule, micro_batch, visit)
+                    + self.fixed.of_compute(layer, phase)
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];

@@ -4,10 +4,11 @@
 use std::ops::Range;
 
 use l2l_actors::Operation;
-use l2l_actors::schedule::{Boundary, BoundaryId, LayerId, MicroBatch};
+use l2l_actors::schedule::{Boundary, BoundaryId, LayerId, MicroBatch, Visit};
 use l2l_actors::work::Placed;
 
 use super::step::{MicroBatchRange, StepState};
+use crate::plan::StepOfLayer;
 use crate::tensor::Dtype;
 
 /// A micro-batch of a boundary at a visit.
@@ -35,6 +36,18 @@ impl<'a> Filled<'a> {
     /// The boundary as the schedule declares it.
     pub(super) fn declared(self) -> &'a Boundary {
         self.state.schedule().boundary(self.boundary)
+    }
+
+    /// The layer and the step of the visits that read or write the boundary: only those of one step
+    /// do.
+    pub(super) fn step(self) -> StepOfLayer {
+        let visits = &self.state.schedule().visits;
+        let is_met = |visit: &&Visit| {
+            visit.layer == self.layer
+                && visit.all_reads().chain(visit.all_writes()).any(|id| id == self.boundary)
+        };
+        let visit = visits.iter().find(is_met).expect("a boundary is met at a visit");
+        StepOfLayer { layer: visit.layer, step: visit.step }
     }
 
     /// Floats in a slot.

@@ -15,6 +15,7 @@ use l2l_actors::{BoxedError, Operation, Step};
 use super::{StepInput, Worker};
 use crate::config::Config;
 use crate::error::Error;
+use crate::plan::share_of_piece;
 
 /// A worker that works at the rates of slower hardware, or without copies.
 pub(crate) struct Emulated {
@@ -108,7 +109,8 @@ impl Emulated {
         // How much of it a backward pass recomputes depends on what the layer saves.
         let save = self.worker.plan().saves(visit.layer);
         let layer = visit.layer.0 as usize;
-        self.worker.model().visit_flops(layer, visit.phase, positions, save) as u64
+        let mean = self.worker.model().visit_flops(layer, visit.phase, positions, save);
+        (mean * share_of_piece(&operation.step().plan.schedule, visit)) as u64
     }
 
     /// Bytes of the gradient that an operation of the update lane applies.

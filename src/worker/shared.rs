@@ -4,7 +4,7 @@
 use std::sync::{Arc, RwLock};
 
 use l2l_actors::Operation;
-use l2l_actors::schedule::{BlockId, Boundary};
+use l2l_actors::schedule::{BlockId, Boundary, Portion};
 
 use super::clipping::Clipping;
 use super::host_threads::HostThreads;
@@ -39,14 +39,14 @@ impl Shared {
         self.steps.of(operation.step().number)
     }
 
-    /// Floats of a block that a device receives.
-    pub(super) fn published_len(&self, block: BlockId) -> usize {
-        self.model.blocks[block.0 as usize].published_len(self.plan.dtype())
+    /// Floats of a portion that a device receives.
+    pub(super) fn published_len(&self, portion: Portion) -> usize {
+        self.model.tensors_of(portion).published_len(self.plan.dtype())
     }
 
-    /// Elements of a block's gradient.
-    pub(super) fn trained_len(&self, block: BlockId) -> usize {
-        self.model.blocks[block.0 as usize].trained_len()
+    /// Elements of a portion's gradient.
+    pub(super) fn trained_len(&self, portion: Portion) -> usize {
+        self.model.tensors_of(portion).trained_len()
     }
 
     /// Elements of the gradient of this rank's part of a block.

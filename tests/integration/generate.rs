@@ -111,16 +111,20 @@ const SLICED: [(&str, u32); 10] = [
     ("starcoder2", 2),
 ];
 
-/// The slices of a block have their columns of the KV cache.
+/// The slices of a block have their columns of the KV cache, and pieces have parts of it.
 #[tokio::test]
-async fn text_is_the_same_in_slices() {
+async fn text_is_the_same_in_slices_and_in_pieces() {
     for (family, slices) in SLICED {
         let (prompts, greedy) = golden(family);
-        let mut config = config(family);
-        config.parallel.slices = slices;
-        let found = generated(config, &prompts, Sampling::default(), &[]).await;
-        for ((found, _), expected) in found.iter().zip(&greedy) {
-            assert_eq!(found, expected, "{family}");
+        let are_beside = ["cohere", "cohere2", "gpt_neox"].contains(&family);
+        let most = if are_beside { 1 } else { slices };
+        for tensor in [1, most] {
+            let mut config = config(family);
+            (config.parallel.slices, config.parallel.tensor) = (slices, tensor);
+            let found = generated(config, &prompts, Sampling::default(), &[]).await;
+            for ((found, _), expected) in found.iter().zip(&greedy) {
+                assert_eq!(found, expected, "{family} {tensor}");
+            }
         }
     }
 }

@@ -106,6 +106,7 @@ mod slices;
 mod slim;
 #[cfg(feature = "prometheus")]
 mod telemetry;
+mod tensor;
 #[cfg(all(feature = "cli", target_os = "linux"))]
 mod terminal;
 #[cfg(feature = "tokenizers")]

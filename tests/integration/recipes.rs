@@ -120,6 +120,12 @@ fn tiny_run(recipe: &str, train: &str, run: &str) -> [String; 8] {
     ]
 }
 
+/// The sizes of a small model.
+fn of_sizes(layers: usize, heads: usize) -> Vec<String> {
+    let sizes = [("layers", layers), ("hidden", 32), ("heads", heads)];
+    sizes.map(|(key, size)| format!("model.{key}={size}")).into()
+}
+
 #[test]
 fn every_recipe_runs() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -140,16 +146,16 @@ fn every_recipe_runs() {
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
-    let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
     let of_stages = ["model.kv_heads=2", "model.intermediate=48", "schedule.window=2"];
-    let of_stages = of_stages.map(String::from);
-    let stages = [&small[1..], &of_stages, &["model.layers=3".into()]].concat();
+    let stages = [of_sizes(3, 2), of_stages.map(String::from).to_vec()].concat();
     let relevant = write("relevant.jsonl", lines(relevant));
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 13] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 15] = [
+        ("pretrain", of_sizes(1, 2), &text, "perplexity"),
+        ("megatron", of_sizes(2, 4), &text, "perplexity"),
+        ("ptd-p", of_sizes(2, 4), &text, "perplexity"),
         ("pipedream", stages, &text, "perplexity"),
-        ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
         ("classify", vec![tiny("wordpiece")], &classes, "accuracy"),

@@ -1,11 +1,15 @@
 //! The ways in which one case can be run: none of them may change a bit.
 
 use l2l::Config;
-use l2l::config::{ChannelsConfig, Deal, Recompute, ScheduleKind, StashPlace, Transfer};
+use l2l::config::{
+    ChannelsConfig, CompressionKind, Deal, Recompute, ScheduleKind, StashPlace, Transfer,
+};
+use l2l::models::Base;
 use proptest::prelude::*;
 
 use crate::exact::Case;
 use crate::plan::limit;
+use crate::trained::Trained;
 
 /// How it is trained: this must not change a bit.
 #[derive(Clone, Debug)]
@@ -25,6 +29,8 @@ pub(crate) struct Ways {
     pub(crate) bundles: Option<usize>,
     pub(crate) threads: usize,
     pub(crate) link: bool,
+    /// Pieces of a block, if it is cut into as many slices or more.
+    pub(crate) tensor: u32,
 }
 
 /// The baseline: resident, everything on the device, one thread.
@@ -43,6 +49,7 @@ pub(crate) fn baseline() -> Ways {
         bundles: None,
         threads: 1,
         link: false,
+        tensor: 1,
     }
 }
 
@@ -64,7 +71,8 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
     let others = prop::sample::select(others).prop_map(|recompute| (recompute, 0.0));
     let recompute = prop_oneof![3 => others, 2 => auto.prop_map(|room| (Recompute::AUTO, room))];
     let bundles = prop::option::weighted(0.7, 1..=3_usize);
-    let threads = (1..=4_u32, 1..=2_usize, bundles);
+    let tensor = prop::sample::select(vec![1_u32, 2, 4]);
+    let threads = (1..=4_u32, 1..=2_usize, bundles, tensor);
     let flags = (recompute, threads, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
     (kinds, channels, stash, places, flags).prop_map(
         |(
@@ -72,7 +80,7 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
             (weights, gradients, reduced),
             stash,
             place,
-            ((recompute, room), (devices, threads, bundles), link, on_file),
+            ((recompute, room), (devices, threads, bundles, tensor), link, on_file),
         )| Ways {
             kind,
             channels: ChannelsConfig { weights, gradients, reduced, stash },
@@ -87,6 +95,7 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
             bundles,
             threads,
             link,
+            tensor,
         },
     )
 }
@@ -104,6 +113,7 @@ impl Ways {
         config.schedule.bundles = self.bundles.filter(|_| has_experts);
         // Several devices pass boundaries on through the host.
         config.stash.place = if self.devices > 1 { StashPlace::Host } else { self.place };
+        config.parallel.tensor = self.tensor;
         config.device.threads = Some(self.threads);
         config.device.link = self.link.then(|| "2GB/s".to_string());
         limit(config, self.room);
@@ -126,9 +136,12 @@ impl Ways {
     }
 
     /// The nearest way in which this case can be run.
-    pub(crate) fn for_case(self, case: &Case) -> Ways {
+    pub(crate) fn for_case(mut self, case: &Case) -> Ways {
         // Behind a block of experts come its norm and its head alone.
         let layers = if case.experts.is_some() { case.layers as u32 + 2 } else { u32::MAX };
+        let is_whole = case.encodings.2 != CompressionKind::None
+            || matches!(case.base, Base::Int8 | Base::Nf4) && !matches!(case.trained, Trained::All);
+        self.tensor = if is_whole { 1 } else { self.tensor.min(case.slices) };
         self.for_sizes(layers, case.batch.div_ceil(case.micro_batch) as u32, case.groups)
     }
 

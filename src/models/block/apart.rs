@@ -130,6 +130,7 @@ impl TransformerBlock {
             }
             steps.push(LayerStep {
                 blocks: blocks.collect(),
+                cut: None,
                 chosen_by: Some(Role::Own(CHOSEN)),
                 reads,
                 writes,

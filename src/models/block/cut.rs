@@ -6,24 +6,12 @@ use std::ops::Range;
 
 use super::TransformerBlock;
 use super::tensors::{FeedForward, Mlp, Product, Tensors};
-use crate::kernels::{AddColumns, Cast, Clear, CopyColumns, Kernels};
+use crate::kernels::{Cast, Clear, CopyColumns, Kernels};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
+use crate::models::portions::Part;
 use crate::models::shape::Shape;
-use crate::tensor::{Dtype, Scratch, View};
-
-/// A slice's part of a tensor.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Part {
-    /// These rows, one range behind the other.
-    Rows(Vec<Range<usize>>),
-    /// These columns, one range behind the other.
-    Columns(Vec<Range<usize>>),
-    /// All of it, and no other slice has any.
-    Alone,
-    /// All of it, as every slice. Its gradient is the sum of the slices' gradients.
-    Shared,
-}
+use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
 /// The cut of a product between its inputs and its outputs.
 enum ProductCut {
@@ -89,6 +77,16 @@ impl<V: Copy> Adapter<V> {
         let outputs = rows.iter().map(Range::len).sum();
         let one = self.with(of(self.a, Part::Shared), of(self.b, Part::Rows(rows)));
         Adapter { first, outputs, ..one }
+    }
+}
+
+impl<V, E> Tensors<V, E> {
+    /// The feed-forward of a block that is cut.
+    pub(super) fn mlp(&self) -> &Mlp<V> {
+        let FeedForward::Dense(mlp) = &self.feed_forward else {
+            unreachable!("blocks with experts are not cut")
+        };
+        mlp
     }
 }
 
@@ -196,17 +194,17 @@ pub(super) struct Packer<'p> {
 impl Packer<'_> {
     /// A slice's part of a weight, packed.
     pub(super) fn weight(&self, x: View, part: &Part) -> View {
-        let y = match part {
-            Part::Alone | Part::Shared => return x,
-            Part::Rows(ranges) => self.take(x, ranges.iter().map(Range::len).sum(), x.columns),
-            Part::Columns(ranges) => self.take(x, x.rows, ranges.iter().map(Range::len).sum()),
-        };
+        if matches!(part, Part::Alone | Part::Shared) {
+            return x;
+        }
+        let y = self.take(x, part);
         self.copy(y, x, part, false);
         y
     }
 
     /// Room for a part of a view.
-    fn take(&self, x: View, rows: usize, columns: usize) -> View {
+    fn take(&self, x: View, part: &Part) -> View {
+        let [rows, columns] = part.size_of(x.shape());
         match x.dtype {
             Dtype::F32 => self.scratch.take_floats(rows, columns),
             _ => self.scratch.take(rows, columns),
@@ -242,35 +240,28 @@ impl Packer<'_> {
     }
 }
 
-/// The gradients of a slice while its backward runs.
+/// The gradients of a slice of a whole block while its backward runs.
 pub(super) struct PackedGradients<'p> {
-    pub(super) packer: Packer<'p>,
-    /// Room for the gradients of what the slices share.
-    pub(super) shared: Scratch<'p>,
+    packer: Packer<'p>,
     /// True if the gradients of the block hold contributions already.
-    pub(super) accumulate: bool,
+    accumulate: bool,
     /// Packed gradients, and the gradients and parts that they are of.
-    pub(super) packed: Vec<(View, View, Part)>,
+    packed: Vec<(View, View, Part)>,
 }
 
-impl PackedGradients<'_> {
+impl<'p> PackedGradients<'p> {
+    pub(super) fn new(packer: Packer<'p>, accumulate: bool) -> PackedGradients<'p> {
+        PackedGradients { packer, accumulate, packed: Vec::new() }
+    }
+
     /// The place for the gradient of a slice's part of a tensor, with what it holds already.
-    pub(super) fn of(&mut self, d: View, part: Part) -> View {
-        let Packer { k, .. } = self.packer;
-        match &part {
+    /// `own`: room for the slice's gradients of what slices share.
+    pub(super) fn of(&mut self, d: View, part: Part, own: &SharedRoom<'_>) -> View {
+        match part {
             Part::Alone => d,
-            Part::Shared => {
-                let own = self.shared.take_floats(d.rows, d.columns);
-                if self.accumulate {
-                    k.clear(&Clear { y: own });
-                }
-                own
-            }
-            Part::Rows(ranges) | Part::Columns(ranges) => {
-                let count = ranges.iter().map(Range::len).sum();
-                let is_of_rows = matches!(part, Part::Rows(_));
-                let [rows, columns] = if is_of_rows { [count, d.columns] } else { [d.rows, count] };
-                let packed = self.packer.take(d, rows, columns);
+            Part::Shared => own.take(d.shape()),
+            Part::Rows(_) | Part::Columns(_) => {
+                let packed = self.packer.take(d, &part);
                 if self.accumulate {
                     self.packer.copy(packed, d, &part, false);
                 }
@@ -288,28 +279,26 @@ impl PackedGradients<'_> {
     }
 }
 
-/// Floats of the gradients of these tensors that slices share, for one slice.
-pub(super) fn shared_len(shared: &[View]) -> usize {
-    shared.iter().map(|d| d.len().next_multiple_of(crate::tensor::ALIGNED)).sum()
+/// Room for a slice's gradients of what slices share. They are not added to anything.
+pub(super) struct SharedRoom<'s> {
+    pub(super) k: &'s dyn Kernels,
+    pub(super) room: Scratch<'s>,
+    /// True if the slice's backward adds to its gradients.
+    pub(super) accumulate: bool,
 }
 
-/// Adds the slices' gradients of what they share, in the order of the slices. `all` has a row for
-/// each slice.
-pub(super) fn add_shared(k: &dyn Kernels, shared: &[View], all: View, accumulate: bool) {
-    let mut at = 0;
-    for &d in shared {
-        let of = |slice: usize| {
-            let from = slice * all.columns + at;
-            all.part(from..from + d.len()).with_columns(d.columns)
-        };
-        let sum = of(0);
-        let add = |y, x| k.add_columns(&AddColumns { y, x, first: 0, scale: 1.0 });
-        (1..all.rows).for_each(|slice| add(sum, of(slice)));
-        if accumulate {
-            add(d, sum);
-        } else {
-            k.cast(&Cast { y: d, x: sum });
+impl SharedRoom<'_> {
+    /// The room for the next gradient.
+    pub(super) fn take(&self, [rows, columns]: [usize; 2]) -> View {
+        let y = self.room.take_floats(rows, columns);
+        if self.accumulate {
+            self.k.clear(&Clear { y });
         }
-        at += d.len().next_multiple_of(crate::tensor::ALIGNED);
+        y
     }
+}
+
+/// Floats of the gradients of tensors of these sizes, which slices share.
+pub(super) fn shared_len(sizes: impl IntoIterator<Item = [usize; 2]>) -> usize {
+    sizes.into_iter().map(|[rows, columns]| (rows * columns).next_multiple_of(ALIGNED)).sum()
 }

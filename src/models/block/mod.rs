@@ -7,6 +7,7 @@ mod chunk;
 mod cut;
 mod experts;
 mod linear;
+mod pieces;
 mod products;
 mod routing;
 mod saved;
@@ -29,6 +30,7 @@ use self::tensors::Weights;
 use super::adapters::Adapters;
 use super::layer::{Backward, Cuts, Forward, Keys, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
+use super::portions::LayerPortion;
 use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
 use crate::kernels::{
@@ -240,12 +242,21 @@ impl Layer for TransformerBlock {
         step.saves = context.save.map(|save| self.saved_activations(save, context.dtype, chunks));
         step.asks = self.experts().map(|experts| experts.question());
         context.add_kv(&mut step, self.kv_width());
-        if self.is_apart() { self.steps_apart(context, step) } else { vec![step] }
+        match () {
+            () if self.is_in_pieces() => self.steps_of_pieces(context, &step),
+            () if self.is_apart() => self.steps_apart(context, step),
+            () => vec![step],
+        }
+    }
+
+    fn portions(&self, _block: usize) -> Vec<LayerPortion> {
+        self.portions_of_pieces()
     }
 
     fn cuts(&self, step: usize) -> Cuts {
         match step {
             _ if !self.shape.causal || self.linear().is_some() => Cuts::Never,
+            _ if self.is_in_pieces() => self.cuts_of_piece(step),
             0 => Cuts::Causal,
             _ => Cuts::ByPosition,
         }
@@ -257,6 +268,15 @@ impl Layer for TransformerBlock {
 
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
         let bytes = self.saved_activations(save, dtype, 1).bytes(1, positions as u64);
+        bytes as usize / size_of::<f32>()
+    }
+
+    fn saved_len_of(&self, step: usize, positions: usize, save: Save, dtype: Dtype) -> usize {
+        if !self.is_in_pieces() {
+            return self.saved_len(positions, save, dtype);
+        }
+        let saved = self.saved_by_piece(&self.piece(step), save, dtype, 1);
+        let bytes = saved.map_or(0, |saved| saved.bytes(1, positions as u64));
         bytes as usize / size_of::<f32>()
     }
 
@@ -295,6 +315,7 @@ impl Layer for TransformerBlock {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         match pass.step {
+            _ if self.is_in_pieces() => return self.piece_forward(k, pass),
             0 if self.is_apart() => return self.base_forward(k, pass),
             0 => {}
             _ => return self.part_forward(k, pass),
@@ -314,6 +335,9 @@ impl Layer for TransformerBlock {
     }
 
     fn keys(&self, k: &dyn Kernels, pass: &Keys<'_>) {
+        if self.is_in_pieces() {
+            return self.piece_keys(k, pass);
+        }
         let Keys { batch, x, saved, chunk_state, scratch, .. } = *pass;
         let weights = &self.sorted(pass.weights, pass.stored);
         if self.shape.slices > 1 {
@@ -336,6 +360,9 @@ impl Layer for TransformerBlock {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
+        if self.is_in_pieces() {
+            return self.piece_backward(k, pass);
+        }
         if pass.step > 0 {
             return self.part_backward(k, pass);
         }

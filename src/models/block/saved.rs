@@ -3,6 +3,8 @@
 use l2l_actors::schedule::{Boundary, Role};
 
 use super::TransformerBlock;
+use super::pieces::{Half, Piece};
+use super::slices::PassOf;
 use crate::kernels::{BatchView, packed_row};
 use crate::models::layer::Save;
 use crate::models::shape::Experts;
@@ -136,35 +138,67 @@ impl TransformerBlock {
         slices: &[TransformerBlock],
         chunk: &BatchView<'_>,
         saved: Option<(Save, View)>,
+        of: &PassOf<'_>,
         scratch: &Scratch<'_>,
     ) -> Vec<Activations> {
         let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
         let places = Places { rows: chunk.rows(), stashed, scratch };
         let attention = matches!(saved, Some((Save::All, _)));
-        let norm1 = places.take_floats(true, 2);
-        let attention_sum = places.take(true, self.shape.hidden);
-        let norm2 = places.take_floats(true, 2);
-        let of = |slice: &TransformerBlock| {
+        // Pieces save nothing of what is common to them.
+        let is_whole = of.half == Half::Both;
+        let norm1 = places.take_floats(is_whole, 2);
+        let attention_sum = of.attention_sum;
+        let attention_sum = attention_sum.unwrap_or_else(|| places.take(true, self.shape.hidden));
+        let norm2 = places.take_floats(is_whole, 2);
+        let attends = of.half != Half::Feed;
+        let feeds = of.half != Half::Attend;
+        let if_so = |is_so: bool, width: usize| if is_so { width } else { 0 };
+        let activations = |slice: &TransformerBlock| {
             let [of_queries, of_keys, _] = slice.shape.normed_heads();
             let heads = of_queries + of_keys;
             let widths = slice.widths();
+            let has_qk_norm = attends && slice.has_qk_norm();
             Activations {
                 norm1,
-                qkv: places.take(attention, widths.qkv),
+                qkv: places.take(attention, if_so(attends, widths.qkv)),
                 gates: None,
-                qk_norm: slice.has_qk_norm().then(|| places.take_floats(attention, heads)),
-                attention_output: places.take(attention, widths.output),
-                lse: places.take_floats(attention, widths.statistics),
+                qk_norm: has_qk_norm.then(|| places.take_floats(attention, heads)),
+                attention_output: places.take(attention, if_so(attends, widths.output)),
+                lse: places.take_floats(attention, if_so(attends, widths.statistics)),
                 attention_sum,
                 norm2,
-                up: places.take(true, slice.common_up()),
+                up: places.take(true, if_so(feeds, slice.common_up())),
                 experts_up: None,
                 positive: None,
                 feed_forward_sum: None,
                 branches: None,
             }
         };
-        slices.iter().map(of).collect()
+        slices.iter().map(activations).collect()
+    }
+
+    /// The activations that a piece saves of sequences that are cut into this many chunks at most.
+    pub(super) fn saved_by_piece(
+        &self,
+        piece: &Piece,
+        save: Save,
+        dtype: Dtype,
+        chunks: usize,
+    ) -> Option<Boundary> {
+        let slice = self.slice(0);
+        let [of_queries, of_keys, _] = slice.shape.normed_heads();
+        let heads = if slice.has_qk_norm() { of_queries + of_keys } else { 0 };
+        let widths = slice.widths();
+        let [numbers, floats, views] = match (piece.half, save) {
+            (Half::Feed, _) => [slice.common_up(), 0, 1],
+            (_, Save::All) => [widths.qkv + widths.output, heads + widths.statistics, 4],
+            (_, Save::AllButAttention) => return None,
+        };
+        let count = piece.slices.len();
+        let token_bytes = (count * (numbers * dtype.size() + floats * size_of::<f32>())) as u64;
+        let padding = chunks * count * views * ALIGNED;
+        let aligned = Boundary::of_sequences(Role::SavedActivations, padding, size_of::<f32>());
+        Some(Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned })
     }
 
     /// Channels before the activation function of the feed-forward that all rows use.

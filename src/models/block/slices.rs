@@ -4,27 +4,34 @@
 //! backward, so are the gradients of their inputs, from the last slice to the first. So the bits
 //! depend on the number of slices, and not on who computes which of them.
 
+mod gradients;
+
 use std::ops::Range;
 
 use super::backward::{Buffers, ChunkGradients};
 use super::chunk::{ChunkPass, KvViews};
-use super::cut::{PackedGradients, Packer, Part, add_shared, shared_len};
-use super::products::{MlpPart, MlpPass, Products};
+use super::cut::Packer;
+use super::pieces::{Half, PortionViews};
+use super::products::Products;
 use super::routing::RoutingViews;
 use super::saved::Activations;
 use super::state::ChunkState;
-use super::tensors::{FeedForward, Gradients, Mlp, Product, Weights};
+use super::tensors::{Mlp, Product, Weights};
 use super::{ChunkInputs, TransformerBlock};
 use crate::kernels::{AddColumns, Cast, CopyColumns, Kernels, Residual, Scale};
 use crate::models::layer::{ChunkMemory, KvCache, Layer, Save};
-use crate::tensor::{ALIGNED, Dtype, Scratch, View};
+use crate::tensor::{ALIGNED, Scratch, View};
 
-/// A pass over a chunk of a block in slices.
+/// A pass over a chunk of a block in slices: of all of them, or of those of a piece.
 pub(super) struct SlicedPass<'a> {
     /// The pass over the block: its norms, the sums behind its branches, and their dropout. It
     /// reads the first slice's activations, but only those that are common to all slices.
-    whole: ChunkPass<'a>,
+    pub(super) whole: ChunkPass<'a>,
+    /// The number of its first slice in the block.
+    first: usize,
     slices: Vec<SliceState>,
+    /// The tensors of a piece. `None`: those of slices are packed from the block's.
+    portion: Option<&'a PortionViews>,
     kv_cache: Option<KvCache>,
 }
 
@@ -44,8 +51,26 @@ pub(super) struct SlicedKv {
     pub(super) begin: fn(ChunkState, &dyn Kernels) -> ChunkState,
 }
 
+/// The slices of a pass, the half that it computes, and where it finds what it needs of the block.
+pub(super) struct PassOf<'a> {
+    pub(super) slices: Range<usize>,
+    pub(super) half: Half,
+    pub(super) portion: Option<&'a PortionViews>,
+    /// The residual stream behind attention. `None`: it is an activation of the pass.
+    pub(super) attention_sum: Option<View>,
+}
+
+/// The sums to which the backwards of slices add, from the last slice to the first.
+#[derive(Clone, Copy)]
+pub(super) struct GradientSums {
+    /// Of the branch's input, in float. (R, C).
+    pub(super) input: View,
+    /// Of what the slices share, one behind the other. `None`: the sum begins and ends in the pass.
+    pub(super) shared: Option<View>,
+}
+
 impl TransformerBlock {
-    /// Begins a pass over a chunk.
+    /// Begins a pass over a chunk, with all slices.
     pub(super) fn sliced_pass<'a>(
         &'a self,
         k: &'a dyn Kernels,
@@ -53,20 +78,38 @@ impl TransformerBlock {
         kv: &SlicedKv,
         scratch: &Scratch<'_>,
     ) -> SlicedPass<'a> {
+        let slices = 0..self.shape.slices;
+        let of = PassOf { slices, half: Half::Both, portion: None, attention_sum: None };
+        self.pass_of_slices(k, inputs, kv, of, scratch)
+    }
+
+    /// Begins a pass over a chunk, with some slices.
+    pub(super) fn pass_of_slices<'a>(
+        &'a self,
+        k: &'a dyn Kernels,
+        inputs: &ChunkInputs<'a>,
+        kv: &SlicedKv,
+        of: PassOf<'a>,
+        scratch: &Scratch<'_>,
+    ) -> SlicedPass<'a> {
         let ChunkInputs { weights, chunk, x, saved, .. } = *inputs;
-        let count = self.shape.slices;
-        let blocks: Vec<TransformerBlock> = (0..count).map(|slice| self.slice(slice)).collect();
-        let activations = self.activations_of_slices(&blocks, &chunk, saved, scratch);
-        let first = activations[0];
+        let first = of.slices.start;
+        let count = of.slices.len();
+        let blocks: Vec<_> = of.slices.clone().map(|slice| self.slice(slice)).collect();
+        let activations = self.activations_of_slices(&blocks, &chunk, saved, &of, scratch);
+        let common = activations[0];
         let memory = kv.chunk_state.memory;
         let room = memory.len() / count / ALIGNED * ALIGNED;
+        let has_state = of.half != Half::Feed;
         let state = |(index, (block, saved)): (usize, (TransformerBlock, Activations))| {
             let own = ChunkMemory {
                 memory: memory.part(index * room..(index + 1) * room),
                 ..kv.chunk_state
             };
             let chunk_state = block.chunk_state(&chunk, own, scratch.dtype());
-            let rotated = scratch.take(chunk.rows(), block.widths().rotated);
+            let chunk_state = chunk_state.filter(|_| has_state);
+            let rotated = if has_state { block.widths().rotated } else { 0 };
+            let rotated = scratch.take(chunk.rows(), rotated);
             let chunk_state = chunk_state.map(|state| (kv.begin)(state, k));
             SliceState { block, saved, rotated, chunk_state }
         };
@@ -78,7 +121,7 @@ impl TransformerBlock {
             w: weights,
             batch: chunk,
             x,
-            saved: first,
+            saved: common,
             hidden: scratch.take(chunk.rows(), self.shape.hidden),
             rotated: nothing,
             projected: nothing,
@@ -87,33 +130,39 @@ impl TransformerBlock {
             kv: KvViews::NONE,
             routing: RoutingViews::NONE,
         };
-        SlicedPass { whole, slices, kv_cache: kv.kv_cache }
+        SlicedPass { whole, first, slices, portion: of.portion, kv_cache: kv.kv_cache }
     }
 
-    /// Floats of the chunk state of all slices, one behind the other, if one has this many.
+    /// Floats of the chunk state of the slices of a visit, one behind the other, if one has this
+    /// many.
     pub(super) fn sliced_state_len(&self, of_slice: usize) -> usize {
-        self.shape.slices * of_slice.next_multiple_of(ALIGNED)
+        self.slices_of_attention() * of_slice.next_multiple_of(ALIGNED)
     }
 }
 
 impl SlicedPass<'_> {
-    fn all(&self) -> Range<usize> {
-        0..self.slices.len()
+    /// The slices of the pass, by their numbers in the block.
+    pub(super) fn all(&self) -> Range<usize> {
+        self.first..self.first + self.slices.len()
+    }
+
+    fn slice(&self, number: usize) -> &SliceState {
+        &self.slices[number - self.first]
     }
 
     /// A running sum in float. (R, C).
-    fn take_sum(&self, scratch: &Scratch<'_>) -> View {
+    pub(super) fn take_sum(&self, scratch: &Scratch<'_>) -> View {
         scratch.take_floats(self.whole.x.rows, self.whole.x.columns)
     }
 
     fn products<'s>(&'s self, slice: usize) -> Products<'s> {
         let Products { k, low_rank, .. } = self.whole.products;
-        Products { block: &self.slices[slice].block, k, low_rank }
+        Products { block: &self.slice(slice).block, k, low_rank }
     }
 
     /// The pass over a slice's attention.
     fn pass<'s>(&'s self, slice: usize, w: &'s Weights<'s>, kv: KvViews) -> ChunkPass<'s> {
-        let SliceState { ref block, saved, rotated, .. } = self.slices[slice];
+        let SliceState { ref block, saved, rotated, .. } = *self.slice(slice);
         let ChunkPass { k, batch, x, hidden, projected, gated, routing, .. } = self.whole;
         let products = self.products(slice);
         ChunkPass {
@@ -136,12 +185,12 @@ impl SlicedPass<'_> {
     /// The keys and values of a slice, beside those in its projection. Those of the KV cache are
     /// copied from and to the slice's columns.
     fn kv(&self, slice: usize, scratch: &Scratch<'_>) -> KvViews {
-        let SliceState { block, chunk_state, .. } = &self.slices[slice];
+        let SliceState { block, chunk_state, .. } = self.slice(slice);
         let width = block.kv_width();
         let new = self.kv_cache.map(|cache| scratch.take(cache.new.rows, width));
         let cached = self.kv_cache.and_then(|cache| cache.cached).map(|x| {
             let y = scratch.take(x.rows, width);
-            let from = slice * width;
+            let from = (slice - self.first) * width;
             self.whole.k.copy_columns(&CopyColumns { y, x, to: 0, from, columns: width });
             y
         });
@@ -152,23 +201,22 @@ impl SlicedPass<'_> {
     /// A slice's weights of attention, packed.
     fn attention_weights(&self, slice: usize, scratch: &Scratch<'_>) -> Weights<'static> {
         let ChunkPass { block, k, w, .. } = self.whole;
+        if let Some(portion) = self.portion {
+            return block
+                .attention_of(slice, &portion.indices, &mut |at, part| portion.weight(at, &part));
+        }
         let packer = Packer { k, scratch };
         block.attention_of(slice, w, &mut |weight, part| packer.weight(weight, &part))
     }
 
-    /// The feed-forward of the block.
-    fn mlp(&self) -> &Mlp<View> {
-        let FeedForward::Dense(mlp) = &self.whole.w.feed_forward else {
-            unreachable!("blocks with experts are not cut");
-        };
-        mlp
-    }
-
     /// A slice's weights of the feed-forward, packed.
     fn mlp_weights(&self, slice: usize, scratch: &Scratch<'_>) -> Mlp<View> {
-        let ChunkPass { block, k, .. } = self.whole;
+        let ChunkPass { block, k, w, .. } = self.whole;
+        if let Some(portion) = self.portion {
+            return block.mlp_of(slice, portion.mlp(), &mut |at, part| portion.weight(at, &part));
+        }
         let packer = Packer { k, scratch };
-        block.mlp_of(slice, self.mlp(), &mut |weight, part| packer.weight(weight, &part))
+        block.mlp_of(slice, w.mlp(), &mut |weight, part| packer.weight(weight, &part))
     }
 
     /// Adds a slice's output, the product of `x`, to the running sum. That of the first slice
@@ -195,7 +243,13 @@ impl SlicedPass<'_> {
 
     /// Adds the outputs of attention of some slices to the running sum, from the input of
     /// attention.
-    fn attend(&self, slices: Range<usize>, sum: View, input: View, scratch: &Scratch<'_>) {
+    pub(super) fn attend(
+        &self,
+        slices: Range<usize>,
+        sum: View,
+        input: View,
+        scratch: &Scratch<'_>,
+    ) {
         for slice in slices {
             let scratch = &scratch.nested();
             let w = &self.attention_weights(slice, scratch);
@@ -217,20 +271,28 @@ impl SlicedPass<'_> {
         pass.recompute_attention(input, scratch);
         if let (Some(cache), Some(x)) = (self.kv_cache, kv.new[0]) {
             let columns = x.columns;
-            let to = slice * columns;
+            let to = (slice - self.first) * columns;
             let op = CopyColumns { y: cache.new, x, to, from: 0, columns };
             self.whole.k.copy_columns(&op);
         }
         pass
     }
 
+    /// Computes the attention of all slices again.
+    pub(super) fn recompute_attention(&self, input: View, scratch: &Scratch<'_>) {
+        for slice in self.all() {
+            let scratch = &scratch.nested();
+            self.attention(slice, &self.attention_weights(slice, scratch), input, scratch);
+        }
+    }
+
     /// Adds the outputs of the feed-forward of some slices to the running sum, from its input in
     /// `hidden`.
-    fn feed(&self, slices: Range<usize>, sum: View, scratch: &Scratch<'_>) {
+    pub(super) fn feed(&self, slices: Range<usize>, sum: View, scratch: &Scratch<'_>) {
         for slice in slices {
             let scratch = &scratch.nested();
             let w = &self.mlp_weights(slice, scratch);
-            let SliceState { block, saved, .. } = &self.slices[slice];
+            let SliceState { block, saved, .. } = self.slice(slice);
             let products = self.products(slice);
             products.linear(saved.up, self.whole.hidden, &w.up);
             let activated = scratch.take(saved.up.rows, block.shape.intermediate);
@@ -240,7 +302,7 @@ impl SlicedPass<'_> {
     }
 
     /// The output of a branch from the complete sum, to `hidden`.
-    fn branch(&self, sum: View) {
+    pub(super) fn branch(&self, sum: View) {
         let ChunkPass { block, k, hidden: y, .. } = self.whole;
         k.cast(&Cast { y, x: sum });
         let factor = block.shape.residual_scale;
@@ -273,7 +335,7 @@ impl SlicedPass<'_> {
         for slice in self.all() {
             let scratch = &scratch.nested();
             let w = &self.attention_weights(slice, scratch);
-            let own = self.slices[slice].chunk_state.map(|state| state.own());
+            let own = self.slice(slice).chunk_state.map(|state| state.own());
             let kv = KvViews { new: [None, own], ..KvViews::NONE };
             let pass = self.pass(slice, w, kv);
             match save {
@@ -294,151 +356,22 @@ impl SlicedPass<'_> {
             None => self.recompute_feed_forward_input(sum, scratch),
             Some(Save::All) => whole.norm_saved_sum(),
             Some(Save::AllButAttention) => {
-                let input = whole.attention_input();
-                for slice in self.all() {
-                    let scratch = &scratch.nested();
-                    self.attention(slice, &self.attention_weights(slice, scratch), input, scratch);
-                }
+                self.recompute_attention(whole.attention_input(), scratch);
                 whole.norm_saved_sum();
             }
         }
+        let sums = GradientSums { input: sum, shared: None };
         let dropout = block.feed_forward_dropout(batch);
         let dy = whole.products.dropout_backward(dbranch, g.dy, dropout);
-        self.feed_backward(self.all(), sum, dy, g, scratch);
+        self.feed_backward(sums, dy, g, scratch);
         k.cast(&Cast { y: dbranch, x: sum });
         whole.middle_norm_backward(g, buffers, g.dy, scratch);
         let dsum = if block.shape.norms.are_beside() { g.dy } else { dattention_sum };
         let dropout = block.attention_dropout(batch);
         let dy = whole.products.dropout_backward(dbranch, dsum, dropout);
-        self.attend_backward(self.all(), sum, dy, g, scratch);
+        self.attend_backward(sums, dy, g, scratch);
         k.cast(&Cast { y: dbranch, x: sum });
         whole.input_backward(g, buffers, scratch);
-    }
-
-    /// The backward of [`feed`](Self::feed): adds the gradients of the feed-forward's input to the
-    /// running sum, from the last slice to the first.
-    fn feed_backward(
-        &self,
-        slices: Range<usize>,
-        sum: View,
-        dy: View,
-        g: &ChunkGradients<'_>,
-        scratch: &Scratch<'_>,
-    ) {
-        let ChunkPass { block, hidden: x, .. } = self.whole;
-        let FeedForward::Dense(d) = &g.d.feed_forward else {
-            unreachable!("blocks with experts are not cut");
-        };
-        let mut shared = Vec::new();
-        block.mlp_of(0, d, &mut |d, part| shared.extend(d.filter(|_| part == Part::Shared)));
-        let shared = SharedGradients::new(shared, self.slices.len(), scratch);
-        for slice in slices.rev() {
-            let scratch = &scratch.nested();
-            let w = &self.mlp_weights(slice, scratch);
-            let mut packed = self.packed_gradients(&shared, slice, g, scratch);
-            let d =
-                &block.mlp_of(slice, d, &mut |d: Option<View>, part| d.map(|d| packed.of(d, part)));
-            let SliceState { block, saved, .. } = &self.slices[slice];
-            let products = self.products(slice);
-            let up = saved.up;
-            if g.save.is_none() {
-                products.linear(up, x, &w.up);
-            }
-            let activated = scratch.take(up.rows, block.shape.intermediate);
-            products.activate(activated, up);
-            let parts = &[MlpPart { rows: 0..up.rows, w, d }];
-            let accumulate = g.accumulate;
-            let mlp = MlpPass { parts, x, up, activated, weighted: None, accumulate };
-            let partial = self.take_partial(slice, sum, scratch);
-            products.mlp_backward(mlp, [partial, dy], scratch);
-            self.add(sum, partial);
-            packed.unpack();
-        }
-        shared.add(self.whole.k, g.accumulate);
-    }
-
-    /// The backward of [`attend`](Self::attend), as that of the feed-forward.
-    fn attend_backward(
-        &self,
-        slices: Range<usize>,
-        sum: View,
-        dy: View,
-        g: &ChunkGradients<'_>,
-        scratch: &Scratch<'_>,
-    ) {
-        let block = self.whole.block;
-        let input = self.whole.attention_input();
-        let mut shared = Vec::new();
-        let _: Gradients = block.attention_of(0, g.d, &mut |d: Option<View>, part| {
-            shared.extend(d.filter(|_| part == Part::Shared));
-            d
-        });
-        let shared = SharedGradients::new(shared, self.slices.len(), scratch);
-        for slice in slices.rev() {
-            let scratch = &scratch.nested();
-            let w = &self.attention_weights(slice, scratch);
-            let mut packed = self.packed_gradients(&shared, slice, g, scratch);
-            let d = &block.attention_of(slice, g.d, &mut |d: Option<View>, part| {
-                d.map(|d| packed.of(d, part))
-            });
-            let state = &self.slices[slice].chunk_state;
-            let chunk_kv = state.as_ref().map(ChunkState::seen_in_backward);
-            let g = &ChunkGradients { d, chunk_kv, passed: None, ..*g };
-            let kv = KvViews::new(None, *state);
-            let pass = self.pass(slice, w, kv);
-            let dqkv = pass.heads_backward(g, dy, scratch);
-            let partial = self.take_partial(slice, sum, scratch);
-            pass.projection_backward(g, partial, dqkv, input, scratch);
-            self.add(sum, partial);
-            packed.unpack();
-        }
-        shared.add(self.whole.k, g.accumulate);
-    }
-
-    /// The place for the gradient of a branch's input by a slice: the running sum itself for the
-    /// last slice, which begins it.
-    fn take_partial(&self, slice: usize, sum: View, scratch: &Scratch<'_>) -> View {
-        if slice + 1 == self.slices.len() { sum } else { self.take_sum(scratch) }
-    }
-
-    fn packed_gradients<'p>(
-        &'p self,
-        shared: &SharedGradients,
-        slice: usize,
-        g: &ChunkGradients<'_>,
-        scratch: &'p Scratch<'p>,
-    ) -> PackedGradients<'p> {
-        PackedGradients {
-            packer: Packer { k: self.whole.k, scratch },
-            shared: shared.of(slice, scratch.dtype()),
-            accumulate: g.accumulate,
-            packed: Vec::new(),
-        }
-    }
-}
-
-/// The gradients of tensors that slices share, with room for those of each slice.
-struct SharedGradients {
-    tensors: Vec<View>,
-    /// (S, floats of a slice).
-    all: View,
-}
-
-impl SharedGradients {
-    fn new(tensors: Vec<View>, slices: usize, scratch: &Scratch<'_>) -> SharedGradients {
-        let all = scratch.take_floats(slices, shared_len(&tensors));
-        SharedGradients { tensors, all }
-    }
-
-    /// The room of a slice.
-    fn of(&self, slice: usize, dtype: Dtype) -> Scratch<'static> {
-        let row = self.all.part(slice * self.all.columns..(slice + 1) * self.all.columns);
-        Scratch::new(row, dtype)
-    }
-
-    /// Adds the slices' gradients, and the sum to the tensors' gradients.
-    fn add(&self, k: &dyn Kernels, accumulate: bool) {
-        add_shared(k, &self.tensors, self.all, accumulate);
     }
 }
 

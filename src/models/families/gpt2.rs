@@ -70,6 +70,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         transposed: false,
         chunk_positions: Shape::CHUNK_POSITIONS,
         slices: 1,
+        pieces: 1,
         dropout: Dropouts::default(),
         tied: true,
         embedding_scale: 1.0,

@@ -111,8 +111,8 @@ impl Measured<'_> {
             at += len;
             View::floats(at - len, len)
         };
-        let blocks = visit.blocks.iter().map(|id| {
-            let tensors = &model.blocks[id.0 as usize];
+        let blocks = visit.portions().map(|portion| {
+            let tensors = model.tensors_of(portion);
             let trained = tensors.trained_len();
             let has_gradient = backward && is_trained && trained > 0;
             BlockViews {

@@ -18,11 +18,12 @@ impl DeviceLanes {
     ) -> Result<(), BoxedError> {
         let shared = &*self.shared;
         let host = shared.memory.lease();
+        let step = filled.step();
         let slots = filled.state.cache_slots(filled.micro_batch);
         let width = slot.len() / slots.len();
         for (nth, cached) in slots.iter().enumerate() {
             let on_device = slot.part(nth * width..(nth + 1) * width);
-            let from = host.cached(shared.plan.cached_at(filled.layer, cached.slot, 0), width);
+            let from = host.cached(shared.plan.cached_at(step, cached.slot, 0), width);
             side.upload(on_device, from, None)?;
         }
         Ok(())
@@ -38,12 +39,13 @@ impl DeviceLanes {
     ) -> Result<(), BoxedError> {
         let shared = &*self.shared;
         let host = shared.memory.lease();
+        let step = filled.step();
         let slots = filled.state.cache_slots(filled.micro_batch);
         let positions = filled.state.positions(filled.micro_batch);
         let mut from = 0;
         for (&CacheSlot { slot: cache, cached }, new) in slots.iter().zip(positions) {
             let floats = shared.plan.dtype().floats(new.len() * filled.declared().width());
-            let at = shared.plan.cached_at(filled.layer, cache, cached + new.start);
+            let at = shared.plan.cached_at(step, cache, cached + new.start);
             let to = host.cached_mut(at, floats);
             side.download(to, slot.part(from..from + floats), None)?;
             from += floats;

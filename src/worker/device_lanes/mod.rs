@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Phase, Portion, Role, Shard};
+use l2l_actors::schedule::{BoundaryId, MicroBatch, Phase, Portion, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
@@ -98,9 +98,21 @@ impl DeviceLanes {
         let side = self.side(operation);
         match *operation.work() {
             Work::UploadBlock { portion, version, master, weights, shard, chosen_by } => {
-                let block = whole(portion);
-                let slot = side.weights.slot(weights, shared.published_len(block));
+                let block = portion.block;
+                let slot = side.weights.slot(weights, shared.published_len(portion));
                 let dtype = shared.plan.dtype();
+                if portion.cut.is_some() {
+                    let range = floats_of(shard, slot);
+                    return match master {
+                        MasterAt::Slot(read) => {
+                            self.upload_portion(side, portion, slot, &[host.read_slot(read)], range)
+                        }
+                        MasterAt::Memory => {
+                            let lease = shared.eps.memory().read(block, version);
+                            self.upload_portion(side, portion, slot, &lease.pieces(), range)
+                        }
+                    };
+                }
                 let needed = shared
                     .needed(operation, block, chosen_by, |tensors| tensors.published_ranges(dtype));
                 if needed.is_some() {
@@ -135,13 +147,30 @@ impl DeviceLanes {
         }
     }
 
+    /// Copies a range of a portion to its slot, row by row from the pieces of its block.
+    fn upload_portion(
+        &self,
+        side: &DeviceSide,
+        portion: Portion,
+        slot: View,
+        block: &[&[f32]],
+        range: Range<usize>,
+    ) -> Result<(), BoxedError> {
+        let model = &self.shared.model;
+        let of_block = &model.blocks[portion.block.0 as usize];
+        let all = model.portion(portion).published(of_block, self.shared.plan.dtype());
+        all.into_iter().try_for_each(|rows| side.upload_rows(slot, block, rows, &range))?;
+        side.count_upload(range.len());
+        Ok(())
+    }
+
     /// The peer lane: copies from other devices.
     pub(super) fn copy_shards(&self, operation: &Operation) -> Result<(), BoxedError> {
         let &Work::CopyShards { portion, weights, ref from, .. } = operation.work() else {
             unreachable!("{} is not work of the peer lane", operation.work())
         };
         let side = self.side(operation);
-        let len = self.shared.published_len(whole(portion));
+        let len = self.shared.published_len(portion);
         let slot = side.weights.slot(weights, len);
         for &(shard, weights) in from {
             let peer = &self.sides[usize::from(shard.index)];
@@ -159,8 +188,8 @@ impl DeviceLanes {
         let side = self.side(operation);
         match *operation.work() {
             Work::DownloadGradient { portion, gradients, reduced, chosen_by, .. } => {
-                let block = whole(portion);
-                let len = shared.trained_len(block);
+                let block = portion.block;
+                let len = shared.trained_len(portion);
                 let gradient = side.gradients.slot(gradients, len);
                 let needed =
                     shared.needed(operation, block, chosen_by, BlockTensors::gradient_ranges);
@@ -207,9 +236,9 @@ impl DeviceLanes {
         let state = shared.state(operation);
         let visit = step.plan.visit(*device_visit);
         let block = |&BlockUse { portion, weights, gradient }: &BlockUse| BlockViews {
-            weights: side.weights.slot(weights, shared.published_len(whole(portion))),
+            weights: side.weights.slot(weights, shared.published_len(portion)),
             gradient: gradient.map(|accumulator| {
-                side.gradients.slot(accumulator.slot, shared.trained_len(whole(portion)))
+                side.gradients.slot(accumulator.slot, shared.trained_len(portion))
             }),
         };
         let port = |pool: &Slots, placed: &Placed| {
@@ -286,12 +315,6 @@ impl DeviceLanes {
         }
         Ok(())
     }
-}
-
-/// The block that an operation needs. No layer of a model cuts its blocks.
-fn whole(portion: Portion) -> BlockId {
-    assert!(portion.cut.is_none(), "{portion}: the layers of a model need whole blocks");
-    portion.block
 }
 
 /// The floats of a shard in the slot of its block.

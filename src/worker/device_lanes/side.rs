@@ -9,6 +9,7 @@ use l2l_actors::schedule::{Boundary, Encoding};
 
 use crate::devices::Device;
 use crate::kernels::{BatchMetadata, Kernels};
+use crate::models::PortionRows;
 use crate::plan::{Holder, Plan, Side};
 use crate::tensor::{Packing, Slots, View};
 use crate::worker::Used;
@@ -132,6 +133,33 @@ impl DeviceSide {
                 if !part.is_empty() {
                     let from = &piece[part.start - first..part.end - first];
                     self.upload(slot.part(part), from, None)?;
+                }
+            }
+            first = end;
+        }
+        Ok(())
+    }
+
+    /// Copies rows of a block to the slot of a portion, as far as they lie in a range of it. The
+    /// block is in pieces that follow each other; a row lies in one of them. It counts no bytes.
+    pub(super) fn upload_rows(
+        &self,
+        slot: View,
+        block: &[&[f32]],
+        rows: PortionRows,
+        range: &Range<usize>,
+    ) -> Result<(), BoxedError> {
+        let mut first = 0;
+        for piece in block {
+            let end = first + piece.len();
+            if (first..end).contains(&rows.at[1]) {
+                for [to, from] in rows.each() {
+                    let part = to.start.max(range.start)..to.end.min(range.end);
+                    if part.start < part.end {
+                        let from = from.start - first + part.start - to.start;
+                        let from = &piece[from..from + part.len()];
+                        self.device.upload(slot.part(part), from)?;
+                    }
                 }
             }
             first = end;

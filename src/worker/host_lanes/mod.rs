@@ -11,7 +11,7 @@ mod visit;
 
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::schedule::{BlockId, VisitKind};
+use l2l_actors::schedule::{BlockId, Portion, VisitKind};
 use l2l_actors::work::Work;
 use l2l_actors::{BoxedError, Operation};
 
@@ -101,6 +101,10 @@ impl HostLanes {
                 }
             }
             Work::Join { .. } => self.join(operation).map(|()| 0.0),
+            Work::Merge { portion, reduced, into } => {
+                self.merge(operation, portion, [reduced, into]);
+                Ok(0.0)
+            }
             Work::Reduce { block, reduced, to_region } => {
                 Ok(self.reduce(operation, block, reduced, to_region))
             }
@@ -136,7 +140,7 @@ impl HostLanes {
         let block = portion.block;
         let shared = &*self.shared;
         let host = shared.memory.lease();
-        let len = shared.trained_len(block);
+        let len = shared.trained_len(portion);
         let landed = host.landing(reduced, len);
         if shared.plan.gradient_dtype() == GradientDtype::Bf16 {
             shared.threads.install(|| widen_in_place(landed));
@@ -155,6 +159,23 @@ impl HostLanes {
             compressor.factorise(landed, 0..len, &self.workspace, None)?;
         }
         Ok(())
+    }
+
+    /// Puts the gradient of a portion into that of its block. What no tensor has is zero there.
+    fn merge(&self, operation: &Operation, portion: Portion, [reduced, into]: [u32; 2]) {
+        let shared = &*self.shared;
+        let host = shared.memory.lease();
+        let of_block = &shared.model.blocks[portion.block.0 as usize];
+        let landed = host.landing(reduced, shared.trained_len(portion));
+        let whole = host.landing(into, of_block.trained_len());
+        if operation.step().plan.schedule.is_first_merged(portion) {
+            whole.fill(0.0);
+        }
+        for rows in shared.model.portion(portion).gradients(of_block) {
+            for [from, to] in rows.each() {
+                whole[to].copy_from_slice(&landed[from]);
+            }
+        }
     }
 
     /// Measures a gradient, and copies it to the block's gradient region where it has to wait.

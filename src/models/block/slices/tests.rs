@@ -5,12 +5,13 @@ use std::ops::Range;
 use super::*;
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{AttentionShape, BatchMetadata, DropoutKey};
-use crate::models::block::tensors::Tensors;
+use crate::models::block::tensors::{FeedForward, Tensors};
 use crate::models::families;
 use crate::models::layer::{block_len, tensor_views};
+use crate::models::portions::Part;
 use crate::models::shape::Shape;
 use crate::simd::Level;
-use crate::tensor::Arena;
+use crate::tensor::{Arena, Dtype};
 
 const ROWS: usize = 5;
 
