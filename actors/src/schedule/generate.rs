@@ -168,13 +168,10 @@ impl<'m> Wiring<'m> {
             visits: Vec::new(),
         };
         let met = chain.iter().map(|_| Met::default()).collect();
-        let latest = BTreeMap::new();
         let RingModel { answers_step, objective, .. } = *model;
         let first = objective.and_then(|objective| objective.reference);
         let reference = first.map(|layer| Reference::of(&chain, layer)).transpose()?;
         let waits_for_choice = selection.waits_for_choice;
-        let writers = Vec::new();
-        let gradients = BTreeMap::new();
         Ok(Wiring {
             schedule,
             chain,
@@ -184,9 +181,9 @@ impl<'m> Wiring<'m> {
             waits_for_choice,
             lowest,
             met,
-            latest,
-            writers,
-            gradients,
+            latest: BTreeMap::new(),
+            writers: Vec::new(),
+            gradients: BTreeMap::new(),
         })
     }
 
