@@ -111,10 +111,12 @@ impl Dice {
         // Of equal logits the first counts.
         let likeliest =
             (1..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best });
-        if temperature == 0.0 {
+        // Logits of a model whose training diverged may be no numbers.
+        if temperature == 0.0 || !logits[likeliest].is_finite() {
             return likeliest as u32;
         }
-        let mut tokens: Vec<usize> = (0..logits.len()).collect();
+        let mut tokens: Vec<usize> =
+            (0..logits.len()).filter(|&token| !logits[token].is_nan()).collect();
         // Filters keep the first tokens in this order.
         let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
         if top_k > 0 && top_k < tokens.len() {
@@ -165,6 +167,18 @@ mod tests {
         assert_eq!(Dice::new(how(0.0, 0, 1.0, 3), 0).draw(&[2.0, 7.0, 7.0]), 1);
         assert_eq!(Dice::new(how(1.0, 1, 1.0, 3), 0).draw(&LOGITS), 1);
         assert_eq!(Dice::new(how(1.0, 0, 1e-6, 3), 0).draw(&LOGITS), 1);
+    }
+
+    /// A model that diverged has such logits.
+    #[test]
+    fn logits_that_are_no_numbers_are_drawn_from() {
+        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        for (logits, token) in [([nan; 3], 0), ([inf; 3], 0), ([-inf; 3], 0), ([1.0, nan, nan], 0)] {
+            for top_p in [1.0, 0.5] {
+                let how = Sampling { min_p: 0.1, ..how(1.0, 2, top_p, 3) };
+                assert_eq!(Dice::new(how, 0).draw(&logits), token, "{logits:?}");
+            }
+        }
     }
 
     /// Pearson's statistic of 20,000 draws stays below the 99.9 % point for 5 degrees of freedom.
