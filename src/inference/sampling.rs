@@ -173,7 +173,8 @@ mod tests {
     #[test]
     fn logits_that_are_no_numbers_are_drawn_from() {
         let (nan, inf) = (f32::NAN, f32::INFINITY);
-        for (logits, token) in [([nan; 3], 0), ([inf; 3], 0), ([-inf; 3], 0), ([1.0, nan, nan], 0)] {
+        for (logits, token) in [([nan; 3], 0), ([inf; 3], 0), ([-inf; 3], 0), ([1.0, nan, nan], 0)]
+        {
             for top_p in [1.0, 0.5] {
                 let how = Sampling { min_p: 0.1, ..how(1.0, 2, top_p, 3) };
                 assert_eq!(Dice::new(how, 0).draw(&logits), token, "{logits:?}");

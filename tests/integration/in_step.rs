@@ -128,20 +128,21 @@ struct Case {
     /// Only the upper block has adapters.
     upper: bool,
     ranks: u32,
+    slices: u32,
 }
 
 fn cases() -> impl Strategy<Value = Case> {
     let dtypes = prop::sample::select(vec![Dtype::F32, Dtype::F32, Dtype::Bf16, Dtype::F16]);
     let stashes = prop::sample::select(vec![StashDtype::F32, StashDtype::Bf16, StashDtype::Int8]);
     let bases = prop::sample::select(vec![Base::AsIs, Base::Bf16, Base::Int8, Base::Nf4]);
-    let sizes = (1..=3_usize, 1..=2_u32, any::<bool>(), 1..=2_u32);
+    let sizes = (1..=3_usize, 1..=2_u32, any::<bool>(), 1..=2_u32, 1..=2_u32);
     (sizes, dtypes, stashes, bases).prop_map(|(sizes, dtype, stash, base)| {
-        let (micro_batch, groups, upper, ranks) = sizes;
+        let (micro_batch, groups, upper, ranks, slices) = sizes;
         // Eight sequences make three micro-batches of three.
         let groups = if micro_batch == 3 { 1 } else { groups };
         let ranks = ranks.min(groups);
         let base = if ranks > 1 { Base::AsIs } else { base };
-        Case { micro_batch, groups, dtype, stash, base, upper, ranks }
+        Case { micro_batch, groups, dtype, stash, base, upper, ranks, slices }
     })
 }
 
@@ -149,7 +150,7 @@ impl Case {
     fn config(&self, folder: &Path, ways: &Ways) -> Config {
         let mut config = config(folder);
         config.step.micro_batch = self.micro_batch;
-        config.parallel.groups = self.groups;
+        (config.parallel.groups, config.parallel.slices) = (self.groups, self.slices);
         config.device.dtype = self.dtype;
         config.loss_scale.initial = 256.0;
         config.stash.dtype = self.stash;
@@ -173,7 +174,9 @@ impl Case {
             (ways.kind, ways.devices) = (ScheduleKind::Relay, 1);
         }
         let turns = 8_usize.div_ceil(self.micro_batch) as u32;
-        ways.for_sizes(3, turns / self.ranks, self.groups / self.ranks)
+        let is_cut = matches!(self.base, Base::AsIs | Base::Bf16);
+        let tensor = if is_cut { ways.tensor.min(self.slices) } else { 1 };
+        Ways { tensor, ..ways.for_sizes(3, turns / self.ranks, self.groups / self.ranks) }
     }
 }
 

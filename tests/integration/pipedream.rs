@@ -27,7 +27,8 @@ const KIND: ScheduleKind = ScheduleKind::Pipedream;
 
 /// A window over so many stages, of an untied Llama; with dropout, of a GPT-2 that classifies.
 fn windowed(case: &Case, ways: &Ways, stages: u32, window: u32) -> Config {
-    let whole = Ways { kind: KIND, chunks: None, recompute: true.into(), ..ways.clone() };
+    let recompute = true.into();
+    let whole = Ways { kind: KIND, chunks: None, recompute, tensor: 1, ..ways.clone() };
     let mut config = exact::config(case, &whole);
     if case.dropout > 0.0 {
         config.model.task = Some(Task::SequenceClassification);

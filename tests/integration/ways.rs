@@ -136,17 +136,20 @@ impl Ways {
     }
 
     /// The nearest way in which this case can be run.
-    pub(crate) fn for_case(mut self, case: &Case) -> Ways {
+    pub(crate) fn for_case(self, case: &Case) -> Ways {
         // Behind a block of experts come its norm and its head alone.
         let layers = if case.experts.is_some() { case.layers as u32 + 2 } else { u32::MAX };
         let is_whole = case.encodings.2 != CompressionKind::None
             || matches!(case.base, Base::Int8 | Base::Nf4) && !matches!(case.trained, Trained::All);
-        self.tensor = if is_whole { 1 } else { self.tensor.min(case.slices) };
-        self.for_sizes(layers, case.batch.div_ceil(case.micro_batch) as u32, case.groups)
+        let tensor = if is_whole { 1 } else { self.tensor.min(case.slices) };
+        let turns = case.batch.div_ceil(case.micro_batch) as u32;
+        Ways { tensor, ..self.for_sizes(layers, turns, case.groups) }
     }
 
-    /// The nearest way for so many layers with weights, micro-batches and groups.
+    /// The nearest way for so many layers with weights, micro-batches and groups, of which none is
+    /// visited in pieces.
     pub(crate) fn for_sizes(mut self, layers: u32, turns: u32, groups: u32) -> Ways {
+        self.tensor = 1;
         self.devices = self.devices.min(layers);
         if self.kind.is_pipeline() {
             self.deal = Deal::Layers;
