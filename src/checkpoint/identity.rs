@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::record::{FIRST_FORMAT, FORMAT, RunRecord};
-use crate::config::{Config, Files, OnResume, RateSchedule};
+use crate::config::{Config, EpsTier, Files, OnResume, OptimizerKind, RateSchedule};
 use crate::data::References;
 use crate::models::Model;
 
@@ -26,6 +26,20 @@ pub(crate) struct Identity {
     pub(crate) references: Arc<References>,
     /// True if the run may resume a run that had other values of some keys.
     pub(crate) changes: bool,
+}
+
+impl Identity {
+    /// True if what a run keeps depends on how the vocabulary is cut into tiles, which follows from
+    /// `parallel.slices`.
+    fn has_states_of_tiles(&self) -> bool {
+        let Config { optimizer, eps, .. } = &self.config;
+        let mut kinds = optimizer.groups.iter().filter_map(|group| group.kind);
+        let is_of_blocks =
+            |kind| matches!(kind, OptimizerKind::Adafactor | OptimizerKind::Adamw8bit);
+        let is_on_file = eps.tier == EpsTier::File;
+        let has_errors = self.config.compression().is_some();
+        is_on_file || has_errors || is_of_blocks(optimizer.kind) || kinds.any(is_of_blocks)
+    }
 }
 
 /// The `step.chunk_positions` of runs that were recorded before the key existed.
@@ -62,9 +76,10 @@ impl Difference {
         let key = &*self.key;
         // Error feedback is kept for each group of micro-batches.
         let is_of_errors = key == "parallel.groups" && run.config.compression().is_some();
+        let is_of_tiles = key == "parallel.slices" && run.has_states_of_tiles();
         let is_changeable =
             key.split_once('.').is_some_and(|(section, key)| OnResume::of(section).may_change(key));
-        !is_of_errors && (is_changeable || ["data", "step.steps"].contains(&key))
+        !is_of_errors && !is_of_tiles && (is_changeable || ["data", "step.steps"].contains(&key))
     }
 
     /// True for a setting that the optimizer's states depend on.

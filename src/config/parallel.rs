@@ -24,9 +24,9 @@ pub struct ParallelConfig {
     /// The number of slices into which the heads and the channels of each block are cut, as
     /// Megatron-LM's tensor parallelism cuts them: a divisor of the number of heads, of heads of
     /// keys and values and of channels of the feed-forward, at most 64. The output of attention or
-    /// of the feed-forward is a sum over the slices, rounded once. All slices are computed on one
-    /// device, so a run gains nothing. Results depend on it in the last bits, because sums are
-    /// rounded in another order: 1 cuts nothing.
+    /// of the feed-forward is a sum over the slices, rounded once. Slices alone gain nothing: set
+    /// `parallel.tensor` for layers that are larger than a device. Results depend on it in the last
+    /// bits, because sums are rounded in another order: 1 cuts nothing.
     pub slices: u32,
     /// The number of pieces in which the feed-forward of each block is visited, a divisor of
     /// `parallel.slices`: a device holds one piece of a block at a time, of attention or of the
@@ -130,11 +130,7 @@ impl Config {
             );
             return Err(Error::config("parallel.tensor", problem));
         }
-        refuse(
-            tensor > 1 && self.compression().is_some(),
-            "compression.kind",
-            "compresses gradients of whole blocks: leave it out, or set parallel.tensor = 1",
-        )
+        Ok(())
     }
 
     pub(super) fn check_parallel(&self) -> Result<(), Error> {

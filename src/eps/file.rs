@@ -132,7 +132,7 @@ impl FileTier {
             Some(index) if resume.is_some() && fits(&index) => index,
             _ if resume.is_some() => {
                 let what = "it is of a model of another shape, of another update rule, of another \
-                            schedule.delay, or of another number of processes";
+                            schedule.delay or parallel.slices, or of another number of processes";
                 return Err(io::Error::new(io::ErrorKind::InvalidData, what));
             }
             // The new blocks go where the valid copies are not.

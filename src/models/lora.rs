@@ -214,8 +214,9 @@ impl Model {
     /// in any layer.
     pub(crate) fn first_adapted(&self) -> Option<LayerId> {
         let adapts = |id: &BlockId| {
-            let mut trained = self.blocks[id.0 as usize].trained().iter();
-            trained.any(|tensor| is_of_adapter(&tensor.name))
+            let block = &self.blocks[id.0 as usize];
+            let mut tensors = block.trained().iter().chain(block.frozen());
+            tensors.any(|tensor| is_of_adapter(&tensor.name))
         };
         let first = self.layer_blocks.iter().position(|ids| ids.iter().any(adapts))?;
         let is_alike = self.shape.dropout == Dropouts::default() && self.shape.experts.is_none();

@@ -32,6 +32,14 @@ pub enum Part {
 }
 
 impl Part {
+    /// The rows or columns that no other portion has.
+    fn ranges(&self) -> &[Range<usize>] {
+        match self {
+            Part::Rows(ranges) | Part::Columns(ranges) => ranges,
+            Part::Alone | Part::Shared => &[],
+        }
+    }
+
     /// True for a part that no other portion has.
     fn is_exclusive(&self) -> bool {
         matches!(self, Part::Rows(_) | Part::Columns(_))
@@ -45,6 +53,27 @@ impl Part {
             Part::Columns(ranges) => [rows, count(ranges)],
             Part::Alone | Part::Shared => [rows, columns],
         }
+    }
+}
+
+/// True if these parts of a tensor are all of it, and none of it twice but what all slices have.
+fn are_whole(parts: &[&Part], [rows, columns]: [usize; 2]) -> bool {
+    let tiles = |mut ranges: Vec<&Range<usize>>, all: usize| {
+        ranges.sort_by_key(|range| range.start);
+        let end = ranges.into_iter().try_fold(0, |end, range| {
+            (range.start == end && range.end >= end).then_some(range.end)
+        });
+        end == Some(all)
+    };
+    let count = |is: fn(&Part) -> bool| parts.iter().filter(|part| is(part)).count();
+    let all = parts.len();
+    let ranges = || parts.iter().flat_map(|part| part.ranges()).collect();
+    if all > 0 && count(|part| matches!(part, Part::Rows(_))) == all {
+        tiles(ranges(), rows)
+    } else if all > 0 && count(|part| matches!(part, Part::Columns(_))) == all {
+        tiles(ranges(), columns)
+    } else {
+        all > 0 && count(Part::is_exclusive) == 0
     }
 }
 
@@ -299,6 +328,27 @@ impl Model {
         let blocks = (0..).map(BlockId).zip(&self.portions);
         let are_cut = blocks.filter(|(_, portions)| !portions.is_empty());
         are_cut.map(|(id, portions)| (id, portions.iter().map(cut).collect())).collect()
+    }
+
+    /// The tensor of a block that its portions do not have exactly once, if there is one.
+    pub(crate) fn badly_cut(&self) -> Option<&str> {
+        let blocks = self.blocks.iter().zip(&self.portions);
+        blocks.filter(|(_, portions)| !portions.is_empty()).find_map(|(block, portions)| {
+            let parts = || portions.iter().flat_map(|one| &one.portion.parts);
+            let weights: Vec<_> = block.joined().collect();
+            let is_unknown = parts().any(|(index, _)| *index >= weights.len());
+            let mut weights = weights.into_iter().enumerate();
+            let bad = weights.find(|(index, (.., size))| {
+                let own = parts().filter(|(of, _)| of == index).map(|(_, part)| part);
+                is_unknown || !are_whole(&own.collect::<Vec<_>>(), *size)
+            });
+            bad.map(|(_, (tensor, ..))| &tensor.name[..])
+        })
+    }
+
+    /// True if some block is cut.
+    pub(crate) fn has_portions(&self) -> bool {
+        self.portions.iter().any(|portions| !portions.is_empty())
     }
 
     /// Whether devices of this dtype can be sent the portions of all blocks.

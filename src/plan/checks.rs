@@ -2,9 +2,9 @@
 
 use l2l_actors::schedule::{BlockId, Encoding};
 
-use super::StepShape;
 use super::spec::PlanSpec;
 use super::step::is_of_step;
+use super::{Purpose, StepShape};
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ReferenceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
@@ -119,7 +119,10 @@ impl PlanSpec<'_> {
     /// begins.
     pub(super) fn check_reference(&self) -> Result<(), Error> {
         let config = &self.settings.config;
-        if config.objective.reference != Some(ReferenceKind::InStep) {
+        let is_in_step = config.objective.reference == Some(ReferenceKind::InStep);
+        let has_loss =
+            |step: &StepShape| matches!(step.purpose, Purpose::Train | Purpose::Evaluate);
+        if !is_in_step || !self.steps.iter().any(has_loss) {
             return Ok(());
         }
         let lora = config.train.lora.as_ref();

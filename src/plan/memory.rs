@@ -73,12 +73,13 @@ impl PlanSpec<'_> {
         let dtype = self.settings.config.device.dtype;
         let on_device = || self.model.on_device();
         let published = on_device().map(|tensors| tensors.published_len(dtype));
-        let gradient = on_device().map(BlockTensors::trained_len);
+        let gradient = on_device().map(BlockTensors::trained_len).max().unwrap_or(0);
         BlockSizes {
-            gradient: gradient.max().unwrap_or(0).next_multiple_of(ALIGNED),
+            gradient: gradient.next_multiple_of(ALIGNED),
             published: published.max().unwrap_or(0).next_multiple_of(ALIGNED),
             on_host: self.on_host(most(BlockTensors::host_len)),
-            landing: self.on_host(most(BlockTensors::trained_len)),
+            // Aligned slices may take more than their block.
+            landing: self.on_host(most(BlockTensors::trained_len).max(gradient)),
         }
     }
 

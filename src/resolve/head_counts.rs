@@ -1,6 +1,7 @@
 //! Checks of a shape's heads: whether they fit the hidden size, and whether a block can be cut into
 //! slices of heads and channels.
 
+use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::HEAD_LIMIT;
 use crate::models::{Base, Model, NormPlaces, Shape, Training};
@@ -95,19 +96,32 @@ pub(super) fn check_pieces(shape: &Shape) -> Result<(), Error> {
 }
 
 /// Refuses pieces of a model whose parts devices cannot be sent.
-pub(super) fn check_portions(model: &Model, training: &Training) -> Result<(), Error> {
-    if model.shape.pieces == 1 {
+pub(super) fn check_portions(
+    config: &Config,
+    model: &Model,
+    training: &Training,
+) -> Result<(), Error> {
+    if !model.has_portions() {
         return Ok(());
+    }
+    if let Some(name) = model.badly_cut() {
+        let problem = format_args!("do not have all of {name} once: correct `Layer::portions`");
+        return Err(Error::argument(format_args!("the portions of a block {problem}")));
     }
     if matches!(training.base, Base::Int8 | Base::Nf4) {
         let problem = "is for whole blocks, where a scale is of many weights: set \"bf16\", or \
                        parallel.tensor = 1";
         return Err(Error::config("train.base", problem));
     }
+    if config.compression().is_some() {
+        let problem =
+            "compresses gradients of whole blocks: leave it out, or set parallel.tensor = 1";
+        return Err(Error::config("compression.kind", problem));
+    }
     if !model.has_portions_of_floats(training.dtype) {
         let problem = format_args!(
-            "is {}, and a slice has an odd number of channels: numbers of 16 bits are sent by \
-             twos. Set other parallel.slices, device.dtype = \"f32\", or it to 1",
+            "is {}, and rows or columns of a slice are odd in number: numbers of 16 bits are sent \
+             by twos. Set other parallel.slices, device.dtype = \"f32\", or it to 1",
             model.shape.pieces
         );
         return Err(Error::config("parallel.tensor", problem));

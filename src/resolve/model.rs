@@ -63,7 +63,7 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
         Some(path) => model.map_err(|error| hf::refused_adapters(path, error)),
         None => model,
     }?;
-    check_portions(&model, &training)?;
+    check_portions(config, &model, &training)?;
     set_objective(config, &mut model);
     Ok(model)
 }
@@ -88,7 +88,9 @@ pub(crate) fn freeze_own(config: &Config, model: &mut Model) -> Result<(), Error
                        their slices in its Shape, and leave it out";
         return Err(Error::config("parallel.slices", problem));
     }
-    model.freeze(&training_of(config)?)
+    let training = training_of(config)?;
+    model.freeze(&training)?;
+    check_portions(config, model, &training)
 }
 
 /// The names of the model's classes, from the config or from the model's directory. Empty if

@@ -23,7 +23,7 @@ use writing::Begun;
 
 use crate::blocking::unblock;
 use crate::checkpoint::{Identity, Progress};
-use crate::config::{Config, ScheduleKind};
+use crate::config::{Config, ReferenceKind, ScheduleKind};
 use crate::data::{Batch, Batches};
 use crate::devices::{KernelTime, ProductTable};
 use crate::engine::{Engine, Outcome, StepReport, Summary};
@@ -227,6 +227,10 @@ impl Trainer {
         self.check_batch(&batch)?;
         if self.run.config.schedule.kind == ScheduleKind::Pipedream {
             let what = "schedule.kind = \"pipedream\" has the same layers in all steps";
+            return Err(Error::argument(what));
+        }
+        if self.run.config.objective.reference == Some(ReferenceKind::InStep) {
+            let what = "objective.reference = \"in-step\" has the reference's layers in all steps";
             return Err(Error::argument(what));
         }
         layers.check(&self.run.model)?;

@@ -9,6 +9,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::config::Config;
 use crate::error::Error;
+use crate::models::PortionRows;
 use crate::simd::Level;
 
 /// Floats of a gradient that one thread copies or adds at once.
@@ -54,6 +55,26 @@ impl HostThreads {
             let chunks = to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK));
             chunks.for_each(|(to, from)| to.copy_from_slice(from));
         });
+    }
+
+    /// Copies rows from a portion to its block.
+    pub(super) fn copy_rows(&self, to: &mut [f32], from: &[f32], rows: PortionRows) {
+        let PortionRows { at: [first, at], pitch: [pitch, to_pitch], rows, len } = rows;
+        if rows == 1 {
+            return self.copy(&mut to[at..at + len], &from[first..first + len]);
+        }
+        self.install(|| {
+            let places = to[at..].par_chunks_mut(to_pitch).take(rows).zip(0..rows);
+            places.for_each(|(to, row)| {
+                let first = first + row * pitch;
+                to[..len].copy_from_slice(&from[first..first + len]);
+            });
+        });
+    }
+
+    /// Fills a gradient with zeros.
+    pub(super) fn clear(&self, gradient: &mut [f32]) {
+        self.install(|| gradient.par_chunks_mut(CHUNK).for_each(|chunk| chunk.fill(0.0)));
     }
 
     /// Adds the numbers of all groups to those of the first group, in the order of the groups'

@@ -110,6 +110,7 @@ impl TransformerBlock {
             kv_heads: kv_heads / slices,
             intermediate: intermediate / slices,
             slices: 1,
+            pieces: 1,
             ..self.shape
         };
         let first_head = slice * shape.heads;

@@ -169,13 +169,10 @@ impl HostLanes {
         let landed = host.landing(reduced, shared.trained_len(portion));
         let whole = host.landing(into, of_block.trained_len());
         if operation.step().plan.schedule.is_first_merged(portion) {
-            whole.fill(0.0);
+            shared.threads.clear(whole);
         }
-        for rows in shared.model.portion(portion).gradients(of_block) {
-            for [from, to] in rows.each() {
-                whole[to].copy_from_slice(&landed[from]);
-            }
-        }
+        let rows = shared.model.portion(portion).gradients(of_block);
+        rows.into_iter().for_each(|rows| shared.threads.copy_rows(whole, landed, rows));
     }
 
     /// Measures a gradient, and copies it to the block's gradient region where it has to wait.
