@@ -172,7 +172,8 @@ mod tests {
     /// A model that diverged has such logits.
     #[test]
     fn logits_that_are_no_numbers_are_drawn_from() {
-        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        let nan = f32::NAN;
+        let inf = f32::INFINITY;
         for (logits, token) in [([nan; 3], 0), ([inf; 3], 0), ([-inf; 3], 0), ([1.0, nan, nan], 0)]
         {
             for top_p in [1.0, 0.5] {
