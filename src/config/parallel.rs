@@ -130,7 +130,16 @@ impl Config {
             );
             return Err(Error::config("parallel.tensor", problem));
         }
-        Ok(())
+        if tensor > 1 { self.check_whole_gradients() } else { Ok(()) }
+    }
+
+    /// Refuses what needs the gradients of whole blocks.
+    pub(crate) fn check_whole_gradients(&self) -> Result<(), Error> {
+        refuse(
+            self.compression().is_some(),
+            "compression.kind",
+            "compresses gradients of whole blocks: leave it out, or set parallel.tensor = 1",
+        )
     }
 
     pub(super) fn check_parallel(&self) -> Result<(), Error> {

@@ -113,11 +113,7 @@ pub(super) fn check_portions(
                        parallel.tensor = 1";
         return Err(Error::config("train.base", problem));
     }
-    if config.compression().is_some() {
-        let problem =
-            "compresses gradients of whole blocks: leave it out, or set parallel.tensor = 1";
-        return Err(Error::config("compression.kind", problem));
-    }
+    config.check_whole_gradients()?;
     if !model.has_portions_of_floats(training.dtype) {
         let problem = format_args!(
             "is {}, and rows or columns of a slice are odd in number: numbers of 16 bits are sent \
