@@ -233,6 +233,12 @@ async fn every_resumed_run_is_the_unbroken_one() {
         let refused = Trainer::builder(other).resume(at("begun")).start().await;
         let refused = refused.map(drop).expect_err("another rule").to_string();
         assert!(refused.contains("schedule.window was"), "{refused}");
+        // No run begins inside a window.
+        let mut other = of(&baseline());
+        other.schedule.window = Some(3);
+        let refused = Trainer::builder(other).resume(at("begun")).with_changes().start().await;
+        let refused = refused.map(drop).expect_err("no whole windows").to_string();
+        assert!(refused.contains("it is at step 4, and windows of 3 begin at"), "{refused}");
     }
 }
 
@@ -304,10 +310,10 @@ fn models_that_windows_cannot_have_are_refused() {
     );
 }
 
-/// A bench counts windows, with the default number of them.
+/// A bench counts windows, with the default number of them; and so does a search for settings.
 #[cfg(feature = "cli")]
 #[test]
-fn a_bench_runs_windows() {
+fn a_bench_and_a_search_run_windows() {
     use crate::program::{events, good};
     let folder = tempfile::tempdir().expect("a place for files");
     let at = folder.path().join("run.toml");
@@ -325,6 +331,8 @@ fn a_bench_runs_windows() {
         .map(|event| event["step"].as_u64().expect("a number"))
         .collect();
     assert!(steps.len() > 1 && steps.iter().zip(1..).all(|(step, nth)| *step == 3 * nth));
+    let tuned = good(&["tune", &at, "--steps", "1", "--rounds", "1"]);
+    assert!(tuned.contains("kind = \"pipedream\""), "{tuned}");
 }
 
 /// A program has the same layers in all steps, and brings whole windows.
