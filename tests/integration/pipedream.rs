@@ -294,6 +294,10 @@ fn models_that_windows_cannot_have_are_refused() {
         assert!(error.contains(says), "{error}");
     };
     refused(|config| config.schedule.stages = Some(7), "schedule.stages is 7, and the model has 6");
+    refused(
+        |config| (config.model.layers, config.schedule.window) = (Some(70), Some(1 << 16)),
+        "make schedule.window smaller",
+    );
     let tied = |config: &mut Config| {
         config.model.preset = Some("gpt-small".into());
         config.model.intermediate = None;
