@@ -342,8 +342,8 @@ impl Shown<'_> {
         }
         match (self.ceiling, self.most) {
             (Some(_), Some(most)) => {
-                let and = if self.is_windowed { " and batch" } else { "" };
-                let unit = format!("sequences{and}, under device.memory");
+                let of = if self.is_windowed { " a batch" } else { "" };
+                let unit = format!("sequences{of}, under device.memory");
                 number("largest micro-batch", most as u64, &unit)
             }
             (Some(_), None) => print("no micro-batch fits device.memory with these channels"),

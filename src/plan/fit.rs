@@ -56,7 +56,7 @@ impl Plan {
         let cuts = self.has_smaller_chunks(model);
         let is_windowed = self.settings.config.schedule.kind == ScheduleKind::Pipedream;
         let micro_batch =
-            if is_windowed { "step.batch = step.micro_batch" } else { "step.micro_batch" };
+            if is_windowed { "step.batch and step.micro_batch" } else { "step.micro_batch" };
         if self.trains() {
             let least = Plan::least(&self.settings.config, model, rule);
             what += &match (self.largest_micro_batch(model, rule, ceiling), least) {

@@ -337,8 +337,8 @@ fn what_fits_is_of_windows() {
         assert!(text.contains(says), "{text}");
     };
     config.device.memory = (room - 2).into();
-    says(&config, &format!("step.batch = step.micro_batch = {fits} would fit"));
-    says(&config, "or make step.batch = step.micro_batch, schedule.stages or channels smaller");
+    says(&config, &format!("step.batch and step.micro_batch = {fits} would fit"));
+    says(&config, "or make step.batch and step.micro_batch, schedule.stages or channels smaller");
     config.device.memory = (least - 1).into();
     says(&config, &format!("{least} bytes is the least that works with these schedule.stages"));
     let mut relay = config.clone();
