@@ -162,6 +162,14 @@ impl Checkpoint {
         if step > MOST_STEPS {
             return refuse(format!("it is at step {step}, and a run has at most {MOST_STEPS}"));
         }
+        let window = u64::from(run.config.window());
+        if !step.is_multiple_of(window) {
+            return refuse(format!(
+                "it is at step {step}, and windows of {window} begin at multiples of {window}: set \
+                 a schedule.window that divides {step}, or reach such a step with another \
+                 schedule.kind first"
+            ));
+        }
         Ok(changes)
     }
 

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use l2l::checkpoint::Space;
-use l2l::config::{DeviceConfig, DeviceKind, Format, Recompute};
+use l2l::config::{DeviceConfig, DeviceKind, Format, Recompute, ScheduleKind};
 use l2l::models::Model;
 use l2l::plan::{FabricBytes, Keeping, LinkBytes, LongestSequence, RankShare, Term};
 use l2l::telemetry::{self, Forecast};
@@ -118,6 +118,7 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         keeps_none: keeps_none(config, plan),
         remark: remark(config).filter(|_| plan.trains()),
         pieces: Pieces::of(config, plan, model),
+        is_windowed: config.schedule.kind == ScheduleKind::Pipedream,
     };
     match config.log.format {
         Format::Json => print(shown.event()),
@@ -148,6 +149,8 @@ struct Shown<'p> {
     /// What would make the step faster.
     remark: Option<&'static str>,
     pieces: Pieces,
+    /// True if a step is a window, whose micro-batches are batches.
+    is_windowed: bool,
 }
 
 /// Why a plan for GPUs has no kept layers, though nothing in the config says so.
@@ -334,11 +337,14 @@ impl Shown<'_> {
             number("largest piece", weights, &unit);
         }
         if let Some(least) = self.least {
-            number("least device", least, "bytes, with a micro-batch and channels of 1");
+            let of = if self.is_windowed { "a batch" } else { "a micro-batch" };
+            number("least device", least, &format!("bytes, with {of} and channels of 1"));
         }
         match (self.ceiling, self.most) {
             (Some(_), Some(most)) => {
-                number("largest micro-batch", most as u64, "sequences, under device.memory")
+                let of = if self.is_windowed { " a batch" } else { "" };
+                let unit = format!("sequences{of}, under device.memory");
+                number("largest micro-batch", most as u64, &unit)
             }
             (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
             (None, _) => {}

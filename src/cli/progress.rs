@@ -95,7 +95,7 @@ impl Screen {
         let StepReport { learning_rate, grad_norm, step, .. } = report;
         let elapsed = self.began.elapsed();
         let done = step.saturating_sub(self.first).max(1);
-        let left = self.steps - step;
+        let left = self.steps.saturating_sub(*step);
         let remaining = elapsed.mul_f64(left as f64 / done as f64);
         let slowest = report.slowest_device.map(|(device, share)| {
             format!("  slowest device {device} (computes {:.0} %)", 100.0 * share)

@@ -2,8 +2,8 @@
 
 use super::check::{must, refuse};
 use super::{
-    Config, DepthConfig, EpsTier, GradientDtype, NonFinite, ObjectiveConfig, ScheduleConfig,
-    ScheduleKind,
+    Config, DepthConfig, Dtype, EpsTier, GradientDtype, LossScaleKind, NonFinite, ObjectiveConfig,
+    ScheduleConfig, ScheduleKind,
 };
 use crate::error::Error;
 
@@ -43,8 +43,26 @@ impl Config {
         every.into_iter().try_for_each(|(key, steps)| self.check_whole_windows(key, steps))
     }
 
+    /// Refuses a run of so many steps if its windows are not whole.
+    pub(crate) fn check_steps_of_run(&self, steps: u64) -> Result<(), Error> {
+        let window = u64::from(self.window());
+        if self.step.epochs.is_none() || steps.is_multiple_of(window) {
+            return self.check_whole_windows("step.steps", Some(steps));
+        }
+        let next = steps.next_multiple_of(window);
+        let fewer = match next - window {
+            0 => String::new(),
+            fewer => format!("{fewer} or "),
+        };
+        let problem = format_args!(
+            "makes {steps} steps, and a window has {window} batches: set step.steps = {fewer}\
+             {next} in its place, as nothing stops inside a window"
+        );
+        Err(Error::config("step.epochs", problem))
+    }
+
     /// Refuses a number of steps that is not one of whole windows.
-    pub(crate) fn check_whole_windows(&self, key: &str, steps: Option<u64>) -> Result<(), Error> {
+    fn check_whole_windows(&self, key: &str, steps: Option<u64>) -> Result<(), Error> {
         let window = u64::from(self.window());
         match steps.filter(|steps| !steps.is_multiple_of(window)) {
             None => Ok(()),
@@ -59,43 +77,42 @@ impl Config {
     }
 
     fn check_beside_pipedream(&self) -> Result<(), Error> {
-        let waits = "updates would wait for the norm of all gradients, and with schedule.kind = \
-                     \"pipedream\" they come before the batch has gone backward";
+        let (key, set) = match (self.device.dtype, self.loss_scale.kind) {
+            (Dtype::F16, _) => ("device.dtype", "\"bf16\" or \"f32\""),
+            (_, LossScaleKind::Dynamic | LossScaleKind::Fixed) => ("loss_scale.kind", "\"none\""),
+            _ => ("step.non_finite", "\"stop\" or \"continue\""),
+        };
+        let skips = format!(
+            "skips steps whose gradient is not finite, which is known when the batch has gone \
+             backward, and with schedule.kind = \"pipedream\" updates come before: set {set}"
+        );
+        refuse(self.non_finite() == NonFinite::Skip, key, &skips)?;
+        let clips = "needs the norm of all gradients, which is known when the batch has gone \
+                     backward, and with schedule.kind = \"pipedream\" updates come before: leave \
+                     it out";
+        refuse(self.optimizer.clips(), "optimizer.clip_norm", clips)?;
+        let delays = "is 1, and schedule.kind = \"pipedream\" has delays of its own: leave it out";
+        refuse(self.schedule.delay > 0, "schedule.delay", delays)?;
         let refused = [
-            (self.optimizer.clips(), "optimizer.clip_norm", waits),
-            (self.non_finite() == NonFinite::Skip, "step.non_finite", waits),
-            (
-                self.schedule.delay > 0,
-                "schedule.delay",
-                "is 1, and PipeDream has delays of its own",
-            ),
             (
                 self.step.micro_batch != self.step.batch,
                 "step.micro_batch",
-                "must be step.batch: a batch goes through the stages as one micro-batch",
+                "step.batch: a batch goes through the stages as one micro-batch",
             ),
-            (self.parallel.groups != 1, "parallel.groups", "must be 1: each batch is a group"),
-            (self.parallel.slices != 1, "parallel.slices", "must be 1"),
-            (self.eps.tier == EpsTier::File, "eps.tier", "must be \"memory\""),
-            (self.compression().is_some(), "compression.kind", "must be \"none\""),
-            (
-                self.device.gradient_dtype != GradientDtype::F32,
-                "device.gradient_dtype",
-                "must be \"f32\"",
-            ),
+            (self.parallel.groups != 1, "parallel.groups", "1: each batch is a group"),
+            (self.parallel.slices != 1, "parallel.slices", "1"),
+            (self.eps.tier == EpsTier::File, "eps.tier", "\"memory\""),
+            (self.compression().is_some(), "compression.kind", "\"none\""),
+            (self.device.gradient_dtype != GradientDtype::F32, "device.gradient_dtype", "\"f32\""),
             (
                 self.objective.kind != ObjectiveConfig::default().kind,
                 "objective.kind",
-                "must be \"cross-entropy\"",
+                "\"cross-entropy\"",
             ),
-            (self.depth != DepthConfig::default(), "depth", "must be left out"),
+            (self.depth != DepthConfig::default(), "depth", "left out"),
         ];
-        refused.into_iter().try_for_each(|(is, key, problem)| {
-            let problem = match problem.starts_with("must be") {
-                true => format!("{problem}, with schedule.kind = \"pipedream\""),
-                false => format!("cannot be: {problem}"),
-            };
-            refuse(is, key, &problem)
+        refused.into_iter().try_for_each(|(is, key, what)| {
+            refuse(is, key, &format!("must be {what}, with schedule.kind = \"pipedream\""))
         })
     }
 }

@@ -213,13 +213,14 @@ impl Batch {
         }
     }
 
-    /// What a loss over some of the batch's sequences is divided by.
+    /// What a loss over some of the batch's sequences is divided by. The batch is no part.
     pub(crate) fn labelled_in(&self, sequences: Range<usize>) -> usize {
-        let count = |targets: &[i32]| targets.iter().filter(|&&target| target >= 0).count();
-        if self.labelled != count(&self.targets) {
-            return sequences.len(); // each has a label
+        let sum = |counts: &[u32]| counts.iter().map(|&count| count as usize).sum::<usize>();
+        // Values and sets of labels are not counted by positions: each sequence has one.
+        if self.labelled == self.sequences() && self.labelled != sum(&self.scored) {
+            return sequences.len();
         }
-        count(&self.targets[self.starts[sequences.start]..self.starts[sequences.end]])
+        sum(&self.scored[sequences])
     }
 
     /// The label sets of some of the batch's sequences, one behind the other.

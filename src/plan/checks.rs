@@ -301,11 +301,15 @@ pub(super) fn check_sizes(
     let visits = turns.saturating_mul(parts as u128);
     if visits > VISITS {
         let is_apart = shape.experts.is_some_and(|experts| experts.bundles.is_some());
+        let remedy = match (config.window(), is_apart) {
+            (2.., _) => "schedule.window smaller",
+            (_, true) => "step.micro_batch or schedule.bundles larger or step.batch smaller",
+            (_, false) => "step.micro_batch larger or step.batch smaller",
+        };
         return Err(Error::argument(format_args!(
             "a step of {turns} micro-batches over {} layers is {visits} turns of at most {VISITS}: \
-             make step.micro_batch{} larger or step.batch smaller",
-            model.layers.len(),
-            if is_apart { " or schedule.bundles" } else { "" }
+             make {remedy}",
+            model.layers.len()
         )));
     }
     let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;
@@ -315,9 +319,10 @@ pub(super) fn check_sizes(
     if floats > FLOATS {
         return Err(Error::argument(format_args!(
             "a step of {rows} positions through {} layers of width {} needs more memory than there \
-             is: make step.batch, data.sequence_length or the model smaller",
+             is: make {}step.batch, data.sequence_length or the model smaller",
             model.layers.len(),
-            shape.hidden
+            shape.hidden,
+            if config.window() > 1 { "schedule.window, " } else { "" }
         )));
     }
     Ok(())

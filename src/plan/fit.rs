@@ -4,7 +4,10 @@
 
 use std::fs;
 
-use crate::config::{ByteSize, Config, DeviceConfig, DeviceKind};
+use crate::config::{
+    ByteSize, ChannelsConfig, Config, DeviceConfig, DeviceKind, ScheduleConfig, ScheduleKind,
+    StashPlace,
+};
 use crate::devices;
 use crate::error::{Misfit, Resource};
 use crate::machine;
@@ -51,17 +54,25 @@ impl Plan {
             largest(&self.device),
         );
         let cuts = self.has_smaller_chunks(model);
+        let is_windowed = self.settings.config.schedule.kind == ScheduleKind::Pipedream;
+        let micro_batch =
+            if is_windowed { "step.batch and step.micro_batch" } else { "step.micro_batch" };
         if self.trains() {
             let least = Plan::least(&self.settings.config, model, rule);
             what += &match (self.largest_micro_batch(model, rule, ceiling), least) {
-                (Some(most), _) => format!(": step.micro_batch = {most} would fit"),
+                (Some(most), _) => format!(": {micro_batch} = {most} would fit"),
                 (None, Some(least)) if least.device_bytes() <= ceiling => format!(
-                    ": step.micro_batch and all channels of 1, with recomputing and the stash \
-                     on the host, would fit, in {} bytes",
+                    ": {micro_batch} and all channels of 1, with recomputing and the stash on \
+                     the host, would fit, in {} bytes",
                     least.device_bytes()
                 ),
                 (None, Some(least)) => {
-                    let by = if cuts { " with this step.chunk_positions" } else { "" };
+                    let by = match (cuts, is_windowed) {
+                        (true, true) => " with this step.chunk_positions and these schedule.stages",
+                        (true, false) => " with this step.chunk_positions",
+                        (false, true) => " with these schedule.stages",
+                        (false, false) => "",
+                    };
                     format!(": {} bytes is the least that works{by}", least.device_bytes())
                 }
                 (None, None) => String::new(),
@@ -74,8 +85,9 @@ impl Plan {
             what += &format!("; data.sequence_length = {most} would fit");
         }
         let text = format!(
-            "{what}; or give it {needed} bytes, or make step.micro_batch{} or channels smaller{}",
+            "{what}; or give it {needed} bytes, or make {micro_batch}{}{} or channels smaller{}",
             if cuts { ", step.chunk_positions" } else { "" },
+            if is_windowed { ", schedule.stages" } else { "" },
             if has_all_experts(model) { ", or set schedule.bundles = 1" } else { "" }
         );
         let largest_term = Some(largest(&self.device).name);
@@ -182,15 +194,19 @@ impl Plan {
     }
 
     /// The smallest plan of this model's training: one sequence, depths of 1, recomputation, and
-    /// the stash on the host.
+    /// the stash on the host. A window keeps its stages, as results depend on them.
     pub fn least(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Option<Plan> {
         let mut least = config.clone();
         least.step.micro_batch = 1;
         least.step.batch = 1;
-        least.schedule = crate::config::ScheduleConfig::default();
+        least.schedule = ScheduleConfig::default();
+        if config.schedule.kind == ScheduleKind::Pipedream {
+            let ScheduleConfig { kind, stages, window, .. } = config.schedule;
+            least.schedule = ScheduleConfig { kind, stages, window, ..least.schedule };
+        }
         least.schedule.recompute = true.into();
-        least.stash.place = crate::config::StashPlace::Host;
-        let one = crate::config::ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
+        least.stash.place = StashPlace::Host;
+        let one = ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
         least.channels = one;
         Plan::new(&least, model, rule).ok()
     }
@@ -210,9 +226,13 @@ impl Plan {
             config.schedule.recompute = config.schedule.recompute.without_keeping();
             // A smaller batch is planned faster. It is enough if the device's memory does not grow
             // with the batch.
-            let grows = config.stash.place == crate::config::StashPlace::Device
-                || config.schedule.kind != crate::config::ScheduleKind::Relay;
-            config.step.batch = if grows { config.step.batch.max(sequences) } else { sequences };
+            let grows = config.stash.place == StashPlace::Device
+                || config.schedule.kind != ScheduleKind::Relay;
+            let is_windowed = config.schedule.kind == ScheduleKind::Pipedream;
+            config.step.batch = match grows && !is_windowed {
+                true => config.step.batch.max(sequences),
+                false => sequences,
+            };
             let plan = config.check().and_then(|()| Plan::new(&config, model, rule));
             plan.is_ok_and(|plan| plan.device_bytes() <= ceiling)
         };

@@ -150,9 +150,11 @@ pub const METRICS: &[Metric] = &[
         "Time at which the last step ended; before the first step, at which the \
          run began"),
     gauge("l2l_last_step_seconds", Unit::Seconds, &[],
-        "Time from the end of the last step but one to the end of the last"),
+        "Time from the end of the last step but one to the end of the last; with \
+         schedule.kind = \"pipedream\", of windows"),
     Metric { name: "l2l_step_seconds", kind: MetricKind::Histogram, unit: Unit::Seconds,
-        labels: &[], buckets: &STEP, help: "Time from the end of one step to the end of the next" },
+        labels: &[], buckets: &STEP, help: "Time from the end of one step to the end of the next; \
+         with schedule.kind = \"pipedream\", of windows" },
     gauge("l2l_loss", Unit::None, &[],
         "Loss of the last step"),
     gauge("l2l_balance_loss", Unit::None, &[],

@@ -90,6 +90,8 @@ pub(crate) const FAULTS: [&str; 4] = ["not_finite", "error", "panic", "hang"];
 pub(crate) struct RunStatus {
     pub(crate) state: State,
     pub(crate) steps: u64,
+    /// Training steps in each of the ring's.
+    pub(crate) window: u64,
     pub(crate) last: Option<StepReport>,
     /// What the routers of layers with experts did in the last step.
     pub(crate) routers: Option<RouterReport>,
@@ -138,8 +140,8 @@ pub(crate) fn seconds_of(time: SystemTime) -> f64 {
 }
 
 impl RunStatus {
-    pub(crate) fn new(steps: u64) -> RunStatus {
-        RunStatus { steps, started: unix_seconds(), ..RunStatus::default() }
+    pub(crate) fn new(steps: u64, window: u32) -> RunStatus {
+        RunStatus { steps, window: window.into(), started: unix_seconds(), ..RunStatus::default() }
     }
 
     /// Training steps done.

@@ -58,6 +58,8 @@ pub struct RunView {
     pub step: u64,
     /// Training steps of the whole run.
     pub steps: u64,
+    /// Training steps in each of the ring's: those of a window, or 1.
+    pub window: u64,
     /// Training steps that were done before it resumed.
     pub resumed: u64,
     /// The loss of the last step.
@@ -349,6 +351,7 @@ impl Watch {
             seconds: self.0.observer.now().as_secs_f64(),
             step: status.step(),
             steps: status.steps,
+            window: status.window,
             resumed: status.resumed,
             loss: last.map(|step| step.loss),
             validation_loss: status.validation_loss,

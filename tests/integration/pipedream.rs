@@ -5,9 +5,9 @@
 use std::fs;
 
 use l2l::config::{
-    ChannelsConfig, CompressionKind, Dtype, EpsTier, GradientDtype, MasterDtype, MuonRateRule,
-    NonFinite, ObjectiveKind, OptimizerKind, RateSchedule, Recompute, ScheduleKind, StashPlace,
-    Task,
+    ChannelsConfig, CompressionKind, Dtype, EpsTier, GradientDtype, LossScaleKind, MasterDtype,
+    MuonRateRule, NonFinite, ObjectiveKind, OptimizerKind, RateSchedule, Recompute, ScheduleKind,
+    StashPlace, Task,
 };
 use l2l::data::{Batches, Dataset};
 use l2l::models::LayerSelection;
@@ -233,6 +233,12 @@ async fn every_resumed_run_is_the_unbroken_one() {
         let refused = Trainer::builder(other).resume(at("begun")).start().await;
         let refused = refused.map(drop).expect_err("another rule").to_string();
         assert!(refused.contains("schedule.window was"), "{refused}");
+        // No run begins inside a window.
+        let mut other = of(&baseline());
+        other.schedule.window = Some(3);
+        let refused = Trainer::builder(other).resume(at("begun")).with_changes().start().await;
+        let refused = refused.map(drop).expect_err("no whole windows").to_string();
+        assert!(refused.contains("it is at step 4, and windows of 3 begin at"), "{refused}");
     }
 }
 
@@ -260,9 +266,11 @@ fn what_a_window_cannot_have_is_refused_by_name() {
         "checkpoint.every_steps is 6, and a window has 4 batches",
     );
     refused(|config| config.validation.every_steps = Some(2), "validation.every_steps is 2");
-    refused(|config| config.optimizer.clip_norm = Some(1.0), "optimizer.clip_norm cannot be");
-    refused(|config| config.step.non_finite = NonFinite::Skip, "step.non_finite cannot be");
-    refused(|config| config.schedule.delay = 1, "schedule.delay cannot be");
+    refused(|config| config.optimizer.clip_norm = Some(1.0), "optimizer.clip_norm needs the norm");
+    refused(|config| config.step.non_finite = NonFinite::Skip, "step.non_finite skips");
+    refused(|config| config.device.dtype = Dtype::F16, "device.dtype skips");
+    refused(|config| config.loss_scale.kind = LossScaleKind::Fixed, "loss_scale.kind skips");
+    refused(|config| config.schedule.delay = 1, "schedule.delay is 1, and");
     refused(|config| config.step.micro_batch = 1, "step.micro_batch must be step.batch");
     refused(|config| config.parallel.slices = 2, "parallel.slices must be 1");
     refused(|config| config.eps.tier = EpsTier::File, "eps.tier must be \"memory\"");
@@ -288,6 +296,10 @@ fn models_that_windows_cannot_have_are_refused() {
         assert!(error.contains(says), "{error}");
     };
     refused(|config| config.schedule.stages = Some(7), "schedule.stages is 7, and the model has 6");
+    refused(
+        |config| (config.model.layers, config.schedule.window) = (Some(70), Some(1 << 16)),
+        "make schedule.window smaller",
+    );
     let tied = |config: &mut Config| {
         config.model.preset = Some("gpt-small".into());
         config.model.intermediate = None;
@@ -304,10 +316,42 @@ fn models_that_windows_cannot_have_are_refused() {
     );
 }
 
-/// A bench counts windows, with the default number of them.
+/// The least device has the same stages; the largest batch is a micro-batch, too.
+#[test]
+fn what_fits_is_of_windows() {
+    let case = Case { dropout: 0.0, ..SMALL.clone() };
+    let mut config = windowed(&case, &baseline(), 4, 4);
+    let model = model_of(&config, shape_of(&config).expect("ours")).expect("ours");
+    let rule = config.update_rule();
+    let plan_of = |config: &Config| Plan::new(config, &model, &rule).expect("a window of ours");
+    let least = Plan::least(&config, &model, &rule).expect("a window of ours").device_bytes();
+    let plan = plan_of(&config);
+    let room = plan.device_bytes() + 1;
+    let most = plan.largest_micro_batch(&model, &rule, room).expect("its own batch fits");
+    assert!(most >= config.step.batch, "{most}");
+    let fits = plan.largest_micro_batch(&model, &rule, room - 2).expect("a smaller one fits");
+    assert!(fits <= most, "{fits}");
+    let says = |config: &Config, says: &str| {
+        let misfits = plan_of(config).misfits(&model, &rule, None);
+        let text = misfits.first().expect("it does not fit").to_string();
+        assert!(text.contains(says), "{text}");
+    };
+    config.device.memory = (room - 2).into();
+    says(&config, &format!("step.batch and step.micro_batch = {fits} would fit"));
+    says(&config, "or make step.batch and step.micro_batch, schedule.stages or channels smaller");
+    config.device.memory = (least - 1).into();
+    says(&config, &format!("{least} bytes is the least that works with these schedule.stages"));
+    let mut relay = config.clone();
+    relay.schedule.kind = ScheduleKind::Relay;
+    (relay.schedule.stages, relay.schedule.window) = (None, None);
+    let of_relay = Plan::least(&relay, &model, &rule).expect("a relay of ours").device_bytes();
+    assert!(of_relay < least, "{of_relay} {least}");
+}
+
+/// A bench counts windows, with the default number of them; and so does a search for settings.
 #[cfg(feature = "cli")]
 #[test]
-fn a_bench_runs_windows() {
+fn a_bench_and_a_search_run_windows() {
     use crate::program::{events, good};
     let folder = tempfile::tempdir().expect("a place for files");
     let at = folder.path().join("run.toml");
@@ -325,6 +369,8 @@ fn a_bench_runs_windows() {
         .map(|event| event["step"].as_u64().expect("a number"))
         .collect();
     assert!(steps.len() > 1 && steps.iter().zip(1..).all(|(step, nth)| *step == 3 * nth));
+    let tuned = good(&["tune", &at, "--steps", "1", "--rounds", "1"]);
+    assert!(tuned.contains("kind = \"pipedream\""), "{tuned}");
 }
 
 /// A program has the same layers in all steps, and brings whole windows.
@@ -344,6 +390,12 @@ async fn a_program_brings_windows() {
     assert!(some.contains("has the same layers in all steps"), "{some}");
     assert_eq!(trainer.step(window).await.expect("nothing fails here").step, 2);
     config.schedule.window = Some(3);
-    let odd = Trainer::start(config).await.map(drop).expect_err("no whole windows").to_string();
+    let odd =
+        Trainer::start(config.clone()).await.map(drop).expect_err("no whole windows").to_string();
     assert!(odd.contains("step.steps is 100, and a window has 3 batches"), "{odd}");
+    config.step.epochs = Some(1.0);
+    let odd = Trainer::builder(config).steps(100).start().await.map(drop);
+    let odd = odd.expect_err("no whole windows").to_string();
+    assert!(odd.contains("step.epochs makes 100 steps"), "{odd}");
+    assert!(odd.contains("set step.steps = 99 or 102 in its place"), "{odd}");
 }

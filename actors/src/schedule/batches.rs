@@ -23,7 +23,7 @@ use super::device_visits::DeviceVisit;
 use super::model::{RingModel, Selection};
 use super::pipeline::Pipeline;
 use super::residency::Needed;
-use super::spans::gradient_spans;
+use super::spans::{gradient_spans, most_open};
 use super::{
     BlockId, DeviceId, GroupId, LayerId, MicroBatch, Place, Refusal, Schedule, Visit, VisitKind,
     pipeline,
@@ -71,23 +71,31 @@ fn ready(groups: &[Range<MicroBatch>], batch: usize, behind: u32) -> u32 {
 /// Has each batch gathered just before its first visit, and scattered just behind its last one.
 fn by_batch(schedule: &mut Schedule, stages: u32) {
     let groups = schedule.groups.clone();
-    let of_rows = |visit: &Visit| matches!(visit.kind, VisitKind::Gather | VisitKind::Scatter);
     let visits = std::mem::take(&mut schedule.visits);
-    let (whole, mut visits): (Vec<Visit>, Vec<Visit>) = visits.into_iter().partition(of_rows);
-    for (batch, group) in groups.iter().enumerate() {
-        for visit in &whole {
-            let is_of_batch = |other: &Visit| group.contains(&other.micro_batches.start);
-            let (at, ahead) = match visit.kind {
-                VisitKind::Gather => {
-                    (visits.iter().position(is_of_batch), ready(&groups, batch, stages - 1))
-                }
-                _ => (visits.iter().rposition(is_of_batch).map(|last| last + 1), 0),
-            };
-            let of_batch = Visit { ahead, ..visit.of_micro_batches(group.clone()) };
-            visits.insert(at.expect("a batch passes all stages"), of_batch);
+    let of_rows = |visit: &Visit| matches!(visit.kind, VisitKind::Gather | VisitKind::Scatter);
+    let (of_rows, visits): (Vec<Visit>, Vec<Visit>) = visits.into_iter().partition(of_rows);
+    let batches: Vec<usize> =
+        visits.iter().map(|visit| schedule.group_of(visit.micro_batches.start) as usize).collect();
+    let mut ends: BTreeMap<usize, (usize, usize)> = BTreeMap::new(); // batch -> first, last
+    for (index, &batch) in batches.iter().enumerate() {
+        ends.entry(batch).or_insert((index, index)).1 = index;
+    }
+    let of_batch = |kind: VisitKind, batch: usize, ahead: u32| {
+        let group = groups[batch].clone();
+        let all = of_rows.iter().filter(move |visit| visit.kind == kind);
+        all.map(move |visit| Visit { ahead, ..visit.of_micro_batches(group.clone()) })
+    };
+    for (index, (visit, batch)) in visits.into_iter().zip(batches).enumerate() {
+        let (first, last) = ends[&batch];
+        if index == first {
+            let ahead = ready(&groups, batch, stages - 1);
+            schedule.visits.extend(of_batch(VisitKind::Gather, batch, ahead));
+        }
+        schedule.visits.push(visit);
+        if index == last {
+            schedule.visits.extend(of_batch(VisitKind::Scatter, batch, 0));
         }
     }
-    schedule.visits = visits;
 }
 
 impl Schedule {
@@ -141,12 +149,7 @@ pub(super) fn versions_in_use(schedule: &Schedule) -> u32 {
             spans.entry((device, needed)).or_insert((index, index)).1 = index;
         }
     }
-    let in_use = |&(device, at): &(DeviceId, usize)| {
-        let all = spans.iter().filter(|((other, _), _)| *other == device);
-        all.filter(|(_, (first, last))| (first..=last).contains(&&at)).count()
-    };
-    let begins = spans.iter().map(|((device, _), (first, _))| (*device, *first));
-    begins.map(|begin| in_use(&begin)).max().unwrap_or(0) as u32
+    most_open(spans.into_iter().map(|((device, _), (first, last))| (device, first, last)))
 }
 
 /// Checks a step in batches. Of other steps, that no visit waits for an update.
@@ -289,16 +292,25 @@ fn ends(schedule: &Schedule) -> Result<Ends, Refusal> {
 /// Checks that rows are gathered before the next version of their blocks is there: a device meets
 /// them before it ends the gradient of these rows that makes this version.
 fn gathers(schedule: &Schedule, ends: &Ends) -> Result<(), Refusal> {
-    let of_kind =
-        |kind| schedule.visits.iter().enumerate().filter(move |(_, visit)| visit.kind == kind);
-    for (index, gather) in of_kind(VisitKind::Gather) {
+    let gathers: Vec<(usize, &Visit)> = schedule
+        .visits
+        .iter()
+        .enumerate()
+        .filter(|(_, visit)| visit.kind == VisitKind::Gather)
+        .collect();
+    let written: BTreeSet<_> = gathers.iter().flat_map(|(_, gather)| &gather.writes).collect();
+    let mut met = BTreeMap::new(); // rows of a micro-batch -> the first visit that reads them
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        for id in visit.reads.iter().filter(|id| written.contains(id)) {
+            for m in visit.micro_batches.clone() {
+                met.entry((*id, m)).or_insert(index);
+            }
+        }
+    }
+    for (index, gather) in gathers {
         for &block in gather.blocks.iter().filter(|id| schedule.is_trained(**id)) {
             let Some(&end) = ends.get(&(block, gather.ahead)) else { continue };
             let scatter = &schedule.visits[end];
-            let meets = |visit: &Visit, m| {
-                visit.micro_batches.contains(&m)
-                    && gather.writes.iter().any(|id| visit.reads.contains(id))
-            };
             let ended = |device: Option<DeviceId>, from: usize| {
                 schedule.visits[from..end].iter().any(|visit| {
                     visit.on_device()
@@ -308,7 +320,7 @@ fn gathers(schedule: &Schedule, ends: &Ends) -> Result<(), Refusal> {
                 })
             };
             let is_late = |m: MicroBatch| {
-                let first = schedule.visits.iter().position(|visit| meets(visit, m));
+                let first = gather.writes.iter().filter_map(|id| met.get(&(*id, m)).copied()).min();
                 first.is_none_or(|at| at >= end || !ended(schedule.visits[at].device(), at))
             };
             if gather.micro_batches.clone().any(is_late) {

@@ -78,8 +78,9 @@ fn earliest_places(
         let place = if meanwhile >= own {
             (own, 0)
         } else {
-            let all = visits.iter().map(|&at| &schedule.visits[device_visits[at].visit]);
-            let (further, inputs) = behind_inputs(pools.ahead, all.take(own).skip(meanwhile));
+            let between = visits[meanwhile..own].iter();
+            let between = between.map(|&at| &schedule.visits[device_visits[at].visit]);
+            let (further, inputs) = behind_inputs(pools.ahead, between);
             (meanwhile + further, inputs)
         };
         let choice = chosen_behind(schedule, device_visits, &visits[..own], device_visit);

@@ -23,10 +23,16 @@ pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<(Portion, GroupId)
 /// The most gradients that are open at once on one device.
 pub(super) fn open_gradients(schedule: &Schedule) -> u32 {
     let devices: Vec<_> = schedule.device_visits().map(Visit::device).collect();
+    let spans = gradient_spans(schedule).into_values();
+    most_open(spans.map(|(first, last)| (devices[first], first, last)))
+}
+
+/// The most spans that are open at once on one device. Each is from one visit to another.
+pub(super) fn most_open<D: Ord + Copy>(spans: impl Iterator<Item = (D, usize, usize)>) -> u32 {
     let mut changes = BTreeMap::new(); // (device, visit, ended) -> opened, closed
-    for (first, last) in gradient_spans(schedule).into_values() {
-        *changes.entry((devices[first], first, false)).or_insert(0_i64) += 1;
-        *changes.entry((devices[first], last, true)).or_insert(0) -= 1;
+    for (device, first, last) in spans {
+        *changes.entry((device, first, false)).or_insert(0_i64) += 1;
+        *changes.entry((device, last, true)).or_insert(0) -= 1;
     }
     // Each device ends with none open, so the next one begins with none.
     let mut open = 0;

@@ -55,11 +55,12 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let saves = every.and(directory).map(|directory| parent_of(&directory));
     config.checkpoint = Default::default();
     config.validation = Default::default();
-    config.step.steps = Some(steps + 1);
+    let windows = steps.saturating_add(1);
+    config.step.steps = Some(windows.saturating_mul(config.window().into()));
     config.step.epochs = None;
     let run = || {
         let model = model_of(&config, largest_shape_of(&config)?)?;
-        let batches = Runtime::new()?.block_on(first_batches(&config, steps + 1))?;
+        let batches = Runtime::new()?.block_on(first_batches(&config, windows))?;
         let search = Search { config: &config, model, batches, prints_all: to.is_none() };
         let Some(Found { trials, checkpoint }) = search.run(saves.as_deref(), *rounds)? else {
             return Ok(());

@@ -139,8 +139,7 @@ impl Fit {
         let shape = self.builder.shape()?;
         let (train, validation) = Dataset::open(config, &shape)?;
         let steps = config.steps(train.len())?;
-        let key = if config.step.epochs.is_some() { "step.epochs" } else { "step.steps" };
-        config.check_whole_windows(key, Some(steps))?;
+        config.check_steps_of_run(steps)?;
         Batches::check(config, &train, steps)?;
         let baseline = baseline(config, &train, validation.first())?;
         if validation.is_empty() && config.validation.every_steps.is_some() {

@@ -42,13 +42,7 @@ pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> 
         ));
     }
     if config.schedule.kind == ScheduleKind::Pipedream {
-        let stages = config.schedule.stages.unwrap_or(1);
-        remarks.push(format!(
-            "schedule.kind is \"pipedream\": in the first of {stages} stages a batch reads weights \
-             without the last {} updates, which may cost loss, and the last stage waits for each \
-             update and upload (docs/delay.md)",
-            stages - 1
-        ));
+        remarks.extend(remarks_on_stages(config.schedule.stages.unwrap_or(1), config.devices()));
     }
     if let Some(factor) = config.experts.capacity_factor.filter(|factor| *factor < 1.0) {
         remarks.push(format!(
@@ -58,6 +52,26 @@ pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> 
         ));
     }
     remarks
+}
+
+/// The warnings about the stages of PipeDream on so many devices.
+fn remarks_on_stages(stages: u32, devices: u32) -> impl Iterator<Item = String> {
+    let lacks = (stages > 1).then(|| {
+        format!(
+            "schedule.kind is \"pipedream\": in the first of {stages} stages a batch reads weights \
+             without the last {} updates, which may cost loss, and the last stage waits for each \
+             update and upload (docs/delay.md)",
+            stages - 1
+        )
+    });
+    let idle = (devices > stages).then(|| {
+        format!(
+            "schedule.stages is {stages}, and there are {devices} devices: {} of them have no \
+             stage, and nothing to do",
+            devices - stages
+        )
+    });
+    lacks.into_iter().chain(idle)
 }
 
 #[cfg(test)]
@@ -92,6 +106,10 @@ mod tests {
         for (remark, says) in all.iter().zip(said) {
             assert!(remark.contains(says), "{remark}");
         }
+        // One stage lacks nothing.
+        assert_eq!(remarks_on_stages(1, 1).count(), 0);
+        let idle: Vec<String> = remarks_on_stages(1, 3).collect();
+        assert!(idle.len() == 1 && idle[0].contains("3 devices: 2 of them"), "{idle:?}");
         config.experts.capacity_factor = Some(1.0);
         assert_eq!(remarks(&config, &model, 10, 10).len(), said.len() - 1);
     }

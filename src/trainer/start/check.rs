@@ -65,8 +65,7 @@ impl CheckedRun {
             return Err(Error::config("step.epochs", problem));
         }
         let steps = options.steps.map_or_else(|| config.steps(None), Ok)?;
-        let key = if config.step.epochs.is_some() { "step.epochs" } else { "step.steps" };
-        config.check_whole_windows(key, Some(steps))?;
+        config.check_steps_of_run(steps)?;
         model.check_names()?;
         let best = config.validation.best;
         if !Evaluation::has(&model, best) {

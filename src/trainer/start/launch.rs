@@ -45,7 +45,7 @@ impl OpenRun {
         if run.config.model.max_layers.is_some() {
             engine.use_layers(run.model.shape.layers);
         }
-        let mut status = RunStatus::new(run.steps);
+        let mut status = RunStatus::new(run.steps, run.config.window());
         status.resumed = progress.step;
         status.checkpoints_since = run.config.checkpoint.directory.as_ref().map(|_| status.started);
         let written = options.resume.and_then(|from| from.metadata().ok()?.modified().ok());
