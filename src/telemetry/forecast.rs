@@ -192,8 +192,8 @@ impl Rates {
     }
 
     /// What an operation costs.
-    fn cost(&self, operation: &Operation, costs: &ChunkCosts, on_device: bool) -> Cost {
-        let alone = self.time(operation, costs, on_device);
+    fn cost(&self, operation: &Operation, of: &StepCosts) -> Cost {
+        let alone = self.time(operation, of);
         let Some(sharing) = self.sharing else { return alone.into() };
         let row = operation.work().row();
         let bytes = row.bytes(&operation.step().plan.schedule) as f64;
@@ -202,12 +202,12 @@ impl Rates {
     }
 
     /// The time of an operation that runs alone.
-    fn time(&self, operation: &Operation, costs: &ChunkCosts, on_device: bool) -> Duration {
+    fn time(&self, operation: &Operation, of: &StepCosts) -> Duration {
         let plan = &operation.step().plan;
         let row = operation.work().row();
         let bytes = row.bytes(&plan.schedule) as f64;
         let sequences = |m: u32| f64::from(plan.schedule.micro_batches[m as usize]);
-        let boundaries = if on_device { self.on_device } else { self.boundaries };
+        let boundaries = if of.on_device { self.on_device } else { self.boundaries };
         let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
         let ranks = f64::from(plan.schedule.ranks.count);
         let own = row.block().map(|id| plan.schedule.block(id).gradient_bytes);
@@ -223,7 +223,7 @@ impl Rates {
                 let layer = visit.layer.0;
                 let mean = self.compute_of(layer, phase).unwrap_or(0.0) * sequences(micro_batch);
                 let piece = share_of_piece(&plan.schedule, visit);
-                mean * piece * costs.share(&plan.schedule, micro_batch, visit)
+                mean * piece * of.chunks.share(&plan.schedule, micro_batch, visit)
                     + self.fixed.of_compute(layer, phase)
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
@@ -241,17 +241,26 @@ impl Rates {
             (_, &Work::AllGatherRows { visit }) => {
                 let schedule = &plan.schedule;
                 let own = u64::from(schedule.micro_batches.iter().sum::<u32>());
-                let boundaries =
-                    schedule.visits[visit].reads.iter().map(|&id| schedule.boundary(id));
-                let bytes =
-                    boundaries.map(|of| of.stashed_bytes(own, own * u64::from(schedule.positions)));
-                (ranks - 1.0) * bytes.sum::<u64>() as f64 / self.fabric
+                let others = (of.sequences * self.chunks as u64).saturating_sub(own);
+                let tokens = others * u64::from(schedule.positions);
+                let reads = schedule.visits[visit].reads.iter();
+                let bytes = reads.map(|&id| schedule.boundary(id).stashed_bytes(others, tokens));
+                bytes.sum::<u64>() as f64 / self.fabric
             }
             (WorkKind::Fetch | WorkKind::Exchange, _) => bytes / self.fabric,
             _ => 0.0,
         };
         Duration::try_from_secs_f64(seconds + self.fixed.of(row.kind)).unwrap_or(ENDLESS)
     }
+}
+
+/// What the costs of a step's operations depend on beside its schedule.
+struct StepCosts {
+    chunks: ChunkCosts,
+    /// True if the stash is on the device.
+    on_device: bool,
+    /// Sequences of the step, of all processes.
+    sequences: u64,
 }
 
 /// Operations of some kinds, added up.
@@ -419,11 +428,8 @@ fn ring_of(
     plan: &Plan,
     rates: &Rates,
 ) -> Result<JoinedRing<Ends>, Error> {
-    let step = StepShape {
-        sequences: model.sequences_of(config.records_of_window()),
-        positions: plan.batch.positions,
-        purpose: Purpose::Train,
-    };
+    let sequences = model.sequences_of(config.records_of_window());
+    let step = StepShape { sequences, positions: plan.batch.positions, purpose: Purpose::Train };
     let begins_with = match config.model.max_layers {
         Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
         None => LayerSelection::default(),
@@ -431,13 +437,16 @@ fn ring_of(
     let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
     let schedule = schedule_of(config, model, step)?;
     let rates = rates.in_plan(model, plan);
-    let costs = ChunkCosts::of(model, plan, &schedule);
-    let on_device = plan.stash_on_device();
+    let costs = StepCosts {
+        chunks: ChunkCosts::of(model, plan, &schedule),
+        on_device: plan.stash_on_device(),
+        sequences: sequences as u64,
+    };
     let mut ring = ring_config(config, model, plan, 0, None);
     ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
     Ok(JoinedRing::new(
         ring,
-        move |operation| rates.cost(operation, &costs, on_device),
+        move |operation| rates.cost(operation, &costs),
         async move |mut relay: Relay<_>| {
             let observer = relay.observer();
             let plan = relay.plan(schedule)?;
