@@ -7,7 +7,7 @@
 //! layer's spare time serve the next. The slowest lane decides. Waits at the begin and the end of
 //! a step are left out here; a [`Forecast`](super::Forecast) has them.
 
-use l2l_actors::schedule::{Block, BoundaryId, Phase, Schedule, Visit};
+use l2l_actors::schedule::{Block, BoundaryId, Cut, Phase, Portion, Schedule, Visit};
 use serde::Serialize;
 
 use super::forecast::Rates;
@@ -114,16 +114,21 @@ fn moves(
     let [up, down] = if plan.stash_on_device() { rates.on_device } else { rates.boundaries };
     // The part of a block that this process has; it receives the rest.
     let own = 1.0 / f64::from(plan.share().ranks);
-    let of_blocks = visit.blocks.iter().map(|&id| schedule.block(id));
+    let portions = || visit.portions().map(|portion| schedule.cut(portion));
+    let of_portions = |of: fn(Cut) -> u64| portions().map(of).sum::<u64>() as f64;
+    // What the host does with a block it does once, however many portions the block has.
+    let is_first = visit.portions().all(|Portion { cut, .. }| cut.is_none_or(|cut| cut == 0));
+    let of_blocks = visit.blocks.iter().filter(|_| is_first).map(|&id| schedule.block(id));
     let sum = |of: fn(&Block) -> u64| of_blocks.clone().map(of).sum::<u64>() as f64;
     // The reference uses the uploads of the visit before its own.
     let uploads = f64::from(u8::from(visit.phase != Phase::Reference));
+    let uploaded = uploads * of_portions(|cut| cut.weight_bytes);
+    let landed = of_portions(|cut| cut.download_bytes);
     let weights = uploads * sum(|block| block.weight_bytes);
     let master = uploads * sum(|block| block.master_bytes);
     let gradient = sum(|block| block.gradient_bytes);
     let state = sum(|block| block.state_bytes) / own;
     let older = sum(|block| block.older_bytes) / own;
-    let landed = sum(|block| block.download_bytes);
     let dealt = sum(|block| block.reduce_scatter_bytes);
     let through = |boundaries: &[BoundaryId]| -> f64 {
         let positions = schedule.positions.into();
@@ -140,7 +145,7 @@ fn moves(
     let file = master + is_written * (2.0 * (master + state) + older) + waits;
     let fixed = |fixed: f64| Moves { fixed, each: 0.0 };
     [
-        Moves { fixed: weights / rates.link[0], each: through(&visit.reads) / up },
+        Moves { fixed: uploaded / rates.link[0], each: through(&visit.reads) / up },
         Moves { fixed: lands * landed / rates.link[1], each: through(&visit.writes) / down },
         fixed(lands * waits * own / rates.reduce),
         fixed(updates * gradient * own / rates.update),

@@ -157,6 +157,30 @@ fn transfers_hide_where_the_plan_says() {
     assert_eq!(hiding.tokens, None, "it never hides");
 }
 
+/// A layer in pieces moves its weights and its gradient once, and so does what the host does with
+/// its blocks, however many pieces it has.
+#[test]
+fn pieces_hide_where_layers_do() {
+    for (lane, link, host) in [("upload", 1e9, 50e9), ("update", 50e9, 1e9)] {
+        let tokens = |tensor: u32| {
+            let mut config = Config::default();
+            config.data.train = "random".into();
+            (config.model.layers, config.model.hidden) = (Some(12), Some(512));
+            (config.model.heads, config.model.positions) = (Some(8), Some(64));
+            (config.parallel.slices, config.parallel.tensor) = (4, tensor);
+            let model = Model::new(shape_of(&config).expect("a shape of ours"));
+            let rates = Rates::of(&config, &model, 1e11, link, host);
+            let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+            let hiding = Hiding::of(&config, &model, &plan, &rates, false);
+            let hiding = hiding.expect("a schedule of ours");
+            assert_eq!(hiding.lane, lane, "{tensor} pieces: {hiding:?}");
+            hiding.tokens.expect("it hides") as f64
+        };
+        let ratio = tokens(4) / tokens(1);
+        assert!((0.9..1.2).contains(&ratio), "{lane}: {ratio}");
+    }
+}
+
 /// Layers keep activations in what the ceiling leaves, from none to all, and pass none of them over
 /// the link. One more would not fit.
 #[test]
