@@ -228,6 +228,12 @@ impl RateRuns {
                 (WorkKind::Gather, ..) if slice.micro_batch.is_some() => {
                     (sequences * positions) as f64
                 }
+                // From one block of its visit, for all micro-batches.
+                (WorkKind::Gather, layer, _) => {
+                    let all: u32 = plan.batch.micro_batches.iter().sum();
+                    let blocks = &model.layer_blocks[layer.unwrap_or(0) as usize];
+                    (all as usize * positions) as f64 / blocks.len() as f64
+                }
                 (WorkKind::Update | WorkKind::Reduce, _, Some(block)) => {
                     model.blocks[block as usize].gradient_bytes() as f64
                 }
@@ -430,8 +436,7 @@ impl Rates {
         rates.host = positions as f64 / tokens;
         rates.reduce = take(WorkKind::Reduce)?;
         if config.eps.tier == EpsTier::File {
-            rates.file = take(WorkKind::Read)?;
-            take(WorkKind::Write)?;
+            rates.file = [take(WorkKind::Read)?, take(WorkKind::Write)?];
         }
         if config.parallel.transfer == Transfer::Sharded && config.devices() > 1 {
             rates.peers = take(WorkKind::Shards)?;

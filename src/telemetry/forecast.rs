@@ -46,8 +46,8 @@ pub struct Rates {
     pub(super) reduce: f64,
     /// The rate of updates.
     pub(super) update: f64,
-    /// The rate of the EPS's file.
-    pub(super) file: f64,
+    /// The rates of reads of the EPS's file, and of writes.
+    pub(super) file: [f64; 2],
     /// The rate at which data come from the other processes of a run, on each of the two lanes of
     /// exchanges.
     pub(super) fabric: f64,
@@ -70,7 +70,7 @@ impl Rates {
     /// Replaces the rate of the disk under the EPS's file, in bytes a second.
     #[must_use]
     pub fn with_disk(self, rate: f64) -> Rates {
-        Rates { file: rate, ..self }
+        Rates { file: [rate; 2], ..self }
     }
 
     /// Replaces the rate of the fabric, in bytes a second.
@@ -236,7 +236,8 @@ impl Rates {
             | (_, &Work::Answer { micro_batch, .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
-            (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,
+            (WorkKind::Read, _) => bytes / self.file[0],
+            (WorkKind::Write, _) => bytes / self.file[1],
             (WorkKind::Update, _) => block() / self.update,
             (_, &Work::AllGatherRows { visit }) => {
                 let schedule = &plan.schedule;

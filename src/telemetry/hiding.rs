@@ -142,14 +142,17 @@ fn moves(
     let waits = f64::from(u8::from(deferred)) * gradient;
     // Blocks that are frozen are not written.
     let is_written = updates * f64::from(u8::from(gradient > 0.0));
-    let file = master + is_written * (2.0 * (master + state) + older) + waits;
+    // A gradient that waits is written by the backward pass, and read by the update.
+    let read = master + is_written * (master + state) + (1.0 - lands) * waits;
+    let written = is_written * (master + state + older) + lands * waits;
+    let file = read / rates.file[0] + written / rates.file[1];
     let fixed = |fixed: f64| Moves { fixed, each: 0.0 };
     [
         Moves { fixed: uploaded / rates.link[0], each: through(&visit.reads) / up },
         Moves { fixed: lands * landed / rates.link[1], each: through(&visit.writes) / down },
         fixed(lands * waits * own / rates.reduce),
         fixed(updates * gradient * own / rates.update),
-        fixed(if on_file { file * own / rates.file } else { 0.0 }),
+        fixed(if on_file { file * own } else { 0.0 }),
         fixed(weights * (1.0 - own) / rates.fabric),
         fixed(lands * dealt * (1.0 - own) / rates.fabric),
     ]
