@@ -169,7 +169,7 @@ fn pieces_hide_where_layers_do() {
             (config.model.heads, config.model.positions) = (Some(8), Some(64));
             (config.parallel.slices, config.parallel.tensor) = (4, tensor);
             let model = Model::new(shape_of(&config).expect("a shape of ours"));
-            let rates = Rates::of(&config, &model, 1e11, link, host);
+            let rates = Rates::of(&config, &model, 1e10, link, host);
             let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
             let hiding = Hiding::of(&config, &model, &plan, &rates, false);
             let hiding = hiding.expect("a schedule of ours");
