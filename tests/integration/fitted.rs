@@ -61,7 +61,7 @@ fn rates_of_a_small_run_foretell_others() {
     let small = small();
     let mut runs = RateRuns::default();
     let mut plans = Vec::new();
-    for run in RateRuns::configs(&small) {
+    for run in RateRuns::configs(&small).expect("a relay") {
         let shape = largest_shape_of(&run).expect("a shape of ours");
         let model = model_of(&run, shape).expect("a model of ours");
         let plan = Plan::new(&run, &model, &run.update_rule()).expect("a plan of ours");
@@ -143,6 +143,12 @@ fn rates_are_written_and_read() {
     assert!(text.contains("version = 1\ndate = \"2") && text.contains("dtype = \"f32\""), "{text}");
 }
 
+/// The runs have batches of their own, which the config's groups divide, and steps of their own.
+#[test]
+fn rates_of_a_run_in_groups_for_epochs_are_written_and_read() {
+    fit_and_read(&["parallel.groups=4", "step.batch=16", "step.micro_batch=4", "step.epochs=1"]);
+}
+
 /// What is staged in slots of the host is gathered block by block.
 #[test]
 fn rates_of_a_run_on_disk_are_written_and_read() {
@@ -203,9 +209,23 @@ fn bad_rates_are_refused_by_name() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(2) && error.contains(says), "{says}: {error}\n{text}");
     }
+    const PIPEDREAM: [&str; 5] = [
+        "schedule.kind=pipedream",
+        "schedule.stages=2",
+        "schedule.window=2",
+        "step.batch=4",
+        "step.micro_batch=4",
+    ];
     let long = ["data.sequence_length=256", "model.positions=256", "step.chunk_positions=128"];
     for (command, sets, more, says) in [
         ("bench", &long[..], &[][..], "needs whole ones"),
+        ("bench", &PIPEDREAM, &[], "schedule.kind is \"pipedream\", and"),
+        (
+            "bench",
+            &["schedule.kind=file", "schedule.path=a.csv"],
+            &[],
+            "schedule.kind is \"file\", and",
+        ),
         ("bench", &["data.train=bytes.txt"], &[], "all of one length"),
         ("bench", &[], &["--digest"], "cannot be used with"),
         ("plan", &[], &["--machine", "h100"], "cannot be used with"),
