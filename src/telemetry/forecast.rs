@@ -165,7 +165,8 @@ impl Rates {
     }
 
     /// The same rates in a plan whose chunks may have another length, and whose layers may keep
-    /// other activations. The seconds of a backward pass change as its FLOPs do.
+    /// other activations. The seconds of a backward pass, and of its launches, change as its FLOPs
+    /// do.
     pub(super) fn in_plan(&self, model: &Model, plan: &Plan) -> Rates {
         let mut rates = self.clone();
         rates.chunks = plan.chunks(model);
@@ -183,8 +184,8 @@ impl Rates {
             // A layer without products has no FLOPs.
             let ratio = if keeps { kept / recomputed } else { recomputed / kept };
             let ratio = if ratio.is_finite() { ratio } else { 1.0 };
-            if let Some(seconds) = rates.compute.get_mut(&(layer.0, Phase::Backward)) {
-                *seconds *= ratio;
+            for of in [&mut rates.compute, &mut rates.fixed.compute] {
+                of.get_mut(&(layer.0, Phase::Backward)).into_iter().for_each(|one| *one *= ratio);
             }
         }
         rates.kept = plan.kept.clone();
