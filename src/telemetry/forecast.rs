@@ -211,7 +211,10 @@ impl Rates {
         let boundaries = if of.on_device { self.on_device } else { self.boundaries };
         let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
         let ranks = f64::from(plan.schedule.ranks.count);
-        let own = row.block().map(|id| plan.schedule.block(id).gradient_bytes);
+        let own = match *operation.work() {
+            Work::Join { portion, .. } => Some(plan.schedule.cut(portion).gradient_bytes),
+            _ => row.block().map(|id| plan.schedule.block(id).gradient_bytes),
+        };
         let block = || own.or_else(largest).unwrap_or(0) as f64 / ranks;
         let seconds = match (row.kind, operation.work()) {
             (WorkKind::Weights, _) => bytes / self.link[0],
@@ -236,6 +239,10 @@ impl Rates {
             | (_, &Work::Measure { micro_batch, .. })
             | (_, &Work::Answer { micro_batch, .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),
+            // Processes merge whole gradients before they exchange them.
+            (_, &Work::Merge { portion, .. }) => {
+                plan.schedule.cut(portion).gradient_bytes as f64 / self.reduce
+            }
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
             (WorkKind::Read, _) => bytes / self.file[0],
             (WorkKind::Write, _) => bytes / self.file[1],

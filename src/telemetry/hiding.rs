@@ -139,6 +139,7 @@ fn moves(
     let uploads = f64::from(u8::from(visit.phase != Phase::Reference));
     let uploaded = uploads * of_portions(|cut| cut.weight_bytes);
     let landed = of_portions(|cut| cut.download_bytes);
+    let merged = visit.cut.map_or(0.0, |_| of_portions(|cut| cut.gradient_bytes));
     let weights = uploads * sum(|block| block.weight_bytes);
     let master = uploads * sum(|block| block.master_bytes);
     let gradient = sum(|block| block.gradient_bytes);
@@ -165,7 +166,7 @@ fn moves(
     [
         Moves { fixed: uploaded / rates.link[0], each: through(&visit.reads) / up },
         Moves { fixed: lands * landed / rates.link[1], each: through(&visit.writes) / down },
-        fixed(lands * waits * own / rates.reduce),
+        fixed(lands * (merged + waits * own) / rates.reduce),
         fixed(updates * gradient * own / rates.update),
         fixed(if on_file { file * own } else { 0.0 }),
         fixed(weights * (1.0 - own) / rates.fabric),
@@ -207,7 +208,7 @@ fn starts(
             each: each(WorkKind::Output, &visit.writes),
             ..fixed(WorkKind::Gradient, landings)
         },
-        fixed(WorkKind::Reduce, landed),
+        fixed(WorkKind::Reduce, waiting + visit.cut.map_or(0, |_| landings)),
         fixed(WorkKind::Update, updated),
         when(on_file, Moves { fixed: read + written, each: 0.0 }),
         when(has_others, fixed(WorkKind::Fetch, masters)),
