@@ -35,7 +35,7 @@ pub(super) fn fit(config: &Config, file: &Path) -> Result<(), Error> {
     let to = OutputFile::open("--rates", file)?;
     let mut runs = RateRuns::default();
     let mut plans = Vec::new();
-    for mut run in RateRuns::configs(config) {
+    for mut run in RateRuns::configs(config)? {
         run.step.steps = Some(1 + STEPS);
         let model = model_of(&run, largest_shape_of(&run)?)?;
         let plan = Plan::new(&run, &model, &run.update_rule())?;

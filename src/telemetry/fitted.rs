@@ -15,7 +15,9 @@ use serde::{Deserialize, Serialize};
 use super::forecast::Rates;
 use super::status::unix_seconds;
 use super::{Slice, SliceKind};
-use crate::config::{Config, DeviceKind, EpsTier, OptimizerKind, Recompute, Transfer};
+use crate::config::{
+    Config, DeviceKind, EpsTier, OptimizerKind, Recompute, ScheduleKind, Transfer,
+};
 use crate::error::Error;
 use crate::machine;
 use crate::models::{Model, Save};
@@ -163,15 +165,28 @@ pub struct RateRuns {
 const SIZES: u32 = 3;
 
 impl RateRuns {
-    /// Small steps of a config: two micro-batches of its size, of half of it and of a quarter; and
-    /// one more whose updates wait for the norm, so that gradients wait in their regions.
-    pub fn configs(config: &Config) -> Vec<Config> {
+    /// Small steps of a config: two micro-batches of its size in each group, of half of it and of a
+    /// quarter; and one more whose updates wait for the norm, so that gradients wait in their
+    /// regions.
+    ///
+    /// # Errors
+    /// Its schedule is of as many micro-batches as the config has.
+    pub fn configs(config: &Config) -> Result<Vec<Config>, Error> {
+        let kind = config.schedule.kind;
+        if matches!(kind, ScheduleKind::File | ScheduleKind::Pipedream) {
+            let kind = word(kind);
+            let problem = "and `--rates` runs other numbers of micro-batches: set another one, and \
+                           use the rates for this";
+            return Err(Error::config("schedule.kind", format_args!("is \"{kind}\", {problem}")));
+        }
+        let groups = config.parallel.groups as usize;
         let most = config.step.micro_batch.max(2);
         let mut sizes: Vec<usize> = (0..SIZES).map(|nth| most >> nth).collect();
         sizes.retain(|&size| size > 0);
         let of = |size: usize, clips: bool| {
             let mut run = config.clone();
-            (run.step.micro_batch, run.step.batch) = (size, 2 * size);
+            (run.step.micro_batch, run.step.batch) = (size, 2 * size * groups);
+            run.step.epochs = None;
             if run.schedule.recompute == Recompute::AUTO {
                 run.schedule.recompute = Recompute::Layer(true); // whatever room there is
             }
@@ -180,7 +195,7 @@ impl RateRuns {
             }
             run
         };
-        sizes.iter().map(|&size| of(size, false)).chain([of(most, true)]).collect()
+        Ok(sizes.iter().map(|&size| of(size, false)).chain([of(most, true)]).collect())
     }
 
     /// Checks that all sequences of a run have the plan's length, and are whole.
@@ -227,6 +242,12 @@ impl RateRuns {
                 }
                 (WorkKind::Gather, ..) if slice.micro_batch.is_some() => {
                     (sequences * positions) as f64
+                }
+                // From one block of its visit, for all micro-batches.
+                (WorkKind::Gather, layer, _) => {
+                    let all: u32 = plan.batch.micro_batches.iter().sum();
+                    let blocks = &model.layer_blocks[layer.unwrap_or(0) as usize];
+                    (all as usize * positions) as f64 / blocks.len() as f64
                 }
                 (WorkKind::Update | WorkKind::Reduce, _, Some(block)) => {
                     model.blocks[block as usize].gradient_bytes() as f64
@@ -430,8 +451,7 @@ impl Rates {
         rates.host = positions as f64 / tokens;
         rates.reduce = take(WorkKind::Reduce)?;
         if config.eps.tier == EpsTier::File {
-            rates.file = take(WorkKind::Read)?;
-            take(WorkKind::Write)?;
+            rates.file = [take(WorkKind::Read)?, take(WorkKind::Write)?];
         }
         if config.parallel.transfer == Transfer::Sharded && config.devices() > 1 {
             rates.peers = take(WorkKind::Shards)?;

@@ -46,8 +46,8 @@ pub struct Rates {
     pub(super) reduce: f64,
     /// The rate of updates.
     pub(super) update: f64,
-    /// The rate of the EPS's file.
-    pub(super) file: f64,
+    /// The rates of reads of the EPS's file, and of writes.
+    pub(super) file: [f64; 2],
     /// The rate at which data come from the other processes of a run, on each of the two lanes of
     /// exchanges.
     pub(super) fabric: f64,
@@ -70,7 +70,7 @@ impl Rates {
     /// Replaces the rate of the disk under the EPS's file, in bytes a second.
     #[must_use]
     pub fn with_disk(self, rate: f64) -> Rates {
-        Rates { file: rate, ..self }
+        Rates { file: [rate; 2], ..self }
     }
 
     /// Replaces the rate of the fabric, in bytes a second.
@@ -165,7 +165,8 @@ impl Rates {
     }
 
     /// The same rates in a plan whose chunks may have another length, and whose layers may keep
-    /// other activations. The seconds of a backward pass change as its FLOPs do.
+    /// other activations. The seconds of a backward pass, and of its launches, change as its FLOPs
+    /// do.
     pub(super) fn in_plan(&self, model: &Model, plan: &Plan) -> Rates {
         let mut rates = self.clone();
         rates.chunks = plan.chunks(model);
@@ -183,8 +184,8 @@ impl Rates {
             // A layer without products has no FLOPs.
             let ratio = if keeps { kept / recomputed } else { recomputed / kept };
             let ratio = if ratio.is_finite() { ratio } else { 1.0 };
-            if let Some(seconds) = rates.compute.get_mut(&(layer.0, Phase::Backward)) {
-                *seconds *= ratio;
+            for of in [&mut rates.compute, &mut rates.fixed.compute] {
+                of.get_mut(&(layer.0, Phase::Backward)).into_iter().for_each(|one| *one *= ratio);
             }
         }
         rates.kept = plan.kept.clone();
@@ -192,8 +193,8 @@ impl Rates {
     }
 
     /// What an operation costs.
-    fn cost(&self, operation: &Operation, costs: &ChunkCosts, on_device: bool) -> Cost {
-        let alone = self.time(operation, costs, on_device);
+    fn cost(&self, operation: &Operation, of: &StepCosts) -> Cost {
+        let alone = self.time(operation, of);
         let Some(sharing) = self.sharing else { return alone.into() };
         let row = operation.work().row();
         let bytes = row.bytes(&operation.step().plan.schedule) as f64;
@@ -202,15 +203,18 @@ impl Rates {
     }
 
     /// The time of an operation that runs alone.
-    fn time(&self, operation: &Operation, costs: &ChunkCosts, on_device: bool) -> Duration {
+    fn time(&self, operation: &Operation, of: &StepCosts) -> Duration {
         let plan = &operation.step().plan;
         let row = operation.work().row();
         let bytes = row.bytes(&plan.schedule) as f64;
         let sequences = |m: u32| f64::from(plan.schedule.micro_batches[m as usize]);
-        let boundaries = if on_device { self.on_device } else { self.boundaries };
+        let boundaries = if of.on_device { self.on_device } else { self.boundaries };
         let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
         let ranks = f64::from(plan.schedule.ranks.count);
-        let own = row.block().map(|id| plan.schedule.block(id).gradient_bytes);
+        let own = match *operation.work() {
+            Work::Join { portion, .. } => Some(plan.schedule.cut(portion).gradient_bytes),
+            _ => row.block().map(|id| plan.schedule.block(id).gradient_bytes),
+        };
         let block = || own.or_else(largest).unwrap_or(0) as f64 / ranks;
         let seconds = match (row.kind, operation.work()) {
             (WorkKind::Weights, _) => bytes / self.link[0],
@@ -223,7 +227,7 @@ impl Rates {
                 let layer = visit.layer.0;
                 let mean = self.compute_of(layer, phase).unwrap_or(0.0) * sequences(micro_batch);
                 let piece = share_of_piece(&plan.schedule, visit);
-                mean * piece * costs.share(&plan.schedule, micro_batch, visit)
+                mean * piece * of.chunks.share(&plan.schedule, micro_batch, visit)
                     + self.fixed.of_compute(layer, phase)
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
@@ -235,23 +239,37 @@ impl Rates {
             | (_, &Work::Measure { micro_batch, .. })
             | (_, &Work::Answer { micro_batch, .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),
+            // Processes merge whole gradients before they exchange them.
+            (_, &Work::Merge { portion, .. }) => {
+                plan.schedule.cut(portion).gradient_bytes as f64 / self.reduce
+            }
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
-            (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,
+            (WorkKind::Read, _) => bytes / self.file[0],
+            (WorkKind::Write, _) => bytes / self.file[1],
             (WorkKind::Update, _) => block() / self.update,
             (_, &Work::AllGatherRows { visit }) => {
                 let schedule = &plan.schedule;
                 let own = u64::from(schedule.micro_batches.iter().sum::<u32>());
-                let boundaries =
-                    schedule.visits[visit].reads.iter().map(|&id| schedule.boundary(id));
-                let bytes =
-                    boundaries.map(|of| of.stashed_bytes(own, own * u64::from(schedule.positions)));
-                (ranks - 1.0) * bytes.sum::<u64>() as f64 / self.fabric
+                let others = (of.sequences * self.chunks as u64).saturating_sub(own);
+                let tokens = others * u64::from(schedule.positions);
+                let reads = schedule.visits[visit].reads.iter();
+                let bytes = reads.map(|&id| schedule.boundary(id).stashed_bytes(others, tokens));
+                bytes.sum::<u64>() as f64 / self.fabric
             }
             (WorkKind::Fetch | WorkKind::Exchange, _) => bytes / self.fabric,
             _ => 0.0,
         };
         Duration::try_from_secs_f64(seconds + self.fixed.of(row.kind)).unwrap_or(ENDLESS)
     }
+}
+
+/// What the costs of a step's operations depend on beside its schedule.
+struct StepCosts {
+    chunks: ChunkCosts,
+    /// True if the stash is on the device.
+    on_device: bool,
+    /// Sequences of the step, of all processes.
+    sequences: u64,
 }
 
 /// Operations of some kinds, added up.
@@ -419,11 +437,8 @@ fn ring_of(
     plan: &Plan,
     rates: &Rates,
 ) -> Result<JoinedRing<Ends>, Error> {
-    let step = StepShape {
-        sequences: model.sequences_of(config.records_of_window()),
-        positions: plan.batch.positions,
-        purpose: Purpose::Train,
-    };
+    let sequences = model.sequences_of(config.records_of_window());
+    let step = StepShape { sequences, positions: plan.batch.positions, purpose: Purpose::Train };
     let begins_with = match config.model.max_layers {
         Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
         None => LayerSelection::default(),
@@ -431,13 +446,16 @@ fn ring_of(
     let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
     let schedule = schedule_of(config, model, step)?;
     let rates = rates.in_plan(model, plan);
-    let costs = ChunkCosts::of(model, plan, &schedule);
-    let on_device = plan.stash_on_device();
+    let costs = StepCosts {
+        chunks: ChunkCosts::of(model, plan, &schedule),
+        on_device: plan.stash_on_device(),
+        sequences: sequences as u64,
+    };
     let mut ring = ring_config(config, model, plan, 0, None);
     ring.delay_from = ring.delay_from.map(|_| 0); // a step behind the first ones
     Ok(JoinedRing::new(
         ring,
-        move |operation| rates.cost(operation, &costs, on_device),
+        move |operation| rates.cost(operation, &costs),
         async move |mut relay: Relay<_>| {
             let observer = relay.observer();
             let plan = relay.plan(schedule)?;

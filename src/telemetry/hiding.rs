@@ -7,7 +7,8 @@
 //! layer's spare time serve the next. The slowest lane decides. Waits at the begin and the end of
 //! a step are left out here; a [`Forecast`](super::Forecast) has them.
 
-use l2l_actors::schedule::{Block, BoundaryId, Phase, Schedule, Visit};
+use l2l_actors::schedule::{Block, BlockId, BoundaryId, Cut, Phase, Schedule, Visit};
+use l2l_actors::work::WorkKind;
 use serde::Serialize;
 
 use super::forecast::Rates;
@@ -65,11 +66,15 @@ impl Hiding {
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
             let backward = visit.phase == Phase::Backward;
             let phase = usize::from(backward);
-            compute[phase] += rates.compute_of(visit.layer.0, visit.phase).unwrap_or(0.0);
-            let moves = moves(&schedule, visit, plan, rates, Updates { deferred, on_file });
-            for (lane, moves) in lanes[phase].iter_mut().zip(moves) {
-                lane.fixed += moves.fixed;
-                lane.each += moves.each;
+            let launches = rates.fixed.of_compute(visit.layer.0, visit.phase);
+            compute[phase] += rates.compute_of(visit.layer.0, visit.phase).unwrap_or(0.0)
+                + launches / micro_batch(plan);
+            let updates = Updates { deferred, on_file };
+            for of in [moves, starts].map(|of| of(&schedule, visit, plan, rates, updates)) {
+                for (lane, moves) in lanes[phase].iter_mut().zip(of) {
+                    lane.fixed += moves.fixed;
+                    lane.each += moves.each;
+                }
             }
         }
         let needed = |(phase, lane): (usize, usize)| {
@@ -103,6 +108,18 @@ struct Updates {
     on_file: bool,
 }
 
+/// Sequences of the mean micro-batch of the plan's step.
+fn micro_batch(plan: &Plan) -> f64 {
+    let all = &plan.batch.micro_batches;
+    f64::from(all.iter().sum::<u32>()) / all.len() as f64
+}
+
+/// The blocks that the host works at for a visit: once each, however many portions a block has.
+fn of_host(visit: &Visit) -> impl Iterator<Item = BlockId> + Clone {
+    let blocks = visit.blocks.iter().filter(move |_| visit.cut.is_none_or(|cut| cut == 0));
+    blocks.copied()
+}
+
 /// The work of each of [`LANES`] for a visit of one sequence.
 fn moves(
     schedule: &Schedule,
@@ -114,16 +131,20 @@ fn moves(
     let [up, down] = if plan.stash_on_device() { rates.on_device } else { rates.boundaries };
     // The part of a block that this process has; it receives the rest.
     let own = 1.0 / f64::from(plan.share().ranks);
-    let of_blocks = visit.blocks.iter().map(|&id| schedule.block(id));
+    let portions = || visit.portions().map(|portion| schedule.cut(portion));
+    let of_portions = |of: fn(Cut) -> u64| portions().map(of).sum::<u64>() as f64;
+    let of_blocks = of_host(visit).map(|id| schedule.block(id));
     let sum = |of: fn(&Block) -> u64| of_blocks.clone().map(of).sum::<u64>() as f64;
     // The reference uses the uploads of the visit before its own.
     let uploads = f64::from(u8::from(visit.phase != Phase::Reference));
+    let uploaded = uploads * of_portions(|cut| cut.weight_bytes);
+    let landed = of_portions(|cut| cut.download_bytes);
+    let merged = visit.cut.map_or(0.0, |_| of_portions(|cut| cut.gradient_bytes));
     let weights = uploads * sum(|block| block.weight_bytes);
     let master = uploads * sum(|block| block.master_bytes);
     let gradient = sum(|block| block.gradient_bytes);
     let state = sum(|block| block.state_bytes) / own;
     let older = sum(|block| block.older_bytes) / own;
-    let landed = sum(|block| block.download_bytes);
     let dealt = sum(|block| block.reduce_scatter_bytes);
     let through = |boundaries: &[BoundaryId]| -> f64 {
         let positions = schedule.positions.into();
@@ -137,15 +158,60 @@ fn moves(
     let waits = f64::from(u8::from(deferred)) * gradient;
     // Blocks that are frozen are not written.
     let is_written = updates * f64::from(u8::from(gradient > 0.0));
-    let file = master + is_written * (2.0 * (master + state) + older) + waits;
+    // A gradient that waits is written by the backward pass, and read by the update.
+    let read = master + is_written * (master + state) + (1.0 - lands) * waits;
+    let written = is_written * (master + state + older) + lands * waits;
+    let file = read / rates.file[0] + written / rates.file[1];
     let fixed = |fixed: f64| Moves { fixed, each: 0.0 };
     [
-        Moves { fixed: weights / rates.link[0], each: through(&visit.reads) / up },
+        Moves { fixed: uploaded / rates.link[0], each: through(&visit.reads) / up },
         Moves { fixed: lands * landed / rates.link[1], each: through(&visit.writes) / down },
-        fixed(lands * waits * own / rates.reduce),
+        fixed(lands * (merged + waits * own) / rates.reduce),
         fixed(updates * gradient * own / rates.update),
-        fixed(if on_file { file * own / rates.file } else { 0.0 }),
+        fixed(if on_file { file * own } else { 0.0 }),
         fixed(weights * (1.0 - own) / rates.fabric),
         fixed(lands * dealt * (1.0 - own) / rates.fabric),
+    ]
+}
+
+/// What the operations of [`moves`] take whatever their size.
+fn starts(
+    schedule: &Schedule,
+    visit: &Visit,
+    plan: &Plan,
+    rates: &Rates,
+    Updates { deferred, on_file }: Updates,
+) -> [Moves; LANES.len()] {
+    let backward = visit.phase == Phase::Backward;
+    let portions = visit.portions().map(|portion| schedule.cut(portion));
+    let landings = portions.filter(|cut| backward && cut.gradient_bytes > 0).count();
+    let blocks = || of_host(visit).map(|id| schedule.block(id));
+    let uploads = visit.phase != Phase::Reference;
+    let masters = if uploads { blocks().count() } else { 0 };
+    let trained = blocks().filter(|block| block.gradient_bytes > 0).count();
+    let landed = if backward { trained } else { 0 };
+    let updated = if uploads && deferred != backward { trained } else { 0 };
+    let waiting = if deferred { landed } else { 0 };
+    let has_others = plan.share().ranks > 1;
+    let of = |kind: WorkKind, count: usize| count as f64 * rates.fixed.of(kind);
+    let fixed = |kind, count: usize| Moves { fixed: of(kind, count), each: 0.0 };
+    let when = |is: bool, moves: Moves| if is { moves } else { Moves::default() };
+    let each = |kind, of_visit: &[BoundaryId]| of(kind, of_visit.len()) / micro_batch(plan);
+    let read = of(WorkKind::Read, masters + updated);
+    let written = of(WorkKind::Write, updated + waiting);
+    [
+        Moves {
+            each: each(WorkKind::Input, &visit.reads),
+            ..fixed(WorkKind::Weights, if uploads { visit.blocks.len() } else { 0 })
+        },
+        Moves {
+            each: each(WorkKind::Output, &visit.writes),
+            ..fixed(WorkKind::Gradient, landings)
+        },
+        fixed(WorkKind::Reduce, waiting + visit.cut.map_or(0, |_| landings)),
+        fixed(WorkKind::Update, updated),
+        when(on_file, Moves { fixed: read + written, each: 0.0 }),
+        when(has_others, fixed(WorkKind::Fetch, masters)),
+        when(has_others, fixed(WorkKind::Exchange, landed)),
     ]
 }

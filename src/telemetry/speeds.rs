@@ -137,7 +137,7 @@ impl Rates {
             host: 2.0 * state / host,
             reduce: host / 3.0,
             update: host / 7.0,
-            file: DISK,
+            file: [DISK; 2],
             fabric: config.fabric_bytes_per_second().ok().flatten().unwrap_or(FABRIC),
             fixed: speeds.fixed(config, model),
             sharing: None,

@@ -78,7 +78,8 @@ impl Emulated {
                 true
             }
             Work::Measure { .. } | Work::Answer { .. } => true,
-            Work::Loss { .. } | Work::Scatter { .. } | Work::Join { .. } => true,
+            Work::Loss { .. } | Work::Scatter { .. } => true,
+            Work::Join { .. } | Work::Merge { .. } => true,
             _ => false,
         }
     }

@@ -1,11 +1,9 @@
 //! `l2l bench --rates` and `l2l plan --rates`: rates fitted to short runs foretell others.
 
 use std::fs;
-use std::path::Path;
 
 use l2l::telemetry::{FittedRates, Forecast, Machine, RateRuns, Rates};
 use l2l::{Config, Plan, largest_shape_of, model_of};
-use serde_json::Value;
 
 use crate::program::{events, good, output};
 
@@ -63,7 +61,7 @@ fn rates_of_a_small_run_foretell_others() {
     let small = small();
     let mut runs = RateRuns::default();
     let mut plans = Vec::new();
-    for run in RateRuns::configs(&small) {
+    for run in RateRuns::configs(&small).expect("a relay") {
         let shape = largest_shape_of(&run).expect("a shape of ours");
         let model = model_of(&run, shape).expect("a model of ours");
         let plan = Plan::new(&run, &model, &run.update_rule()).expect("a plan of ours");
@@ -121,26 +119,43 @@ fn arguments<'a>(command: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     arguments
 }
 
-/// Fits rates to the tiny run, and returns the events.
-fn fit(file: &Path) -> Vec<Value> {
-    let file = file.to_str().expect("UTF-8");
-    events(&good(&[&arguments("bench", &[])[..], &["--rates", file]].concat()))
+/// Fits rates to the tiny run with other keys, and forecasts it with them. Returns the names of the
+/// lines, and the text of the file.
+fn fit_and_read(more: &[&str]) -> (Vec<String>, String) {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let file = folder.path().join("rates.toml");
+    let path = file.to_str().expect("UTF-8");
+    let eps = format!("eps.path={}", folder.path().join("eps").display());
+    let more = [more, &[&eps]].concat();
+    let lines = events(&good(&[&arguments("bench", &more)[..], &["--rates", path]].concat()));
+    let names = lines.iter().filter_map(|line| Some(line["of"].as_str()?.to_owned())).collect();
+    let plan = events(&good(&[&arguments("plan", &more)[..], &["--rates", path]].concat()));
+    assert!(plan[0]["step_seconds"].as_f64().is_some_and(|seconds| seconds > 0.0), "{plan:?}");
+    (names, fs::read_to_string(&file).expect("written"))
 }
 
 #[test]
 fn rates_are_written_and_read() {
-    let folder = tempfile::tempdir().expect("a place for files");
-    let file = folder.path().join("rates.toml");
-    let lines = fit(&file);
-    let names: Vec<&str> = lines.iter().filter_map(|line| line["of"].as_str()).collect();
+    let (names, text) = fit_and_read(&[]);
     for name in ["stack backward", "head backward", "weights", "gradient", "update", "reduce"] {
-        assert!(names.contains(&name), "{name} of {names:?}");
+        assert!(names.iter().any(|one| one == name), "{name} of {names:?}");
     }
-    let text = fs::read_to_string(&file).expect("written");
     assert!(text.contains("version = 1\ndate = \"2") && text.contains("dtype = \"f32\""), "{text}");
-    let file = file.to_str().expect("UTF-8");
-    let plan = events(&good(&[&arguments("plan", &[])[..], &["--rates", file]].concat()));
-    assert!(plan[0]["step_seconds"].as_f64().is_some_and(|seconds| seconds > 0.0), "{plan:?}");
+}
+
+/// The runs have batches of their own, which the config's groups divide, and steps of their own.
+#[test]
+fn rates_of_a_run_in_groups_for_epochs_are_written_and_read() {
+    fit_and_read(&["parallel.groups=4", "step.batch=16", "step.micro_batch=4", "step.epochs=1"]);
+}
+
+/// What is staged in slots of the host is gathered block by block.
+#[test]
+fn rates_of_a_run_on_disk_are_written_and_read() {
+    let (names, _) = fit_and_read(&["eps.tier=file"]);
+    for name in ["gather", "read", "write"] {
+        assert!(names.iter().any(|one| one == name), "{name} of {names:?}");
+    }
 }
 
 /// Rates that a test can change: what the tiny run needs.
@@ -194,9 +209,23 @@ fn bad_rates_are_refused_by_name() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(2) && error.contains(says), "{says}: {error}\n{text}");
     }
+    const PIPEDREAM: [&str; 5] = [
+        "schedule.kind=pipedream",
+        "schedule.stages=2",
+        "schedule.window=2",
+        "step.batch=4",
+        "step.micro_batch=4",
+    ];
     let long = ["data.sequence_length=256", "model.positions=256", "step.chunk_positions=128"];
     for (command, sets, more, says) in [
         ("bench", &long[..], &[][..], "needs whole ones"),
+        ("bench", &PIPEDREAM, &[], "schedule.kind is \"pipedream\", and"),
+        (
+            "bench",
+            &["schedule.kind=file", "schedule.path=a.csv"],
+            &[],
+            "schedule.kind is \"file\", and",
+        ),
         ("bench", &["data.train=bytes.txt"], &[], "all of one length"),
         ("bench", &[], &["--digest"], "cannot be used with"),
         ("plan", &[], &["--machine", "h100"], "cannot be used with"),

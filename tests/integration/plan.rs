@@ -6,7 +6,7 @@ use l2l::data::Batches;
 use l2l::models::{Model, Tensor};
 use l2l::optimizers::{Masters, Update, UpdateRule};
 use l2l::plan::{Keeping, RankShare};
-use l2l::telemetry::{Forecast, Hiding, Rates};
+use l2l::telemetry::{Forecast, Hiding, Rates, Slice, WorkKind};
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
 use proptest::prelude::*;
 
@@ -155,6 +155,53 @@ fn transfers_hide_where_the_plan_says() {
     let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
     let hiding = Hiding::of(&config, &model, &plan, &rates, false).expect("a schedule of ours");
     assert_eq!(hiding.tokens, None, "it never hides");
+}
+
+/// A layer in pieces moves its weights and its gradient once, and so does what the host does with
+/// its blocks, however many pieces it has.
+#[test]
+fn pieces_hide_where_layers_do() {
+    for (lane, link, host) in [("upload", 1e9, 50e9), ("update", 50e9, 1e9)] {
+        let tokens = |tensor: u32| {
+            let mut config = Config::default();
+            config.data.train = "random".into();
+            (config.model.layers, config.model.hidden) = (Some(12), Some(512));
+            (config.model.heads, config.model.positions) = (Some(8), Some(64));
+            (config.parallel.slices, config.parallel.tensor) = (4, tensor);
+            let model = Model::new(shape_of(&config).expect("a shape of ours"));
+            let rates = Rates::of(&config, &model, 1e10, link, host);
+            let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+            let hiding = Hiding::of(&config, &model, &plan, &rates, false);
+            let hiding = hiding.expect("a schedule of ours");
+            assert_eq!(hiding.lane, lane, "{tensor} pieces: {hiding:?}");
+            hiding.tokens.expect("it hides") as f64
+        };
+        let ratio = tokens(4) / tokens(1);
+        assert!((0.9..1.2).contains(&ratio), "{lane}: {ratio}");
+    }
+}
+
+/// The host merges each portion of a gradient once, and reduces the block once more.
+#[test]
+fn merges_of_portions_take_as_long_as_their_bytes() {
+    let mut config = Config::default();
+    config.data.train = "random".into();
+    (config.model.layers, config.model.heads) = (Some(1), Some(8));
+    config.model.hidden = Some(64);
+    config.step.micro_batch = config.step.batch;
+    config.optimizer.clip_norm = Some(1.0); // updates wait, so blocks are reduced
+    let mut seconds = |tensor: u32| {
+        (config.parallel.slices, config.parallel.tensor) = (4, tensor);
+        let model = Model::new(shape_of(&config).expect("a shape of ours"));
+        let rates = Rates::of(&config, &model, 1e12, 1e9, 1e9);
+        let forecast = Forecast::of(&config, &model, &rates).expect("a step of ours");
+        // Behind the embedding and its positions.
+        let of_block = |slice: &&Slice| slice.kind == WorkKind::Reduce && slice.layer == Some(2);
+        let reduces = forecast.slices.iter().filter(of_block);
+        reduces.map(|slice| slice.took().as_secs_f64()).sum::<f64>()
+    };
+    let ratio = seconds(4) / seconds(1);
+    assert!((1.9..2.1).contains(&ratio), "{ratio}");
 }
 
 /// Layers keep activations in what the ceiling leaves, from none to all, and pass none of them over
