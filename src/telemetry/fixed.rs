@@ -55,7 +55,7 @@ mod tests {
         let (config, model, mut plan) = planned();
         let mut rates = Rates::of(&config, &model, 1e10, 1e9, 1e9);
         rates.fixed.compute = rates.compute.clone();
-        let flops = |layer| model.visit_flops(layer, Phase::Forward, [0..1], None);
+        let flops = |layer| model.visit_flops(layer, Phase::Forward, std::iter::once(0..1), None);
         let layer = (1..model.layers.len()).find(|&layer| flops(layer) > 0.0).expect("it has one");
         plan.kept.insert(LayerId(layer as u32));
         let kept = rates.in_plan(&model, &plan);
