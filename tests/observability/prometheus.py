@@ -121,7 +121,7 @@ REGIMES = {
         "checkpoint.directory": ROOT / "target/observed/disk",
     },
 }
-# Regimes whose runs wait nearly all of the time: these run side by side.
+# Regimes whose runs wait nearly all of the time: two at a time run side by side.
 WAITING = ["upload", "update", "disk"]
 # Channels that are too shallow, which tune has to improve.
 SHALLOW = {
@@ -181,7 +181,7 @@ def main():
     panels_have_data(program)
     panels_of_experts_have_data(program)
     regime_is_named(program, "compute")
-    with ThreadPoolExecutor(len(WAITING)) as pool:
+    with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: regime_is_named(program, name), WAITING))
     # Two slots let a block arrive under the layer before it; with one, the overlap falls.
     link = {"device.link": "100MB/s", "stash.place": "device", "channels.stash": 16}
