@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 
 use l2l::config::{
@@ -13,14 +13,13 @@ use l2l::config::{
 use l2l::data::{Batch, Sequence};
 use l2l::fabric::{self, Fabric};
 use l2l::models::Base;
-use l2l::telemetry::{Observe, Slice, WorkKind};
 use l2l::{Config, Error, Plan, Trainer};
 use proptest::prelude::*;
 use serde_json::Value;
 
 use crate::exact::planned;
 use crate::preference::{answers, on_file};
-use crate::reference::fit;
+use crate::reference::{Weights, fit};
 use crate::ways::{Ways, baseline, ways};
 use crate::whole;
 
@@ -250,18 +249,6 @@ fn experts_of_the_reference_are_its_own() {
     for bundles in [None, Some(1), Some(2)] {
         config.schedule.bundles = bundles;
         assert_eq!(run(&config, ReferenceKind::InStep), expected, "{bundles:?}");
-    }
-}
-
-/// The bytes of weights that were uploaded.
-#[derive(Default)]
-struct Weights(AtomicU64);
-
-impl Observe for Weights {
-    fn heard(&self, slice: &Slice) {
-        if slice.kind == WorkKind::Weights {
-            self.0.fetch_add(slice.bytes, Relaxed);
-        }
     }
 }
 

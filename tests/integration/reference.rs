@@ -337,7 +337,7 @@ async fn columns_of_some_records_are_refused() {
 
 /// The bytes of weights that were uploaded.
 #[derive(Default)]
-struct Weights(AtomicU64);
+pub(crate) struct Weights(pub(crate) AtomicU64);
 
 impl Observe for Weights {
     fn heard(&self, slice: &Slice) {
