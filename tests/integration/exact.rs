@@ -2,6 +2,7 @@
 //! pipelines, layers and sequences dealt over devices, any depth, stash place, recomputation,
 //! number of devices and threads, link, and with the model in memory or on file.
 
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use l2l::config::{
@@ -315,17 +316,23 @@ fn a_run_is_the_same_again_and_another_seed_is_not() {
     assert_ne!(run(other, 3).1.weights_digest, first.1.weights_digest);
 }
 
-/// Sequences that are computed in chunks, beside some that are not.
-#[test]
-fn long_sequences_give_the_same_bits_everywhere() {
-    let folder = tempfile::tempdir().expect("a place for files");
-    let data = folder.path().join("data.jsonl");
+/// A file of sequences that are longer than a chunk of 128 positions, and of some that are not.
+pub(crate) fn long_sequences(folder: &Path) -> PathBuf {
+    let data = folder.join("data.jsonl");
     let line = |length: usize| {
         let ids: Vec<usize> = (0..length).map(|at| (at * at + length) % 51).collect();
         serde_json::json!({ "input_ids": ids }).to_string()
     };
     let lines = [128, 326, 17, 129, 1, 128].map(line);
     std::fs::write(&data, lines.join("\n")).expect("room on a disk");
+    data
+}
+
+/// Sequences that are computed in chunks, beside some that are not.
+#[test]
+fn long_sequences_give_the_same_bits_everywhere() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let data = long_sequences(folder.path());
     let of = |ways: &Ways, chunk_positions: usize| {
         let mut config = config(&Case { layers: 2, batch: 3, clip: true, ..SMALL.clone() }, ways);
         (config.model.hidden, config.model.heads) = (Some(8), Some(1));

@@ -5,7 +5,7 @@ use l2l::config::{ChannelsConfig, Deal, Dtype, LoraConfig, Recompute, ScheduleKi
 use l2l::models::{Base, Model};
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
 
-use crate::exact::{Case, SMALL, baseline, check_way, config, run};
+use crate::exact::{Case, SMALL, baseline, check_way, config, long_sequences, run};
 use crate::program::good;
 use crate::pytorch;
 use crate::ranks::{Task, on_ranks};
@@ -87,13 +87,7 @@ async fn pieces_of_families_are_pytorchs() {
 #[test]
 fn long_sequences_in_pieces_give_the_bits_of_slices() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let data = folder.path().join("data.jsonl");
-    let line = |length: usize| {
-        let ids: Vec<usize> = (0..length).map(|at| (at * at + length) % 51).collect();
-        serde_json::json!({ "input_ids": ids }).to_string()
-    };
-    let lines = [128, 326, 17, 129, 1, 128].map(line);
-    std::fs::write(&data, lines.join("\n")).expect("room on a disk");
+    let data = long_sequences(folder.path());
     for trained in [Trained::All, Trained::AdaptersAndNorms] {
         let of = |ways: &Ways| {
             let mut config = config(&Case { batch: 3, trained, ..case() }, ways);
