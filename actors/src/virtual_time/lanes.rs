@@ -2,7 +2,7 @@
 //!
 //! Nothing is searched for at an event: a queue whose next operation waits stands behind the fence
 //! that it waits for, and ends are in a heap. So an operation costs as much on a hundred devices as
-//! on one. Only operations that share resources are looked at together, when one begins or ends.
+//! on one. Where an operation that shares resources begins or ends, each class of them is looked at.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use super::joined::Member;
 use super::memory::Memory;
-use super::sharing::{Cost, Progress, share};
+use super::sharing::{Cost, Sharing};
 use crate::fence::Done;
 use crate::operation::{Operation, Step};
 use crate::ports::{Lanes, Ports};
@@ -32,15 +32,8 @@ struct InOrder {
 struct Running {
     operation: Operation,
     begin: Duration,
-    /// When it ends; `None`: it shares resources, and its progress says when; or it waits for other
-    /// rings.
+    /// When it ends; `None`: it shares resources, which say when; or it waits for other rings.
     end: Option<Duration>,
-}
-
-/// The progress of an operation that shares resources, and the end that the heap has of it.
-struct Sharing {
-    progress: Progress,
-    listed: Duration,
 }
 
 struct Inner {
@@ -51,8 +44,9 @@ struct Inner {
     /// By the number of an operation that is not done: the queues whose next operation waits for
     /// it. A queue waits for one at a time.
     waiting: HashMap<u64, Vec<Queue>>,
-    sharing: BTreeMap<Queue, Sharing>,
-    /// Ends of what runs. Where a speed changed, the end before is still there, and is skipped.
+    sharing: Sharing,
+    /// Ends of what runs; of operations with the same uses the first. Where a speed changed, the end
+    /// before is still there, and is skipped.
     ends: BinaryHeap<Reverse<(Duration, Queue)>>,
     /// The ring that the operations belong to, until it was seen to end.
     ring: Option<Arc<Ring>>,
@@ -79,33 +73,20 @@ impl Inner {
     /// The time at which the queue's running operation ends.
     fn end_of(&self, queue: Queue) -> Option<Duration> {
         let running = self.queues[&queue].running.as_ref()?;
-        running.end.or_else(|| self.sharing.get(&queue).map(|one| one.progress.end()))
+        running.end.or_else(|| self.sharing.end_of(queue))
     }
 
     /// Lets the queue's running operation take its time from now on.
     fn run(&mut self, queue: Queue, now: Duration, cost: Cost) {
-        let progress = Progress::new(cost, now);
-        let alone = progress.end();
-        self.ends.push(Reverse((alone, queue)));
-        if progress.shares() {
-            self.sharing.insert(queue, Sharing { progress, listed: alone });
-            return self.share();
+        if !cost.uses.is_empty() {
+            self.sharing.begin(now, queue, cost);
+            return self.ends.extend(self.sharing.first_ends().map(Reverse));
         }
+        let end = now + cost.alone;
+        self.ends.push(Reverse((end, queue)));
         let of = self.queues.get_mut(&queue).expect("it was asked");
         if let Some(running) = &mut of.running {
-            running.end = Some(alone);
-        }
-    }
-
-    /// Sets the speeds of operations that share resources, after one began or ended.
-    fn share(&mut self) {
-        share(self.now, self.sharing.values_mut().map(|one| &mut one.progress));
-        for (&queue, one) in &mut self.sharing {
-            let end = one.progress.end();
-            if end != one.listed {
-                one.listed = end;
-                self.ends.push(Reverse((end, queue)));
-            }
+            running.end = Some(end);
         }
     }
 }
@@ -142,7 +123,7 @@ impl VirtualLanes {
             queues: BTreeMap::new(),
             ready: BTreeSet::new(),
             waiting: HashMap::new(),
-            sharing: BTreeMap::new(),
+            sharing: Sharing::default(),
             ends: BinaryHeap::new(),
             ring: None,
             memory,
@@ -200,8 +181,7 @@ impl VirtualLanes {
             inner.look_at(queue);
             drop(guard);
             drop(operation);
-            self.left.send_modify(|left| *left -= 1);
-            return;
+            return self.leaves();
         }
         if let Some(memory) = &mut inner.memory {
             memory.begin(&operation);
@@ -216,6 +196,14 @@ impl VirtualLanes {
         if let Some(cost) = cost {
             inner.run(queue, begin, cost);
         }
+    }
+
+    /// An operation has finished or was dropped. Those who wait for the last are told of it alone.
+    fn leaves(&self) {
+        self.left.send_if_modified(|left| {
+            *left -= 1;
+            *left == 0
+        });
     }
 
     /// Lets operations on lanes of exchanges wait for those of other rings.
@@ -259,14 +247,14 @@ impl VirtualLanes {
             memory.end(&operation);
         }
         inner.records.push(of.scribe.record(&operation, begin, end));
-        if inner.sharing.remove(&queue).is_some() {
-            inner.share();
+        if inner.sharing.end(inner.now, queue) {
+            inner.ends.extend(inner.sharing.first_ends().map(Reverse));
         }
         drop(guard); // finishing wakes tasks and frees slots
         let number = operation.number();
         let value = if operation.work().has_value() { 1.0 } else { 0.0 };
         operation.finish(Ok(Done { begin, end, value }));
-        self.left.send_modify(|left| *left -= 1);
+        self.leaves();
         let mut inner = self.lock();
         inner.look_at(queue);
         let waiting = inner.waiting.remove(&number).unwrap_or_default();
@@ -277,7 +265,10 @@ impl VirtualLanes {
 #[async_trait]
 impl Lanes for VirtualLanes {
     fn queue(&self, operation: Operation) {
-        self.left.send_modify(|left| *left += 1);
+        self.left.send_if_modified(|left| {
+            *left += 1;
+            false
+        });
         let queue = operation.queue();
         let mut inner = self.lock();
         if inner.queues.is_empty() {

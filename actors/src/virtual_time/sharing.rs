@@ -1,7 +1,10 @@
 //! Operations that share a resource, such as the memory of the host: how fast each runs beside the
-//! others.
+//! others. Operations with the same uses are one class, so that a hundred uploads cost what one does.
 
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
+
+use crate::work::Queue;
 
 /// What an operation costs.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,94 +31,159 @@ impl From<Duration> for Cost {
     }
 }
 
-/// The progress of an operation that has begun.
-#[derive(Debug)]
-pub(super) struct Progress {
-    uses: Vec<Use>,
-    /// The time that it still took alone, at `since`.
-    left: Duration,
-    since: Duration,
-    /// 1 when it runs as fast as alone.
-    speed: f64,
+/// Operations that run at the same time and share resources.
+#[derive(Default)]
+pub(super) struct Sharing {
+    classes: Vec<Class>,
+    running: HashMap<Queue, Member>,
 }
 
-impl Progress {
-    pub(super) fn new(cost: Cost, now: Duration) -> Progress {
-        Progress { uses: cost.uses, left: cost.alone, since: now, speed: 1.0 }
-    }
+/// Where an operation stands: its class, and the count of the class at which it ends.
+#[derive(Clone, Copy)]
+struct Member {
+    class: usize,
+    last: Duration,
+}
 
-    /// When it ends, if nothing else begins or ends before.
-    pub(super) fn end(&self) -> Duration {
-        // Of an operation that is not slowed, times are exact.
-        let left = if self.speed == 1.0 { self.left } else { self.left.div_f64(self.speed) };
-        self.since + left
-    }
+/// Operations with the same uses. All of them run at the same speed, so one count serves them all.
+struct Class {
+    uses: Vec<Use>,
+    /// 1 where they run as fast as alone.
+    speed: f64,
+    /// At `since`: the time alone of an operation that began with the class.
+    count: Duration,
+    since: Duration,
+    /// Those that run, by the count at which they end.
+    running: BTreeSet<(Duration, Queue)>,
+    /// The end that was told last.
+    told: Option<(Duration, Queue)>,
+}
 
-    pub(super) fn shares(&self) -> bool {
-        !self.uses.is_empty()
-    }
-
+impl Class {
     fn share_of(&self, resource: u32) -> f64 {
         let of = self.uses.iter().filter(|used| used.resource == resource);
-        of.map(|used| used.share).sum()
+        of.map(|used| used.share).sum::<f64>() * self.running.len() as f64
+    }
+
+    /// The count at this time.
+    fn count_at(&self, now: Duration) -> Duration {
+        let passed = now.saturating_sub(self.since);
+        // Of operations that are not slowed, times are exact.
+        self.count + if self.speed == 1.0 { passed } else { passed.mul_f64(self.speed) }
+    }
+
+    /// When the count is reached, if nothing else begins or ends before.
+    fn time_of(&self, count: Duration) -> Duration {
+        let left = count.saturating_sub(self.count);
+        self.since + if self.speed == 1.0 { left } else { left.div_f64(self.speed) }
     }
 
     fn set(&mut self, now: Duration, speed: f64) {
-        if speed == self.speed {
-            return;
+        if speed != self.speed {
+            (self.count, self.since, self.speed) = (self.count_at(now), now, speed);
         }
-        let passed = now.saturating_sub(self.since);
-        let done = if self.speed == 1.0 { passed } else { passed.mul_f64(self.speed) };
-        self.left = self.left.saturating_sub(done);
-        (self.since, self.speed) = (now, speed);
     }
 }
 
-/// Sets the speeds of all operations that run: max-min fair. All speeds grow alike; those that use
-/// a resource stop when it is full, the others when they run as fast as alone.
-pub(super) fn share<'p>(now: Duration, running: impl Iterator<Item = &'p mut Progress>) {
-    let mut growing: Vec<&mut Progress> = running.filter(|one| one.shares()).collect();
-    let mut full: Vec<(u32, f64)> = Vec::new();
-    while !growing.is_empty() {
-        let mut first: Option<(f64, u32)> = None;
-        let mut seen: Vec<u32> = Vec::new();
-        for &Use { resource, .. } in growing.iter().flat_map(|one| &one.uses) {
-            if seen.contains(&resource) {
-                continue;
+impl Sharing {
+    /// An operation begins in this queue.
+    pub(super) fn begin(&mut self, now: Duration, queue: Queue, cost: Cost) {
+        let Cost { alone, uses } = cost;
+        let class = self.classes.iter().position(|class| class.uses == uses).unwrap_or_else(|| {
+            let (running, told) = (BTreeSet::new(), None);
+            let count = Duration::ZERO;
+            self.classes.push(Class { uses, speed: 1.0, count, since: now, running, told });
+            self.classes.len() - 1
+        });
+        let of = &mut self.classes[class];
+        let last = of.count_at(now) + alone;
+        of.running.insert((last, queue));
+        self.running.insert(queue, Member { class, last });
+        self.share(now);
+    }
+
+    /// The queue's operation ends. False: none ran there.
+    pub(super) fn end(&mut self, now: Duration, queue: Queue) -> bool {
+        let Some(Member { class, last }) = self.running.remove(&queue) else { return false };
+        self.classes[class].running.remove(&(last, queue));
+        self.share(now);
+        true
+    }
+
+    /// When the queue's operation ends, if nothing else begins or ends before.
+    pub(super) fn end_of(&self, queue: Queue) -> Option<Duration> {
+        let &Member { class, last } = self.running.get(&queue)?;
+        Some(self.classes[class].time_of(last))
+    }
+
+    /// The first end of each class, where it is another than the one told before.
+    pub(super) fn first_ends(&mut self) -> impl Iterator<Item = (Duration, Queue)> {
+        self.classes.iter_mut().filter_map(|class| {
+            let first = class.running.first().map(|&(last, queue)| (class.time_of(last), queue));
+            let before = std::mem::replace(&mut class.told, first);
+            first.filter(|_| first != before)
+        })
+    }
+
+    /// Sets the speeds: max-min fair. All speeds grow alike; those that use a resource stop when it
+    /// is full, the others when they run as fast as alone.
+    fn share(&mut self, now: Duration) {
+        let running = self.classes.iter_mut().filter(|class| !class.running.is_empty());
+        let mut growing: Vec<&mut Class> = running.collect();
+        let mut full: Vec<(u32, f64)> = Vec::new();
+        while !growing.is_empty() {
+            let mut first: Option<(f64, u32)> = None;
+            let mut seen: Vec<u32> = Vec::new();
+            for &Use { resource, .. } in growing.iter().flat_map(|one| &one.uses) {
+                if seen.contains(&resource) {
+                    continue;
+                }
+                seen.push(resource);
+                let taken = full.iter().filter(|(of, _)| *of == resource).map(|(_, taken)| taken);
+                let asked = growing.iter().map(|one| one.share_of(resource)).sum::<f64>();
+                let speed = (1.0 - taken.sum::<f64>()).max(0.0) / asked;
+                if first.is_none_or(|(least, _)| speed < least) {
+                    first = Some((speed, resource));
+                }
             }
-            seen.push(resource);
-            let taken = full.iter().filter(|(of, _)| *of == resource).map(|(_, taken)| taken);
-            let asked = growing.iter().map(|one| one.share_of(resource)).sum::<f64>();
-            let speed = (1.0 - taken.sum::<f64>()).max(0.0) / asked;
-            if first.is_none_or(|(least, _)| speed < least) {
-                first = Some((speed, resource));
+            let Some((speed, resource)) = first.filter(|(speed, _)| *speed < 1.0) else {
+                return growing.iter_mut().for_each(|one| one.set(now, 1.0));
+            };
+            let (stopped, others) =
+                growing.into_iter().partition(|one| one.share_of(resource) > 0.0);
+            let stopped: Vec<&mut Class> = stopped;
+            for one in stopped {
+                let taken = |used: &Use| speed * used.share * one.running.len() as f64;
+                full.extend(one.uses.iter().map(|used| (used.resource, taken(used))));
+                one.set(now, speed);
             }
+            growing = others;
         }
-        let Some((speed, resource)) = first.filter(|(speed, _)| *speed < 1.0) else {
-            return growing.iter_mut().for_each(|one| one.set(now, 1.0));
-        };
-        let (stopped, others) = growing.into_iter().partition(|one| one.share_of(resource) > 0.0);
-        let stopped: Vec<&mut Progress> = stopped;
-        for one in stopped {
-            full.extend(one.uses.iter().map(|used| (used.resource, speed * used.share)));
-            one.set(now, speed);
-        }
-        growing = others;
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::work::Lane;
+
+    fn queue(device: u8) -> Queue {
+        Queue { lane: Lane::Upload, device: Some(device) }
+    }
+
+    fn cost(alone: u64, uses: &[(u32, f64)]) -> Cost {
+        let uses = uses.iter().map(|&(resource, share)| Use { resource, share }).collect();
+        Cost { alone: Duration::from_millis(alone), uses }
+    }
 
     fn speeds(operations: &[&[(u32, f64)]]) -> Vec<f64> {
-        let progress = |uses: &&[(u32, f64)]| {
-            let uses = uses.iter().map(|&(resource, share)| Use { resource, share }).collect();
-            Progress::new(Cost { alone: Duration::from_secs(1), uses }, Duration::ZERO)
-        };
-        let mut running: Vec<Progress> = operations.iter().map(progress).collect();
-        share(Duration::ZERO, running.iter_mut());
-        running.iter().map(|one| (one.speed * 1e9).round() / 1e9).collect()
+        let mut sharing = Sharing::default();
+        for (uses, number) in operations.iter().zip(0..) {
+            sharing.begin(Duration::ZERO, queue(number), cost(1000, uses));
+        }
+        let number = 0..operations.len() as u8;
+        let speed = |number| sharing.classes[sharing.running[&queue(number)].class].speed;
+        number.map(|number| (speed(number) * 1e9).round() / 1e9).collect()
     }
 
     #[test]
@@ -123,7 +191,7 @@ mod tests {
         // Alone, or beside one that uses something else, or within what there is.
         assert_eq!(speeds(&[&[(0, 1.0)]]), [1.0]);
         assert_eq!(speeds(&[&[(0, 1.0)], &[(1, 1.0)]]), [1.0, 1.0]);
-        assert_eq!(speeds(&[&[(0, 0.5)], &[(0, 0.5)], &[]]), [1.0, 1.0, 1.0]);
+        assert_eq!(speeds(&[&[(0, 0.5)], &[(0, 0.5)]]), [1.0, 1.0]);
         // Two copies behind a root of one and a half links.
         assert_eq!(speeds(&[&[(0, 2.0 / 3.0)], &[(0, 2.0 / 3.0)]]), [0.75, 0.75]);
         // An update that takes all of the memory, beside eight uploads that take an eighth each.
@@ -143,16 +211,16 @@ mod tests {
     #[test]
     fn what_is_done_stays_done_when_speeds_change() {
         let at = Duration::from_millis;
-        let uses = vec![Use { resource: 3, share: 1.0 }];
-        let cost = Cost { alone: at(1000), uses };
-        let mut running = vec![Progress::new(cost.clone(), at(0))];
-        share(at(0), running.iter_mut());
-        assert_eq!(running[0].end(), at(1000));
-        running.push(Progress::new(cost, at(500)));
-        share(at(500), running.iter_mut());
-        assert_eq!((running[0].end(), running[1].end()), (at(1500), at(2500)));
-        running.remove(0);
-        share(at(1500), running.iter_mut());
-        assert_eq!(running[0].end(), at(2000));
+        let mut sharing = Sharing::default();
+        sharing.begin(at(0), queue(0), cost(1000, &[(3, 1.0)]));
+        assert_eq!(sharing.first_ends().collect::<Vec<_>>(), [(at(1000), queue(0))]);
+        sharing.begin(at(500), queue(1), cost(1000, &[(3, 1.0)]));
+        let ends = [0, 1].map(|number| sharing.end_of(queue(number)));
+        assert_eq!(ends, [Some(at(1500)), Some(at(2500))]);
+        assert_eq!(sharing.first_ends().collect::<Vec<_>>(), [(at(1500), queue(0))]);
+        assert_eq!(sharing.first_ends().count(), 0, "nothing changed");
+        assert!(sharing.end(at(1500), queue(0)));
+        assert_eq!(sharing.first_ends().collect::<Vec<_>>(), [(at(2000), queue(1))]);
+        assert!(!sharing.end(at(1500), queue(0)), "it ended before");
     }
 }
