@@ -5,7 +5,8 @@
 The devices are CPU devices that sleep as long as a slower device would compute (device.flop_rate), and
 the fabric sleeps as long as a slower one would take (parallel.fabric_rate), so that this machine has
 enough cores for all processes. A step of a GPT-2 of 12 layers in 16 micro-batches runs on 1, 2 and 4
-processes, under mpirun. Virtual time is the forecast of `l2l plan --ranks N --forecast` for the same config.
+processes, under mpirun. Virtual time is the forecast of `l2l plan --ranks N --rates FILE` for the same config, where
+`l2l bench --rates FILE` fitted the rates to short runs of one process.
 Prints medians over the steps of all rounds without the first step.
 """
 
@@ -33,6 +34,7 @@ WAYS = {
 
 
 def run(command, settings, *options, ranks=None):
+    """The events of a command."""
     launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)] if ranks else []
     with tempfile.TemporaryDirectory() as folder:
         config = pathlib.Path(folder) / "config.toml"
@@ -54,9 +56,10 @@ def main():
     for way in options.ways:
         settings = f"{MODEL} {WAYS[way]}"
         alone = None
+        rates = tempfile.NamedTemporaryFile(suffix=".toml")
+        run("bench", settings, "--rates", rates.name)
         for ranks in (1, 2, 4):
-            rates = ["--forecast", "--tflops", "1", "--host-gbps", "10", "--disk-gbps", "1"]
-            [plan] = run("plan", settings, *rates, "--ranks", str(ranks))
+            [plan] = run("plan", settings, "--rates", rates.name, "--ranks", str(ranks))
             seconds = []
             for _ in range(options.rounds):
                 steps = [event for event in run("train", settings, ranks=ranks) if event["event"] == "step"]

@@ -48,7 +48,8 @@ def others(sets):
     yield "channels × 2", {"channels.weights": 2 * of("channels.weights", 2)}
     yield "micro-batches × 4", {"step.batch": 4 * of("step.batch", 4)}
     yield "layers × 4", {"model.layers": 4 * of("model.layers", 2)}
-    yield "devices × 2", {"device.count": 2}
+    # Each device as it was: the devices of a CPU share its threads.
+    yield "devices × 2", {"device.count": 2, "device.threads": 2 * of("device.threads", 1)}
     yield "without recomputing", {"schedule.recompute": "false"}
     yield "a norm to wait for", {"optimizer.clip_norm": 1.0}
 

@@ -179,10 +179,13 @@ pub(super) struct PlanArguments {
     /// With `--machine`: try each way in which its devices can share a step.
     #[arg(long, requires = "machine")]
     pub(super) layouts: bool,
-    /// Forecast a step with the rates of this file, which `l2l bench --rates` wrote.
+    /// Forecast a step with the rates of this file, which `l2l bench --rates` wrote. With `--ranks`,
+    /// that of the fabric is `--fabric-gbps`.
     #[arg(
         long = "rates", value_name = "FILE",
-        conflicts_with_all = ["machine", "ranks", "forecast", "RateArguments"]
+        conflicts_with_all = [
+            "machine", "forecast", "tflops", "link_gbps", "host_gbps", "disk_gbps",
+        ]
     )]
     pub(super) fitted: Option<PathBuf>,
     #[command(flatten)]

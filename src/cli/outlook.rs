@@ -136,18 +136,7 @@ pub(super) fn rates(
     model: &Model,
     arguments: &RateArguments,
 ) -> Result<Rates, Error> {
-    let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps } = *arguments;
-    for (name, rate) in [
-        ("tflops", tflops),
-        ("link-gbps", link_gbps),
-        ("host-gbps", host_gbps),
-        ("disk-gbps", disk_gbps),
-        ("fabric-gbps", fabric_gbps),
-    ] {
-        if rate.is_some_and(|rate| !(1e-9..=1e9).contains(&rate)) {
-            return Err(Error::Argument(format!("--{name} must be from 1e-9 to 1e9")));
-        }
-    }
+    let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, .. } = *arguments;
     let threads = config.device.threads.unwrap_or_else(machine::cores);
     let on_gpu = config.device.kind == DeviceKind::Cuda;
     let asks = on_gpu && (tflops.is_none() || link_gbps.is_none());
@@ -171,10 +160,7 @@ pub(super) fn rates(
         }
         (None, None) => config.link_bytes_per_second()?.unwrap_or(host),
     };
-    let mut rates = Rates::of(config, model, flops, link, host);
-    if let Some(rate) = fabric_gbps {
-        rates = rates.with_fabric(rate * 1e9);
-    }
+    let rates = Rates::of(config, model, flops, link, host);
     let folder = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
     let disk = match (disk_gbps, folder) {
         (Some(rate), _) => rate * 1e9,
@@ -195,6 +181,23 @@ pub(super) fn rates(
 }
 
 impl RateArguments {
+    /// Checks what is given.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps } = *self;
+        for (name, rate) in [
+            ("tflops", tflops),
+            ("link-gbps", link_gbps),
+            ("host-gbps", host_gbps),
+            ("disk-gbps", disk_gbps),
+            ("fabric-gbps", fabric_gbps),
+        ] {
+            if rate.is_some_and(|rate| !(1e-9..=1e9).contains(&rate)) {
+                return Err(Error::Argument(format!("--{name} must be from 1e-9 to 1e9")));
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn any(&self) -> bool {
         let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps } = self;
         [tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps].into_iter().any(Option::is_some)

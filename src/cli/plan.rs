@@ -36,9 +36,14 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     let fitted = arguments.fitted.as_deref();
     let asks = [*forecast, picture.is_some(), trace.is_some(), given.any(), fitted.is_some()];
     let outlook = || {
+        given.check()?;
         let rates = match fitted {
             Some(file) => rates::read(file, &config, &model, &plan)?,
             None => outlook::rates(&config, &model, given)?,
+        };
+        let rates = match given.fabric_gbps {
+            Some(rate) => rates.with_fabric(rate * 1e9),
+            None => rates,
         };
         Outlook::of(&config, &model, &plan, &rates)
     };

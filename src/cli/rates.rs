@@ -38,7 +38,10 @@ pub(super) fn fit(config: &Config, file: &Path) -> Result<(), Error> {
     for mut run in RateRuns::configs(config)? {
         run.step.steps = Some(1 + STEPS);
         let model = model_of(&run, largest_shape_of(&run)?)?;
-        let plan = Plan::new(&run, &model, &run.update_rule())?;
+        let plan = match Plan::new(&run, &model, &run.update_rule()) {
+            Err(_) if !plans.is_empty() => continue, // kept activations may have no room
+            plan => plan?,
+        };
         RateRuns::check(&run, &model, &plan)?;
         let slices = Runtime::new()?.block_on(slices_of(&run))?;
         runs.add(&slices, &model, &plan);

@@ -1,9 +1,10 @@
 //! Rates that were fitted to short runs on a machine, as a file that people can read.
 //!
-//! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over all
-//! operations of the runs. The units are FLOPs of kernels, by layer and phase; tokens of layers
-//! without products, and of gathers; bytes of everything else. FLOPs grow with rows and with rows ×
-//! positions before them as attention does, so one number stands for both.
+//! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over the medians
+//! of operations of one size. The units are FLOPs of kernels, by layer, phase and whether the layer
+//! keeps its activations; tokens of layers without products, and of gathers; bytes of everything
+//! else. FLOPs grow with rows and with rows × positions before them as attention does, so one number
+//! stands for both.
 
 use std::collections::{BTreeMap, HashMap};
 use std::iter;
@@ -13,21 +14,17 @@ use l2l_actors::work::WorkKind;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::Rates;
-use super::status::unix_seconds;
-use super::{Slice, SliceKind};
-use crate::config::{
-    Config, DeviceKind, EpsTier, OptimizerKind, Recompute, ScheduleKind, Transfer,
-};
+use crate::config::{Config, DeviceKind, EpsTier, OptimizerKind, Transfer};
 use crate::error::Error;
 use crate::machine;
 use crate::models::{Model, Save};
 use crate::plan::Plan;
 use crate::tensor::Dtype;
 
-const CUTS: &str = "cuts sequences";
+pub(super) const CUTS: &str = "cuts sequences";
 
 /// The version of the file.
-const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 /// Rates of a machine, fitted to runs on it.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
@@ -41,6 +38,8 @@ pub struct FittedRates {
     pub machine: String,
     /// The kind of its device.
     pub device: DeviceKind,
+    /// The threads of each device of the CPU; 1 of a GPU, whose kernels have their own.
+    pub threads: usize,
     /// The data type that kernels computed in.
     pub dtype: Dtype,
     /// The update rule.
@@ -68,21 +67,33 @@ pub struct FittedLine {
 }
 
 /// Operations of a kind: units and seconds of each.
-type Points = Vec<(f64, f64)>;
+pub(super) type Points = Vec<(f64, f64)>;
+
+/// The median of the operations of each size, and their number: one that was interrupted does not
+/// count.
+fn medians(points: &Points) -> Vec<(f64, f64, f64)> {
+    let mut sorted = points.clone();
+    sorted.sort_by(|one, other| one.0.total_cmp(&other.0).then(one.1.total_cmp(&other.1)));
+    let of_size = sorted.chunk_by(|one, other| one.0 == other.0);
+    of_size.map(|all| (all[0].0, all[all.len() / 2].1, all.len() as f64)).collect()
+}
 
 impl FittedLine {
-    /// The line through these points by least squares. Where that has a negative part, or all
-    /// operations have one size, the line through the origin. `None`: no operation took any time.
-    fn of(points: &Points) -> Option<FittedLine> {
+    /// The line through the medians of these points by least squares. Where that has a negative
+    /// part, or all operations have one size, the line through the origin. `None`: no operation took
+    /// any time.
+    pub(super) fn of(points: &Points) -> Option<FittedLine> {
         let count = points.len() as f64;
-        let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
-        let [units, seconds] = [mean(|point| point.0), mean(|point| point.1)];
+        let medians = medians(points);
+        let sum = |of: &dyn Fn(f64, f64) -> f64| {
+            medians.iter().map(|&(x, y, count)| of(x, y) * count).sum::<f64>()
+        };
+        let [units, seconds] = [sum(&|x, _| x) / count, sum(&|_, y| y) / count];
         if !(units > 0.0 && seconds > 0.0) {
             return None;
         }
-        let spread = points.iter().map(|(x, _)| (x - units).powi(2)).sum::<f64>();
-        let together = points.iter().map(|(x, y)| (x - units) * (y - seconds)).sum::<f64>();
-        let slope = together / spread;
+        let spread = sum(&|x, _| (x - units).powi(2));
+        let slope = sum(&|x, y| (x - units) * (y - seconds)) / spread;
         let fixed = seconds - slope * units;
         let is_one = spread > 1e-12 * count * units * units && slope > 0.0 && fixed >= 0.0;
         let [fixed, slope] = if is_one { [fixed, slope] } else { [0.0, seconds / units] };
@@ -105,22 +116,11 @@ impl FittedLine {
     }
 }
 
-/// Work whose units are the bytes that it moves.
-const MOVES: [WorkKind; 7] = [
-    WorkKind::Weights,
-    WorkKind::Shards,
-    WorkKind::Input,
-    WorkKind::Output,
-    WorkKind::Gradient,
-    WorkKind::Read,
-    WorkKind::Write,
-];
-
 /// What files call a layer without products. It may take no time.
 const EDGE: &str = "edge";
 
-/// Kernels of a layer in a phase, as a file names them.
-fn key_of(model: &Model, layer: usize, phase: Phase) -> String {
+/// Kernels of a layer in a phase that saves these activations, as a file names them.
+pub(super) fn key_of(model: &Model, layer: usize, phase: Phase, save: Option<Save>) -> String {
     let of = &model.layers[layer];
     let has_products = flops_of_one(model, layer) > 0.0;
     let name = if has_products { of.name() } else { EDGE };
@@ -129,7 +129,25 @@ fn key_of(model: &Model, layer: usize, phase: Phase) -> String {
         Phase::Keys => "keys",
         Phase::Backward => "backward",
     };
-    format!("{name} {phase}")
+    let keeps = if save == Some(Save::All) { ", kept" } else { "" };
+    format!("{name} {phase}{keeps}")
+}
+
+/// Other work, as a file names it. Updates that wait for the norm have the host for themselves.
+pub(super) fn name_of(kind: WorkKind, is_deferred: bool) -> String {
+    let waits = if kind == WorkKind::Update && is_deferred { ", deferred" } else { "" };
+    format!("{}{waits}", kind.name())
+}
+
+/// The threads of each device of the CPU.
+pub(super) fn threads_of(config: &Config) -> usize {
+    match config.device.kind {
+        DeviceKind::Cuda => 1,
+        DeviceKind::Cpu => {
+            let all = config.device.threads.unwrap_or_else(machine::cores);
+            (all / config.devices() as usize).max(1)
+        }
+    }
 }
 
 fn flops_of_one(model: &Model, layer: usize) -> f64 {
@@ -138,7 +156,7 @@ fn flops_of_one(model: &Model, layer: usize) -> f64 {
 
 /// The units of kernels for these sequences, of so many positions: FLOPs, or tokens of a layer that
 /// has no products.
-fn units_of(
+pub(super) fn units_of(
     model: &Model,
     layer: usize,
     phase: Phase,
@@ -154,155 +172,12 @@ fn units_of(
     }
 }
 
-/// Short runs of one config, with different numbers of sequences.
-#[derive(Default)]
-pub struct RateRuns {
-    compute: BTreeMap<String, Points>,
-    work: BTreeMap<String, Points>,
-}
-
-/// Runs with different sizes of micro-batches.
-const SIZES: u32 = 3;
-
-impl RateRuns {
-    /// Small steps of a config: two micro-batches of its size in each group, of half of it and of a
-    /// quarter; and one more whose updates wait for the norm, so that gradients wait in their
-    /// regions.
-    ///
-    /// # Errors
-    /// Its schedule is of as many micro-batches as the config has.
-    pub fn configs(config: &Config) -> Result<Vec<Config>, Error> {
-        let kind = config.schedule.kind;
-        if matches!(kind, ScheduleKind::File | ScheduleKind::Pipedream) {
-            let kind = word(kind);
-            let problem = "and `--rates` runs other numbers of micro-batches: set another one, and \
-                           use the rates for this";
-            return Err(Error::config("schedule.kind", format_args!("is \"{kind}\", {problem}")));
-        }
-        let groups = config.parallel.groups as usize;
-        let most = config.step.micro_batch.max(2);
-        let mut sizes: Vec<usize> = (0..SIZES).map(|nth| most >> nth).collect();
-        sizes.retain(|&size| size > 0);
-        let of = |size: usize, clips: bool| {
-            let mut run = config.clone();
-            (run.step.micro_batch, run.step.batch) = (size, 2 * size * groups);
-            run.step.epochs = None;
-            if run.schedule.recompute == Recompute::AUTO {
-                run.schedule.recompute = Recompute::Layer(true); // whatever room there is
-            }
-            if clips {
-                run.optimizer.clip_norm = run.optimizer.clip_norm.or(Some(1.0));
-            }
-            run
-        };
-        Ok(sizes.iter().map(|&size| of(size, false)).chain([of(most, true)]).collect())
-    }
-
-    /// Checks that all sequences of a run have the plan's length, and are whole.
-    ///
-    /// # Errors
-    /// They have not.
-    pub fn check(config: &Config, model: &Model, plan: &Plan) -> Result<(), Error> {
-        let refuse = |key: &str, problem: &str| {
-            Err(Error::Config { key: key.into(), problem: problem.into() })
-        };
-        if !config.data.train.is("random") {
-            let problem = "is not \"random\": `--rates` needs sequences that are all of one length";
-            return refuse("data.train", problem);
-        }
-        if plan.chunks(model) > 1 {
-            let problem = format!("{CUTS}, and `--rates` needs whole ones");
-            return refuse("step.chunk_positions", &problem);
-        }
-        Ok(())
-    }
-
-    /// Adds the slices of whole steps of sequences that are all of the plan's length.
-    pub fn add(&mut self, slices: &[Slice], model: &Model, plan: &Plan) {
-        let positions = plan.batch.positions;
-        for slice in slices {
-            let SliceKind::Work(kind) = slice.kind else { continue };
-            let sequences = slice.micro_batch.map_or(1, |m| {
-                plan.batch.micro_batches.get(m as usize).map_or(1, |&count| count as usize)
-            });
-            let seconds = slice.took().as_secs_f64();
-            let units = match (kind, slice.layer, slice.block) {
-                (WorkKind::Forward | WorkKind::Keys | WorkKind::Backward, Some(layer), _) => {
-                    let of = match kind {
-                        WorkKind::Forward => Phase::Forward,
-                        WorkKind::Keys => Phase::Keys,
-                        _ => Phase::Backward,
-                    };
-                    let save = plan.saves(LayerId(layer));
-                    let layer = layer as usize;
-                    let units = units_of(model, layer, of, [sequences, positions], save);
-                    let points = self.compute.entry(key_of(model, layer, of)).or_default();
-                    points.push((units, seconds));
-                    continue;
-                }
-                (WorkKind::Gather, ..) if slice.micro_batch.is_some() => {
-                    (sequences * positions) as f64
-                }
-                // From one block of its visit, for all micro-batches.
-                (WorkKind::Gather, layer, _) => {
-                    let all: u32 = plan.batch.micro_batches.iter().sum();
-                    let blocks = &model.layer_blocks[layer.unwrap_or(0) as usize];
-                    (all as usize * positions) as f64 / blocks.len() as f64
-                }
-                (WorkKind::Update | WorkKind::Reduce, _, Some(block)) => {
-                    model.blocks[block as usize].gradient_bytes() as f64
-                }
-                _ if MOVES.contains(&kind) => slice.bytes as f64,
-                _ => continue,
-            };
-            if units > 0.0 {
-                self.work.entry(kind.name().to_owned()).or_default().push((units, seconds));
-            }
-        }
-    }
-
-    /// Fits a line to each kind of work.
-    pub fn fit(&self, config: &Config, plan: &Plan) -> FittedRates {
-        let lines = |points: &BTreeMap<String, Points>| {
-            let line =
-                |(name, points): (&String, &Points)| Some((name.clone(), FittedLine::of(points)?));
-            points.iter().filter_map(line).collect()
-        };
-        let device = config.device_names().swap_remove(0);
-        FittedRates {
-            version: VERSION,
-            date: day_of(unix_seconds()),
-            machine: format!("{device}, {} cores of the host", machine::cores()),
-            device: config.device.kind,
-            dtype: config.device.dtype,
-            optimizer: config.optimizer.kind,
-            stash_on_device: plan.stash_on_device(),
-            compute: lines(&self.compute),
-            work: lines(&self.work),
-        }
-    }
-}
-
 /// A value as a config has it.
-fn word(value: impl Serialize) -> String {
+pub(super) fn word(value: impl Serialize) -> String {
     serde_json::to_value(value)
         .ok()
         .and_then(|word| Some(word.as_str()?.to_owned()))
         .unwrap_or_default()
-}
-
-/// The day of a Unix time, as `2026-11-28` (H. Hinnant's days of the civil calendar).
-fn day_of(seconds: f64) -> String {
-    let days = (seconds / 86_400.0) as i64 + 719_468;
-    let era = days.div_euclid(146_097);
-    let of_era = days.rem_euclid(146_097);
-    let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year + year / 4 - year / 100);
-    let month = (5 * of_year + 2) / 153;
-    let day = of_year - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    let year = year + era * 400 + i64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02}")
 }
 
 fn lacks(line: &str) -> String {
@@ -316,8 +191,9 @@ impl FittedRates {
         let mut text = format!(
             "# seconds = fixed + units / units_per_second (docs/machines.md)\n\
              version = {version}\ndate = \"{date}\"\nmachine = \"{machine}\"\n\
-             device = \"{}\"\ndtype = \"{}\"\noptimizer = \"{}\"\nstash_on_device = {}\n",
+             device = \"{}\"\nthreads = {}\ndtype = \"{}\"\noptimizer = \"{}\"\nstash_on_device = {}\n",
             word(self.device),
+            self.threads,
             word(self.dtype),
             word(self.optimizer),
             self.stash_on_device,
@@ -361,16 +237,13 @@ impl FittedRates {
         let facts = [
             ("device.dtype", word(device.dtype), word(self.dtype)),
             ("device.kind", word(device.kind), word(self.device)),
+            ("threads of a device", threads_of(config).to_string(), self.threads.to_string()),
             ("optimizer.kind", word(config.optimizer.kind), word(self.optimizer)),
             ("the stash's place", place(plan.stash_on_device()), place(self.stash_on_device)),
         ];
         let other = facts.into_iter().find(|(_, needs, has)| needs != has);
         other
             .map(|(what, needs, has)| format!("{what} is {needs}, and the rates are of {has}"))
-            .or_else(|| {
-                let is_one = plan.share().ranks == 1;
-                (!is_one).then(|| "the rates are of one process".to_owned())
-            })
             .or_else(|| {
                 let is_cut = plan.chunks(model) > 1;
                 is_cut.then(|| {
@@ -385,12 +258,13 @@ impl FittedRates {
         model: &Model,
         layer: usize,
         phase: Phase,
+        save: Option<Save>,
     ) -> Result<Option<FittedLine>, String> {
-        let key = key_of(model, layer, phase);
+        let key = key_of(model, layer, phase, save);
         let found = self.compute.get(&key).or_else(|| {
             // A head of one tile has one visit for both phases.
             let is_head = model.layers[layer].is_head();
-            is_head.then(|| self.compute.get(&key_of(model, layer, Phase::Backward)))?
+            is_head.then(|| self.compute.get(&key_of(model, layer, Phase::Backward, save)))?
         });
         let may_lack = key.starts_with(EDGE);
         if found.is_none() && !may_lack {
@@ -400,10 +274,10 @@ impl FittedRates {
     }
 
     /// The line of a kind of work.
-    fn line(&self, kind: WorkKind) -> Result<FittedLine, String> {
-        let name = kind.name();
-        let found = self.work.get(name).copied();
-        found.ok_or_else(|| lacks(name))
+    fn line(&self, kind: WorkKind, is_deferred: bool) -> Result<FittedLine, String> {
+        let name = name_of(kind, is_deferred);
+        let found = self.work.get(&name).copied();
+        found.ok_or_else(|| lacks(&name))
     }
 }
 
@@ -422,15 +296,18 @@ impl Rates {
         if let Some(problem) = fit.refusal(config, model, plan) {
             return Err(refuse(problem));
         }
-        let line = |kind| fit.line(kind).map_err(refuse);
+        let line = |kind| fit.line(kind, plan.deferred()).map_err(refuse);
         // FLOPs at one a second are seconds; then each line's own rate.
         let mut rates = Rates::of(config, model, 1.0, f64::INFINITY, f64::INFINITY);
         rates.compute.clear();
         let positions = plan.batch.positions;
-        let save = config.schedule.recompute.keep();
+        rates.kept = plan.kept.clone();
         for layer in 1..model.layers.len() {
+            let save = plan.saves(LayerId(layer as u32));
             for phase in [Phase::Forward, Phase::Backward] {
-                let Some(of) = fit.kernels(model, layer, phase).map_err(refuse)? else { continue };
+                let Some(of) = fit.kernels(model, layer, phase, save).map_err(refuse)? else {
+                    continue;
+                };
                 let units = units_of(model, layer, phase, [1, positions], save);
                 let at = (layer as u32, phase);
                 rates.compute.insert(at, units / of.units_per_second);
@@ -480,17 +357,5 @@ mod tests {
         assert_eq!((falls.fixed, falls.units_per_second), (0.0, 1.0));
         assert_eq!(of(&[(0.0, 1.0)]), None);
         assert_eq!(of(&[]), None);
-    }
-
-    #[test]
-    fn days_are_those_of_the_calendar() {
-        for (seconds, day) in [
-            (0.0, "1970-01-01"),
-            (951_782_400.0, "2000-02-29"),
-            (1_795_824_000.0, "2026-11-28"),
-            (1_798_761_599.0, "2026-12-31"),
-        ] {
-            assert_eq!(day_of(seconds), day);
-        }
     }
 }

@@ -38,6 +38,7 @@ mod perfetto;
 #[cfg(feature = "metrics")]
 mod publish;
 mod ranks;
+mod rate_runs;
 mod routers;
 #[cfg(feature = "prometheus")]
 mod server;
@@ -51,7 +52,7 @@ mod trace;
 mod watch;
 
 pub(crate) use exporter::Exporter;
-pub use fitted::{FittedLine, FittedRates, RateRuns};
+pub use fitted::{FittedLine, FittedRates};
 pub use forecast::{Forecast, Rates, Wait};
 pub use gantt::draw;
 pub use hiding::Hiding;
@@ -66,6 +67,7 @@ pub use perfetto::timeline;
 #[cfg(feature = "metrics")]
 pub use publish::{Histograms, describe, publish};
 pub use ranks::RankView;
+pub use rate_runs::RateRuns;
 pub use routers::RouterView;
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};

@@ -137,16 +137,37 @@ fn fit_and_read(more: &[&str]) -> (Vec<String>, String) {
 #[test]
 fn rates_are_written_and_read() {
     let (names, text) = fit_and_read(&[]);
-    for name in ["stack backward", "head backward", "weights", "gradient", "update", "reduce"] {
+    for name in [
+        "stack backward",
+        "stack forward, kept",
+        "head backward",
+        "weights",
+        "gradient",
+        "update",
+        "update, deferred",
+        "reduce",
+    ] {
         assert!(names.iter().any(|one| one == name), "{name} of {names:?}");
     }
-    assert!(text.contains("version = 1\ndate = \"2") && text.contains("dtype = \"f32\""), "{text}");
+    assert!(text.contains("version = 2\ndate = \"2") && text.contains("dtype = \"f32\""), "{text}");
 }
 
 /// The runs have batches of their own, which the config's groups divide, and steps of their own.
 #[test]
 fn rates_of_a_run_in_groups_for_epochs_are_written_and_read() {
-    fit_and_read(&["parallel.groups=4", "step.batch=16", "step.micro_batch=4", "step.epochs=1"]);
+    let sets = ["parallel.groups=4", "step.batch=16", "step.micro_batch=4", "step.epochs=1"];
+    let (_, text) = fit_and_read(&sets);
+    let folder = tempfile::tempdir().expect("a place for files");
+    let file = folder.path().join("rates.toml");
+    fs::write(&file, text).expect("written");
+    let file = file.to_str().expect("UTF-8");
+    // Of two processes, over a fabric that hides and one that decides.
+    let seconds = ["1", "1e-6"].map(|rate| {
+        let more = ["--rates", file, "--ranks", "2", "--fabric-gbps", rate];
+        let plan = events(&good(&[&arguments("plan", &sets)[..], &more].concat()));
+        plan[0]["step_seconds"].as_f64().expect("a forecast")
+    });
+    assert!(seconds[0] > 0.0 && seconds[1] > 10.0 * seconds[0], "{seconds:?}");
 }
 
 /// What is staged in slots of the host is gathered block by block.
@@ -161,8 +182,8 @@ fn rates_of_a_run_on_disk_are_written_and_read() {
 /// Rates that a test can change: what the tiny run needs.
 fn plain() -> String {
     let line = "fixed = 0.0\nunits_per_second = 1e9\nresidual = 0.0\noperations = 3\n";
-    let mut text = "version = 1\ndate = \"2026-11-28\"\nmachine = \"one\"\ndevice = \"cpu\"\n\
-                    dtype = \"f32\"\noptimizer = \"adamw\"\nstash_on_device = false\n"
+    let mut text = "version = 2\ndate = \"2026-11-28\"\nmachine = \"one\"\ndevice = \"cpu\"\n\
+                    threads = 1\n                    dtype = \"f32\"\noptimizer = \"adamw\"\nstash_on_device = false\n"
         .to_owned();
     for of in ["stack", "head", "edge"] {
         text += &format!("[compute.\"{of} forward\"]\n{line}[compute.\"{of} backward\"]\n{line}");
@@ -186,7 +207,7 @@ fn bad_rates_are_refused_by_name() {
         format!("{before}[work.\"weights\"]\n{}", after.replacen(from, to, 1))
     };
     for (text, sets, says) in [
-        (plain.replace("version = 1", "version = 2"), &[][..], "it is of version 2"),
+        (plain.replace("version = 2", "version = 1"), &[][..], "it is of version 1"),
         (plain.replace("date = ", "day = "), &[], "unknown field `day`"),
         (weights("1e9", "nan"), &[], "weights has a number that is not finite"),
         (weights("1e9", "-3.0"), &[], "weights has a rate that is not above 0"),
@@ -196,6 +217,9 @@ fn bad_rates_are_refused_by_name() {
         (plain.replace("\"weights\"", "\"heights\""), &[], "they have no line `weights`"),
         (plain.replace("stack forward", "stick forward"), &[], "they have no line `stack forward`"),
         (plain.clone(), &["device.dtype=bf16"], "device.dtype is bf16, and the rates are of f32"),
+        (plain.clone(), &["device.threads=3"], "threads of a device is 3, and the rates are of 1"),
+        (plain.clone(), &["optimizer.clip_norm=1.0"], "they have no line `update, deferred`"),
+        (plain.clone(), &["schedule.recompute=false"], "no line `stack forward, kept`"),
         (plain.clone(), &["optimizer.kind=sgd"], "optimizer.kind is sgd, and the rates are of"),
         (plain.clone(), &["stash.place=device"], "the stash's place is device"),
         (
