@@ -179,8 +179,8 @@ pub(super) struct PlanArguments {
     /// With `--machine`: try each way in which its devices can share a step.
     #[arg(long, requires = "machine")]
     pub(super) layouts: bool,
-    /// Forecast a step with the rates of this file, which `l2l bench --rates` wrote. With `--ranks`,
-    /// that of the fabric is `--fabric-gbps`.
+    /// Forecast a step with the rates of this file, which `l2l bench --rates` wrote. With
+    /// `--ranks`, that of the fabric is `--fabric-gbps`.
     #[arg(
         long = "rates", value_name = "FILE",
         conflicts_with_all = [

@@ -1,10 +1,10 @@
 //! Rates that were fitted to short runs on a machine, as a file that people can read.
 //!
-//! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over the medians
-//! of operations of one size. The units are FLOPs of kernels, by layer, phase and whether the layer
-//! keeps its activations; tokens of layers without products, and of gathers; bytes of everything
-//! else. FLOPs grow with rows and with rows × positions before them as attention does, so one number
-//! stands for both.
+//! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over the
+//! medians of operations of one size. The units are FLOPs of kernels, by layer, phase and whether
+//! the layer keeps its activations; tokens of layers without products, and of gathers; bytes of
+//! everything else. FLOPs grow with rows and with rows × positions before them as attention does,
+//! so one number stands for both.
 
 use std::collections::{BTreeMap, HashMap};
 use std::iter;
@@ -80,8 +80,8 @@ fn medians(points: &Points) -> Vec<(f64, f64, f64)> {
 
 impl FittedLine {
     /// The line through the medians of these points by least squares. Where that has a negative
-    /// part, or all operations have one size, the line through the origin. `None`: no operation took
-    /// any time.
+    /// part, or all operations have one size, the line through the origin. `None`: no operation
+    /// took any time.
     pub(super) fn of(points: &Points) -> Option<FittedLine> {
         let count = points.len() as f64;
         let medians = medians(points);
@@ -191,7 +191,8 @@ impl FittedRates {
         let mut text = format!(
             "# seconds = fixed + units / units_per_second (docs/machines.md)\n\
              version = {version}\ndate = \"{date}\"\nmachine = \"{machine}\"\n\
-             device = \"{}\"\nthreads = {}\ndtype = \"{}\"\noptimizer = \"{}\"\nstash_on_device = {}\n",
+             device = \"{}\"\nthreads = {}\ndtype = \"{}\"\noptimizer = \"{}\"\n\
+             stash_on_device = {}\n",
             word(self.device),
             self.threads,
             word(self.dtype),

@@ -183,7 +183,8 @@ fn rates_of_a_run_on_disk_are_written_and_read() {
 fn plain() -> String {
     let line = "fixed = 0.0\nunits_per_second = 1e9\nresidual = 0.0\noperations = 3\n";
     let mut text = "version = 2\ndate = \"2026-11-28\"\nmachine = \"one\"\ndevice = \"cpu\"\n\
-                    threads = 1\n                    dtype = \"f32\"\noptimizer = \"adamw\"\nstash_on_device = false\n"
+                    threads = 1\ndtype = \"f32\"\noptimizer = \"adamw\"\n\
+                    stash_on_device = false\n"
         .to_owned();
     for of in ["stack", "head", "edge"] {
         text += &format!("[compute.\"{of} forward\"]\n{line}[compute.\"{of} backward\"]\n{line}");

@@ -2,7 +2,8 @@
 //!
 //! Nothing is searched for at an event: a queue whose next operation waits stands behind the fence
 //! that it waits for, and ends are in a heap. So an operation costs as much on a hundred devices as
-//! on one. Where an operation that shares resources begins or ends, each class of them is looked at.
+//! on one. Where an operation that shares resources begins or ends, each class of these is
+//! looked at.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
@@ -45,8 +46,8 @@ struct Inner {
     /// it. A queue waits for one at a time.
     waiting: HashMap<u64, Vec<Queue>>,
     sharing: Sharing,
-    /// Ends of what runs; of operations with the same uses the first. Where a speed changed, the end
-    /// before is still there, and is skipped.
+    /// Ends of what runs; of operations with the same uses the first. Where a speed changed, the
+    /// end before is still there, and is skipped.
     ends: BinaryHeap<Reverse<(Duration, Queue)>>,
     /// The ring that the operations belong to, until it was seen to end.
     ring: Option<Arc<Ring>>,

@@ -1,5 +1,6 @@
 //! Operations that share a resource, such as the memory of the host: how fast each runs beside the
-//! others. Operations with the same uses are one class, so that a hundred uploads cost what one does.
+//! others. Operations with the same uses are one class, so that a hundred uploads cost what one
+//! does.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -90,9 +91,14 @@ impl Sharing {
     pub(super) fn begin(&mut self, now: Duration, queue: Queue, cost: Cost) {
         let Cost { alone, uses } = cost;
         let class = self.classes.iter().position(|class| class.uses == uses).unwrap_or_else(|| {
-            let (running, told) = (BTreeSet::new(), None);
-            let count = Duration::ZERO;
-            self.classes.push(Class { uses, speed: 1.0, count, since: now, running, told });
+            self.classes.push(Class {
+                uses,
+                speed: 1.0,
+                count: Duration::ZERO,
+                since: now,
+                running: BTreeSet::new(),
+                told: None,
+            });
             self.classes.len() - 1
         });
         let of = &mut self.classes[class];
