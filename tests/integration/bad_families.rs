@@ -188,8 +188,8 @@ fn configs_of_linear_attention() {
         (|c| c["linear_conv_kernel_dim"] = json!(0), "linear_conv_kernel_dim is 0"),
         (|c| c["linear_key_head_dim"] = json!(4096), "linear_key_head_dim is 4096"),
         (|c| c["hidden_act"] = json!("gelu"), "only \"silu\" is built"),
-        (|c| c["model_type"] = json!("qwen3_5_moe_text"), "experts beside linear attention"),
-        (|c| c["model_type"] = json!("qwen3_next"), "experts beside linear attention"),
+        (|c| c["model_type"] = json!("qwen3_5_moe_text"), "num_experts"),
+        (|c| c["model_type"] = json!("qwen3_next"), "projections of other rows"),
     ];
     for (change, says) in cases {
         refused(&folder, &of_family(&folder, "qwen3_5_text", change), &["config.json", says]);

@@ -12,7 +12,8 @@ use tempfile::TempDir;
 
 use crate::pytorch::case;
 
-const NAMES: [&str; 5] = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe-sparse"];
+const NAMES: [&str; 6] =
+    ["mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_moe-sparse"];
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq)]

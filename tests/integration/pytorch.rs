@@ -158,7 +158,7 @@ pub(crate) const FAMILIES: [&str; 48] = [
 ];
 
 /// Models with experts: each row's choices are far from ties in f32.
-pub(crate) const EXPERTS: [&str; 12] = [
+pub(crate) const EXPERTS: [&str; 13] = [
     "gpt_oss",
     "gpt_oss-classes",
     "mixtral",
@@ -167,6 +167,7 @@ pub(crate) const EXPERTS: [&str; 12] = [
     "olmoe",
     "qwen2_moe",
     "qwen2_moe-window",
+    "qwen3_5_moe_text",
     "qwen3_moe",
     "qwen3_moe-idle",
     "qwen3_moe-sparse",

@@ -135,6 +135,7 @@ mod tests {
             "olmoe",
             "qwen2_moe",
             "qwen2_moe-window",
+            "qwen3_5_moe_text",
             "qwen3_moe",
             "qwen3_moe-sparse",
             "qwen3_moe-idle",

@@ -33,6 +33,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
 mod read;
 mod roberta;
@@ -192,7 +193,8 @@ impl Names {
 
     /// Whether a part of each head may rotate, as in transformers.
     pub(crate) fn rotates_parts(&self) -> bool {
-        ["glm", "glm4", "gpt_neox", "phi3", "qwen3_5_text"].contains(&self.family)
+        ["glm", "glm4", "gpt_neox", "phi3", "qwen3_5_text", "qwen3_5_moe_text"]
+            .contains(&self.family)
     }
 
     /// Whether transformers reads a text anew when it grows beyond the positions that the model was
@@ -260,7 +262,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 37] = [
+static FAMILIES: [&Names; 38] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
@@ -291,6 +293,7 @@ static FAMILIES: [&Names; 37] = [
     &qwen2_moe::NAMES,
     &qwen3::NAMES,
     &qwen3_5::NAMES,
+    &qwen3_5_moe::NAMES,
     &qwen3_moe::NAMES,
     &roberta::NAMES,
     &roberta::XLM,
@@ -305,7 +308,7 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 12] = [
+const NOT_BUILT: [(&str, &str); 11] = [
     ("deepseek_v2", "whose keys and values are of low rank (MLA), which is not built"),
     ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
     ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
@@ -327,8 +330,11 @@ const NOT_BUILT: [(&str, &str); 12] = [
     ("llama4", "which also reads images, and whose experts read weighted inputs: not built"),
     ("llama4_text", "whose router has sigmoids and whose experts read weighted inputs: not built"),
     ("mpnet", "whose blocks share a table of biases by relative position, which is not built"),
-    ("qwen3_5_moe_text", "which has experts beside linear attention: only qwen3_5_text is built"),
-    ("qwen3_next", "which has experts beside linear attention: only qwen3_5_text is built"),
+    (
+        "qwen3_next",
+        "whose linear attention has projections of other rows: only that of qwen3_5_text and \
+         qwen3_5_moe_text is built",
+    ),
 ];
 
 /// The `config.json` of the text model, where it is a part of a model that also reads images.

@@ -11,16 +11,16 @@ use super::read::{
 };
 use crate::models::{Experts, Shape, Window};
 
-pub(super) static NAMES: Names = Names {
-    family: "qwen2_moe",
+pub(super) static NAMES: Names = Names { family: "qwen2_moe", read, write, ..WITH_SHARED };
+
+/// The names that Qwen2 and Qwen3.5 with experts share.
+pub(super) const WITH_SHARED: Names = Names {
     shared: [
         "model.layers.{}.mlp.shared_expert.gate_proj",
         "model.layers.{}.mlp.shared_expert.up_proj",
         "model.layers.{}.mlp.shared_expert.down_proj",
     ],
     shared_gate: "model.layers.{}.mlp.shared_expert_gate",
-    read,
-    write,
     ..SPARSE
 };
 
@@ -51,13 +51,20 @@ fn window(keys: &Keys) -> Result<Option<Window>, String> {
     window_by_kinds(key, &slides, positions).map(Some)
 }
 
+/// The key with the channels of the shared expert.
+pub(super) const SHARED_CHANNELS: &str = "shared_expert_intermediate_size";
+
+/// The channels of the shared expert.
+pub(super) fn shared_channels(keys: &Keys) -> Result<usize, String> {
+    match size(keys, SHARED_CHANNELS)? {
+        0 => Err(format!("{SHARED_CHANNELS} is 0: it must be at least 1")),
+        channels => Ok(channels),
+    }
+}
+
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "attention_bias", false)?;
-    let shared = size(keys, "shared_expert_intermediate_size")?;
-    if shared == 0 {
-        return Err("shared_expert_intermediate_size is 0: it must be at least 1".into());
-    }
-    let experts = Some(Experts { shared, ..read_sparse(keys)? });
+    let experts = Some(Experts { shared: shared_channels(keys)?, ..read_sparse(keys)? });
     let biases = [flag(keys, "qkv_bias", true)?, false, false];
     let window = window(keys)?;
     Ok(Shape { biases, experts, window, ..read_shared(keys, &NAMES, 10_000.0)? })
@@ -68,7 +75,6 @@ fn write(shape: &Shape) -> Value {
     write_sparse(shape, &mut config);
     write_layer_types(shape, &mut config);
     config["qkv_bias"] = shape.biases[0].into();
-    config["shared_expert_intermediate_size"] =
-        shape.experts.map_or(0, |experts| experts.shared).into();
+    config[SHARED_CHANNELS] = shape.experts.map_or(0, |experts| experts.shared).into();
     config
 }

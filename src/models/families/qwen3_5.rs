@@ -11,8 +11,10 @@ use super::{LinearNames, Names};
 use crate::kernels::LinearHeads;
 use crate::models::{AllBut, Head, LinearAttention, Shape};
 
-pub(super) static NAMES: Names = Names {
-    family: "qwen3_5_text",
+pub(super) static NAMES: Names = Names { family: "qwen3_5_text", read, write, ..HYBRID };
+
+/// The names that Qwen3.5 with and without experts share.
+pub(super) const HYBRID: Names = Names {
     qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
     linear: LinearNames {
         qkv: "model.layers.{}.linear_attn.in_proj_qkv",
@@ -26,8 +28,6 @@ pub(super) static NAMES: Names = Names {
         output: "model.layers.{}.linear_attn.out_proj",
     },
     token_classes: "",
-    read,
-    write,
     ..SHARED
 };
 
@@ -43,12 +43,17 @@ const SIZES: [(&str, usize, usize); 5] = [
 const PART: &str = "partial_rotary_factor";
 
 fn read(keys: &Keys) -> Result<Shape, String> {
+    read_hybrid(keys, &NAMES)
+}
+
+/// Reads the keys that Qwen3.5 with and without experts share.
+pub(super) fn read_hybrid(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
     only(keys, "hidden_act", "silu")?;
     let mut shared = keys.clone();
     if given(keys, PART).is_none() {
         shared.insert(PART.into(), json!(0.25));
     }
-    let shape = read_shared(&shared, &NAMES, 10_000.0)?;
+    let shape = read_shared(&shared, names, 10_000.0)?;
     let bias = flag(keys, "attention_bias", false)?;
     let heads = linear_heads(keys)?;
     let blocks = linear_blocks(keys)?;
@@ -106,7 +111,12 @@ fn linear_blocks(keys: &Keys) -> Result<AllBut, String> {
 
 fn write(shape: &Shape) -> Value {
     let of_classes = matches!(shape.head, Head::Classes { .. });
-    let mut config = write_shared(shape, if of_classes { "Qwen3_5Text" } else { "Qwen3_5" });
+    write_hybrid(shape, if of_classes { "Qwen3_5Text" } else { "Qwen3_5" })
+}
+
+/// Writes the keys that [`read_hybrid`] reads.
+pub(super) fn write_hybrid(shape: &Shape, family: &str) -> Value {
+    let mut config = write_shared(shape, family);
     config["attention_bias"] = shape.biases[0].into();
     let kind = |block: usize| match shape.linear_of(block) {
         Some(_) => "linear_attention",

@@ -28,7 +28,7 @@ pub(super) const SPARSE: Names = Names {
 };
 
 /// The key with the channels of an expert.
-const INTERMEDIATE: &str = "moe_intermediate_size";
+pub(super) const INTERMEDIATE: &str = "moe_intermediate_size";
 
 /// Reads the keys of experts that Qwen3 and Qwen2 share.
 pub(super) fn read_sparse(keys: &Keys) -> Result<Experts, String> {

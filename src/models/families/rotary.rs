@@ -255,7 +255,8 @@ pub(super) fn check_rotary(shape: &Shape) -> Result<(), String> {
         if part != 1.0 && !shape.names.rotates_parts() {
             return Err(format!(
                 "{PART} is {part}: heads of {family} rotate as a whole, also in transformers; a \
-                 part of each rotates in glm, glm4, gpt_neox, phi3 and qwen3_5_text only"
+                 part of each rotates in glm, glm4, gpt_neox, phi3, qwen3_5_text and \
+                 qwen3_5_moe_text only"
             ));
         }
         if part != 1.0 && (channels == 0 || channels % 2 != 0) {
