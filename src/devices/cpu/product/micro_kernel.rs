@@ -1,8 +1,8 @@
 //! The innermost loop of a product, once for each set of vector instructions.
 
-use std::array;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
+use std::array;
 
 /// The largest tile of all: rows and columns.
 pub(super) const LARGEST: [usize; 2] = [14, 32];
