@@ -2,6 +2,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
+use std::array;
 
 /// The largest tile of all: rows and columns.
 pub(super) const LARGEST: [usize; 2] = [14, 32];
@@ -21,12 +22,12 @@ pub(super) trait MicroKernel {
     const ROWS: usize;
     const COLUMNS: usize;
 
-    /// c (+)= a b. b: (depth, COLUMNS), dense.
+    /// c (+)= a b, for the first `rows` rows of a tile. b: (depth, COLUMNS), dense.
     ///
     /// # Safety
-    /// The processor has the instructions; a has `depth` columns, and b has `depth` rows; no other
-    /// thread uses the tile c.
-    unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize);
+    /// The processor has the instructions; a has `rows` rows, from 1 to ROWS, and `depth` columns,
+    /// and b has `depth` rows; no other thread uses the tile c.
+    unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, depth: usize);
 
     /// Transposes 8 by 8 elements. Rows are `from_by` and `to_by` apart.
     ///
@@ -40,12 +41,12 @@ pub(super) trait MicroKernel {
     }
 }
 
-/// Rows of a, as many as a tile has.
+/// Rows of a.
 #[derive(Clone, Copy)]
 pub(super) enum Left {
     /// Row-major, with rows `by` apart.
     Rows { at: *const f32, by: usize },
-    /// Column-major and dense.
+    /// Column-major and dense, with as many rows as a whole tile has.
     Panel { at: *const f32 },
 }
 
@@ -59,22 +60,24 @@ impl<const ROWS: usize, const COLUMNS: usize> MicroKernel for Arrays<ROWS, COLUM
     const ROWS: usize = ROWS;
     const COLUMNS: usize = COLUMNS;
 
-    unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize) {
+    /// Of a short tile it computes the last row several times, and writes it once.
+    unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, depth: usize) {
         let (at, rows_by, columns_by) = match a {
             Left::Rows { at, by } => (at, by, 1),
             Left::Panel { at } => (at, 1, ROWS),
         };
+        let offsets: [usize; ROWS] = array::from_fn(|i| i.min(rows - 1) * rows_by);
         let mut tile = [[0.0_f32; COLUMNS]; ROWS];
         for p in 0..depth {
             // SAFETY: a row of b, which is dense.
             let b = unsafe { *b.add(p * COLUMNS).cast::<[f32; COLUMNS]>() };
-            for (i, row) in tile.iter_mut().enumerate() {
+            for (row, offset) in tile.iter_mut().zip(offsets) {
                 // SAFETY: an element of a.
-                let one = unsafe { *at.add(i * rows_by + p * columns_by) };
+                let one = unsafe { *at.add(offset + p * columns_by) };
                 row.iter_mut().zip(b).for_each(|(sum, b)| *sum += one * b);
             }
         }
-        for (i, row) in tile.iter().enumerate() {
+        for (i, row) in tile.iter().take(rows).enumerate() {
             // SAFETY: a row of c.
             let to = unsafe { &mut *c.at.add(i * c.by).cast::<[f32; COLUMNS]>() };
             if c.add { to.iter_mut().zip(row).for_each(|(c, sum)| *c += sum) } else { *to = *row }
@@ -83,11 +86,12 @@ impl<const ROWS: usize, const COLUMNS: usize> MicroKernel for Arrays<ROWS, COLUM
 }
 
 /// A micro-kernel of two vectors a row. All loops over the tile run to constants, so that the
-/// compiler unrolls them and keeps the sums in registers.
+/// compiler unrolls them and keeps the sums in registers. It is compiled for each number of rows,
+/// so a short tile at the end of a few rows costs what its rows cost.
 #[cfg(target_arch = "x86_64")]
 macro_rules! two_vectors {
     (
-        $kernel:ident, $rows:literal, $lanes:literal, $features:literal,
+        $kernel:ident, $rows:literal [$($height:literal)*], $lanes:literal, $features:literal,
         $zero:ident, $load:ident, $splat:ident, $add:ident, $multiply_add:ident, $store:ident
     ) => {
         impl $kernel {
@@ -95,7 +99,7 @@ macro_rules! two_vectors {
             /// can use all registers.
             #[target_feature(enable = $features)]
             #[inline(never)]
-            unsafe fn sum<const PANEL: bool>(
+            unsafe fn sum<const PANEL: bool, const HEIGHT: usize>(
                 c: Target,
                 mut column: *const f32,
                 by: usize,
@@ -103,12 +107,12 @@ macro_rules! two_vectors {
                 depth: usize,
             ) {
                 let (rows_by, columns_by) = if PANEL { (1, $rows) } else { (by, 1) };
-                let mut tile = [[$zero(); 2]; $rows];
+                let mut tile = [[$zero(); 2]; HEIGHT];
                 for _ in 0..depth {
                     // SAFETY: elements of a column of a, and of a row of b.
                     unsafe {
                         let b = [$load(row), $load(row.add($lanes))];
-                        for i in 0..$rows {
+                        for i in 0..HEIGHT {
                             let one = $splat(*column.add(i * rows_by));
                             tile[i][0] = $multiply_add(one, b[0], tile[i][0]);
                             tile[i][1] = $multiply_add(one, b[1], tile[i][1]);
@@ -134,12 +138,19 @@ macro_rules! two_vectors {
             const COLUMNS: usize = 2 * $lanes;
 
             #[inline(always)]
-            unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize) {
+            unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, depth: usize) {
                 // SAFETY: the caller's promise.
                 unsafe {
-                    match a {
-                        Left::Rows { at, by } => Self::sum::<false>(c, at, by, b, depth),
-                        Left::Panel { at } => Self::sum::<true>(c, at, 1, b, depth),
+                    match (rows, a) {
+                        $(
+                            ($height, Left::Rows { at, by }) => {
+                                Self::sum::<false, $height>(c, at, by, b, depth);
+                            }
+                            ($height, Left::Panel { at }) => {
+                                Self::sum::<true, $height>(c, at, 1, b, depth);
+                            }
+                        )*
+                        _ => unreachable!("{rows} rows of a tile of {}", $rows),
                     }
                 }
             }
@@ -160,7 +171,7 @@ pub(super) struct Avx2;
 #[cfg(target_arch = "x86_64")]
 two_vectors!(
     Avx2,
-    6,
+    6 [1 2 3 4 5 6],
     8,
     "avx2,fma",
     _mm256_setzero_ps,
@@ -178,7 +189,7 @@ pub(super) struct Avx512;
 #[cfg(target_arch = "x86_64")]
 two_vectors!(
     Avx512,
-    14,
+    14 [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
     16,
     "avx512f",
     _mm512_setzero_ps,

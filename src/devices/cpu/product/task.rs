@@ -96,7 +96,7 @@ impl Task<'_> {
         let high = GROUP / K::ROWS * K::ROWS;
         // Cuts of one length: a short last one would cost nearly as much as a whole one.
         let cut = depth.div_ceil(depth.div_ceil(CUT)).next_multiple_of(8);
-        let packs_rows = rows < K::ROWS || a.in_place().is_none();
+        let packs_rows = a.in_place().is_none();
         for deep in (0..depth).step_by(CUTS * cut) {
             let deep_end = depth.min(deep + CUTS * cut);
             pack::slivers::<K>(&mut packed.b, b.from(deep, 0), deep_end - deep, columns);
@@ -135,24 +135,19 @@ impl Task<'_> {
                 // SAFETY: inside c.
                 let c = unsafe { self.c.add(row * self.width + column) };
                 prefetch(c, self.width, high, wide);
-                // Where rows are read, a tile that is not whole begins at rows that are done.
-                let (left, done) = match group.panels {
-                    Some(panels) => {
-                        let at = panels[(row - group.top) * cut..].as_ptr();
-                        (Left::Panel { at }, 0)
-                    }
+                let left = match group.panels {
+                    Some(panels) => Left::Panel { at: panels[(row - group.top) * cut..].as_ptr() },
                     None => {
-                        let done = K::ROWS - high;
-                        let rows = a.from(row - done, group.from).in_place();
+                        let rows = a.from(row, group.from).in_place();
                         let at = rows.expect("rows that are not packed").as_ptr();
-                        (Left::Rows { at, by: a.rows_by }, done)
+                        Left::Rows { at, by: a.rows_by }
                     }
                 };
                 let tile = Tile { c, by: self.width, rows: high, columns: wide };
                 // SAFETY: the tile is inside c, and this task's.
                 let add = unsafe { tile.start(start, column) };
                 // SAFETY: the panel, or the rows of a, and the sliver have `cut` columns and rows.
-                unsafe { tile.multiply::<K>(add, left, b.as_ptr(), cut, done) };
+                unsafe { tile.multiply::<K>(add, left, b.as_ptr(), cut) };
             }
         }
     }
@@ -191,34 +186,25 @@ impl Tile {
         !matches!(start, Start::Zero)
     }
 
-    /// c (+)= a b, without the first `done` rows of a.
+    /// c (+)= a b.
     ///
     /// # Safety
     /// As for [`Tile::row`] and [`MicroKernel::multiply`].
     #[inline(always)]
-    unsafe fn multiply<K: MicroKernel>(
-        &self,
-        add: bool,
-        a: Left,
-        b: *const f32,
-        depth: usize,
-        done: usize,
-    ) {
-        if self.rows == K::ROWS && self.columns == K::COLUMNS {
+    unsafe fn multiply<K: MicroKernel>(&self, add: bool, a: Left, b: *const f32, depth: usize) {
+        if self.columns == K::COLUMNS {
             let c = Target { at: self.c, by: self.by, add };
-            // SAFETY: the caller's promise; the tile is whole.
-            return unsafe { K::multiply(c, a, b, depth) };
+            // SAFETY: the caller's promise; the tile has all columns.
+            return unsafe { K::multiply(c, a, b, self.rows, depth) };
         }
         let mut sums = [0.0_f32; LARGEST[0] * LARGEST[1]];
         let to = Target { at: sums.as_mut_ptr(), by: K::COLUMNS, add: false };
         // SAFETY: the caller's promise; the largest tile fits in `sums`.
-        unsafe { K::multiply(to, a, b, depth) };
-        for (row, sums) in sums[done * K::COLUMNS..].chunks_exact(K::COLUMNS).enumerate() {
-            if row < self.rows {
-                // SAFETY: the caller's promise.
-                let c = unsafe { self.row(row) }.iter_mut().zip(sums);
-                c.for_each(|(c, sum)| *c = if add { *c + sum } else { *sum });
-            }
+        unsafe { K::multiply(to, a, b, self.rows, depth) };
+        for (row, sums) in sums.chunks_exact(K::COLUMNS).take(self.rows).enumerate() {
+            // SAFETY: the caller's promise.
+            let c = unsafe { self.row(row) }.iter_mut().zip(sums);
+            c.for_each(|(c, sum)| *c = if add { *c + sum } else { *sum });
         }
     }
 }

@@ -106,6 +106,28 @@ fn tiles_change_no_bits() {
     }
 }
 
+/// A short tile computes its rows as a whole one does, wherever they lie.
+#[test]
+fn short_tiles_have_the_bits_of_whole_ones() {
+    let [most, columns] = micro_kernel::LARGEST;
+    let depth = 20;
+    let a = noise(most * depth, 1).narrow;
+    let b = noise(depth * columns, 2).narrow;
+    let b = Matrix::rows(&b, columns);
+    let start = Start::Zero;
+    for a in [Matrix::rows(&a, depth), Matrix::rows(&a, most).transposed()] {
+        for level in Level::all() {
+            let of = |rows: usize| {
+                let mut c = vec![f32::NAN; rows * columns];
+                Product { a, b, rows, depth, columns, start }.run(level, &mut c);
+                c
+            };
+            let whole = of(most);
+            assert!((1..most).all(|rows| of(rows) == whole[..rows * columns]), "{level:?}");
+        }
+    }
+}
+
 /// Numbers of 16 bits are what they are as floats, on either side.
 #[test]
 fn numbers_of_16_bits_have_the_bits_of_their_floats() {
