@@ -54,6 +54,8 @@ pub enum Head {
         dense: [Option<DenseModule>; MOST_DENSE],
         /// Whether embeddings are scaled to length 1.
         normalise: bool,
+        /// Whether the tokens of a prompt count.
+        include_prompt: bool,
     },
 }
 
@@ -63,6 +65,7 @@ impl Head {
         pooling: EmbeddingPooling::Mean,
         dense: [None; MOST_DENSE],
         normalise: true,
+        include_prompt: true,
     };
 
     /// The number of scores of a head of classes.
