@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 
-from races import PROGRAM, run
+from races import PROGRAM, apart, run
 
 VOCABULARY, RATE, RANK = 8192, 1e-4, 8
 RECORDS, PROMPT, ANSWER = 16, 64, 128
@@ -162,7 +162,7 @@ def main():
     for race in options.races:
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
-            prepare(folder, race, options.steps)
+            apart(prepare, folder, race, options.steps)
             peer = [sys.executable, __file__, race, "--folder", folder, "--steps", options.steps,
                     "--threads", options.threads]
             commands = {"trl": peer, "trl checkpointing": [*peer, "--checkpointing"], "cached": peer,

@@ -60,14 +60,6 @@ pub enum Head {
 }
 
 impl Head {
-    /// None, with the mean of the hidden states, scaled to length 1.
-    pub(crate) const EMBEDDING: Head = Head::Embedding {
-        pooling: EmbeddingPooling::Mean,
-        dense: [None; MOST_DENSE],
-        normalise: true,
-        include_prompt: true,
-    };
-
     /// The number of scores of a head of classes.
     pub fn labels(&self) -> Option<usize> {
         match *self {

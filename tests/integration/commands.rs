@@ -222,8 +222,7 @@ fn texts_are_embedded() {
         assert!(!output.status.success() && error.contains(says), "{says:?} expected in: {error}");
     };
     refused(&["--text", ""], "text 1: it is empty");
-    let says = "model.default_prompt is \"query\", and the model has no prompt of that name: it has \
-                none";
+    let says = "model.default_prompt is \"query\", and the model has no prompt of that name";
     refused(&["--prompt-name", "query", "--text", "a"], says);
     refused(&["--texts", &at("none")], "--texts");
     fs::write(at("bad.jsonl"), "{}\n").expect("ours");

@@ -34,7 +34,8 @@ fn answers(record: &Sequence) -> [(&[u32], &[i32]); 2] {
     [(first, of_first), (second, of_second)]
 }
 
-/// A chat's prompt may be told, or be the part that is the same, also beside a text that repeats it.
+/// A chat's prompt may be told, or be the part that is the same, also beside a text that repeats
+/// it.
 #[test]
 fn chats_have_one_prompt_in_every_form() {
     let folder = tempfile::tempdir().expect("a place for files");

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use l2l::config::{LoraConfig, ObjectiveKind, PromptsConfig, Task};
+use l2l::config::{LoraConfig, ObjectiveKind, PromptsConfig, Task, TooLong};
 use l2l::data::{Batch, Batches, Dataset, Sequence, sequences_of_texts};
 use l2l::hf::{ExportOptions, export};
 use l2l::inference::Evaluator;
@@ -222,60 +222,64 @@ async fn directories_have_their_prompts() {
     }
 }
 
-#[test]
-fn prompts_that_cannot_be_are_refused_by_name() {
+/// A directory with a tokenizer and these settings, and why a config that reads it is refused.
+fn refused(settings: &Value, change: &dyn Fn(&mut Config), says: &str) {
     let folder = tempfile::tempdir().expect("a place for files");
-    let golden = golden();
-    let config = training(folder.path(), "wordpiece", &golden);
     let source = folder.path().join("source");
-    fs::create_dir(&source).expect("ours");
+    fs::create_dir_all(source.join("1_Pooling")).expect("ours");
     for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
         fs::copy(model("wordpiece").join(file), source.join(file)).expect("ours");
     }
-    let refused = |settings: Value, change: &dyn Fn(&mut Config), says: &str| {
-        fs::write(source.join(SETTINGS), settings.to_string()).expect("ours");
-        let mut config = config.clone();
-        config.model.path = Some(source.clone());
-        change(&mut config);
-        let opened = config.check().and_then(|()| shape_of(&config));
-        let opened = opened.and_then(|shape| Dataset::open(&config, &shape).map(drop));
-        let error = opened.expect_err(says).to_string();
-        assert!(error.contains(says), "{says:?} expected in: {error}");
-    };
-    let good = json!({ "prompts": { "query": "q: " } });
+    fs::write(source.join(SETTINGS), settings.to_string()).expect("ours");
+    let mut config = training(folder.path(), "wordpiece", &golden());
+    config.model.path = Some(source);
+    change(&mut config);
+    let opened = config.check().and_then(|()| shape_of(&config));
+    let opened = opened.and_then(|shape| Dataset::open(&config, &shape).map(drop));
+    let error = opened.expect_err(says).to_string();
+    assert!(error.contains(says), "{says:?} expected in: {error}");
+}
+
+#[test]
+fn prompts_of_directories_that_cannot_be_are_refused_by_name() {
     let none = |_: &mut Config| {};
-    let says = "prompts is \"query\": it must be texts by name";
-    refused(json!({ "prompts": "query" }), &none, says);
-    refused(json!({ "prompts": { "query": 1 } }), &none, "prompts: query is 1, and no text");
-    refused(json!({ "default_prompt_name": 1 }), &none, "default_prompt_name is 1, and no name");
-    let no_default = |config: &mut Config| config.model.default_prompt = None;
     let own = |config: &mut Config| {
-        no_default(config);
+        config.model.default_prompt = None;
         config.model.prompts.clear();
     };
+    let says = "prompts is \"query\": it must be texts by name";
+    refused(&json!({ "prompts": "query" }), &none, says);
+    refused(&json!({ "prompts": { "query": 1 } }), &none, "prompts: query is 1, and no text");
+    refused(&json!({ "default_prompt_name": 1 }), &none, "default_prompt_name is 1, and no name");
     let unknown = json!({ "default_prompt_name": "passage", "prompts": { "query": "q: " } });
     let says = "default_prompt_name is \"passage\", and the model has no prompt of that name: it \
                 has query";
-    refused(unknown, &own, says);
-    let says = "default_prompt_name is \"query\", and the model has no prompt of that name: it has \
-                none";
-    refused(json!({ "default_prompt_name": "query" }), &own, says);
+    refused(&unknown, &own, says);
+    let says = "no prompt of that name: it has none (model.prompts adds some)";
+    refused(&json!({ "default_prompt_name": "query" }), &own, says);
+    let pooling = |config: &mut Config| {
+        let source = config.model.path.clone().expect("it is set");
+        let of_pooling = json!({ "pooling_mode_mean_tokens": true, "include_prompt": 1 });
+        fs::write(source.join("1_Pooling/config.json"), of_pooling.to_string()).expect("ours");
+        let modules = json!([{ "path": "", "type": "Transformer" },
+            { "path": "1_Pooling", "type": "Pooling" }]);
+        fs::write(source.join("modules.json"), modules.to_string()).expect("ours");
+    };
+    refused(&json!({}), &pooling, "include_prompt is 1: it must be true or false");
+}
+
+#[test]
+fn prompts_of_configs_that_cannot_be_are_refused_by_name() {
+    let refused = |change: &dyn Fn(&mut Config), says: &str| refused(&json!({}), change, says);
     let other = |config: &mut Config| config.model.default_prompt = Some("passage".into());
     let says = "model.default_prompt is \"passage\", and the model has no prompt of that name: it \
                 has document, none, query";
-    refused(good.clone(), &other, says);
-    let entropy = |config: &mut Config| {
+    refused(&other, says);
+    let masked = |config: &mut Config| {
         config.objective = Default::default();
         config.model.task = Some(Task::MaskedLm);
     };
-    let says = "data.prompts.anchor is for a loss of sentence embeddings";
-    refused(good.clone(), &entropy, says);
-    let without_columns = |config: &mut Config| {
-        entropy(config);
-        config.data.prompts = PromptsConfig::default();
-        config.model.normalise = None;
-    };
-    refused(good.clone(), &without_columns, "model.pooling is for sentence-embedding");
+    refused(&masked, "data.prompts.anchor is for a loss of sentence embeddings");
     for (key, change) in [
         ("model.include_prompt", (|_| {}) as fn(&mut Config)),
         ("model.default_prompt", |config| config.model.include_prompt = None),
@@ -285,27 +289,21 @@ fn prompts_that_cannot_be_are_refused_by_name() {
         }),
     ] {
         let change = |config: &mut Config| {
-            without_columns(config);
-            config.model.pooling = None;
+            masked(config);
+            config.data.prompts = PromptsConfig::default();
+            (config.model.pooling, config.model.normalise) = (None, None);
             change(config);
         };
-        refused(good.clone(), &change, &format!("{key} is for sentence-embedding"));
+        refused(&change, &format!("{key} is for sentence-embedding"));
     }
     let no_negatives = |config: &mut Config| config.objective.negatives = 0;
     let says = "data.prompts.negative is for records with hard negatives: set objective.negatives";
-    refused(good.clone(), &no_negatives, says);
+    refused(&no_negatives, says);
     let short = |config: &mut Config| {
         config.data.sequence_length = Some(4);
-        config.data.too_long = l2l::config::TooLong::Cut;
+        config.data.too_long = TooLong::Cut;
     };
-    refused(good, &short, "tokens the embedding leaves out");
-    let pooling = json!({ "pooling_mode_mean_tokens": true, "include_prompt": 1 });
-    fs::create_dir(source.join("1_Pooling")).expect("ours");
-    fs::write(source.join("1_Pooling/config.json"), pooling.to_string()).expect("ours");
-    let modules = json!([{ "path": "", "type": "Transformer" },
-        { "path": "1_Pooling", "type": "Pooling" }]);
-    fs::write(source.join("modules.json"), modules.to_string()).expect("ours");
-    refused(json!({}), &none, "include_prompt is 1: it must be true or false");
+    refused(&short, "tokens the embedding leaves out");
 }
 
 /// A batch of a program's own whose embedding would be of nothing.
