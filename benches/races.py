@@ -31,6 +31,7 @@ uses random weights and needs neither torch nor transformers. It prints the rati
 
 import argparse
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -393,10 +394,17 @@ def run(command):
     return [event["loss"] for event in steps], seconds, usage.ru_maxrss * 1024
 
 
+def apart(function, *arguments):
+    """What a function returns in a process of its own. The peak that Linux reports of a process is at
+    least that of the one that started it. So the process that starts the runs imports no torch."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
 def race_against_torch(name, race, options):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        tokens = prepare(folder, race, options.steps, True)
+        tokens = apart(prepare, folder, race, options.steps, True)
         peer = [sys.executable, __file__, name, "--folder", folder]
         for option in ("steps", "threads", "peer", "peer_micro"):
             peer += [f"--{option.replace('_', '-')}", getattr(options, option)]

@@ -76,7 +76,14 @@ impl Draft {
         sync(&partial.join("config.json")).map_err(failed)?;
         // The source's, which are copied next, may say something else.
         let positions = run.config.sequence_length(&run.model.shape)?;
-        hf::write_sentence_modules(&partial, &run.model.shape, positions)?;
+        if run.model.shape.embeds() {
+            let of = hf::OfSentences {
+                positions,
+                prompts: &resolve::prompts_of(&run.config)?,
+                from: &resolve::directories_of(&run.config),
+            };
+            hf::write_sentence_modules(&partial, &run.model.shape, &of)?;
+        }
         if let Some(path) = &run.config.model.path {
             hf::copy_companions(&[path], &partial).map_err(failed)?;
         }

@@ -278,6 +278,10 @@ pub(super) struct EmbedArguments {
     /// A file of texts: a .jsonl file of `{"text"}`, or a text a line.
     #[arg(long, value_name = "FILE")]
     pub(super) texts: Option<PathBuf>,
+    /// The name of the prompt of the model that comes before each text, or "" for none [default:
+    /// model.default_prompt].
+    #[arg(long, value_name = "NAME")]
+    pub(super) prompt_name: Option<String>,
 }
 
 #[derive(Args)]

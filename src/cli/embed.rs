@@ -22,6 +22,9 @@ pub(super) fn embed(arguments: &EmbedArguments) -> Result<Exit, Error> {
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         config.model.task.get_or_insert(Task::SentenceEmbedding);
+        if arguments.prompt_name.is_some() {
+            config.model.default_prompt.clone_from(&arguments.prompt_name);
+        }
         let shape = shape_of(&config)?;
         if !shape.embeds() {
             let what = format!(

@@ -333,7 +333,7 @@ fn parse(text: &str) -> Value {
 const OPTIONAL: &str = "train.lora";
 
 /// Keys whose values are tables with names of the user's own.
-const TABLES: [&str; 2] = ["train.lora.alpha_pattern", "train.lora.rank_pattern"];
+const TABLES: [&str; 3] = ["model.prompts", "train.lora.alpha_pattern", "train.lora.rank_pattern"];
 
 /// All keys, with their sections.
 pub(super) fn known_keys() -> Vec<String> {

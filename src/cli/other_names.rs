@@ -87,6 +87,7 @@ const NAMES: &[(&[&str], &str, &str)] = &[
     (&["num_negatives"], "objective.negatives", ""),
     (&["pooling_mode"], "model.pooling", ""),
     (&["normalize_embeddings"], "model.normalise", ""),
+    (&["default_prompt_name"], "model.default_prompt", ""),
     (&["dataset", "datasets", "dataset_name", "train_file", "train_data"], "data.train", ""),
     (&["validation_file", "eval_dataset", "eval_data", "val_file"], "data.validation", ""),
     (&["val_size", "val_set_size", "test_size"], "data.validation_split", ""),

@@ -35,6 +35,9 @@ pub struct DataConfig {
     /// The columns of records that have other names in the data, for instance `text = "sentence"`.
     /// If records have the columns of several kinds, the kind that is named here is used.
     pub fields: FieldsConfig,
+    /// With a loss of sentence embeddings: what comes before each text of a column, in training and
+    /// validation, as in `anchor = "query: "` (`prompts` of sentence-transformers' trainer).
+    pub prompts: PromptsConfig,
     /// Length of the longest sequence, in tokens; when absent, the model's `positions`, at most
     /// 1024.
     pub sequence_length: Option<usize>,
@@ -78,6 +81,7 @@ impl Default for DataConfig {
             validation: None,
             validation_split: None,
             fields: FieldsConfig::default(),
+            prompts: PromptsConfig::default(),
             sequence_length: None,
             shuffle: true,
             group_by_length: false,
@@ -99,7 +103,7 @@ impl DataConfig {
     /// The data's fingerprint has the date, if a template writes it.
     pub(super) const ON_RESUME: OnResume = OnResume::free("date validation").with_changes(
         "attend_across bad_records end_of_text fields group_by_length mask_probability packing \
-         sequence_length shuffle too_long train validation_split",
+         prompts sequence_length shuffle too_long train validation_split",
     );
 
     pub(super) fn check(&self) -> Result<(), Error> {
@@ -224,6 +228,31 @@ impl FieldsConfig {
         ];
         let named = all.into_iter().filter_map(|(ours, theirs)| Some((ours, theirs.clone()?)));
         named.collect()
+    }
+}
+
+/// `[data.prompts]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct PromptsConfig {
+    /// What comes before each anchor.
+    pub anchor: Option<String>,
+    /// What comes before each positive.
+    pub positive: Option<String>,
+    /// What comes before each hard negative.
+    pub negative: Option<String>,
+}
+
+impl PromptsConfig {
+    /// The prompts with their keys.
+    pub(crate) fn each(&self) -> [(&'static str, Option<&str>); 3] {
+        let PromptsConfig { anchor, positive, negative } = self;
+        [
+            ("anchor", anchor.as_deref()),
+            ("positive", positive.as_deref()),
+            ("negative", negative.as_deref()),
+        ]
     }
 }
 

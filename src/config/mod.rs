@@ -34,7 +34,7 @@ use serde::{Deserialize, Serialize};
 
 pub use checkpoint::{CheckpointConfig, ExportConfig, OnError, WeightDtype};
 pub use compression::{CompressionConfig, CompressionKind};
-pub use data::{BadRecords, DataConfig, DataFile, FieldsConfig, Files, TooLong};
+pub use data::{BadRecords, DataConfig, DataFile, FieldsConfig, Files, PromptsConfig, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use device::{DeviceConfig, DeviceKind, GradientDtype};
 pub use eps::{EpsConfig, EpsTier};

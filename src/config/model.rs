@@ -1,5 +1,6 @@
 //! `[model]`: the model's weights or shape, and its task.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -76,6 +77,17 @@ pub struct ModelConfig {
     /// With `sentence-embedding`: scales embeddings to length 1. When absent, what `modules.json`
     /// says, else `true`.
     pub normalise: Option<bool>,
+    /// With `sentence-embedding`: whether the tokens of a prompt count for the embedding. When
+    /// absent, what the pooling module in `path` says, else `true`.
+    pub include_prompt: Option<bool>,
+    /// With `sentence-embedding`: the name of the prompt that `l2l embed` puts before each text;
+    /// `""` for none. When absent, the one that `config_sentence_transformers.json` in `path`
+    /// names, if it does.
+    pub default_prompt: Option<String>,
+    /// With `sentence-embedding`: texts by name that come before a text, as in
+    /// `query = "query: "`. They are added to those of `config_sentence_transformers.json` in
+    /// `path`, or replace those of the same name. Checkpoints have them all.
+    pub prompts: BTreeMap<String, String>,
 }
 
 /// The classes of sequences or tokens.
@@ -131,7 +143,8 @@ impl Task {
 }
 
 impl ModelConfig {
-    pub(super) const ON_RESUME: OnResume = OnResume::free("path unsealed").with_changes("dropout");
+    pub(super) const ON_RESUME: OnResume =
+        OnResume::free("default_prompt path prompts unsealed").with_changes("dropout");
 
     pub(super) fn check(&self) -> Result<(), Error> {
         let dropout = self.dropout.unwrap_or(0.0);

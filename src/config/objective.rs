@@ -351,6 +351,22 @@ impl Config {
         refuse(self.train.label_smoothing > 0.0, "train.label_smoothing", what)
     }
 
+    /// Checks the prompts of the columns of texts.
+    fn check_prompts(&self) -> Result<(), Error> {
+        let record = self.objective.text_record();
+        for (column, prompt) in self.data.prompts.each() {
+            let key = format!("data.prompts.{column}");
+            let what = "is for a loss of sentence embeddings: set objective.kind, for example to \
+                        \"contrastive\"";
+            refuse(prompt.is_some() && record.is_none(), &key, what)?;
+            let has_none = column == "negative" && record.is_some_and(|one| one.negatives == 0);
+            let what =
+                "is for records with hard negatives: set objective.negatives, or leave it out";
+            refuse(prompt.is_some() && has_none, &key, what)?;
+        }
+        Ok(())
+    }
+
     /// Checks the keys of objectives on sentence embeddings, and what goes with them.
     fn check_embeddings(&self) -> Result<(), Error> {
         let ObjectiveConfig { kind, scale, symmetric, negatives, duplicates, .. } = self.objective;
@@ -370,6 +386,7 @@ impl Config {
         let embeds = self.objective.reads_embeddings();
         let what = "is for kind = \"contrastive\", \"cosine\", \"cosent\" or \"triplet\"";
         refuse(!dimensions.is_empty() && !embeds, "objective.dimensions", what)?;
+        self.check_prompts()?;
         must(margin.is_none_or(is_not_negative), "objective.margin", "a finite number, 0 or more")?;
         must(scale.is_none_or(is_positive), "objective.scale", "a finite number above 0")?;
         must(negatives <= MOST_NEGATIVES, "objective.negatives", "at most 1024")?;

@@ -31,6 +31,12 @@ impl Batch {
                 self.longest()
             )));
         }
+        let mut left_out = self.lengths().zip(&self.skipped);
+        if let Some((length, _)) = left_out.find(|(length, out)| **out as usize >= *length) {
+            return Err(Error::bad_batch(format_args!(
+                "the embedding of a sequence of {length} tokens leaves all of them out"
+            )));
+        }
         let known = |token: u32| (token as usize) < vocabulary;
         let is_known = |label: u32| match model.shape.head {
             Head::Tokens | Head::Masked => known(label),

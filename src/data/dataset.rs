@@ -7,6 +7,7 @@ use super::reader::Reader;
 use super::remarks::Remarks;
 use super::source::{Part, Source};
 use super::tally::Tally;
+use super::texts::Prompt;
 use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, Files};
@@ -83,6 +84,7 @@ impl Reader {
             names.clear();
         }
         Ok(Reader {
+            prompts: Prompt::of_columns(config, shape, &vocabulary)?,
             vocabulary,
             tokens: shape.vocabulary,
             positions,

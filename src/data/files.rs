@@ -55,6 +55,8 @@ pub(super) struct Opened {
     pub(super) skipped: Tally,
     /// The records that have no label and were not left out.
     pub(super) unlabelled: Tally,
+    /// The records whose two answers are the same.
+    pub(super) same: Tally,
     /// A sentence about the files of the folder that were left out.
     pub(super) left_out: Option<String>,
 }
@@ -74,6 +76,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         hasher: Sha256::new(),
         skipped: Tally::default(),
         unlabelled: Tally::default(),
+        same: Tally::default(),
         brings_reference: None,
     };
     let mut is_text = true;
@@ -90,7 +93,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     if is_text && reader.preference.is_some() {
         return Err(refuse(&pairs::NEEDED));
     }
-    let Opening { spooling, hasher, skipped, unlabelled, .. } = opening;
+    let Opening { spooling, hasher, skipped, unlabelled, same, .. } = opening;
     let spool = spooling.finish()?;
     if spool.len() == 0 {
         return Err(refuse(&match (is_text, skipped.count) {
@@ -103,7 +106,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
         }));
     }
     let digest = hex(&hasher.finalize()[..8]);
-    Ok(Opened { spool, digest, is_text, skipped, unlabelled, left_out })
+    Ok(Opened { spool, digest, is_text, skipped, unlabelled, same, left_out })
 }
 
 /// A source that is being read.
@@ -114,6 +117,7 @@ pub(super) struct Opening<'r> {
     pub(super) hasher: Sha256,
     skipped: Tally,
     unlabelled: Tally,
+    same: Tally,
     /// Whether the sequences before bring a reference.
     brings_reference: Option<bool>,
 }
@@ -164,6 +168,9 @@ impl Opening<'_> {
             let brings = !sequence.reference.is_empty();
             if *self.brings_reference.get_or_insert(brings) != brings {
                 return Err(place.error(name, &reference::IN_SOME));
+            }
+            if self.reader.compares_answers() && pairs::are_same(sequence) {
+                self.same.add(name, place, "both answers are the same");
             }
             if is_labelled || !skips {
                 self.spooling.push(sequence, is_labelled)?;

@@ -76,6 +76,8 @@ pub struct Batch {
     pub(crate) reference: Vec<f64>,
     /// The score of the record of each sequence, for an objective that needs it; else empty. (S).
     pub(crate) scores: Vec<f32>,
+    /// The tokens at the start of each sequence that its embedding leaves out. (S). Empty: none.
+    pub(crate) skipped: Vec<u32>,
 }
 
 /// One sequence of tokens with its labels.
@@ -97,6 +99,9 @@ pub struct Sequence {
     /// For an objective that compares a record's texts with a score or a label: that number. Of
     /// two answers, the margin of a reward model.
     pub score: Option<f32>,
+    /// For a model that makes embeddings: of each document, the tokens at its start that its
+    /// embedding leaves out, such as those of a prompt. Empty: none.
+    pub skipped: Vec<usize>,
 }
 
 /// The kind of a model's predictions. It decides which label a position is scored by.
@@ -198,7 +203,8 @@ impl Batch {
         let starts = self.starts[sequences.start..=sequences.end].iter();
         let label_sets = self.label_sets_of(sequences.clone()).to_vec();
         let reference = self.reference.get(sequences.clone()).unwrap_or_default().to_vec();
-        let scores = self.scores.get(sequences).unwrap_or_default().to_vec();
+        let scores = self.scores.get(sequences.clone()).unwrap_or_default().to_vec();
+        let skipped = self.skipped.get(sequences).unwrap_or_default().to_vec();
         Batch {
             tokens: self.tokens[rows.clone()].to_vec(),
             kinds: self.kinds[rows.clone()].to_vec(),
@@ -210,6 +216,7 @@ impl Batch {
             scored: self.scored.clone(),
             reference,
             scores,
+            skipped,
         }
     }
 
@@ -309,6 +316,7 @@ impl Batch {
         };
         let reference = Vec::new();
         let scores = Vec::new();
+        let skipped = Vec::new();
         Batch {
             tokens,
             kinds,
@@ -320,6 +328,7 @@ impl Batch {
             scored,
             reference,
             scores,
+            skipped,
         }
     }
 
@@ -353,6 +362,7 @@ impl Batch {
     fn records_of<S: Borrow<Sequence>>(records: &[S], predicts: Predicts) -> Batch {
         let mut reference = Vec::new();
         let mut scores = Vec::new();
+        let mut skipped = Vec::new();
         let mut sequences = Vec::new();
         for record in records.iter().map(Borrow::borrow) {
             reference.extend(&record.reference);
@@ -361,6 +371,9 @@ impl Batch {
                 documents.push(Document { from: 0, to: record.tokens.len() as u32 });
             }
             scores.extend(documents.iter().filter_map(|_| record.score));
+            let of_documents = record.skipped.iter().map(|&tokens| tokens as u32);
+            let of_documents = of_documents.chain(std::iter::repeat(0));
+            skipped.extend(of_documents.take(documents.len()));
             sequences.extend(documents.into_iter().map(|Document { from, to }| {
                 let rows = from as usize..to as usize;
                 let tokens = record.tokens[rows.clone()].to_vec();
@@ -381,6 +394,9 @@ impl Batch {
         let mut batch = Batch::of(&sequences, predicts);
         if scores.len() == batch.sequences() {
             batch.scores = scores;
+        }
+        if skipped.iter().any(|&tokens| tokens > 0) {
+            batch.skipped = skipped;
         }
         let is_whole = reference.len() == batch.sequences() && !reference.is_empty();
         if is_whole { batch.with_reference(reference) } else { batch }

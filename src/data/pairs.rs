@@ -3,7 +3,7 @@
 use super::reader::Reader;
 use super::record::{ColumnTexts, Record, Turns, columns_of, take};
 use super::{Batch, Dataset, Predicts, Sequence};
-use crate::config::ReferenceKind;
+use crate::config::{ReferenceKind, ScoreRecord};
 use crate::hf::Message;
 use crate::objectives::{Objective, Preference};
 
@@ -53,6 +53,13 @@ fn shared_text(a: &str, b: &str) -> usize {
     shared.strip_suffix(' ').unwrap_or(&shared).len()
 }
 
+/// True if both answers of a record have the same tokens.
+pub(super) fn are_same(record: &Sequence) -> bool {
+    let chosen = record.documents.first().copied().unwrap_or_default();
+    let (chosen, rejected) = record.tokens.split_at(chosen);
+    chosen == rejected
+}
+
 impl Dataset {
     /// A batch of these sequences.
     pub(super) fn batch_of(&self, sequences: &[Sequence]) -> Batch {
@@ -66,6 +73,11 @@ impl Dataset {
 }
 
 impl Reader {
+    /// Whether a record is a chosen and a rejected answer.
+    pub(super) fn compares_answers(&self) -> bool {
+        self.preference.is_some() || self.scored == Some(ScoreRecord::Answers)
+    }
+
     /// Both answers behind their prompt.
     pub(super) fn answers(&self, record: &Record, pair: &Pair) -> Result<[Sequence; 2], String> {
         let Pair { chosen, rejected, has, .. } = pair;

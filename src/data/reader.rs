@@ -10,6 +10,7 @@ use super::json_error;
 use super::known::no_class;
 use super::pairs::Pair;
 use super::record::{ColumnTexts, Columns, Label, Record, Turns};
+use super::texts::Prompt;
 use super::vocabulary::{SpecialTokens, Vocabulary};
 use super::{OwnLabel, Predicts, Sequence};
 use crate::config::{BadRecords, ReferenceKind, ScoreRecord, TextRecord, TooLong};
@@ -42,6 +43,8 @@ pub(super) struct Reader {
     pub(super) reference: Option<ReferenceKind>,
     /// The texts of a record, for a loss of sentence embeddings.
     pub(super) texts: Option<TextRecord>,
+    /// What comes before its anchor, its positive and each of its negatives.
+    pub(super) prompts: [Prompt; 3],
     /// The record of a loss of scores.
     pub(super) scored: Option<ScoreRecord>,
     /// The number of the model's token types.

@@ -13,6 +13,8 @@ pub(super) struct Remarks {
     pub(super) skipped: Tally,
     /// The records that have no label and were not left out.
     pub(super) unlabelled: Tally,
+    /// The records whose two answers are the same.
+    pub(super) same: Tally,
     /// Sentences about its tokenizer and its folders.
     pub(super) notes: Vec<String>,
 }
@@ -22,6 +24,7 @@ impl Remarks {
     pub(super) fn take(&mut self, opened: &mut Opened) {
         self.skipped.extend(std::mem::take(&mut opened.skipped));
         self.unlabelled.extend(std::mem::take(&mut opened.unlabelled));
+        self.same.extend(std::mem::take(&mut opened.same));
         self.notes.extend(opened.left_out.take());
     }
 
@@ -37,6 +40,10 @@ impl Remarks {
         if self.unlabelled.count > 0 {
             let count = self.unlabelled.count;
             all.push(format!("records without a label: {count}: {}", self.unlabelled));
+        }
+        if self.same.count > 0 {
+            let count = self.same.count;
+            all.push(format!("records that prefer neither answer: {count}: {}", self.same));
         }
         all
     }

@@ -24,6 +24,8 @@ struct Place {
     has_kinds: bool,
     /// The tokens of each document; empty: there is one document.
     documents: Box<[u32]>,
+    /// The tokens at the start of each document that its embedding leaves out; empty: none.
+    skipped: Box<[u32]>,
     /// The score of a record.
     score: Option<f32>,
     /// Whether the log-probabilities of two documents by a reference are stored.
@@ -64,7 +66,7 @@ impl Spooling {
 
     /// Appends a sequence of one document, or of those of a record.
     pub(super) fn push(&mut self, sequence: &Sequence, is_labelled: bool) -> Result<(), Error> {
-        let Sequence { tokens, labels, kinds, documents, reference, score } = sequence;
+        let Sequence { tokens, labels, kinds, documents, reference, score, skipped } = sequence;
         let is_equal = |(&label, &token): (&i32, &u32)| label == token as i32;
         let is_plain = labels.is_empty()
             || (labels.len() == tokens.len() && labels.iter().zip(tokens).all(is_equal));
@@ -75,6 +77,7 @@ impl Spooling {
             labels: stored.len() as u32,
             has_kinds: !kinds.is_empty(),
             documents: documents.iter().map(|&tokens| tokens as u32).collect(),
+            skipped: skipped.iter().map(|&tokens| tokens as u32).collect(),
             score: *score,
             has_reference: !reference.is_empty(),
             is_unmasked: labels.is_empty(),
@@ -174,6 +177,7 @@ impl Spool {
         let plain = Sequence {
             kinds: kinds.to_vec(),
             documents: documents.collect(),
+            skipped: place.skipped.iter().map(|&tokens| tokens as usize).collect(),
             score: place.score,
             reference: reference.as_chunks().0.iter().map(|log| f64::from_le_bytes(*log)).collect(),
             ..Sequence::plain(tokens)

@@ -8,7 +8,8 @@ use super::record::{ColumnTexts, columns_of, take};
 use super::vocabulary::Vocabulary;
 use crate::config::{Config, TextRecord, TooLong};
 use crate::error::Error;
-use crate::models::Shape;
+use crate::models::{Head, Shape};
+use crate::resolve::prompts_of;
 
 /// Why other data has no such records.
 pub(super) const NEEDED: &str = "objective.kind is a loss of sentence embeddings, which needs \
@@ -24,6 +25,80 @@ const ANCHOR: TextColumn =
     TextColumn { name: "anchor", others: &["query", "question", "sentence1"] };
 const POSITIVE: TextColumn = TextColumn { name: "positive", others: &["answer", "sentence2"] };
 const NEGATIVE: TextColumn = TextColumn { name: "negative", others: &[] };
+
+/// What comes before a text.
+#[derive(Default)]
+pub(super) struct Prompt {
+    text: String,
+    /// The tokens that an embedding leaves out.
+    skipped: usize,
+}
+
+impl Prompt {
+    /// The prompts of a config's columns: of an anchor, a positive and a negative.
+    pub(super) fn of_columns(
+        config: &Config,
+        shape: &Shape,
+        vocabulary: &Vocabulary,
+    ) -> Result<[Prompt; 3], Error> {
+        let mut prompts = <[Prompt; 3]>::default();
+        for (to, (column, text)) in prompts.iter_mut().zip(config.data.prompts.each()) {
+            let named = |what| Error::config(&format!("data.prompts.{column}"), what);
+            *to = Prompt::of(text.unwrap_or_default(), shape, vocabulary).map_err(named)?;
+        }
+        Ok(prompts)
+    }
+
+    /// A prompt for texts of a model of this shape. Where an embedding leaves it out, it leaves out
+    /// as many tokens as the prompt has by itself, without a special token at its end: so
+    /// sentence-transformers counts them.
+    fn of(text: &str, shape: &Shape, vocabulary: &Vocabulary) -> Result<Prompt, String> {
+        let is_left_out = matches!(shape.head, Head::Embedding { include_prompt: false, .. });
+        let mut skipped = 0;
+        if is_left_out && !text.is_empty() {
+            let tokens = vocabulary.encode(text, None, true)?.tokens;
+            let is_special = |token: &u32| {
+                vocabulary.tokenizer().is_some_and(|tokenizer| tokenizer.is_special(*token))
+            };
+            skipped = tokens.len() - usize::from(tokens.last().is_some_and(is_special));
+        }
+        Ok(Prompt { text: text.into(), skipped })
+    }
+
+    /// The tokens of a text behind the prompt, with the special tokens that the tokenizer adds. If
+    /// it is cut, it has at most so many.
+    fn tokens_of(
+        &self,
+        vocabulary: &Vocabulary,
+        text: &str,
+        most: usize,
+        is_cut: bool,
+    ) -> Result<Vec<u32>, String> {
+        if text.is_empty() {
+            return Err("it is empty".into());
+        }
+        let text = [&self.text, text].concat();
+        let mut tokens = match vocabulary.tokenizer().filter(|_| is_cut) {
+            Some(tokenizer) => tokenizer.encode_cut(&text, None, most)?.tokens,
+            None => vocabulary.encode(&text, None, true)?.tokens,
+        };
+        if is_cut {
+            tokens.truncate(most);
+        }
+        if tokens.is_empty() {
+            return Err("the tokenizer makes no token of it".into());
+        }
+        if tokens.len() <= self.skipped {
+            return Err(format!(
+                "of its {} tokens the embedding leaves out {}, which are the prompt's \
+                 (model.include_prompt): make data.sequence_length larger, or the prompt shorter",
+                tokens.len(),
+                self.skipped
+            ));
+        }
+        Ok(tokens)
+    }
+}
 
 impl Reader {
     /// The texts of a record, as the documents of one sequence.
@@ -68,12 +143,19 @@ impl Reader {
         self.unused.lock().expect("nothing panics inside").extend(columns.into_keys());
         let mut tokens = Vec::new();
         let mut documents = Vec::new();
-        for (name, text) in texts {
-            let of_text = self.text_tokens(&text).map_err(|what| format!("{name}: {what}"))?;
+        let mut skipped = Vec::new();
+        for (place, (name, text)) in texts.into_iter().enumerate() {
+            let prompt = &self.prompts[place.min(2)];
+            let of_text = self.text_tokens(prompt, &text);
+            let of_text = of_text.map_err(|what| format!("{name}: {what}"))?;
             documents.push(of_text.len());
+            skipped.push(prompt.skipped);
             tokens.extend(of_text);
         }
-        Ok(Sequence { documents, score, ..Sequence::plain(tokens) })
+        if skipped.iter().all(|&tokens| tokens == 0) {
+            skipped.clear();
+        }
+        Ok(Sequence { documents, score, skipped, ..Sequence::plain(tokens) })
     }
 
     pub(super) fn take_text(
@@ -111,9 +193,9 @@ impl Reader {
         Ok(found)
     }
 
-    fn text_tokens(&self, text: &str) -> Result<Vec<u32>, String> {
+    fn text_tokens(&self, prompt: &Prompt, text: &str) -> Result<Vec<u32>, String> {
         let is_cut = self.too_long == TooLong::Cut;
-        let tokens = tokens_of(&self.vocabulary, text, self.positions, is_cut)?;
+        let tokens = prompt.tokens_of(&self.vocabulary, text, self.positions, is_cut)?;
         if tokens.len() > self.positions {
             Err(self.length_error(tokens.len()))
         } else {
@@ -141,32 +223,13 @@ pub(super) fn take_score(
     Ok(None)
 }
 
-/// The tokens of a text by itself, with the special tokens that the tokenizer adds. If it is cut,
-/// it has at most so many.
-fn tokens_of(
-    vocabulary: &Vocabulary,
-    text: &str,
-    most: usize,
-    is_cut: bool,
-) -> Result<Vec<u32>, String> {
-    if text.is_empty() {
-        return Err("it is empty".into());
-    }
-    let mut tokens = match vocabulary.tokenizer().filter(|_| is_cut) {
-        Some(tokenizer) => tokenizer.encode_cut(text, None, most)?.tokens,
-        None => vocabulary.encode(text, None, true)?.tokens,
-    };
-    if is_cut {
-        tokens.truncate(most);
-    }
-    if tokens.is_empty() { Err("the tokenizer makes no token of it".into()) } else { Ok(tokens) }
-}
-
-/// The sequences of texts of which a config's model makes embeddings. A text of more than
-/// `data.sequence_length` tokens is cut, as sentence-transformers does.
+/// The sequences of texts of which a config's model makes embeddings, behind the prompt of
+/// `model.default_prompt`. A text of more than `data.sequence_length` tokens is cut, as
+/// sentence-transformers does.
 ///
 /// # Errors
-/// A text is empty, or has a token that the model does not know; or the tokenizer cannot be used.
+/// A text is empty, or has a token that the model does not know; or the tokenizer cannot be used;
+/// or the model has no prompt of that name.
 pub fn sequences_of_texts(
     config: &Config,
     shape: &Shape,
@@ -174,13 +237,19 @@ pub fn sequences_of_texts(
 ) -> Result<Vec<Sequence>, Error> {
     let vocabulary = Vocabulary::of(config, shape)?;
     let most = config.sequence_length(shape)?;
+    let prompts = prompts_of(config)?;
+    let text = prompts.default.and_then(|name| prompts.texts.get(&name).cloned());
+    let prompt = Prompt::of(&text.unwrap_or_default(), shape, &vocabulary);
+    let prompt = prompt.map_err(|what| Error::config("model.default_prompt", what))?;
     let of_one = |(index, text): (usize, &String)| {
-        let tokens = tokens_of(&vocabulary, text, most, true).and_then(|tokens| {
+        let tokens = prompt.tokens_of(&vocabulary, text, most, true).and_then(|tokens| {
             vocabulary.check(&tokens, shape.vocabulary)?;
             Ok(tokens)
         });
         let named = |what| Error::argument(format_args!("text {}: {what}", index + 1));
-        tokens.map(Sequence::plain).map_err(named)
+        let skipped = if prompt.skipped > 0 { vec![prompt.skipped] } else { Vec::new() };
+        let sequence = |tokens| Sequence { skipped: skipped.clone(), ..Sequence::plain(tokens) };
+        tokens.map(sequence).map_err(named)
     };
     texts.iter().enumerate().map(of_one).collect()
 }

@@ -29,6 +29,7 @@ mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
 mod pattern;
+mod prompts;
 #[cfg(feature = "tokenizers")]
 mod python_text;
 mod quantised;
@@ -65,9 +66,10 @@ pub(crate) use config::{
 pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
+pub(crate) use prompts::{Prompts, read_prompts};
 pub use record_value::RecordValue;
 pub(crate) use sealed::{OLDER, RECORD, STATES, Sealed, check_seal, file_digests, hex, seal};
-pub(crate) use sentence::{sentence_modules, write_sentence_modules};
+pub(crate) use sentence::{OfSentences, sentence_modules, write_sentence_modules};
 pub(crate) use tensor_files::{Before, TensorFiles, cut_into_files, save, shard_bytes};
 pub(crate) use text::list_of;
 pub use text::{Encoded, Message, RenderedChat};

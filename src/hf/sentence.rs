@@ -10,6 +10,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::json;
+use super::prompts::{Prompts, write_prompts};
 use crate::error::Error;
 use crate::folder;
 use crate::models::{DENSE_FOLDERS, DenseModule, EmbeddingPooling, Head, MOST_DENSE, Shape};
@@ -25,6 +26,8 @@ pub(crate) struct SentenceModules {
     pub(crate) dense: [Option<DenseModule>; MOST_DENSE],
     /// Whether embeddings are scaled to length 1.
     pub(crate) normalises: bool,
+    /// Whether the tokens of a prompt count for the embedding.
+    pub(crate) includes_prompt: bool,
 }
 
 /// The keys of the pooling modes, up to version 5, and their names since.
@@ -86,9 +89,11 @@ pub(crate) fn sentence_modules(directory: &Path) -> Result<Option<SentenceModule
     }
     let path = modules[1].get("path").and_then(Value::as_str).unwrap_or(POOLING);
     let of_pooling = directory.join(path).join("config.json");
-    let pooling = pooling_of(&json::read(&of_pooling)?);
-    let pooling = pooling.map_err(|what| Error::bad_model(of_pooling.display(), what))?;
-    Ok(Some(SentenceModules { pooling, dense, normalises }))
+    let keys = json::read(&of_pooling)?;
+    let refuse = |what| Error::bad_model(of_pooling.display(), what);
+    let pooling = pooling_of(&keys).map_err(refuse)?;
+    let includes_prompt = includes_prompt(&keys).map_err(refuse)?;
+    Ok(Some(SentenceModules { pooling, dense, normalises, includes_prompt }))
 }
 
 /// The activation function of a dense module that has none.
@@ -141,11 +146,8 @@ fn pooling_of(keys: &Map<String, Value>) -> Result<EmbeddingPooling, String> {
         Some(named) => MODES.iter().filter(|(_, name, _)| *name == named).collect(),
         None => MODES.iter().filter(|(key, ..)| is_true(key)).collect(),
     };
-    match (&found[..], keys.get("include_prompt")) {
-        (_, Some(Value::Bool(false))) => {
-            Err("include_prompt is false: only embeddings of all tokens are built".into())
-        }
-        ([(_, _, Some(pooling))], _) => Ok(*pooling),
+    match found[..] {
+        [(_, _, Some(pooling))] => Ok(*pooling),
         _ => {
             let has: Vec<&str> = found.iter().map(|(_, name, _)| *name).collect();
             let has = named.map_or_else(|| has.join(" and "), str::to_string);
@@ -154,14 +156,35 @@ fn pooling_of(keys: &Map<String, Value>) -> Result<EmbeddingPooling, String> {
     }
 }
 
-/// Writes the modules of a model that makes embeddings of texts of up to `positions` tokens, and
-/// waits until they are on the disk. Other models have none.
+/// Whether a module's settings count the tokens of a prompt.
+fn includes_prompt(keys: &Map<String, Value>) -> Result<bool, String> {
+    match keys.get("include_prompt") {
+        None => Ok(true),
+        Some(Value::Bool(includes)) => Ok(*includes),
+        Some(other) => Err(format!("include_prompt is {other}: it must be true or false")),
+    }
+}
+
+/// What is written of a model that makes embeddings beside its shape.
+pub(crate) struct OfSentences<'a> {
+    /// The most tokens of a text.
+    pub(crate) positions: usize,
+    pub(crate) prompts: &'a Prompts,
+    /// The directories that the model was read from.
+    pub(crate) from: &'a [&'a Path],
+}
+
+/// Writes the modules and the prompts of a model that makes embeddings, and waits until they are on
+/// the disk. Other models have none.
 pub(crate) fn write_sentence_modules(
     directory: &Path,
     shape: &Shape,
-    positions: usize,
+    of: &OfSentences<'_>,
 ) -> Result<(), Error> {
-    let Head::Embedding { pooling, normalise, .. } = shape.head else { return Ok(()) };
+    let Head::Embedding { pooling, normalise, include_prompt, .. } = shape.head else {
+        return Ok(());
+    };
+    write_prompts(directory, of.from, of.prompts)?;
     let failed = |error: io::Error| Error::storage(directory.display(), error);
     let mut folders = vec![("", "Transformer"), (POOLING, "Pooling")];
     let dense: Vec<DenseModule> = shape.dense().collect();
@@ -177,11 +200,11 @@ pub(crate) fn write_sentence_modules(
         folder::create(&directory.join(folder)).map_err(failed)?;
     }
     let mut of_pooling =
-        json!({ "word_embedding_dimension": shape.hidden, "include_prompt": true });
+        json!({ "word_embedding_dimension": shape.hidden, "include_prompt": include_prompt });
     for (key, _, mode) in MODES {
         of_pooling[key] = (mode == Some(pooling)).into();
     }
-    let settings = json!({ "max_seq_length": positions, "do_lower_case": false });
+    let settings = json!({ "max_seq_length": of.positions, "do_lower_case": false });
     let mut inputs = shape.hidden;
     for (folder, module) in DENSE_FOLDERS.iter().zip(dense) {
         json::write(&directory.join(folder).join("config.json"), &of_dense(inputs, module))?;

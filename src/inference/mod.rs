@@ -52,11 +52,19 @@ pub fn load_from(config: &mut Config, directory: &Path) {
     if config.model.path.as_deref() != Some(directory) {
         config.train = TrainConfig::default();
     }
-    let ModelConfig { task, labels, problem_type, unsealed, .. } =
-        std::mem::take(&mut config.model);
+    let model = std::mem::take(&mut config.model);
+    let ModelConfig { task, labels, problem_type, unsealed, default_prompt, prompts, .. } = model;
     let path = Some(directory.into());
-    config.model =
-        ModelConfig { path, task, labels, problem_type, unsealed, ..ModelConfig::default() };
+    config.model = ModelConfig {
+        path,
+        task,
+        labels,
+        problem_type,
+        unsealed,
+        default_prompt,
+        prompts,
+        ..ModelConfig::default()
+    };
     // A model that is not trained gets no layers.
     (config.depth.stack_at, config.depth.new_layers) = (Vec::new(), NewLayers::Copy);
 }

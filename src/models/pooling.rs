@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::dense::MOST_DENSE;
 use super::shape::{Head, Shape};
 
 /// How the hidden states of a sequence become its embedding.
@@ -15,6 +16,16 @@ pub enum EmbeddingPooling {
     Cls,
     /// That of the last token.
     Last,
+}
+
+impl Head {
+    /// None, with the mean of the hidden states, scaled to length 1.
+    pub(crate) const EMBEDDING: Head = Head::Embedding {
+        pooling: EmbeddingPooling::Mean,
+        dense: [None; MOST_DENSE],
+        normalise: true,
+        include_prompt: true,
+    };
 }
 
 impl Shape {

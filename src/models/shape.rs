@@ -54,17 +54,12 @@ pub enum Head {
         dense: [Option<DenseModule>; MOST_DENSE],
         /// Whether embeddings are scaled to length 1.
         normalise: bool,
+        /// Whether the tokens of a prompt count.
+        include_prompt: bool,
     },
 }
 
 impl Head {
-    /// None, with the mean of the hidden states, scaled to length 1.
-    pub(crate) const EMBEDDING: Head = Head::Embedding {
-        pooling: EmbeddingPooling::Mean,
-        dense: [None; MOST_DENSE],
-        normalise: true,
-    };
-
     /// The number of scores of a head of classes.
     pub fn labels(&self) -> Option<usize> {
         match *self {

@@ -105,6 +105,9 @@ fn check_task_keys(model: &ModelConfig, task: Task) -> Result<(), Error> {
         ("model.problem_type", model.problem_type.is_some(), Task::SequenceClassification),
         ("model.pooling", model.pooling.is_some(), Task::SentenceEmbedding),
         ("model.normalise", model.normalise.is_some(), Task::SentenceEmbedding),
+        ("model.include_prompt", model.include_prompt.is_some(), Task::SentenceEmbedding),
+        ("model.default_prompt", model.default_prompt.is_some(), Task::SentenceEmbedding),
+        ("model.prompts", !model.prompts.is_empty(), Task::SentenceEmbedding),
     ];
     match keys.into_iter().find(|(_, is_set, of)| *is_set && task != *of) {
         None => Ok(()),

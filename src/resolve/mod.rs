@@ -10,5 +10,6 @@ mod weights;
 
 pub(crate) use model::{freeze_own, label_names, set_objective};
 pub use model::{model_of, training_of};
+pub(crate) use sentence::{directories_of, prompts_of};
 pub use shape::{largest_shape_of, shape_of};
 pub(crate) use weights::{check_missing, load_first};

@@ -229,8 +229,11 @@ impl Trainer {
             let what = "schedule.kind = \"pipedream\" has the same layers in all steps";
             return Err(Error::argument(what));
         }
-        if self.run.config.objective.reference == Some(ReferenceKind::InStep) {
-            let what = "objective.reference = \"in-step\" has the reference's layers in all steps";
+        let objective = self.run.model.objective.as_ref();
+        let is_in_step = self.run.config.objective.reference == Some(ReferenceKind::InStep);
+        let compares = objective.is_some_and(|one| one.needs_reference());
+        if is_in_step || (compares && layers.layers.is_some()) {
+            let what = "an objective with a reference has the reference's layers in all steps";
             return Err(Error::argument(what));
         }
         layers.check(&self.run.model)?;

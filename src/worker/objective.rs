@@ -50,6 +50,8 @@ pub(super) struct HiddenRows {
     pub(super) first: usize,
     /// Tokens of the whole sequence.
     pub(super) of: usize,
+    /// The tokens at its start that the embedding leaves out.
+    pub(super) skipped: usize,
 }
 
 /// How a model makes embeddings.
@@ -113,14 +115,14 @@ impl ObjectiveDesk {
         let Pooled { sum, length: known } = &mut self.pooled[at.sequence];
         sum.resize(width, 0.0);
         for (row, states) in (at.first..).zip(hidden.chunks_exact(width)) {
-            if how.takes(row, at.of) {
+            if how.takes(row, at) {
                 sum.iter_mut().zip(states).for_each(|(sum, &x)| *sum += f64::from(x));
             }
         }
         if at.first + hidden.len() / width < at.of {
             return;
         }
-        let rows = how.rows(at.of);
+        let rows = how.rows(at);
         let mut embedding: Vec<f32> = sum.iter().map(|sum| (sum / rows) as f32).collect();
         if how.normalise {
             let of_all = length(&embedding);
@@ -144,10 +146,10 @@ impl ObjectiveDesk {
             }
             None => by_state.copy_from_slice(by_embedding),
         }
-        let rows = how.rows(at.of);
+        let rows = how.rows(at);
         by_state.iter_mut().for_each(|by| *by = (f64::from(*by) / rows) as f32 * scale);
         for (row, to) in (at.first..).zip(to.chunks_exact_mut(width)) {
-            if how.takes(row, at.of) { to.copy_from_slice(&by_state) } else { to.fill(0.0) }
+            if how.takes(row, at) { to.copy_from_slice(&by_state) } else { to.fill(0.0) }
         }
     }
 
@@ -343,18 +345,18 @@ fn loss_of(row: &[f32]) -> f32 {
 }
 
 impl Embeds {
-    /// True if a row of a sequence of `of` tokens counts for its embedding.
-    fn takes(self, row: usize, of: usize) -> bool {
+    /// True if a row of a sequence counts for its embedding.
+    fn takes(self, row: usize, at: HiddenRows) -> bool {
         match self.pooling {
-            EmbeddingPooling::Mean => true,
-            EmbeddingPooling::Cls => row == 0,
-            EmbeddingPooling::Last => row + 1 == of,
+            EmbeddingPooling::Mean => row >= at.skipped,
+            EmbeddingPooling::Cls => row == at.skipped,
+            EmbeddingPooling::Last => row + 1 == at.of,
         }
     }
 
     /// The number of rows that count.
-    fn rows(self, of: usize) -> f64 {
-        if self.pooling == EmbeddingPooling::Mean { of as f64 } else { 1.0 }
+    fn rows(self, at: HiddenRows) -> f64 {
+        if self.pooling == EmbeddingPooling::Mean { (at.of - at.skipped) as f64 } else { 1.0 }
     }
 }
 

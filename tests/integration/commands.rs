@@ -203,6 +203,13 @@ fn texts_are_embedded() {
     let numbers = found[0]["embedding"].as_array().expect("a list");
     let squares = numbers.iter().map(|x| x.as_f64().expect("a number").powi(2));
     assert!((squares.sum::<f64>() - 1.0).abs() < 1e-5, "{numbers:?}");
+    let query = ["--set", "model.prompts.query=\"what is \"", "--prompt-name", "query"];
+    let behind = embedded(&[&query[..], &["--text", "one"]].concat());
+    let whole = embedded(&["--text", "what is one"]);
+    assert_eq!(behind[0]["text"], "one");
+    assert_eq!(behind[0]["embedding"], whole[0]["embedding"]);
+    let none = embedded(&[&query[..2], &["--prompt-name", "", "--text", "one"]].concat());
+    assert_eq!(none[0], found[0]);
     // The export says by itself how embeddings are made.
     good(&all(&["export"], &["--to", &at("out"), "--dtype", "f32"]));
     let lines =
@@ -215,6 +222,8 @@ fn texts_are_embedded() {
         assert!(!output.status.success() && error.contains(says), "{says:?} expected in: {error}");
     };
     refused(&["--text", ""], "text 1: it is empty");
+    let says = "model.default_prompt is \"query\", and the model has no prompt of that name";
+    refused(&["--prompt-name", "query", "--text", "a"], says);
     refused(&["--texts", &at("none")], "--texts");
     fs::write(at("bad.jsonl"), "{}\n").expect("ours");
     refused(&["--texts", &at("bad.jsonl")], "line 1: missing field `text`");

@@ -8,6 +8,7 @@ mod adapter_heads;
 #[cfg(feature = "cli")]
 mod bad_families;
 mod bad_input;
+mod bad_objectives;
 #[cfg(all(feature = "cli", feature = "tokenizers"))]
 mod bad_records;
 mod balanced;
@@ -82,12 +83,16 @@ mod optimizers;
 #[cfg(all(feature = "cli", target_os = "linux"))]
 mod output;
 mod packing;
+#[cfg(feature = "tokenizers")]
+mod pairs;
 mod pipedream;
 mod plan;
 mod precision;
 mod preference;
 #[cfg(feature = "cli")]
 mod program;
+#[cfg(feature = "tokenizers")]
+mod prompts;
 mod pytorch;
 mod rank_files;
 mod ranks;

@@ -295,6 +295,25 @@ fn records_that_are_too_long_are_dropped() {
     assert!(refused.contains("line 3: chosen: completion is empty"), "{refused}");
 }
 
+/// A record of which nothing is learnt, because its answers are the same, is counted and named.
+#[test]
+fn answers_that_are_the_same_are_told() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut lines = answers(4);
+    lines[2]["rejected"] = json!("1");
+    for kind in [ObjectiveKind::Simpo, ObjectiveKind::Reward] {
+        let mut config = on_file(folder.path(), &lines);
+        config.objective.kind = kind;
+        let shape = l2l::shape_of(&config).expect("a shape of ours");
+        let (data, _) = Dataset::open(&config, &shape).expect("good records");
+        let notes = data.notes().join("\n");
+        let says = "records that prefer neither answer: 1: data ";
+        assert_eq!(data.len(), Some(4));
+        assert!(notes.contains(says), "{notes}");
+        assert!(notes.contains("line 3: both answers are the same"), "{notes}");
+    }
+}
+
 /// Data that does not say that it is a preference.
 #[test]
 fn columns_of_a_preference_need_an_objective() {

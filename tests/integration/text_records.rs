@@ -37,14 +37,23 @@ fn modules_are_read_or_refused_by_name() {
     let all = ["Transformer", "Pooling", "Normalize"];
     let v5 = json!({ "pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false });
     let found = head(&all, v5.clone(), &config).expect("it is built");
-    assert_eq!(found, "Embedding { pooling: Cls, dense: [None, None], normalise: true }");
+    assert_eq!(
+        found,
+        "Embedding { pooling: Cls, dense: [None, None], normalise: true, include_prompt: true }"
+    );
     let v6 = json!({ "embedding_dimension": 48, "pooling_mode": "lasttoken" });
     let found = head(&all[..2], v6, &config).expect("it is built");
-    assert_eq!(found, "Embedding { pooling: Last, dense: [None, None], normalise: false }");
+    assert_eq!(
+        found,
+        "Embedding { pooling: Last, dense: [None, None], normalise: false, include_prompt: true }"
+    );
     let mut own = config.clone();
     (own.model.pooling, own.model.normalise) = (Some(EmbeddingPooling::Mean), Some(true));
     let found = head(&all[..2], v5.clone(), &own).expect("the config says it");
-    assert_eq!(found, "Embedding { pooling: Mean, dense: [None, None], normalise: true }");
+    assert_eq!(
+        found,
+        "Embedding { pooling: Mean, dense: [None, None], normalise: true, include_prompt: true }"
+    );
     let refused = |modules: &[&str], pooling: Value, says: &str| {
         let error = head(modules, pooling, &config).expect_err("it is refused").to_string();
         assert!(error.contains(says), "{error}");
@@ -54,8 +63,6 @@ fn modules_are_read_or_refused_by_name() {
     refused(&all, json!({ "pooling_mode": "max" }), "pooling is \"max\": one of mean, cls and");
     let both = json!({ "pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true });
     refused(&all, both, "pooling is \"mean and cls\"");
-    let no_prompt = json!({ "pooling_mode_cls_token": true, "include_prompt": false });
-    refused(&all, no_prompt, "include_prompt is false");
     let lower = json!({ "do_lower_case": true }).to_string();
     fs::write(at.join("sentence_bert_config.json"), lower).expect("ours");
     refused(&all, v5, "do_lower_case is true");

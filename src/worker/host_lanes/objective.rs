@@ -31,6 +31,15 @@ struct SequenceRows {
     first: usize,
     /// Labelled tokens of the sequence before these rows.
     token: usize,
+    /// Tokens at the start of the sequence that its embedding leaves out.
+    skipped: usize,
+}
+
+impl SequenceRows {
+    fn hidden(&self) -> HiddenRows {
+        let SequenceRows { place: sequence, length: of, first, skipped, .. } = *self;
+        HiddenRows { sequence, first, of, skipped }
+    }
 }
 
 impl HostLanes {
@@ -94,9 +103,9 @@ impl HostLanes {
         let mut desk = self.desk(at);
         let rows = at.state.range(m).rows.len();
         let hidden = packing.widened(stashed, rows);
-        for SequenceRows { place, length, rows, first, .. } in sequences(at, m) {
-            let rows_of = HiddenRows { sequence: place, first, of: length };
-            desk.pool(rows_of, how, &hidden[floats_of(rows, width)], width);
+        for sequence in sequences(at, m) {
+            let at = sequence.hidden();
+            desk.pool(at, how, &hidden[floats_of(sequence.rows, width)], width);
         }
     }
 
@@ -106,9 +115,10 @@ impl HostLanes {
         let width = at.schedule().boundary(gradient).width();
         let to = at.stashed_mut(gradient, m);
         let desk = at.state.objective.lock().expect("nothing panics inside");
-        for SequenceRows { place, length, rows, first, .. } in sequences(at, m) {
-            let rows_of = HiddenRows { sequence: place, first, of: length };
-            desk.unpool(rows_of, how, at.state.batch_of(m).scale, &mut to[floats_of(rows, width)]);
+        let scale = at.state.batch_of(m).scale;
+        for sequence in sequences(at, m) {
+            let at = sequence.hidden();
+            desk.unpool(at, how, scale, &mut to[floats_of(sequence.rows, width)]);
         }
     }
 
@@ -222,7 +232,8 @@ fn sequences<'a>(
         let token = batch.targets[earlier].iter().filter(|target| **target >= 0).count();
         let length = batch.length(sequence);
         let place = before + sequence;
-        SequenceRows { place, length, rows: from..row, first: positions.start, token }
+        let skipped = batch.skipped.get(sequence).map_or(0, |&tokens| tokens as usize);
+        SequenceRows { place, length, rows: from..row, first: positions.start, token, skipped }
     })
 }
 
