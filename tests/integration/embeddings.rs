@@ -196,10 +196,11 @@ async fn fewer_bits_give_near_losses() {
     let golden = golden();
     let config = of_case("qwen3", &golden, "contrastive");
     let expected = run(config.clone(), 0..2).await;
-    let changes: [&dyn Fn(&mut Config); 3] = [
+    let changes: [&dyn Fn(&mut Config); 4] = [
         &|config| config.stash.dtype = StashDtype::Bf16,
         &|config| (config.stash.dtype, config.stash.block_size) = (StashDtype::Int8, 48),
         &|config| config.device.dtype = Dtype::Bf16,
+        &|config| (config.device.dtype, config.loss_scale.initial) = (Dtype::F16, 256.0),
     ];
     for (nth, change) in changes.iter().enumerate() {
         let mut other = config.clone();
