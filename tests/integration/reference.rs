@@ -128,12 +128,19 @@ async fn each_record_has_its_reference() {
     }
 }
 
-/// Each rank computes the whole reference.
+/// Each rank computes the whole reference. With micro-batches of one answer, records lie on both
+/// ranks, which share what they measure.
 #[test]
 fn ranks_have_the_reference_of_one_process() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let mut config = config(folder.path());
-    config.parallel.groups = 2;
+    for micro_batch in [2, 1] {
+        let mut config = config(folder.path());
+        (config.parallel.groups, config.step.micro_batch) = (2, micro_batch);
+        runs_are_the_same_on_ranks(&config);
+    }
+}
+
+fn runs_are_the_same_on_ranks(config: &Config) {
     let runtime = || tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let on = |fabric: Option<fabric::ThreadFabric>| {
         let mut builder = Trainer::builder(config.clone());
