@@ -83,6 +83,7 @@ mod optimizers;
 mod output;
 mod packing;
 mod pipedream;
+mod pipedream_2bw;
 mod plan;
 mod precision;
 mod preference;
