@@ -34,10 +34,9 @@ fn windowed(case: &Case, ways: &Ways, stages: u32, window: u32) -> Config {
 
 /// The same steps, with the same delay, in another order.
 fn in_steps(case: &Case, ways: &Ways, stages: u32, window: u32) -> Config {
-    let mut config = windowed(case, &baseline(), stages, window);
+    let mut config = windowed(case, ways, stages, window);
     (config.schedule.stages, config.schedule.window) = (None, None);
     config.schedule.kind = ways.kind;
-    config.device.count = Some(ways.devices);
     config
 }
 
@@ -50,7 +49,7 @@ fn digest(config: Config, steps: usize) -> String {
     exact::run(config, steps).1.weights_digest
 }
 
-/// AdamW, SGD with momentum and Muon, over one to six stages and in windows of several lengths. The
+/// AdamW, SGD with momentum and Muon, over one to five stages and in windows of several lengths. The
 /// golden is of steps: a window has the mean of their losses, and of the squares of their norms.
 #[tokio::test]
 async fn a_window_is_pytorchs() {
@@ -62,7 +61,7 @@ async fn a_window_is_pytorchs() {
         .filter(|one| one["clip_norm"].is_null() && one["delay"] == 1 && one["delay_after"] == 0);
     let mut met = 0;
     for expected in of_rule {
-        for (stages, window) in [(1, 5), (3, 4), (5, 20), (6, 2)] {
+        for (stages, window) in [(1, 5), (3, 4), (5, 20), (4, 2)] {
             let (mut config, _) = case("llama");
             config.step.micro_batch = 1; // of five sequences
             config.step.steps = golden["steps"].as_u64();
@@ -153,6 +152,11 @@ proptest! {
 fn windows_are_1f1b_with_a_delay() {
     let case = small();
     let kind = ScheduleKind::OneForwardOneBackward;
+    // Learning rates follow from the steps of the run.
+    let digest = |mut config: Config, steps| {
+        config.step.steps = Some(24);
+        digest(config, steps)
+    };
     let of = |devices| digest(in_steps(&case, &Ways { kind, devices, ..baseline() }, 4, 6), 12);
     let expected = of(4);
     assert_eq!(of(1), expected);
@@ -351,7 +355,7 @@ fn the_program_runs_windows() {
     assert!(steps.len() > 1 && steps.iter().zip(1..).all(|(step, nth)| *step == 3 * nth));
     let tuned = good(&["tune", &at, "--steps", "1", "--rounds", "1"]);
     assert!(tuned.contains("kind = \"2bw\""), "{tuned}");
-    let rates = ["--tflops", "0.1", "--link-gbps", "1000", "--host-gbps", "1000"];
+    let rates = ["--tflops", "0.00001", "--link-gbps", "1000", "--host-gbps", "1000"];
     let planned = good(&[&["plan", &at], &rates[..]].concat());
     let says = "s with \"1f1b\" and no delay; it changes results and may cost loss";
     let line = planned.lines().find(|line| line.contains(says));
