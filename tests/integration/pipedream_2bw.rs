@@ -49,8 +49,8 @@ fn digest(config: Config, steps: usize) -> String {
     exact::run(config, steps).1.weights_digest
 }
 
-/// AdamW, SGD with momentum and Muon, over one to five stages and in windows of several lengths. The
-/// golden is of steps: a window has the mean of their losses, and of the squares of their norms.
+/// AdamW, SGD with momentum and Muon, over one to five stages and in windows of several lengths.
+/// The golden is of steps: a window has the mean of their losses, and of the squares of their norms.
 #[tokio::test]
 async fn a_window_is_pytorchs() {
     let golden: Value =
