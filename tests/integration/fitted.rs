@@ -241,10 +241,19 @@ fn bad_rates_are_refused_by_name() {
         "step.batch=4",
         "step.micro_batch=4",
     ];
+    const DOUBLE_BUFFERED: [&str; 6] = [
+        "schedule.kind=2bw",
+        "schedule.delay=1",
+        "schedule.stages=2",
+        "schedule.window=2",
+        "step.batch=4",
+        "step.micro_batch=2",
+    ];
     let long = ["data.sequence_length=256", "model.positions=256", "step.chunk_positions=128"];
     for (command, sets, more, says) in [
         ("bench", &long[..], &[][..], "needs whole ones"),
         ("bench", &PIPEDREAM, &[], "schedule.kind is \"pipedream\", and"),
+        ("bench", &DOUBLE_BUFFERED, &[], "schedule.kind is \"2bw\", and"),
         (
             "bench",
             &["schedule.kind=file", "schedule.path=a.csv"],

@@ -50,7 +50,7 @@ fn digest(config: Config, steps: usize) -> String {
 }
 
 /// AdamW, SGD with momentum and Muon, over one to five stages and in windows of several lengths.
-/// The golden is of steps: a window has the mean of their losses, and of the squares of their norms.
+/// The golden is of steps: a window has the mean of their losses, and of their squared norms.
 #[tokio::test]
 async fn a_window_is_pytorchs() {
     let golden: Value =
