@@ -22,8 +22,9 @@ pub struct RingConfig {
     /// Training steps before this run: the version of every block at the start.
     pub trained: Version,
     /// `Some(k)`: training steps from version `k` on read the version before the newest. Updates
-    /// are then [deferred](RingConfig::deferred), and run while the next step computes. `None`: all
-    /// steps read the newest version.
+    /// are then [deferred](RingConfig::deferred), and run while the next step computes; those of
+    /// steps in batches, which have such a lag, run inside them. `None`: all steps read the newest
+    /// version.
     pub delay_from: Option<Version>,
     /// The ring fails when nothing moved for this long.
     pub watchdog: Option<Patience>,

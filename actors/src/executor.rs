@@ -150,7 +150,7 @@ impl Executor {
                 let slot = self.open[&portion].slot(content);
                 Accumulator { slot, first }
             });
-            let weights = held.slot(Content::Portion(portion, step.reads + u64::from(ahead)));
+            let weights = held.slot(Content::Portion(portion, step.version_read(ahead)));
             BlockUse { portion, weights, gradient }
         };
         resolved.residences.iter().zip(&weights.blocks).map(of).collect()

@@ -110,7 +110,7 @@ impl Fetcher {
             Share::MicroBatch(m) => {
                 // The first micro-batch waits for the blocks of all.
                 for &block in visit.blocks.iter().filter(|_| m == first) {
-                    let version = step.reads + u64::from(schedule.ahead(visit, block));
+                    let version = step.version_read(schedule.ahead(visit, block));
                     self.context.published(block, version, Some(visit.layer)).await?;
                 }
                 (None, m..m + 1)

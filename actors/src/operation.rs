@@ -38,7 +38,15 @@ impl Step {
         self.version + u64::from(batch)
     }
 
-    /// The same for the batch of a visit.
+    /// The version that a visit reads which is so many updates [ahead](Visit::ahead).
+    pub fn version_read(&self, ahead: u32) -> Version {
+        match self.plan.schedule.in_batches {
+            true => self.plan.schedule.version_read(self.version, ahead),
+            false => self.reads,
+        }
+    }
+
+    /// The version that the gradient of a visit's batch moves on.
     pub(crate) fn gradient_of(&self, visit: &Visit) -> Version {
         self.version_of(self.plan.schedule.batch_of(visit.micro_batches.start))
     }

@@ -89,7 +89,7 @@ impl Prefetcher {
         visit: &Visit,
         &Residence { portion, ahead, slot, chosen_by, .. }: &Residence,
     ) -> Result<Fence, BoxedError> {
-        let version = step.reads + u64::from(ahead);
+        let version = step.version_read(ahead);
         let layer = Some(visit.layer);
         let staged = self.source(step, visit, portion.block, version).await?;
         if let Some(choice) = chosen_by {

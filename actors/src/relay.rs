@@ -137,12 +137,8 @@ impl<P: Ports> Relay<P> {
 
     /// Refuses a schedule that this ring has no room for.
     fn check_bounds(&self, schedule: &Schedule) -> Result<(), Refusal> {
-        let waits = self.config.deferred || self.config.delay_from.is_some();
-        if schedule.in_batches && waits {
-            return Err(Refusal::of(
-                "a step in batches has updates inside it, which this ring would have wait for the \
-                 norm of all its gradients",
-            ));
+        if schedule.in_batches {
+            self.check_batches(schedule)?;
         }
         let RingConfig { blocks, max_layers, max_micro_batches, .. } = self.config;
         let layers: BTreeSet<_> = schedule.device_visits().map(|visit| visit.layer).collect();
@@ -160,6 +156,26 @@ impl<P: Ports> Relay<P> {
                 let reason = format!("this ring was made for {allowed} {what}, not {has}");
                 return Err(Refusal::of(reason));
             }
+        }
+        Ok(())
+    }
+
+    /// Refuses a step in batches in a ring whose updates come too late for it, or too early.
+    fn check_batches(&self, schedule: &Schedule) -> Result<(), Refusal> {
+        let RingConfig { deferred, delay_from, .. } = self.config;
+        let needs = (schedule.lag > 0).then_some(0);
+        if deferred {
+            return Err(Refusal::of(
+                "a step in batches has updates inside it, which this ring would have wait for the \
+                 norm of all its gradients",
+            ));
+        }
+        if delay_from != needs {
+            return Err(Refusal::of(format!(
+                "a step in batches with a lag of {} needs a ring with delay_from {needs:?}, and \
+                 this one has {delay_from:?}",
+                schedule.lag
+            )));
         }
         Ok(())
     }

@@ -114,7 +114,7 @@ impl<P: FnMut(Option<DeviceId>, Work) -> f64> Walk<'_, P> {
         let visit = self.plan.visit(at);
         let device = visit.device().expect("it is a device's");
         for residence in resolved.uploads() {
-            let version = self.version + u64::from(residence.ahead);
+            let version = self.plan.schedule.version_read(self.version, residence.ahead);
             let portion = residence.portion;
             let weights = residence.slot;
             let master = MasterAt::Memory;

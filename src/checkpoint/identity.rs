@@ -47,12 +47,19 @@ const CHUNK_BEFORE: u64 = 2048;
 
 /// The keys of a config that are compared, with their values.
 fn compared(config: &Value) -> Vec<(String, &Value)> {
+    // With PipeDream alone a result depends on these.
+    let of_windows = |key: &str| ["schedule.stages", "schedule.window"].contains(&key);
+    let is_pipedream = config["schedule"]["kind"] == "pipedream";
     let mut all = Vec::new();
     for (section, keys) in config.as_object().into_iter().flatten() {
         let on_resume = OnResume::of(section);
         let keys = keys.as_object().into_iter().flatten();
         let keys = keys.filter(|(key, _)| !on_resume.is_free(key));
-        all.extend(keys.map(|(key, value)| (format!("{section}.{key}"), value)));
+        let keys = keys.map(|(key, value)| (format!("{section}.{key}"), value));
+        all.extend(keys.map(|(key, value)| match of_windows(&key) && !is_pipedream {
+            true => (key, &Value::Null),
+            false => (key, value),
+        }));
     }
     all
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use l2l::config::{DeviceKind, EpsTier};
+use l2l::config::{DeviceKind, EpsTier, ScheduleKind};
 use l2l::models::Model;
 use l2l::telemetry::{Forecast, Hiding, Lane, Rates, Wait};
 use l2l::{Config, Error, Plan, devices, eps, machine, optimizers};
@@ -17,9 +17,11 @@ pub(super) struct Outlook {
     pub(super) forecast: Forecast,
     eager: Hiding,
     deferred: Hiding,
-    /// Seconds of a step without `schedule.delay` and with it, if the run has it or would be
+    /// Seconds of a batch without `schedule.delay` and with it, if the run has it or would be
     /// faster.
     delay: Option<[f64; 2]>,
+    /// The kind whose delay it is, if it is of windows.
+    of_windows: Option<&'static str>,
 }
 
 impl Outlook {
@@ -34,12 +36,13 @@ impl Outlook {
         let deferred = hiding(true)?;
         let forecast = Forecast::of_plan(config, model, plan, rates)?;
         let delay = delay_seconds(config, model, plan, rates, forecast.seconds);
-        Ok(Outlook { forecast, eager, deferred, delay })
+        let of_windows = config.schedule.kind.of_windows();
+        Ok(Outlook { forecast, eager, deferred, delay, of_windows })
     }
 
     /// Adds what it says to the event of a plan.
     pub(super) fn add_to(&self, event: &mut Value, model: &Model) {
-        let Outlook { forecast, eager, deferred, delay } = self;
+        let Outlook { forecast, eager, deferred, delay, .. } = self;
         event["step_seconds"] = json!(forecast.seconds);
         event["exposed_wait_seconds"] = json!(forecast.exposed_seconds());
         let wait = |wait: &Wait| {
@@ -55,7 +58,7 @@ impl Outlook {
     }
 
     pub(super) fn print(&self, ranks: u32, model: &Model) {
-        let Outlook { forecast, eager, deferred, delay } = self;
+        let Outlook { forecast, eager, deferred, delay, of_windows } = self;
         let step = if ranks > 1 { "a step of each process" } else { "a step" };
         print(format_args!(
             "a step takes {:.4} s in virtual time; the device waits {:.4} s of it",
@@ -88,10 +91,16 @@ impl Outlook {
             }
         }
         if let Some([without, with]) = delay {
-            print(format_args!(
-                "schedule.delay = 1: {with:.4} s a step, and {without:.4} s without; it changes \
-                 results and may cost loss (docs/delay.md)"
-            ));
+            let costs = "it changes results and may cost loss (docs/delay.md)";
+            match of_windows {
+                None => print(format_args!(
+                    "schedule.delay = 1: {with:.4} s a step, and {without:.4} s without; {costs}"
+                )),
+                Some(kind) => print(format_args!(
+                    "schedule.kind = \"{kind}\": {with:.4} s a batch, and {without:.4} s with \
+                     \"1f1b\" and no delay; {costs}"
+                )),
+            }
         }
     }
 }
@@ -102,8 +111,9 @@ pub(super) fn bound_by(forecast: &Forecast) -> Value {
     Value::Object(forecast.bound.iter().map(share).collect())
 }
 
-/// Seconds of a step without `schedule.delay` and with it, of which the config has one, that takes
-/// `found`. `None`: it has no delay, and one would hide nothing or cannot be.
+/// Seconds of a batch without `schedule.delay` and with it, where a step of the config takes
+/// `found`. `None`: it has no delay, and one would hide nothing or cannot be. Windows are compared
+/// with steps of 1F1B.
 fn delay_seconds(
     config: &Config,
     model: &Model,
@@ -115,11 +125,15 @@ fn delay_seconds(
     let mut other = config.clone();
     other.schedule.delay = u32::from(!has_delay);
     other.schedule.delay_after = None;
+    if has_delay && config.schedule.kind.of_windows().is_some() {
+        other.schedule.kind = ScheduleKind::OneForwardOneBackward;
+        (other.schedule.stages, other.schedule.window) = (None, None);
+    }
     other.check().ok()?;
     let plan = Plan::of_rank(&other, model, &other.update_rule(), plan.share()).ok()?;
     let seconds = Forecast::of_plan(&other, model, &plan, rates).ok()?.seconds;
     match has_delay {
-        true => Some([seconds, found]),
+        true => Some([seconds, found / f64::from(config.window())]),
         false => (seconds < WORTH * found).then_some([found, seconds]),
     }
 }

@@ -16,7 +16,6 @@ mod model;
 mod objective;
 mod optimizer;
 mod parallel;
-mod pipedream;
 mod precision;
 mod reports;
 mod resume;
@@ -27,6 +26,7 @@ mod stash;
 mod step;
 mod train;
 mod validation;
+mod windows;
 
 use std::path::Path;
 

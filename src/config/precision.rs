@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, EpsTier, OnResume};
+use super::{Config, EpsTier, OnResume, ScheduleConfig};
 use crate::error::Error;
 use crate::models::MasterFormat;
 use crate::optimizers::LossScale;
@@ -153,9 +153,10 @@ impl Config {
     }
 
     /// True if updates wait until the norm of all gradients is known, or with a delay until the
-    /// step has ended.
+    /// step has ended. Those of a window run inside it.
     pub(crate) fn defers(&self) -> bool {
-        let is_delayed = self.schedule.delay().is_some();
+        let ScheduleConfig { kind, delay, .. } = self.schedule;
+        let is_delayed = delay > 0 && kind.of_windows().is_none();
         self.optimizer.clips() || self.non_finite() == NonFinite::Skip || is_delayed
     }
 

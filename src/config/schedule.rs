@@ -21,16 +21,21 @@ pub struct ScheduleConfig {
     /// these give the same result, bit for bit. `pipedream`: a pipeline of `stages` stages, in
     /// which each batch has an update of its own as soon as a stage has gone backward with it, and
     /// later batches of a `window` go on with older weights meanwhile. This changes the results,
-    /// and may cost loss: see docs/delay.md.
+    /// and may cost loss: see docs/delay.md. `2bw`: such a pipeline with `delay = 1`, in which each
+    /// batch has several micro-batches and lacks one update. The results are those of all other
+    /// kinds with `delay = 1`.
     pub kind: ScheduleKind,
     /// Stages on each device in a pipeline. 1 when absent, and 2 with `interleaved`.
     pub chunks: Option<u32>,
-    /// With `kind = "pipedream"`: the stages, which are dealt to the devices by turns. The result
-    /// depends on their number, and not on the devices. At most the layers of the model.
+    /// With `kind = "pipedream"` or `"2bw"`: the stages, which are dealt to the devices by turns.
+    /// At most the layers of the model. The result of `pipedream` depends on their number, and not
+    /// on the devices. With `2bw` a batch has at least as many micro-batches as there are stages
+    /// behind the first one.
     pub stages: Option<u32>,
-    /// With `kind = "pipedream"`: the batches that pass the stages behind each other without a
-    /// pause. Behind a window all updates are done, so runs stop, validate and write checkpoints
-    /// there alone. Longer windows have fewer pauses, and fewer batches that read new weights.
+    /// With `kind = "pipedream"` or `"2bw"`: the batches that pass the stages behind each other
+    /// without a pause. Behind a window all updates are done, so runs stop, validate and write
+    /// checkpoints there alone. Longer windows have fewer pauses, and with `pipedream` fewer
+    /// batches that read new weights.
     pub window: Option<u32>,
     /// With `kind = "file"`: a CSV file as `torch.distributed.pipelining` writes it. Each row has
     /// the actions of a device, such as `2F0` and `2B0` (stage, forward or backward, micro-batch).
@@ -153,12 +158,24 @@ pub enum ScheduleKind {
     File,
     /// A pipeline in which each batch has an update of its own (PipeDream).
     Pipedream,
+    /// Such a pipeline, in which each batch lacks one update (PipeDream-2BW).
+    #[serde(rename = "2bw")]
+    DoubleBuffered,
 }
 
 impl ScheduleKind {
     /// True if each device has stages of layers that follow each other.
     pub fn is_pipeline(self) -> bool {
         !matches!(self, ScheduleKind::Relay | ScheduleKind::Resident)
+    }
+
+    /// The name of a kind whose steps in the ring are windows: batches that have an update each.
+    pub fn of_windows(self) -> Option<&'static str> {
+        match self {
+            ScheduleKind::Pipedream => Some("pipedream"),
+            ScheduleKind::DoubleBuffered => Some("2bw"),
+            _ => None,
+        }
     }
 }
 
@@ -193,7 +210,7 @@ impl Config {
         let problem = "is for schedule.kind = \"file\": leave it out";
         refuse(!on_file && path.is_some(), "schedule.path", problem)?;
         self.check_delay()?;
-        self.check_pipedream()?;
+        self.check_windows()?;
         refuse(
             kind.is_pipeline() && self.parallel.deal == Deal::Sequences,
             "parallel.deal",

@@ -101,7 +101,7 @@ impl Batches {
         Ok(Batches { ready })
     }
 
-    /// The next batch. With `schedule.kind = "pipedream"`: those of the next window, as one.
+    /// The next batch. With `schedule.window`: those of the next window, as one.
     ///
     /// # Errors
     /// The spooled data cannot be read any more, or the batch has no label.

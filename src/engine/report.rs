@@ -6,8 +6,8 @@ use crate::plan::LinkBytes;
 /// The report of a training step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
-    /// The number of the step. The first is 1. With `schedule.kind = "pipedream"` a report is of
-    /// the steps of a window, and this is the last of them.
+    /// The number of the step. The first is 1. With `schedule.window` a report is of the steps of a
+    /// window, and this is the last of them.
     pub step: u64,
     /// The mean loss over the labelled positions of the batch. Of a window, the mean over its
     /// batches.

@@ -228,11 +228,9 @@ fn misfit_of_head(reads: Measures, head: Head) -> Option<&'static str> {
     }
 }
 
-/// Refuses what a window of PipeDream cannot have.
+/// Refuses what a window of batches cannot have.
 fn check_stages(config: &Config, model: &Model, ranks: u32) -> Result<(), Error> {
-    if config.schedule.kind != ScheduleKind::Pipedream {
-        return Ok(());
-    }
+    let Some(kind) = config.schedule.kind.of_windows() else { return Ok(()) };
     let layers = model.layers.len() - 1;
     let stages = config.schedule.stages.unwrap_or(1);
     if stages as usize > layers {
@@ -243,7 +241,7 @@ fn check_stages(config: &Config, model: &Model, ranks: u32) -> Result<(), Error>
     }
     let is_tied = model.shape.tied && model.shape.scores_vocabulary();
     let trains_table = !model.computed_gradient(BlockId(0)).is_empty();
-    let tied = "tied embeddings that train, which two stages would read at two versions";
+    let tied = "tied embeddings that train, which two stages would update";
     let refused = [
         (model.shape.experts.is_some(), "experts"),
         (is_tied && trains_table, tied),
@@ -252,7 +250,7 @@ fn check_stages(config: &Config, model: &Model, ranks: u32) -> Result<(), Error>
     ];
     match refused.into_iter().find(|(is, _)| *is) {
         Some((_, what)) => {
-            let problem = format_args!("is \"pipedream\", which cannot have {what}: set \"1f1b\"");
+            let problem = format_args!("is \"{kind}\", which cannot have {what}: set \"1f1b\"");
             Err(Error::config("schedule.kind", problem))
         }
         None => Ok(()),

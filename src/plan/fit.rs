@@ -6,7 +6,7 @@ use std::fs;
 
 use crate::config::{
     ByteSize, ChannelsConfig, Config, DeviceConfig, DeviceKind, ScheduleConfig, ScheduleKind,
-    StashPlace,
+    StashPlace, StepConfig,
 };
 use crate::devices;
 use crate::error::{Misfit, Resource};
@@ -219,6 +219,8 @@ impl Plan {
         rule: &dyn UpdateRule,
         ceiling: u64,
     ) -> Option<usize> {
+        let StepConfig { batch, micro_batch, .. } = self.settings.config.step;
+        let micro_batches = batch.div_ceil(micro_batch);
         let fits = |sequences: usize| {
             let mut config = self.settings.config.clone();
             config.step.micro_batch = sequences;
@@ -228,10 +230,11 @@ impl Plan {
             // with the batch.
             let grows = config.stash.place == StashPlace::Device
                 || config.schedule.kind != ScheduleKind::Relay;
-            let is_windowed = config.schedule.kind == ScheduleKind::Pipedream;
-            config.step.batch = match grows && !is_windowed {
-                true => config.step.batch.max(sequences),
-                false => sequences,
+            config.step.batch = match config.schedule.kind {
+                ScheduleKind::Pipedream => sequences,
+                ScheduleKind::DoubleBuffered => micro_batches.saturating_mul(sequences),
+                _ if grows => config.step.batch.max(sequences),
+                _ => sequences,
             };
             let plan = config.check().and_then(|()| Plan::new(&config, model, rule));
             plan.is_ok_and(|plan| plan.device_bytes() <= ceiling)

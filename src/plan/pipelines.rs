@@ -5,7 +5,8 @@ use std::io::Read;
 use std::path::Path;
 
 use l2l_actors::schedule::{
-    MicroBatch, Pipeline, Refusal, RingModel, Schedule, Selection, pipedream, pipeline,
+    MicroBatch, Pipeline, Refusal, RingModel, Schedule, Selection, pipedream, pipedream_2bw,
+    pipeline,
 };
 
 use crate::config::{Config, ScheduleKind};
@@ -60,9 +61,15 @@ pub(super) fn schedule_of(
     let count = selection.micro_batches.len() as MicroBatch;
     let devices = config.devices();
     let chunks = config.schedule.chunks();
-    if config.schedule.kind == ScheduleKind::Pipedream && trains {
-        let stages = config.schedule.stages.unwrap_or(1);
-        return pipedream(ring, selection, stages, devices).map_err(refused);
+    let stages = config.schedule.stages.unwrap_or(1);
+    match config.schedule.kind {
+        ScheduleKind::Pipedream if trains => {
+            return pipedream(ring, selection, stages, devices).map_err(refused);
+        }
+        ScheduleKind::DoubleBuffered if trains => {
+            return pipedream_2bw(ring, selection, stages, devices).map_err(refused);
+        }
+        _ => {}
     }
     let made = match (config.schedule.kind, file) {
         (_, Some(file)) => file.clone(),

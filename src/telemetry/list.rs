@@ -151,10 +151,10 @@ pub const METRICS: &[Metric] = &[
          run began"),
     gauge("l2l_last_step_seconds", Unit::Seconds, &[],
         "Time from the end of the last step but one to the end of the last; with \
-         schedule.kind = \"pipedream\", of windows"),
+         schedule.kind = \"pipedream\" or \"2bw\", of windows"),
     Metric { name: "l2l_step_seconds", kind: MetricKind::Histogram, unit: Unit::Seconds,
         labels: &[], buckets: &STEP, help: "Time from the end of one step to the end of the next; \
-         with schedule.kind = \"pipedream\", of windows" },
+         with schedule.kind = \"pipedream\" or \"2bw\", of windows" },
     gauge("l2l_loss", Unit::None, &[],
         "Loss of the last step"),
     gauge("l2l_balance_loss", Unit::None, &[],

@@ -44,7 +44,7 @@ impl RateRuns {
     /// Its schedule is of as many micro-batches as the config has.
     pub fn configs(config: &Config) -> Result<Vec<Config>, Error> {
         let kind = config.schedule.kind;
-        if matches!(kind, ScheduleKind::File | ScheduleKind::Pipedream) {
+        if kind == ScheduleKind::File || kind.of_windows().is_some() {
             let kind = word(kind);
             let problem = "and `--rates` runs other numbers of micro-batches: set another one, and \
                            use the rates for this";

@@ -23,7 +23,7 @@ use writing::Begun;
 
 use crate::blocking::unblock;
 use crate::checkpoint::{Identity, Progress};
-use crate::config::{Config, ReferenceKind, ScheduleKind};
+use crate::config::{Config, ReferenceKind};
 use crate::data::{Batch, Batches};
 use crate::devices::{KernelTime, ProductTable};
 use crate::engine::{Engine, Outcome, StepReport, Summary};
@@ -197,8 +197,8 @@ impl Trainer {
         self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
 
-    /// Trains one step on a batch of `step.batch` sequences. With `schedule.kind = "pipedream"` it
-    /// trains all steps of a window, on the sequences of its batches, one batch behind the other.
+    /// Trains one step on a batch of `step.batch` sequences. With `schedule.window` it trains all
+    /// steps of a window, on the sequences of its batches, one batch behind the other.
     /// `depth` of the config says which layers are added before it and which are left out. See
     /// [`Trainer`] for what holds when it returns, is cancelled, or fails.
     ///
@@ -225,9 +225,9 @@ impl Trainer {
         layers: &LayerSelection,
     ) -> Result<StepReport, Error> {
         self.check_batch(&batch)?;
-        if self.run.config.schedule.kind == ScheduleKind::Pipedream {
-            let what = "schedule.kind = \"pipedream\" has the same layers in all steps";
-            return Err(Error::argument(what));
+        if let Some(kind) = self.run.config.schedule.kind.of_windows() {
+            let what = "has the same layers in all steps";
+            return Err(Error::argument(format_args!("schedule.kind = \"{kind}\" {what}")));
         }
         let objective = self.run.model.objective.as_ref();
         let is_in_step = self.run.config.objective.reference == Some(ReferenceKind::InStep);

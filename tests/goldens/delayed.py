@@ -1,9 +1,10 @@
-"""Twenty steps of the Llama of `families.py` in f64, each with the gradient at the weights before the last update:
+"""Twenty steps of the Llama of `families.py`, each with the gradient at the weights before the last update:
 
     W(t + 1) = W(t) - u(gradient of batch t at W(t - 1)), and W(-1) = W(0)
 
 The first `after` batches read W(t). Moments, decay and clipping are as ever, and change W(t). Writes delayed.json
-beside itself: for each case its settings, and the losses and the norms of the gradients of each step.
+beside itself: for each case its settings, and in f64 and in f32 the losses and the norms of the gradients of each step,
+and the sum and the norm of each weight in the end.
 
     pip install torch transformers && python delayed.py
 """
@@ -28,10 +29,11 @@ class Muon:
         others = [(name, p) for name, p in named if not (".layers." in name and p.ndim == 2)]
         muon = torch.optim.Muon(matrices, lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
         self.both = [muon, adamw(others)]
+        self.dtype = matrices[0].dtype
 
     def step(self):
-        # Its iteration casts to bf16: here it stays in f64.
-        with mock.patch.object(torch, "bfloat16", torch.float64):
+        # Its iteration casts to bf16: here it stays in the dtype of the weights.
+        with mock.patch.object(torch, "bfloat16", self.dtype):
             for one in self.both:
                 one.step()
 
@@ -57,8 +59,8 @@ CASES = [{"kind": kind, "clip_norm": clip, "delay_after": after, "delay": 1}
 CASES.append({"kind": "muon", "clip_norm": None, "delay_after": 0, "delay": 0})
 
 
-def train(case, folder, lines):
-    model = lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double().train()
+def train(case, folder, lines, dtype):
+    model = lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").to(dtype).train()
     newest, read = model(), model()
     optimizer = RULES[case["kind"]](list(newest.named_parameters()))
     older = [p.detach().clone() for p in newest.parameters()]
@@ -79,14 +81,24 @@ def train(case, folder, lines):
         norms.append(float(torch.nn.utils.clip_grad_norm_(newest.parameters(), limit)))
         optimizer.step()
         losses.append(float(loss))
-    sums = {name: [float(p.sum()), float(p.norm())] for name, p in newest.state_dict().items()}
-    return {**case, "float64": {"losses": losses, "norms": norms}, "weights": sums}
+    return {"losses": losses, "norms": norms, "weights": sums(newest)}
+
+
+def sums(model):
+    """The sum and the norm of each weight, computed in f64."""
+    weights = {name: p.double() for name, p in model.state_dict().items()}
+    return {name: [float(p.sum()), float(p.norm())] for name, p in weights.items()}
+
+
+def in_both(train, case, folder, lines):
+    dtypes = {"float64": torch.float64, "float32": torch.float32}
+    return {**case, **{name: train(case, folder, lines, dtype) for name, dtype in dtypes.items()}}
 
 
 def main():
     here = pathlib.Path(__file__).parent
     lines = [json.loads(line) for line in (here / "llama/data.jsonl").read_text().splitlines()]
-    cases = [train(case, here / "llama", lines) for case in CASES]
+    cases = [in_both(train, case, here / "llama", lines) for case in CASES]
     golden = {"steps": STEPS, "batch": BATCH, "learning_rate": RATE, "weight_decay": DECAY,
               "transformers": transformers.__version__, "cases": cases}
     (here / "delayed.json").write_text(json.dumps(golden) + "\n")

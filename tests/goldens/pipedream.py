@@ -1,4 +1,4 @@
-"""Twenty steps of the Llama of `families.py` in f64 by the rule of PipeDream (Narayanan et al. 2019, arXiv 1806.03377):
+"""Twenty steps of the Llama of `families.py` by the rule of PipeDream (Narayanan et al. 2019, arXiv 1806.03377):
 a batch goes through each stage, forward and backward, with the version that stage had when the batch came to it.
 
 A table has the versions of each stage: version[stage][k] has had k updates. In a window of batches over n stages, batch
@@ -7,8 +7,8 @@ j reads in stage s (both from 0)
     version[s][base + max(0, j - (n - 1 - s))]
 
 and its gradient makes version[s][base + j + 1] of the newest one. Moments and decay are as ever. Writes pipedream.json
-beside itself: for each case its settings, the mean loss and the root mean square of the norms of each window, and the
-weights in the end.
+beside itself: for each case its settings, and in f64 and in f32 the mean loss and the root mean square of the norms of
+each window, and the sum and the norm of each weight in the end.
 
     pip install torch transformers && python pipedream.py
 """
@@ -17,7 +17,7 @@ import json
 import pathlib
 
 import torch
-from delayed import RULES, STEPS
+from delayed import RULES, STEPS, in_both, sums
 from families import BATCH, DECAY, RATE, loss_of
 from transformers import AutoModelForCausalLM
 
@@ -36,8 +36,8 @@ CASES = [{"kind": kind, "stages": stages, "window": window}
                                       ("sgd", 3, 20), ("sgd", 4, 10), ("muon", 4, 5)]]
 
 
-def train(case, folder, lines):
-    model = lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double().train()
+def train(case, folder, lines, dtype):
+    model = lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").to(dtype).train()
     newest, read = model(), model()
     optimizer = RULES[case["kind"]](list(newest.named_parameters()))
     stages, window = STAGES[case["stages"]], case["window"]
@@ -70,14 +70,13 @@ def train(case, folder, lines):
     mean = lambda numbers: sum(numbers) / len(numbers)
     of_losses = [mean(losses[base:base + window]) for base in windows]
     of_norms = [mean([norm ** 2 for norm in norms[base:base + window]]) ** 0.5 for base in windows]
-    sums = {name: [float(p.sum()), float(p.norm())] for name, p in newest.state_dict().items()}
-    return {**case, "float64": {"losses": of_losses, "norms": of_norms}, "weights": sums}
+    return {"losses": of_losses, "norms": of_norms, "weights": sums(newest)}
 
 
 def main():
     here = pathlib.Path(__file__).parent
     lines = [json.loads(line) for line in (here / "llama/data.jsonl").read_text().splitlines()]
-    cases = [train(case, here / "llama", lines) for case in CASES]
+    cases = [in_both(train, case, here / "llama", lines) for case in CASES]
     golden = {"steps": STEPS, "batch": BATCH, "learning_rate": RATE, "weight_decay": DECAY, "cases": cases}
     (here / "pipedream.json").write_text(json.dumps(golden) + "\n")
 

@@ -195,6 +195,24 @@ fn plain() -> String {
     text
 }
 
+/// Windows of two kinds.
+const PIPEDREAM: [&str; 5] = [
+    "schedule.kind=pipedream",
+    "schedule.stages=2",
+    "schedule.window=2",
+    "step.batch=4",
+    "step.micro_batch=4",
+];
+
+const DOUBLE_BUFFERED: [&str; 6] = [
+    "schedule.kind=2bw",
+    "schedule.delay=1",
+    "schedule.stages=2",
+    "schedule.window=2",
+    "step.batch=4",
+    "step.micro_batch=2",
+];
+
 #[test]
 fn bad_rates_are_refused_by_name() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -234,17 +252,11 @@ fn bad_rates_are_refused_by_name() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(2) && error.contains(says), "{says}: {error}\n{text}");
     }
-    const PIPEDREAM: [&str; 5] = [
-        "schedule.kind=pipedream",
-        "schedule.stages=2",
-        "schedule.window=2",
-        "step.batch=4",
-        "step.micro_batch=4",
-    ];
     let long = ["data.sequence_length=256", "model.positions=256", "step.chunk_positions=128"];
     for (command, sets, more, says) in [
         ("bench", &long[..], &[][..], "needs whole ones"),
         ("bench", &PIPEDREAM, &[], "schedule.kind is \"pipedream\", and"),
+        ("bench", &DOUBLE_BUFFERED, &[], "schedule.kind is \"2bw\", and"),
         (
             "bench",
             &["schedule.kind=file", "schedule.path=a.csv"],

@@ -86,6 +86,7 @@ mod packing;
 #[cfg(feature = "tokenizers")]
 mod pairs;
 mod pipedream;
+mod pipedream_2bw;
 mod plan;
 mod precision;
 mod preference;

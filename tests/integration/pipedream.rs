@@ -26,7 +26,7 @@ use crate::whole;
 const KIND: ScheduleKind = ScheduleKind::Pipedream;
 
 /// A window over so many stages, of an untied Llama; with dropout, of a GPT-2 that classifies.
-fn windowed(case: &Case, ways: &Ways, stages: u32, window: u32) -> Config {
+pub(crate) fn windowed(case: &Case, ways: &Ways, stages: u32, window: u32) -> Config {
     let recompute = true.into();
     let whole = Ways { kind: KIND, chunks: None, recompute, tensor: 1, ..ways.clone() };
     let mut config = exact::config(case, &whole);

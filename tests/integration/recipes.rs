@@ -106,8 +106,12 @@ fn answers_and_is_exported(command: impl Fn(&str) -> Vec<String>, chats: bool, t
 
 /// What makes a short run of a recipe.
 fn tiny_run(recipe: &str, train: &str, run: &str) -> [String; 8] {
-    // A batch of a window is one micro-batch.
-    let micro_batch = if recipe == "pipedream" { 6 } else { 4 };
+    // A batch of PipeDream is one micro-batch, and one of 2BW has whole ones.
+    let micro_batch = match recipe {
+        "pipedream" => 6,
+        "2bw" => 2,
+        _ => 4,
+    };
     [
         format!("data.train={train}"),
         format!("checkpoint.directory={run}"),
@@ -148,14 +152,16 @@ fn every_recipe_runs() {
     };
     let of_stages = ["model.kv_heads=2", "model.intermediate=48", "schedule.window=2"];
     let stages = [of_sizes(3, 2), of_stages.map(String::from).to_vec()].concat();
+    let double = [stages.clone(), vec!["schedule.stages=3".into()]].concat();
     let relevant = write("relevant.jsonl", lines(relevant));
     let of_llama = root("tests/goldens/text/llama");
     let with_experts = with_experts(folder.path(), &of_llama).display().to_string();
-    let recipes: [(&str, Vec<String>, &str, &str); 15] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 16] = [
         ("pretrain", of_sizes(1, 2), &text, "perplexity"),
         ("megatron", of_sizes(2, 4), &text, "perplexity"),
         ("ptd-p", of_sizes(2, 4), &text, "perplexity"),
         ("pipedream", stages, &text, "perplexity"),
+        ("2bw", double, &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
         ("classify", vec![tiny("wordpiece")], &classes, "accuracy"),
@@ -180,7 +186,7 @@ fn every_recipe_runs() {
         assert!(good(&command("data")).contains("tokens"), "{recipe}");
         good(&command("train"));
         let logged = fs::read_to_string(format!("{run}.jsonl")).expect("it was written");
-        let reports = if recipe == "pipedream" { 1 } else { 2 };
+        let reports = if ["pipedream", "2bw"].contains(&recipe) { 1 } else { 2 };
         assert_eq!(logged.matches("\"event\":\"step\"").count(), reports, "{recipe}");
         assert_eq!(fs::read_dir(format!("{run}.board")).expect("a folder").count(), 1);
         let json = [command("eval"), vec!["--format".into(), "json".into()]].concat();

@@ -13,6 +13,12 @@
 //! The upload stands before the visit whose gradient moves the block on, on the same device. So no
 //! upload can come too late, and the pool of weights has a slot for each version in use.
 //!
+//! PipeDream-2BW (Narayanan et al. 2021, arXiv 2006.09503) has one rule for all stages: a batch
+//! lacks the update of the batch before it, also of the last one of the window before. The host
+//! keeps two versions of each block, as with any delay. Batch `j` reads the older one until its own
+//! gradient makes a version that replaces it. So uploads may come again, and none comes too late.
+//! A version is then counted from the one before the newest, by [`Schedule::lag`].
+//!
 //! A window ends flushed. Behind it all blocks have one version, which has the updates of all
 //! batches.
 
@@ -25,8 +31,8 @@ use super::pipeline::Pipeline;
 use super::residency::Needed;
 use super::spans::{gradient_spans, most_open};
 use super::{
-    BlockId, DeviceId, GroupId, LayerId, MicroBatch, Place, Refusal, Schedule, Visit, VisitKind,
-    pipeline,
+    BlockId, DeviceId, GroupId, LayerId, MicroBatch, Place, Refusal, Schedule, Version, Visit,
+    VisitKind, pipeline,
 };
 
 /// A window of PipeDream: the selection's groups are batches, and pass `stages` stages, which are
@@ -40,6 +46,35 @@ pub fn pipedream(
     stages: u32,
     devices: u32,
 ) -> Result<Schedule, Refusal> {
+    window(model, selection, stages, devices, ready)
+}
+
+/// A window of PipeDream-2BW: as [`pipedream`], but in all stages each batch lacks the update of
+/// the batch before it. What it computes depends on the batches alone.
+///
+/// # Errors
+/// As [`pipeline`](super::pipeline()). The checks of a plan refuse batches of fewer micro-batches
+/// than there are stages behind the first one.
+pub fn pipedream_2bw(
+    model: &RingModel,
+    selection: &Selection,
+    stages: u32,
+    devices: u32,
+) -> Result<Schedule, Refusal> {
+    let schedule = window(model, selection, stages, devices, |_, batch, _| batch as u32)?;
+    let lag = u32::from(schedule.in_batches);
+    Ok(Schedule { lag, ..schedule })
+}
+
+/// A window in which a batch in a stage reads the weights that `ahead` says, by the groups, the
+/// batch and the number of stages behind this one.
+fn window(
+    model: &RingModel,
+    selection: &Selection,
+    stages: u32,
+    devices: u32,
+    ahead: impl Fn(&[Range<MicroBatch>], usize, u32) -> u32,
+) -> Result<Schedule, Refusal> {
     let all = selection.micro_batches.len() as MicroBatch;
     let order = Pipeline::one_forward_one_backward(stages, all);
     // Each stage has a device of its own at first.
@@ -52,11 +87,11 @@ pub fn pipedream(
         if schedule.in_batches {
             let at = groups.partition_point(|group| group.end <= visit.micro_batches.start);
             let behind = stages - 1 - u32::from(stage);
-            visit.ahead = ready(&groups, at, behind);
+            visit.ahead = ahead(&groups, at, behind);
         }
     }
     if schedule.in_batches {
-        by_batch(&mut schedule, stages);
+        by_batch(&mut schedule, |batch| ahead(&groups, batch, stages - 1));
     }
     Ok(schedule)
 }
@@ -68,8 +103,9 @@ fn ready(groups: &[Range<MicroBatch>], batch: usize, behind: u32) -> u32 {
     groups.partition_point(|group| group.end + behind <= first) as u32
 }
 
-/// Has each batch gathered just before its first visit, and scattered just behind its last one.
-fn by_batch(schedule: &mut Schedule, stages: u32) {
+/// Has each batch gathered just before its first visit, from the weights that `ahead` says, and
+/// scattered just behind its last one.
+fn by_batch(schedule: &mut Schedule, ahead: impl Fn(usize) -> u32) {
     let groups = schedule.groups.clone();
     let visits = std::mem::take(&mut schedule.visits);
     let of_rows = |visit: &Visit| matches!(visit.kind, VisitKind::Gather | VisitKind::Scatter);
@@ -88,8 +124,7 @@ fn by_batch(schedule: &mut Schedule, stages: u32) {
     for (index, (visit, batch)) in visits.into_iter().zip(batches).enumerate() {
         let (first, last) = ends[&batch];
         if index == first {
-            let ahead = ready(&groups, batch, stages - 1);
-            schedule.visits.extend(of_batch(VisitKind::Gather, batch, ahead));
+            schedule.visits.extend(of_batch(VisitKind::Gather, batch, ahead(batch)));
         }
         schedule.visits.push(visit);
         if index == last {
@@ -114,7 +149,13 @@ impl Schedule {
         if self.in_batches { self.group_of(micro_batch) } else { 0 }
     }
 
-    /// The updates of this step that a block has had when a visit reads it.
+    /// The version that a visit of a step in batches reads which is so many updates
+    /// [ahead](Visit::ahead), by the newest when the step began. A run has none before its first.
+    pub(crate) fn version_read(&self, newest: Version, ahead: u32) -> Version {
+        (newest + u64::from(ahead)).saturating_sub(self.lag.into())
+    }
+
+    /// How far [ahead](Visit::ahead) a block is when a visit reads it.
     pub fn ahead(&self, visit: &Visit, block: BlockId) -> u32 {
         if self.is_trained(block) { visit.ahead } else { 0 }
     }
@@ -136,10 +177,10 @@ pub(super) fn needs<'s>(
     visit.portions().map(|portion| (portion, schedule.ahead(visit, portion.block)))
 }
 
-/// The weight slots of a device that hold versions in use, at most. 0: the step is not in batches,
-/// so its blocks may come again.
+/// The weight slots of a device that hold versions in use, at most. 0: blocks may come again,
+/// because the host has the versions that the step reads.
 pub(super) fn versions_in_use(schedule: &Schedule) -> u32 {
-    if !schedule.in_batches {
+    if !schedule.in_batches || schedule.lag > 0 {
         return 0;
     }
     let mut spans: BTreeMap<(DeviceId, Needed), (usize, usize)> = BTreeMap::new();
@@ -165,12 +206,13 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     let ends = ends(schedule)?;
     for (index, visit) in schedule.visits.iter().enumerate().filter(|(_, visit)| reads(visit)) {
         let trained = visit.blocks.iter().filter(|id| schedule.is_trained(**id));
-        let Some(update) = visit.ahead.checked_sub(1) else { continue };
+        let Some(update) = visit.ahead.checked_sub(1 + schedule.lag) else { continue };
         for &block in trained {
             if ends.get(&(block, update)).is_none_or(|&end| end >= index) {
-                let ahead = visit.ahead;
+                let updates = update + 1;
                 let reason = format!(
-                    "reads {block} behind {ahead} updates, before batch {update} has gone backward"
+                    "reads {block} behind {updates} updates, before batch {update} has gone \
+                     backward"
                 );
                 return Err(Refusal::at(schedule, index, reason));
             }
@@ -336,8 +378,9 @@ fn gathers(schedule: &Schedule, ends: &Ends) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Checks that each version is uploaded before the next one is there. It is not kept on the host,
-/// so it may not be uploaded again.
+/// Checks that each version is uploaded before another one has its place on the host: the next one,
+/// or with a lag the one behind that. Either is made by the batch whose number is that of
+/// [`Visit::ahead`].
 pub(super) fn check_uploads(
     schedule: &Schedule,
     device_visits: &[DeviceVisit],
@@ -371,11 +414,12 @@ pub(super) fn waits_behind(
     before: &[usize],
     device_visit: usize,
 ) -> Option<usize> {
-    let uploads = device_visits[device_visit].uploads().filter(|residence| residence.ahead > 0);
+    let waits = |residence: &&super::Residence| residence.ahead > schedule.lag;
+    let uploads = device_visits[device_visit].uploads().filter(waits);
     let closes = |at: usize, residence: &super::Residence| {
         let earlier = &device_visits[at];
         let batch = schedule.batch_of(schedule.visits[earlier.visit].micro_batches.start);
-        batch + 1 == residence.ahead && earlier.closes.contains(&residence.portion)
+        batch + 1 + schedule.lag == residence.ahead && earlier.closes.contains(&residence.portion)
     };
     let behind = |residence| before.iter().rposition(|&at| closes(at, residence));
     uploads.filter_map(behind).max()

@@ -163,6 +163,7 @@ impl<'m> Wiring<'m> {
             last_chunk: selection.last_chunk.unwrap_or(model.positions),
             groups: groups.clone(),
             in_batches: false,
+            lag: 0,
             shards: 1,
             ranks: Ranks::ONE,
             visits: Vec::new(),

@@ -47,7 +47,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-pub use batches::pipedream;
+pub use batches::{pipedream, pipedream_2bw};
 pub use boundary::{Boundary, Encoding, Role};
 pub use choice::ChosenBy;
 pub use deal::{deal, deal_groups, devices_of_groups};
@@ -131,6 +131,9 @@ pub struct Schedule {
     /// group is a batch, and has updates of its own. Then the step is a window of batches, and each
     /// visit says [how many](Visit::ahead) of these updates it waits for.
     pub in_batches: bool,
+    /// The updates, 0 or 1, that the weights which the first batch of a step in batches reads lack.
+    /// 1: its ring has a delay, and keeps two versions of each block.
+    pub lag: u32,
     /// 1: each device uploads whole blocks. More: the number of devices, each of which uploads its
     /// [`Shard`] of a block and copies the others from the devices that uploaded them.
     pub shards: u32,

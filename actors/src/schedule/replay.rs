@@ -197,9 +197,9 @@ impl<'p> Replay<'p> {
         Ok(())
     }
 
-    /// True if a block has had so many updates.
-    fn is_updated(&self, block: BlockId, updates: u32) -> bool {
-        self.updates[block.0 as usize] >= updates
+    /// True if a block has the version that is so many updates ahead.
+    fn is_updated(&self, block: BlockId, ahead: u32) -> bool {
+        self.updates[block.0 as usize] >= ahead.saturating_sub(self.walks.schedule.lag)
     }
 
     fn prefetch(&mut self, device: usize) -> Progress {

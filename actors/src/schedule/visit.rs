@@ -130,8 +130,9 @@ pub struct Visit {
     pub blocks: Vec<BlockId>,
     /// The portion of each that a device needs, by its index; `None`: the blocks are not cut.
     pub cut: Option<u16>,
-    /// The updates of this step that its trained blocks have had: it reads the version behind them,
-    /// whichever is the newest by then. 0 unless the step is [in batches](super::Schedule).
+    /// The updates of this step that its trained blocks have had, and the [lag](super::Schedule) of
+    /// the step: it reads the version behind them, whichever is the newest by then. 0 unless the
+    /// step is [in batches](super::Schedule).
     pub ahead: u32,
     /// The boundary by which rows choose parts of the blocks, where the stash has it in time.
     /// `None`: the visit needs all of them.

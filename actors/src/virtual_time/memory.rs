@@ -161,6 +161,7 @@ mod tests {
             last_chunk: 1,
             groups: vec![],
             in_batches: false,
+            lag: 0,
             shards: 1,
             ranks: Ranks::ONE,
             trains: true,

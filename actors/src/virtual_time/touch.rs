@@ -304,8 +304,8 @@ impl Touch {
             Share::Block(block) => (vec![block], visit.micro_batches.clone()),
         };
         blocks.into_iter().for_each(|block| {
-            let ahead = u64::from(step.plan.schedule.ahead(visit, block));
-            self.read_master(step, block, step.reads + ahead, at);
+            let version = step.version_read(step.plan.schedule.ahead(visit, block));
+            self.read_master(step, block, version, at);
         });
         micro_batches.for_each(|m| self.write_stash(&visit.writes, m, step.number));
     }
@@ -319,10 +319,10 @@ impl Touch {
         count: &impl Contributions,
     ) {
         let &BlockUse { portion, weights, gradient } = of;
-        let ahead = u64::from(step.plan.schedule.ahead(visit, portion.block));
+        let version = step.version_read(step.plan.schedule.ahead(visit, portion.block));
         for shard in 0..step.plan.schedule.shards {
             let part = Cell::Weights(device, weights, shard as DeviceId);
-            self.read(part, Label::Block(portion, step.reads + ahead));
+            self.read(part, Label::Block(portion, version));
         }
         if let Some(Accumulator { slot, first }) = gradient {
             let version = step.gradient_of(visit);

@@ -21,6 +21,7 @@ mod objective;
 mod piece_times;
 mod pieces;
 mod pipedream;
+mod pipedream_2bw;
 mod pipelines;
 mod references;
 mod reports;

@@ -422,7 +422,11 @@ fn what_a_window_cannot_have_is_refused() {
 #[test]
 fn rings_whose_updates_wait_refuse_windows() {
     let schedule = WINDOW.schedule();
-    for (deferred, delay_from) in [(true, None), (true, Some(0)), (false, Some(0))] {
+    for (deferred, delay_from, says) in [
+        (true, None, "wait for the norm of all its gradients"),
+        (true, Some(0), "wait for the norm of all its gradients"),
+        (false, Some(0), "a lag of 0 needs a ring with delay_from None, and this one has Some(0)"),
+    ] {
         let ring = config(&schedule, &Capacities::default(), deferred);
         let ring = RingConfig { delay_from, ..ring };
         let schedule = schedule.clone();
@@ -432,6 +436,6 @@ fn rings_whose_updates_wait_refuse_windows() {
             async move |relay| relay.plan(schedule).expect_err("it waits").reason,
         );
         let (reason, _) = run.expect("it ends");
-        assert!(reason.contains("wait for the norm of all its gradients"), "{reason}");
+        assert!(reason.contains(says), "{reason}");
     }
 }

@@ -41,7 +41,9 @@ impl Done {
 
 pub(crate) fn check(schedule: Schedule, deferred: bool) {
     let devices = schedule.devices();
+    let delay_from = (schedule.lag > 0).then_some(0);
     let config = config(&schedule, &depths(2, 1, 1, 3), deferred);
+    let config = l2l_actors::RingConfig { delay_from, ..config };
     let done = Arc::new(Mutex::new(Done::default()));
     let noted = done.clone();
     let durations = move |operation: &l2l_actors::Operation| {

@@ -37,7 +37,8 @@ impl Layout {
     /// layout (a file, chunks, weights) keeps its layout.
     pub(in crate::cli) fn all(config: &Config) -> Vec<Layout> {
         let own = Layout::of(config);
-        let is_bound = matches!(own.kind, ScheduleKind::File | ScheduleKind::Pipedream)
+        let is_bound = own.kind == ScheduleKind::File
+            || own.kind.of_windows().is_some()
             || config.schedule.chunks.is_some()
             || config.parallel.weights.is_some();
         let mut all = vec![own];

@@ -1,6 +1,8 @@
 //! Warnings about settings that have no effect in a run, or hardly the one that was meant.
 
-use crate::config::{Config, DataConfig, OptimizerConfig, RateSchedule, ScheduleKind};
+use crate::config::{
+    Config, DataConfig, OptimizerConfig, RateSchedule, ScheduleConfig, ScheduleKind,
+};
 use crate::models::{Head, Model};
 
 /// The warnings about a run of `steps` steps, of which `done` are done.
@@ -41,9 +43,7 @@ pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> 
              loss, more at higher rates (docs/delay.md)"
         ));
     }
-    if config.schedule.kind == ScheduleKind::Pipedream {
-        remarks.extend(remarks_on_stages(config.schedule.stages.unwrap_or(1), config.devices()));
-    }
+    remarks.extend(remarks_on_windows(config));
     if let Some(factor) = config.experts.capacity_factor.filter(|factor| *factor < 1.0) {
         remarks.push(format!(
             "experts.capacity_factor is {factor}: an expert takes less than its even share of the \
@@ -54,14 +54,30 @@ pub(super) fn remarks(config: &Config, model: &Model, steps: u64, done: u64) -> 
     remarks
 }
 
-/// The warnings about the stages of PipeDream on so many devices.
-fn remarks_on_stages(stages: u32, devices: u32) -> impl Iterator<Item = String> {
-    let lacks = (stages > 1).then(|| {
+/// The warnings about windows: what they cost or save, and devices without a stage.
+fn remarks_on_windows(config: &Config) -> Vec<String> {
+    let ScheduleConfig { kind, stages: Some(stages), .. } = config.schedule else {
+        return Vec::new();
+    };
+    let devices = config.devices();
+    let lacks = (kind == ScheduleKind::Pipedream && stages > 1).then(|| {
         format!(
             "schedule.kind is \"pipedream\": in the first of {stages} stages a batch reads weights \
              without the last {} updates, which may cost loss, and the last stage waits for each \
              update and upload (docs/delay.md)",
             stages - 1
+        )
+    });
+    let saves = (kind == ScheduleKind::DoubleBuffered && devices > 1).then(|| {
+        let behind = f64::from(stages.min(devices) - 1);
+        let each = config.step.batch.div_ceil(config.step.micro_batch) as f64;
+        let share = |micro_batches: f64| 100.0 * behind / (micro_batches + behind);
+        format!(
+            "schedule.kind is \"2bw\": by its order each device is idle for {:.0} % of a \
+             window, and for {:.0} % of each step with \"1f1b\", which computes the same \
+             (docs/delay.md)",
+            share(each * f64::from(config.window())),
+            share(each)
         )
     });
     let idle = (devices > stages).then(|| {
@@ -71,7 +87,7 @@ fn remarks_on_stages(stages: u32, devices: u32) -> impl Iterator<Item = String> 
             devices - stages
         )
     });
-    lacks.into_iter().chain(idle)
+    [lacks, saves, idle].into_iter().flatten().collect()
 }
 
 #[cfg(test)]
@@ -107,9 +123,18 @@ mod tests {
             assert!(remark.contains(says), "{remark}");
         }
         // One stage lacks nothing.
-        assert_eq!(remarks_on_stages(1, 1).count(), 0);
-        let idle: Vec<String> = remarks_on_stages(1, 3).collect();
+        config.schedule.stages = Some(1);
+        assert_eq!(remarks_on_windows(&config), [""; 0]);
+        config.device.count = Some(3);
+        let idle = remarks_on_windows(&config);
         assert!(idle.len() == 1 && idle[0].contains("3 devices: 2 of them"), "{idle:?}");
+        // A window of 20 batches of 8 micro-batches, through three stages.
+        config.schedule.kind = ScheduleKind::DoubleBuffered;
+        (config.schedule.stages, config.schedule.window) = (Some(3), Some(20));
+        let saves = remarks_on_windows(&config);
+        assert!(saves.len() == 1 && saves[0].contains("idle for 1 % of a window, and for 20 % of"));
+        (config.schedule.stages, config.device.count) = (Some(4), None);
+        config.schedule.kind = ScheduleKind::Pipedream;
         config.experts.capacity_factor = Some(1.0);
         assert_eq!(remarks(&config, &model, 10, 10).len(), said.len() - 1);
     }

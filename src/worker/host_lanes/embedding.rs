@@ -23,7 +23,7 @@ impl HostLanes {
                 match master {
                     MasterAt::Memory => {
                         let ahead = at.schedule().ahead(visit, block);
-                        let version = at.state.step.reads + u64::from(ahead);
+                        let version = at.state.step.version_read(ahead);
                         let lease = self.shared.eps.memory().read(block, version);
                         self.gather_block(at, m, block, lease.pieces()[0]);
                     }

@@ -1,18 +1,17 @@
-//! Windows of batches, as PipeDream has them: what a config may have beside them.
+//! Windows of batches, those of PipeDream and PipeDream-2BW: what a config may have beside them.
 
 use super::check::{must, refuse};
 use super::{
     Config, DepthConfig, Dtype, EpsTier, GradientDtype, LossScaleKind, NonFinite, ObjectiveConfig,
-    ScheduleConfig, ScheduleKind,
+    ScheduleConfig, ScheduleKind, StepConfig,
 };
 use crate::error::Error;
 
 impl Config {
-    /// The batches of a step of the ring: with PipeDream those of a window, which have an update
-    /// each. Else 1.
+    /// The batches of a step of the ring: of windows those that have an update each. Else 1.
     pub fn window(&self) -> u32 {
-        let is_pipedream = self.schedule.kind == ScheduleKind::Pipedream;
-        self.schedule.window.filter(|_| is_pipedream).unwrap_or(1).max(1)
+        let has_windows = self.schedule.kind.of_windows().is_some();
+        self.schedule.window.filter(|_| has_windows).unwrap_or(1).max(1)
     }
 
     /// The records of a step of the ring.
@@ -20,27 +19,58 @@ impl Config {
         self.step.batch.saturating_mul(self.window() as usize)
     }
 
-    pub(super) fn check_pipedream(&self) -> Result<(), Error> {
+    pub(super) fn check_windows(&self) -> Result<(), Error> {
         let ScheduleConfig { kind, stages, window, .. } = self.schedule;
         let keys = [("schedule.stages", stages), ("schedule.window", window)];
-        if kind != ScheduleKind::Pipedream {
-            let problem = "is for schedule.kind = \"pipedream\": leave it out";
+        let Some(name) = kind.of_windows() else {
+            let problem = "is for schedule.kind = \"pipedream\" or \"2bw\": leave it out";
             return keys.into_iter().try_for_each(|(key, set)| refuse(set.is_some(), key, problem));
-        }
-        let problem = "is missing: schedule.kind = \"pipedream\" needs it";
-        keys.into_iter().try_for_each(|(key, set)| refuse(set.is_none(), key, problem))?;
+        };
+        let problem = format!("is missing: schedule.kind = \"{name}\" needs it");
+        keys.into_iter().try_for_each(|(key, set)| refuse(set.is_none(), key, &problem))?;
         let is = |range: std::ops::RangeInclusive<u32>, set: Option<u32>| {
             set.is_some_and(|set| range.contains(&set))
         };
         must(is(1..=255, stages), "schedule.stages", "from 1 to 255")?;
         must(is(1..=1 << 16, window), "schedule.window", "from 1 to 65536")?;
-        self.check_beside_pipedream()?;
+        self.check_beside_windows(name)?;
+        match kind {
+            ScheduleKind::DoubleBuffered => self.check_double_buffered()?,
+            _ => self.check_pipedream()?,
+        }
         let every = [
             ("step.steps", self.step.steps),
             ("checkpoint.every_steps", self.checkpoint.every_steps),
             ("validation.every_steps", self.validation.every_steps),
         ];
         every.into_iter().try_for_each(|(key, steps)| self.check_whole_windows(key, steps))
+    }
+
+    fn check_pipedream(&self) -> Result<(), Error> {
+        let delays = "is 1, and schedule.kind = \"pipedream\" has delays of its own: leave it out";
+        refuse(self.schedule.delay > 0, "schedule.delay", delays)?;
+        let problem = "must be step.batch: a batch goes through the stages as one micro-batch, \
+                       with schedule.kind = \"pipedream\"";
+        refuse(self.step.micro_batch != self.step.batch, "step.micro_batch", problem)
+    }
+
+    fn check_double_buffered(&self) -> Result<(), Error> {
+        let of_kind = "with schedule.kind = \"2bw\"";
+        let delays = format!("must be 1, {of_kind}: each batch lacks one update (docs/delay.md)");
+        refuse(self.schedule.delay == 0, "schedule.delay", &delays)?;
+        let after = format!("must be left out, {of_kind}, in which all batches have the delay");
+        refuse(self.schedule.delay_after.is_some(), "schedule.delay_after", &after)?;
+        let StepConfig { batch, micro_batch, .. } = self.step;
+        let whole = format!("must divide step.batch, {of_kind}: a micro-batch is of one batch");
+        refuse(!batch.is_multiple_of(micro_batch), "step.micro_batch", &whole)?;
+        let has = batch / micro_batch;
+        let needs = self.schedule.stages.unwrap_or(1) as usize - 1;
+        let problem = format!(
+            "is {micro_batch}, so a batch has {has} micro-batches. {needs} or more must follow \
+             each other through the stages, {of_kind}, before one needs their update: make it \
+             smaller, or step.batch larger"
+        );
+        refuse(has < needs, "step.micro_batch", &problem)
     }
 
     /// Refuses a run of so many steps if its windows are not whole.
@@ -76,7 +106,8 @@ impl Config {
         }
     }
 
-    fn check_beside_pipedream(&self) -> Result<(), Error> {
+    /// Refuses what no window can have.
+    fn check_beside_windows(&self, kind: &str) -> Result<(), Error> {
         let (key, set) = match (self.device.dtype, self.loss_scale.kind) {
             (Dtype::F16, _) => ("device.dtype", "\"bf16\" or \"f32\""),
             (_, LossScaleKind::Dynamic | LossScaleKind::Fixed) => ("loss_scale.kind", "\"none\""),
@@ -84,21 +115,15 @@ impl Config {
         };
         let skips = format!(
             "skips steps whose gradient is not finite, which is known when the batch has gone \
-             backward, and with schedule.kind = \"pipedream\" updates come before: set {set}"
+             backward, and with schedule.kind = \"{kind}\" updates come before: set {set}"
         );
         refuse(self.non_finite() == NonFinite::Skip, key, &skips)?;
-        let clips = "needs the norm of all gradients, which is known when the batch has gone \
-                     backward, and with schedule.kind = \"pipedream\" updates come before: leave \
-                     it out";
-        refuse(self.optimizer.clips(), "optimizer.clip_norm", clips)?;
-        let delays = "is 1, and schedule.kind = \"pipedream\" has delays of its own: leave it out";
-        refuse(self.schedule.delay > 0, "schedule.delay", delays)?;
+        let clips = format!(
+            "needs the norm of all gradients, which is known when the batch has gone backward, and \
+             with schedule.kind = \"{kind}\" updates come before: leave it out"
+        );
+        refuse(self.optimizer.clips(), "optimizer.clip_norm", &clips)?;
         let refused = [
-            (
-                self.step.micro_batch != self.step.batch,
-                "step.micro_batch",
-                "step.batch: a batch goes through the stages as one micro-batch",
-            ),
             (self.parallel.groups != 1, "parallel.groups", "1: each batch is a group"),
             (self.parallel.slices != 1, "parallel.slices", "1"),
             (self.eps.tier == EpsTier::File, "eps.tier", "\"memory\""),
@@ -112,7 +137,7 @@ impl Config {
             (self.depth != DepthConfig::default(), "depth", "left out"),
         ];
         refused.into_iter().try_for_each(|(is, key, what)| {
-            refuse(is, key, &format!("must be {what}, with schedule.kind = \"pipedream\""))
+            refuse(is, key, &format!("must be {what}, with schedule.kind = \"{kind}\""))
         })
     }
 }
