@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::outlook::Outlook;
 use super::output::{print, write_file};
 use super::pieces::Pieces;
-use super::{Exit, PlanArguments, longest, outlook, rates};
+use super::{Exit, PlanArguments, longest, outlook, pieces, rates};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     let PlanArguments { common, draw: picture, trace, check, ranks, .. } = arguments;
@@ -223,6 +223,7 @@ impl Shown<'_> {
                     "download_bytes": link.download, "peer_bytes": link.peers,
                 })
             }).collect::<Vec<_>>(),
+            "parts": self.names.iter().zip(&plan.parts).map(pieces::field).collect::<Vec<_>>(),
             "ranks": plan.share().ranks,
             "fabric_bytes": {
                 "blocks": traffic.fabric_bytes.blocks,
@@ -315,6 +316,10 @@ impl Shown<'_> {
                     write!(others, ", {} from other devices", link.peers).expect("into a text");
                 }
                 number(&format!("  {device}"), link.upload, &others);
+            }
+            for (device, part) in self.names.iter().zip(&plan.parts) {
+                let words = pieces::words_of_part(part);
+                number(&format!("  part of {device}"), part.weight_bytes, &words);
             }
         }
         if plan.share().ranks > 1 {
