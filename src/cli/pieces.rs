@@ -50,7 +50,7 @@ fn times_fewer(config: &Config, plan: &Plan) -> Option<f64> {
 }
 
 /// A device's part, in the event of a plan.
-pub(super) fn field((device, part): (&String, &DevicePart)) -> Value {
+pub(super) fn field(device: &str, part: &DevicePart) -> Value {
     let DevicePart { layers, weight_bytes, weight_slots } = part;
     let layer = |(layer, piece): &(usize, Option<u16>)| json!({ "layer": layer, "piece": piece });
     json!({

@@ -369,7 +369,7 @@ fn pieces_have_the_bits_of_slices() {
         ("qwen3-slices", 4, Dtype::Bf16, own.clone()),
         ("llama", 2, Dtype::F32, own),
         ("qwen2-slices", 4, Dtype::F32, with_base(Base::Int8)),
-        ("tied", 4, Dtype::Bf16, with_base(Base::Nf4)),
+        ("tied", 2, Dtype::Bf16, with_base(Base::Nf4)),
         ("llama", 2, Dtype::F32, with_base(Base::Nf4)),
     ] {
         let of = |tensor, gpus: usize| {
