@@ -27,7 +27,7 @@ impl ByteRows {
     }
 
     /// The same rows in a whole of which these bytes are left out.
-    pub(crate) fn from_byte(self, first: usize) -> ByteRows {
+    pub(crate) fn without_first(self, first: usize) -> ByteRows {
         ByteRows { at: [self.at[0], self.at[1] - first], ..self }
     }
 

@@ -154,7 +154,7 @@ impl DeviceSide {
             let end_of_piece = first + size_of_val(*piece);
             if (first..end_of_piece).contains(&rows.at[1]) {
                 for some in rows.within(&(start..end)) {
-                    self.device.upload_rows(slot, piece, some.from_byte(first))?;
+                    self.device.upload_rows(slot, piece, some.without_first(first))?;
                 }
             }
             first = end_of_piece;
