@@ -5,7 +5,7 @@ use std::fmt::Write;
 use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, Format, Recompute, ScheduleKind};
 use l2l::models::Model;
-use l2l::plan::{FabricBytes, Keeping, LinkBytes, LongestSequence, RankShare, Term};
+use l2l::plan::{DevicePart, FabricBytes, Keeping, LinkBytes, LongestSequence, RankShare, Term};
 use l2l::telemetry::{self, Forecast};
 use l2l::{Config, Error, Misfit, Plan, largest_shape_of, model_of};
 use l2l_actors::schedule::BlockId;
@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::outlook::Outlook;
 use super::output::{print, write_file};
 use super::pieces::Pieces;
-use super::{Exit, PlanArguments, longest, outlook, rates};
+use super::{Exit, PlanArguments, longest, outlook, pieces, rates};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Exit, Error> {
     let PlanArguments { common, draw: picture, trace, check, ranks, .. } = arguments;
@@ -223,6 +223,8 @@ impl Shown<'_> {
                     "download_bytes": link.download, "peer_bytes": link.peers,
                 })
             }).collect::<Vec<_>>(),
+            "parts": self.parts().map(|(device, part)| pieces::field(device, part))
+                .collect::<Vec<_>>(),
             "ranks": plan.share().ranks,
             "fabric_bytes": {
                 "blocks": traffic.fabric_bytes.blocks,
@@ -316,6 +318,10 @@ impl Shown<'_> {
                 }
                 number(&format!("  {device}"), link.upload, &others);
             }
+            for (device, part) in self.parts() {
+                let words = pieces::words_of_part(part);
+                number(&format!("  part of {device}"), part.weight_bytes, &words);
+            }
         }
         if plan.share().ranks > 1 {
             let FabricBytes { blocks, gradients } = plan.traffic.fabric_bytes;
@@ -330,6 +336,11 @@ impl Shown<'_> {
     /// Each device's name, and the bytes that a step moves to it and from it.
     fn links(&self) -> impl Iterator<Item = (&String, &LinkBytes)> {
         self.names.iter().zip(&self.plan.traffic.link_bytes)
+    }
+
+    /// Each device's name, and what it computes.
+    fn parts(&self) -> impl Iterator<Item = (&String, &DevicePart)> {
+        self.names.iter().zip(&self.plan.parts)
     }
 
     /// Prints the numbers that decide whether it fits.

@@ -27,13 +27,16 @@ use crate::kernels::{BatchMetadata, Kernels, Rows};
 use crate::machine;
 use crate::models::Model;
 use crate::simd::Level;
-use crate::tensor::{Arena, ArenaPlan, Packing, View};
+use crate::tensor::{Arena, ArenaPlan, ByteRows, Packing, View};
 
 /// A device: memory in slots, copies to and from slots, and kernels on them. The upload, compute
 /// and download lanes use a device at the same time; a slot belongs to one operation at a time.
 pub(crate) trait Device: Send + Sync + 'static {
     /// Copies to a slot.
     fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError>;
+
+    /// Copies rows of bytes to a slot: their places are counted from the begins of both.
+    fn upload_rows(&self, to: View, from: &[f32], rows: ByteRows) -> Result<(), BoxedError>;
 
     /// Copies from a slot.
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError>;

@@ -158,7 +158,7 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no position");
     for quantisation in Quantisation::ALL {
         let x = float(1, quantisation.floats(R, C));
-        found!(Dequantise { y: narrow, x, quantisation }, [x]);
+        found!(Dequantise { y: narrow, x, quantisation, origin: None }, [x]);
     }
     found!(Cast { y: float(R, C), x: narrow }, [y, x], any_dtype: ["y", "x"]);
 }

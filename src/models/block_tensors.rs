@@ -17,10 +17,10 @@
 use std::ops::Range;
 use std::slice::Iter;
 
-use super::frozen::{Base, FrozenPart, StoredWeight};
+use super::frozen::{Base, FrozenPart, StoredMatrix, StoredWeight};
 use super::layer::{Tensor, block_len, tensor_ranges, tensor_views};
 use super::masters::MasterFormat;
-use crate::kernels::{Dequantise, Kernels};
+use crate::kernels::{CopyColumns, Dequantise, Kernels};
 use crate::tensor::{Dtype, Scratch, View};
 
 /// The tensors of a block: first the trained ones, then the frozen ones.
@@ -70,8 +70,17 @@ impl SlotWeight<'_> {
     pub fn ready(self, kernels: &dyn Kernels, scratch: &Scratch<'_>) -> View {
         let y = self.place(scratch);
         if let SlotWeight::Stored(stored) = self {
-            for (rows, x, quantisation) in stored.quantised() {
-                kernels.dequantise(&Dequantise { y: y.row_range(rows), x, quantisation });
+            for StoredMatrix { rows, columns, x, quantisation, origin } in stored.quantised() {
+                let y = y.row_range(rows);
+                if columns.len() == y.columns {
+                    kernels.dequantise(&Dequantise { y, x, quantisation, origin });
+                    continue;
+                }
+                let some = scratch.nested().take(y.rows, columns.len());
+                kernels.dequantise(&Dequantise { y: some, x, quantisation, origin });
+                let columns =
+                    CopyColumns { y, x: some, to: columns.start, from: 0, columns: some.columns };
+                kernels.copy_columns(&columns);
             }
         }
         y
@@ -125,6 +134,11 @@ impl BlockTensors {
     /// Stores the frozen tensors in this way, for a device of this dtype.
     pub fn with_base(self, base: Base, dtype: Dtype) -> BlockTensors {
         let stored = FrozenPart::new(&self.frozen, self.trained_len(), base, dtype);
+        BlockTensors { stored, ..self }
+    }
+
+    /// Stores the frozen tensors in this way.
+    pub(super) fn with_stored(self, stored: FrozenPart) -> BlockTensors {
         BlockTensors { stored, ..self }
     }
 

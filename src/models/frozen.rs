@@ -8,7 +8,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::layer::{Kind, Tensor, tensor_ranges};
-use crate::tensor::{ALIGNED, Dtype, Quantisation, View};
+use super::portions::Part;
+use crate::tensor::{ALIGNED, ByteRows, Dtype, MatrixPart, Origin, Quantisation, View};
 
 /// How frozen weights are stored.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
@@ -71,16 +72,21 @@ impl Base {
     }
 }
 
-/// A quantised matrix of the frozen part, or joined tensors that are stored element by element.
+/// A quantised matrix of the frozen part, or joined tensors that are stored element by element. A
+/// portion has parts of them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct WeightPiece {
     /// The name of the first tensor.
     pub(crate) name: String,
-    /// The elements, counted from the begin of the block.
+    /// The elements, counted from the begin of the block. A portion has those of the whole weight.
     pub(crate) elements: Range<usize>,
+    /// Its first row and column in the weight.
+    at: [usize; 2],
     pub(crate) rows: usize,
     pub(crate) columns: usize,
     pub(crate) format: WeightFormat,
+    /// The place in its matrix of a part whose scales are of the matrix.
+    origin: Option<Origin>,
     /// The floats that it takes, counted from the begin of the stored frozen part.
     pub(crate) floats: Range<usize>,
 }
@@ -113,12 +119,21 @@ impl FrozenPart {
                     piece.floats.end = end;
                 }
                 joined => {
+                    let above = joined.as_ref().and_then(|pieces| pieces.last());
+                    let at = [above.map_or(0, |above| above.at[0] + above.rows), 0];
                     let name = tensor.name.clone();
-                    let mut piece =
-                        WeightPiece { name, elements, rows, columns, format, floats: 0..0 };
-                    let begin = end;
-                    end += piece.stored_len();
-                    piece.floats = begin..end;
+                    let origin = None;
+                    let piece = WeightPiece {
+                        name,
+                        elements,
+                        at,
+                        rows,
+                        columns,
+                        format,
+                        origin,
+                        floats: 0..0,
+                    };
+                    let piece = piece.behind(&mut end);
                     match joined {
                         Some(pieces) => pieces.push(piece),
                         None => weights.push(vec![piece]),
@@ -127,6 +142,29 @@ impl FrozenPart {
             }
         }
         FrozenPart { weights }
+    }
+
+    /// The frozen part of a portion that has these parts of the weights, each by its number and its
+    /// elements in the portion.
+    pub(super) fn cut<'p>(
+        &self,
+        parts: impl Iterator<Item = (usize, Range<usize>, &'p Part)>,
+    ) -> CutFrozen {
+        let mut cut = CutFrozen::default();
+        let mut end = 0;
+        for (index, elements, part) in parts {
+            let pieces = &self.weights[index];
+            let own = match &pieces[0] {
+                piece if piece.format.is_elementwise() => {
+                    let [rows, columns] = part.size_of([piece.rows, piece.columns]);
+                    let own = WeightPiece { elements, rows, columns, ..piece.clone() };
+                    vec![own.behind(&mut end)]
+                }
+                _ => cut.matrices(pieces, elements, part, &mut end),
+            };
+            cut.stored.weights.push(own);
+        }
+        cut
     }
 
     /// All pieces, in the order in which they lie.
@@ -150,12 +188,100 @@ impl FrozenPart {
     }
 }
 
+/// The frozen part of a portion, and what it has of its block's.
+#[derive(Clone, Debug, Default)]
+pub(super) struct CutFrozen {
+    pub(super) stored: FrozenPart,
+    /// The bytes of quantised matrices, from the begin of each frozen part.
+    pub(super) rows: Vec<ByteRows>,
+    /// The first matrix that is cut inside of a byte.
+    pub(super) in_byte: Option<String>,
+}
+
+impl CutFrozen {
+    /// The pieces of a part of a weight whose matrices are quantised.
+    fn matrices(
+        &mut self,
+        pieces: &[WeightPiece],
+        elements: Range<usize>,
+        part: &Part,
+        end: &mut usize,
+    ) -> Vec<WeightPiece> {
+        let mut all = Vec::new();
+        for (at, piece, cut) in parts_of_matrices(pieces, part) {
+            let WeightFormat::Quantised(quantisation) = piece.format else { continue };
+            let [rows, columns] = cut.shape();
+            let origin = quantisation.origin(&cut);
+            let elements = elements.clone();
+            let own = WeightPiece { elements, at, rows, columns, origin, ..piece.clone() };
+            let own = own.behind(end);
+            let before = [&own, piece].map(|piece| piece.floats.start * size_of::<f32>());
+            let copied = quantisation.rows_of(&cut).into_iter();
+            self.rows.extend(copied.map(|rows| rows.behind(before)));
+            if !quantisation.is_of_bytes(&cut) {
+                self.in_byte.get_or_insert_with(|| own.name.clone());
+            }
+            all.push(own);
+        }
+        all
+    }
+}
+
+/// The parts of a weight's matrices that a part of the weight has: for each its first row and
+/// column in that part.
+fn parts_of_matrices<'p>(
+    pieces: &'p [WeightPiece],
+    part: &Part,
+) -> Vec<([usize; 2], &'p WeightPiece, MatrixPart)> {
+    let mut all = Vec::new();
+    let whole = 0..pieces.iter().map(|piece| piece.rows).sum();
+    let columns = 0..pieces[0].columns;
+    let (rows, columns) = match part {
+        Part::Alone | Part::Shared => (vec![whole], vec![columns]),
+        Part::Rows(rows) => (rows.clone(), vec![columns]),
+        Part::Columns(columns) => (vec![whole], columns.clone()),
+    };
+    let mut left = 0;
+    for columns in columns {
+        let mut above = 0;
+        for range in &rows {
+            for piece in pieces {
+                let first = piece.at[0];
+                let start = range.start.max(first);
+                let end = range.end.min(first + piece.rows);
+                if start < end {
+                    let at = [above + start - range.start, left];
+                    let rows = start - first..end - first;
+                    let of = [piece.rows, piece.columns];
+                    all.push((at, piece, MatrixPart { of, rows, columns: columns.clone() }));
+                }
+            }
+            above += range.len();
+        }
+        left += columns.len();
+    }
+    if all.is_empty() {
+        let of = [pieces[0].rows, pieces[0].columns];
+        all.push(([0; 2], &pieces[0], MatrixPart { of, rows: 0..0, columns: 0..of[1] }));
+    }
+    all
+}
+
 impl WeightPiece {
+    /// The piece behind so many floats, which it is added to.
+    fn behind(self, end: &mut usize) -> WeightPiece {
+        let begin = *end;
+        *end += self.stored_len();
+        WeightPiece { floats: begin..*end, ..self }
+    }
+
     /// Floats that the piece takes.
     fn stored_len(&self) -> usize {
         let floats = match self.format {
             WeightFormat::Plain(dtype) => dtype.floats(self.rows * self.columns),
-            WeightFormat::Quantised(quantisation) => quantisation.floats(self.rows, self.columns),
+            WeightFormat::Quantised(quantisation) => {
+                quantisation.floats_of([self.rows, self.columns], self.origin)
+            }
         };
         floats.next_multiple_of(ALIGNED)
     }
@@ -171,7 +297,9 @@ pub struct StoredWeight<'p> {
 impl StoredWeight<'_> {
     /// Its rows and columns.
     pub(crate) fn shape(&self) -> [usize; 2] {
-        [self.pieces.iter().map(|piece| piece.rows).sum(), self.pieces[0].columns]
+        let ends = |piece: &WeightPiece| [piece.at[0] + piece.rows, piece.at[1] + piece.columns];
+        let ends = self.pieces.iter().map(ends);
+        ends.fold([0, 0], |[rows, columns], end| [rows.max(end[0]), columns.max(end[1])])
     }
 
     /// The view of the elements, if they have the device's dtype.
@@ -184,22 +312,31 @@ impl StoredWeight<'_> {
         }
     }
 
-    /// The quantised matrices of the weight: their rows in it, their storage and their format.
-    pub(crate) fn quantised(
-        &self,
-    ) -> impl Iterator<Item = (Range<usize>, View, Quantisation)> + '_ {
-        let mut end = 0;
-        self.pieces.iter().filter_map(move |piece| {
-            let rows = end..end + piece.rows;
-            end = rows.end;
-            match piece.format {
-                WeightFormat::Plain(_) => None,
-                WeightFormat::Quantised(quantisation) => {
-                    let floats = quantisation.floats(piece.rows, piece.columns);
-                    let begin = piece.floats.start;
-                    Some((rows, self.stored.part(begin..begin + floats), quantisation))
-                }
-            }
+    /// The quantised matrices of the weight.
+    pub(crate) fn quantised(&self) -> impl Iterator<Item = StoredMatrix> + '_ {
+        self.pieces.iter().filter_map(|piece| {
+            let &WeightPiece { at: [row, column], rows, columns, origin, .. } = piece;
+            let WeightFormat::Quantised(quantisation) = piece.format else { return None };
+            let floats = quantisation.floats_of([rows, columns], origin);
+            let begin = piece.floats.start;
+            Some(StoredMatrix {
+                rows: row..row + rows,
+                columns: column..column + columns,
+                x: self.stored.part(begin..begin + floats),
+                quantisation,
+                origin,
+            })
         })
     }
+}
+
+/// A quantised matrix of a weight in a device's weight slot.
+pub(crate) struct StoredMatrix {
+    /// Its rows and columns in the weight.
+    pub(crate) rows: Range<usize>,
+    pub(crate) columns: Range<usize>,
+    /// The storage.
+    pub(crate) x: View,
+    pub(crate) quantisation: Quantisation,
+    pub(crate) origin: Option<Origin>,
 }

@@ -49,7 +49,6 @@ pub use lora::Lora;
 pub use masters::MasterFormat;
 pub use model::{Model, ModelLayer, Tile};
 pub use pooling::EmbeddingPooling;
-pub(crate) use portions::PortionRows;
 pub use portions::{LayerPortion, Part};
 pub(crate) use ports::{FirstPorts, Port};
 pub use ports::{LayerStep, PortViews, StepContext};

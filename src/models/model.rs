@@ -18,7 +18,6 @@ use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_
 use super::portions::PortionTensors;
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::shape::Shape;
-use super::training::Training;
 use super::walk;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
@@ -245,7 +244,7 @@ impl Model {
             objective,
             label_smoothing,
         };
-        model.list_portions(&Training::default());
+        model.list_portions();
         model
     }
 

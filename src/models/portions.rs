@@ -12,10 +12,10 @@ use std::ops::Range;
 use l2l_actors::schedule::{BlockId, Cut, Portion};
 
 use super::block_tensors::{BlockTensors, SlotWeight};
+use super::frozen::CutFrozen;
 use super::layer::Tensor;
 use super::model::Model;
-use super::training::Training;
-use crate::tensor::{Dtype, Quantisation, View};
+use crate::tensor::{ByteRows, Dtype, Quantisation, View};
 
 /// A part of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,40 +97,14 @@ pub(crate) struct PortionTensors {
     /// True for the first portion of a sum. The others have room for gradients of what all of them
     /// have, and leave it as it is.
     is_first: bool,
-}
-
-/// Rows of floats that lie in a portion and in its block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PortionRows {
-    /// The first float of the first row, in the portion and in the block.
-    pub(crate) at: [usize; 2],
-    /// Floats from a row to the next one, in each.
-    pub(crate) pitch: [usize; 2],
-    /// The number of rows, and the floats of each.
-    pub(crate) rows: usize,
-    pub(crate) len: usize,
-}
-
-impl PortionRows {
-    /// Each row by itself: its place in the portion, and in the block.
-    pub(crate) fn each(self) -> impl Iterator<Item = [Range<usize>; 2]> {
-        let PortionRows { at, pitch, rows, len } = self;
-        (0..rows).map(move |row| {
-            [0, 1].map(|side| {
-                let from = at[side] + row * pitch[side];
-                from..from + len
-            })
-        })
-    }
+    /// Bytes of quantised matrices, from the begin of the frozen part as it is stored.
+    quantised: Vec<ByteRows>,
+    /// The first quantised matrix that would be cut inside of a byte.
+    in_byte: Option<String>,
 }
 
 impl PortionTensors {
-    fn new(
-        block: &BlockTensors,
-        portion: LayerPortion,
-        is_first: bool,
-        training: &Training,
-    ) -> PortionTensors {
+    fn new(block: &BlockTensors, portion: LayerPortion, is_first: bool) -> PortionTensors {
         let weights: Vec<(&Tensor, bool, [usize; 2])> = block.joined().collect();
         let tensor = |(index, part): &(usize, Part)| {
             let (tensor, is_trained, size) = weights[*index];
@@ -142,29 +116,32 @@ impl PortionTensors {
         let (tensors, is_trained): (Vec<Tensor>, Vec<bool>) =
             portion.parts.iter().map(tensor).unzip();
         let tensors = BlockTensors::of_flags(tensors, is_trained).with_masters(block.masters());
-        PortionTensors {
-            tensors: tensors.with_base(training.base, training.dtype),
-            portion,
-            is_first,
-        }
+        let cut = cut_frozen(block, &tensors, &portion);
+        let CutFrozen { stored, rows: quantised, in_byte } = cut;
+        let tensors = tensors.with_stored(stored);
+        PortionTensors { tensors, portion, is_first, quantised, in_byte }
     }
 
     /// A portion of a block whose tensors are all trained.
     pub(super) fn of(block: &BlockTensors, portion: LayerPortion) -> PortionTensors {
-        PortionTensors::new(block, portion, true, &Training::default())
+        PortionTensors::new(block, portion, true)
     }
 
     /// The rows of the portion in what is sent of the block to a device of this dtype.
-    pub(crate) fn published(&self, block: &BlockTensors, dtype: Dtype) -> Vec<PortionRows> {
+    pub(crate) fn published(&self, block: &BlockTensors, dtype: Dtype) -> Vec<ByteRows> {
         let [own, whole] = [&self.tensors, block].map(|tensors| {
             let slot = View::floats(0, tensors.published_len(dtype));
             tensors.weights(slot, dtype).into_iter().map(stored).collect::<Vec<_>>()
         });
-        self.rows(&own, &whole, |_| true)
+        let mut rows = self.rows(&own, &whole, |_| true);
+        let behind = [&self.tensors, block]
+            .map(|tensors| dtype.floats(tensors.masters_len()) * size_of::<f32>());
+        rows.extend(self.quantised.iter().map(|rows| rows.behind(behind)));
+        rows
     }
 
     /// The rows of the gradients that the portion computes in that of the block.
-    pub(crate) fn gradients(&self, block: &BlockTensors) -> Vec<PortionRows> {
+    pub(crate) fn gradients(&self, block: &BlockTensors) -> Vec<ByteRows> {
         let [own, whole] = [&self.tensors, block]
             .map(|tensors| tensors.gradients(Some(View::floats(0, tensors.trained_len()))));
         self.rows(&own, &whole, |part| self.is_first || part.is_exclusive())
@@ -176,33 +153,32 @@ impl PortionTensors {
         own: &[Option<View>],
         whole: &[Option<View>],
         is_meant: impl Fn(&Part) -> bool,
-    ) -> Vec<PortionRows> {
+    ) -> Vec<ByteRows> {
         let mut all = Vec::new();
         let parts = own.iter().zip(&self.portion.parts);
         for (&own, (index, part)) in parts.filter(|(_, (_, part))| is_meant(part)) {
             let (Some(own), Some(whole)) = (own, whole[*index]) else { continue };
-            let floats = |elements: usize| elements * own.dtype.size() / Dtype::F32.size();
-            let [to, from] = [own.at, whole.at].map(floats);
-            let mut add = |at, pitch, rows, len| all.push(PortionRows { at, pitch, rows, len });
+            let bytes = |elements: usize| elements * own.dtype.size();
+            let [to, from] = [own.at, whole.at].map(bytes);
             let mut before = 0;
             match part {
                 Part::Alone | Part::Shared => {
-                    let len = own.dtype.floats(own.len());
-                    add([to, from], [len; 2], 1, len);
+                    all.push(ByteRows::one([to, from], bytes(own.len())));
                 }
                 Part::Rows(ranges) => {
                     for range in ranges {
-                        let first = floats(range.start * whole.columns);
-                        let len = floats(range.len() * whole.columns);
-                        add([to + before, from + first], [len; 2], 1, len);
+                        let first = bytes(range.start * whole.columns);
+                        let len = bytes(range.len() * whole.columns);
+                        all.push(ByteRows::one([to + before, from + first], len));
                         before += len;
                     }
                 }
                 Part::Columns(ranges) => {
                     for range in ranges {
-                        let [first, len] = [range.start, range.len()].map(floats);
-                        let pitch = [own.columns, whole.columns].map(floats);
-                        add([to + before, from + first], pitch, own.rows, len);
+                        let [first, len] = [range.start, range.len()].map(bytes);
+                        let pitch = [own.columns, whole.columns].map(bytes);
+                        let at = [to + before, from + first];
+                        all.push(ByteRows { at, pitch, rows: own.rows, len });
                         before += len;
                     }
                 }
@@ -210,28 +186,21 @@ impl PortionTensors {
         }
         all
     }
+}
 
-    /// True if all parts begin and end at whole floats in the copy that a device of this dtype
-    /// gets.
-    fn is_of_floats(&self, block: &BlockTensors, dtype: Dtype) -> bool {
-        let whole: Vec<_> = block.weights(View::floats(0, block.published_len(dtype)), dtype);
-        let whole: Vec<_> = whole.into_iter().map(stored).collect();
-        self.portion.parts.iter().all(|(index, part)| {
-            let Some(view) = whole[*index] else { return false };
-            let in_floats = Dtype::F32.size() / view.dtype.size();
-            let is_even = |elements: usize| elements.is_multiple_of(in_floats);
-            let are_even = |ranges: &[Range<usize>], each: usize| {
-                ranges.iter().all(|range| is_even(range.start * each) && is_even(range.end * each))
-            };
-            match part {
-                Part::Alone | Part::Shared => true,
-                Part::Rows(ranges) => are_even(ranges, view.columns),
-                Part::Columns(ranges) => {
-                    are_even(ranges, 1) && (view.rows == 1 || is_even(view.columns))
-                }
-            }
-        })
+/// The frozen part of a portion, cut from that of its block. It is empty if frozen tensors are
+/// stored as masters.
+fn cut_frozen(block: &BlockTensors, tensors: &BlockTensors, portion: &LayerPortion) -> CutFrozen {
+    if block.stored().len() == 0 {
+        return CutFrozen::default();
     }
+    let is_trained: Vec<bool> = block.joined().map(|(_, is_trained, _)| is_trained).collect();
+    let parts = portion.parts.iter().zip(tensors.ranges());
+    let frozen = parts.filter(|((index, _), _)| !is_trained[*index]);
+    block.stored().cut(frozen.map(|((index, part), (_, elements))| {
+        let number = is_trained[..*index].iter().filter(|is| !**is).count();
+        (number, elements, part)
+    }))
 }
 
 /// The elements of a weight as a slot holds them; `None` for a matrix that is quantised.
@@ -240,17 +209,16 @@ fn stored(weight: SlotWeight<'_>) -> Option<View> {
         SlotWeight::Ready(view) => Some(view),
         SlotWeight::Stored(stored) => {
             let [rows, columns] = stored.shape();
-            let mut pieces = stored.quantised();
-            let is_bf16 = |(.., kind): &(_, _, Quantisation)| *kind == Quantisation::Bf16;
-            let (_, view, _) = pieces.next().filter(is_bf16)?;
-            Some(view.hold(rows, columns, Dtype::Bf16))
+            let mut matrices = stored.quantised();
+            let first = matrices.next().filter(|one| one.quantisation == Quantisation::Bf16)?;
+            Some(first.x.hold(rows, columns, Dtype::Bf16))
         }
     }
 }
 
 impl Model {
-    /// Lists the portions of all blocks, whose frozen tensors are stored as this says.
-    pub(super) fn list_portions(&mut self, training: &Training) {
+    /// Lists the portions of all blocks.
+    pub(super) fn list_portions(&mut self) {
         let mut portions = Vec::new();
         portions.resize_with(self.blocks.len(), Vec::new);
         for (layer, blocks) in self.layers.iter().zip(&self.layer_blocks) {
@@ -260,7 +228,7 @@ impl Model {
                 let mut before = None;
                 let portion = |portion: LayerPortion| {
                     let is_first = before.replace(portion.sum) != Some(portion.sum);
-                    PortionTensors::new(block, portion, is_first, training)
+                    PortionTensors::new(block, portion, is_first)
                 };
                 portions[id.0 as usize] = layer.portions(number).into_iter().map(portion).collect();
             }
@@ -351,11 +319,8 @@ impl Model {
         self.portions.iter().any(|portions| !portions.is_empty())
     }
 
-    /// Whether devices of this dtype can be sent the portions of all blocks.
-    pub(crate) fn has_portions_of_floats(&self, dtype: Dtype) -> bool {
-        let blocks = self.blocks.iter().zip(&self.portions);
-        blocks.into_iter().all(|(block, portions)| {
-            portions.iter().all(|portion| portion.is_of_floats(block, dtype))
-        })
+    /// The quantised matrix of which a portion would have half a byte, if there is one.
+    pub(crate) fn cut_in_byte(&self) -> Option<&str> {
+        self.portions.iter().flatten().find_map(|portion| portion.in_byte.as_deref())
     }
 }

@@ -149,7 +149,7 @@ impl Model {
     /// another way, or there is no ReLU whose input could be.
     pub fn freeze(&mut self, training: &Training) -> Result<(), Error> {
         self.freeze_tensors(training)?;
-        self.list_portions(training);
+        self.list_portions();
         self.pack_relu(training)
     }
 

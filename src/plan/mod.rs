@@ -8,6 +8,7 @@ mod fit;
 mod keep;
 mod longest;
 mod memory;
+mod parts;
 mod pieces;
 mod pipelines;
 mod pools;
@@ -27,6 +28,7 @@ use l2l_actors::schedule::{BlockId, LayerId, Pipeline, Pools};
 pub use disk::DiskNeed;
 pub use keep::Keeping;
 pub use longest::{LengthEnd, LongestSequence};
+pub use parts::DevicePart;
 pub(crate) use pieces::share_of_piece;
 pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Regions, Side};
 pub use room::Room;
@@ -93,6 +95,8 @@ pub struct Plan {
     pub pinned_bytes: u64,
     /// Bytes that a step moves.
     pub traffic: PlannedTraffic,
+    /// What each device computes.
+    pub parts: Vec<DevicePart>,
     /// Sizes of the batches.
     pub batch: BatchSizes,
     pub(crate) pools: Pools,

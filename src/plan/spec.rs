@@ -8,6 +8,7 @@ use l2l_actors::schedule::{LayerId, Schedule, StepPlan};
 
 use super::checks::check_sizes;
 use super::config::Settings;
+use super::parts::DevicePart;
 use super::room::KvCache;
 use super::share::RankShare;
 use super::step::{Schedules, StepShape, StepSpec, schedule_of};
@@ -89,6 +90,7 @@ impl<'a> PlanSpec<'a> {
             file,
             pinned_bytes: if is_pinned { regions.copied_bytes() } else { 0 },
             traffic: PlannedTraffic::of(&self, &walked),
+            parts: DevicePart::all(&walked),
             batch,
             pools,
             regions,

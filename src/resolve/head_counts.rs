@@ -4,7 +4,7 @@
 use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::HEAD_LIMIT;
-use crate::models::{Base, Model, NormPlaces, Shape, Training};
+use crate::models::{Model, NormPlaces, Shape, Training};
 
 /// Refuses heads that do not fit the hidden size, or key-value heads that do not fit the heads.
 pub(super) fn check_heads(shape: &Shape) -> Result<(), Error> {
@@ -96,11 +96,7 @@ pub(super) fn check_pieces(shape: &Shape) -> Result<(), Error> {
 }
 
 /// Refuses pieces of a model whose parts devices cannot be sent.
-pub(super) fn check_portions(
-    config: &Config,
-    model: &Model,
-    training: &Training,
-) -> Result<(), Error> {
+pub(super) fn check_portions(config: &Config, model: &Model) -> Result<(), Error> {
     if !model.has_portions() {
         return Ok(());
     }
@@ -108,21 +104,19 @@ pub(super) fn check_portions(
         let problem = format_args!("do not have all of {name} once: correct `Layer::portions`");
         return Err(Error::argument(format_args!("the portions of a block {problem}")));
     }
-    if matches!(training.base, Base::Int8 | Base::Nf4) {
-        let problem = "is for whole blocks, where a scale is of many weights: set \"bf16\", or \
-                       parallel.tensor = 1";
-        return Err(Error::config("train.base", problem));
-    }
     config.check_whole_gradients()?;
-    if !model.has_portions_of_floats(training.dtype) {
-        let problem = format_args!(
-            "is {}, and rows or columns of a slice are odd in number: numbers of 16 bits are sent \
-             by twos. Set other parallel.slices, device.dtype = \"f32\", or it to 1",
-            model.shape.pieces
-        );
-        return Err(Error::config("parallel.tensor", problem));
+    match model.cut_in_byte() {
+        None => Ok(()),
+        Some(name) => {
+            let problem = format_args!(
+                "is {}, and with parallel.slices = {} a slice of {name} has an odd number of rows \
+                 or columns: numbers of 4 bits are sent by twos. Set other parallel.slices, \
+                 train.base = \"int8\", or it to 1",
+                model.shape.pieces, model.shape.slices
+            );
+            Err(Error::config("parallel.tensor", problem))
+        }
     }
-    Ok(())
 }
 
 /// Refuses dropout of the inputs of adapters whose input channels are cut: the mask of a slice

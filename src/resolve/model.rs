@@ -63,7 +63,7 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
         Some(path) => model.map_err(|error| hf::refused_adapters(path, error)),
         None => model,
     }?;
-    check_portions(config, &model, &training)?;
+    check_portions(config, &model)?;
     set_objective(config, &mut model);
     Ok(model)
 }
@@ -90,7 +90,7 @@ pub(crate) fn freeze_own(config: &Config, model: &mut Model) -> Result<(), Error
     }
     let training = training_of(config)?;
     model.freeze(&training)?;
-    check_portions(config, model, &training)
+    check_portions(config, model)
 }
 
 /// The names of the model's classes, from the config or from the model's directory. Empty if

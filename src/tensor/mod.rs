@@ -2,6 +2,7 @@
 //! whose ranges are slots.
 
 mod arena;
+mod byte_rows;
 mod guards;
 pub(crate) mod int8;
 mod lease;
@@ -14,9 +15,11 @@ mod view;
 #[cfg(all(test, target_os = "linux"))]
 pub(crate) use arena::given_pages;
 pub(crate) use arena::{Arena, Pages, touch};
+pub(crate) use byte_rows::ByteRows;
 pub(crate) use lease::Lease;
 pub(crate) use packed::{Element, Packing, narrow, packed_bf16, widen, widen_in_place};
-pub use quantised::{NotQuantisable, Quantisation};
+pub(crate) use quantised::MatrixPart;
+pub use quantised::{NotQuantisable, Origin, Quantisation};
 pub use scratch::Scratch;
 pub(crate) use slots::{ArenaPlan, Slots};
 pub use view::{Dtype, View};

@@ -23,12 +23,15 @@
 //! Zeros stay zeros: in NF4 their block has no other codes, and an int8 row's scale is 0.
 
 mod dynamic_map;
+mod part;
 #[cfg(test)]
 mod tests;
 
 use half::bf16;
 use rayon::prelude::*;
 
+pub(crate) use self::part::MatrixPart;
+pub use self::part::Origin;
 use crate::simd::Level;
 
 /// The storage format of a frozen weight.
@@ -116,14 +119,23 @@ impl Quantisation {
 
     /// Floats of storage of a (`rows`, `columns`) matrix: a multiple of 16.
     pub fn floats(self, rows: usize, columns: usize) -> usize {
-        self.parts(rows, columns)[PARTS]
+        self.floats_of([rows, columns], None)
+    }
+
+    /// Floats of storage of a matrix of this shape, which may be a part of another one.
+    pub fn floats_of(self, shape: [usize; 2], origin: Option<Origin>) -> usize {
+        self.parts_of(shape, origin)[PARTS]
     }
 
     /// The first float of each part of the storage, and the length of the storage in floats.
-    pub(crate) fn parts(self, rows: usize, columns: usize) -> [usize; PARTS + 1] {
+    pub(crate) fn parts_of(
+        self,
+        shape @ [rows, columns]: [usize; 2],
+        origin: Option<Origin>,
+    ) -> [usize; PARTS + 1] {
         let elements = rows * columns;
-        let blocks = elements.div_ceil(BLOCK);
-        let groups = elements.div_ceil(TASK);
+        let whole = Origin { first: 0, pitch: columns };
+        let [blocks, groups] = origin.unwrap_or(whole).scales(shape);
         let bytes = match self {
             Quantisation::Nf4 => [elements.div_ceil(2), blocks, 4 * groups, 4],
             Quantisation::Int8 => [elements, 4 * rows, 0, 0],
@@ -167,7 +179,7 @@ impl Quantisation {
         to: &mut [f32],
     ) -> Result<(), NotQuantisable> {
         assert_eq!(from.len(), rows * columns, "a matrix of {rows} by {columns}");
-        let parts = self.parts(rows, columns);
+        let parts = self.parts_of([rows, columns], None);
         assert_eq!(to.len(), parts[PARTS], "storage of {rows} by {columns}");
         let not_finite = if self == Quantisation::Bf16 { None } else { first_not_finite(from) };
         if let Some(at) = not_finite {
@@ -204,19 +216,21 @@ impl Quantisation {
     /// # Panics
     /// The slices are not as long as the matrix and its storage are.
     pub fn decode(self, from: &[f32], rows: usize, columns: usize, to: &mut [f32]) {
-        self.decode_at(Level::best(), from, [rows, columns], to);
+        self.decode_at(Level::best(), from, [rows, columns], None, to);
     }
 
-    /// [`decode`](Quantisation::decode) with these vector instructions.
+    /// [`decode`](Quantisation::decode) with these vector instructions, of a matrix that may be a
+    /// part of another one.
     pub(crate) fn decode_at(
         self,
         level: Level,
         from: &[f32],
-        [rows, columns]: [usize; 2],
+        shape @ [rows, columns]: [usize; 2],
+        origin: Option<Origin>,
         to: &mut [f32],
     ) {
         assert_eq!(to.len(), rows * columns, "a matrix of {rows} by {columns}");
-        let parts = self.parts(rows, columns);
+        let parts = self.parts_of(shape, origin);
         assert_eq!(from.len(), parts[PARTS], "storage of {rows} by {columns}");
         if to.is_empty() {
             return;
@@ -227,8 +241,11 @@ impl Quantisation {
             Quantisation::Nf4 => {
                 let codes = bytemuck::cast_slice(codes);
                 let scales = bytemuck::cast_slice(scales);
-                let offset = last[0];
-                decode_nf4(level, Nf4 { codes, scales, groups, offset }, to);
+                let from = Nf4 { codes, scales, groups, offset: last[0] };
+                match origin {
+                    Some(origin) => part::decode(level, &from, shape, origin, to),
+                    None => decode_nf4(level, from, to),
+                }
             }
             Quantisation::Int8 => {
                 decode_int8(level, bytemuck::cast_slice(codes), scales, columns, to);

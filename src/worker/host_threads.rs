@@ -9,8 +9,8 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::models::PortionRows;
 use crate::simd::Level;
+use crate::tensor::ByteRows;
 
 /// Floats of a gradient that one thread copies or adds at once.
 const CHUNK: usize = 1 << 18;
@@ -57,9 +57,12 @@ impl HostThreads {
         });
     }
 
-    /// Copies rows from a portion to its block.
-    pub(super) fn copy_rows(&self, to: &mut [f32], from: &[f32], rows: PortionRows) {
-        let PortionRows { at: [first, at], pitch: [pitch, to_pitch], rows, len } = rows;
+    /// Copies rows of floats from a portion to its block.
+    pub(super) fn copy_rows(&self, to: &mut [f32], from: &[f32], rows: ByteRows) {
+        let of = |byte: usize| byte / size_of::<f32>();
+        let [first, at] = rows.at.map(of);
+        let [pitch, to_pitch] = rows.pitch.map(of);
+        let [rows, len] = [rows.rows, of(rows.len)];
         if rows == 1 {
             return self.copy(&mut to[at..at + len], &from[first..first + len]);
         }

@@ -22,7 +22,7 @@ use crate::plan::{Plan, Purpose, StepShape, Units, schedule_of};
 use crate::resolve::{model_of, shape_of};
 use crate::stash;
 use crate::telemetry::Ledger;
-use crate::tensor::{Arena, Packing, View};
+use crate::tensor::{Arena, ByteRows, Packing, View};
 
 /// A model that is small enough to run a thousand times.
 struct Small {
@@ -234,6 +234,10 @@ struct Faulty {
 impl Device for Faulty {
     fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
         self.device.upload(to, from)
+    }
+
+    fn upload_rows(&self, to: View, from: &[f32], rows: ByteRows) -> Result<(), BoxedError> {
+        self.device.upload_rows(to, from, rows)
     }
 
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {

@@ -173,8 +173,7 @@ impl Case {
             (ways.kind, ways.devices) = (ScheduleKind::Relay, 1);
         }
         let turns = 8_usize.div_ceil(self.micro_batch) as u32;
-        let is_cut = matches!(self.base, Base::AsIs | Base::Bf16);
-        let tensor = if is_cut { ways.tensor.min(self.slices) } else { 1 };
+        let tensor = ways.tensor.min(self.slices);
         Ways { tensor, ..ways.for_sizes(3, turns / self.ranks, self.groups / self.ranks) }
     }
 }

@@ -1,7 +1,7 @@
 //! Blocks in pieces, which a device holds one by one: the same bits as whole blocks in as many
 //! slices, on any devices, in every kind of schedule.
 
-use l2l::config::{ChannelsConfig, Deal, Dtype, LoraConfig, Recompute, ScheduleKind};
+use l2l::config::{ChannelsConfig, Deal, Dtype, LoraConfig, Recompute, ScheduleKind, TrainConfig};
 use l2l::models::{Base, Model};
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
 
@@ -41,6 +41,9 @@ fn pieces_on_devices_give_the_bits_of_slices() {
         (Trained::All, Base::AsIs, SMALL.precision),
         (adapters, Base::AsIs, SMALL.precision),
         (adapters, Base::Bf16, SMALL.precision),
+        (adapters, Base::Int8, SMALL.precision),
+        (adapters, Base::Nf4, SMALL.precision),
+        (adapters, Base::Nf4, (Dtype::Bf16, SMALL.precision.1)),
         (Trained::Biases, Base::Bf16, (Dtype::Bf16, SMALL.precision.1)),
     ] {
         let case = Case { batch: 8, groups: 2, trained, base, precision, ..case() };
@@ -57,6 +60,42 @@ fn pieces_on_devices_give_the_bits_of_slices() {
                 check_way(plain.clone(), config(&case, &ways), 2);
             }
         }
+    }
+}
+
+/// Adapters over a base of these numbers.
+fn adapters(base: Base) -> TrainConfig {
+    let lora = LoraConfig { dropout: 0.0, ..LoraConfig::default() };
+    TrainConfig { lora: Some(lora), base, ..TrainConfig::default() }
+}
+
+/// Quantised matrices, which have scales of several elements: joined, fused and transposed ones.
+/// Rows and columns of a slice may be odd in number, but in numbers of 4 bits.
+#[test]
+fn pieces_of_quantised_bases_give_the_bits_of_slices() {
+    for (name, slices) in [("llama", 2), ("phi3", 2), ("qwen2-slices", 4), ("opt-slices", 2)] {
+        for base in [Base::Int8, Base::Nf4] {
+            let (mut config, _) = pytorch::case(name);
+            (config.parallel.slices, config.train) = (slices, adapters(base));
+            let bits = |config| {
+                let (bits, ending) = run(config, 2);
+                (bits, ending.weights_digest)
+            };
+            let expected = bits(config.clone());
+            for tensor in [2, 4].into_iter().filter(|tensor| tensor <= &slices) {
+                config.parallel.tensor = tensor;
+                assert_eq!(bits(config.clone()), expected, "{name} {base:?} {tensor}");
+            }
+        }
+    }
+    for (base, dtype) in [(Base::Int8, Dtype::F32), (Base::AsIs, Dtype::Bf16)] {
+        let of = |tensor| {
+            let mut config = config(&case(), &Ways { tensor, ..relay() });
+            config.train = adapters(base);
+            (config.model.intermediate, config.device.dtype) = (Some(20), dtype);
+            run(config, 2).1.weights_digest
+        };
+        assert_eq!([of(2), of(4)], [of(1), of(1)], "{base:?}");
     }
 }
 
@@ -218,18 +257,13 @@ async fn what_cannot_be_in_pieces_is_refused() {
         assert!(says.contains("their feed-forward stands beside attention"), "{says}");
     }
     let mut config = config(&case(), &Ways { tensor: 2, ..relay() });
-    config.train.lora = Some(LoraConfig { dropout: 0.0, ..LoraConfig::default() });
-    for base in [Base::Int8, Base::Nf4] {
-        config.train.base = base;
-        let says = refused(&config);
-        assert!(says.contains("train.base is for whole blocks"), "{says}");
-        assert!(says.contains("set \"bf16\", or parallel.tensor = 1"), "{says}");
-    }
-    config.train = l2l::config::TrainConfig::default();
-    (config.model.intermediate, config.device.dtype) = (Some(20), Dtype::Bf16);
+    config.train = adapters(Base::Nf4);
+    config.model.intermediate = Some(20);
     let says = refused(&config);
-    assert!(says.contains("rows or columns of a slice are odd in number"), "{says}");
-    config.device.dtype = Dtype::F32;
+    let words = "a slice of transformer.h.0.mlp.c_fc.weight has an odd number of rows or columns";
+    assert!(says.starts_with("parallel.tensor is 2") && says.contains(words), "{says}");
+    assert!(says.contains("train.base = \"int8\", or it to 1"), "{says}");
+    config.train = TrainConfig::default();
     let own = Trainer::builder(config.clone()).model(Model::new(shape_of(&config).expect("ours")));
     let says = own.start().await.map(drop).expect_err("it is not the config's").to_string();
     assert!(says.contains("parallel.slices is for a model that the config names"), "{says}");
@@ -249,6 +283,51 @@ fn a_plan_shows_pieces() {
     assert!(says.contains(words), "{says}");
     assert!(!of(&["parallel.tensor=4", "device.memory=1KB"]).contains(words));
     assert!(!of(&[]).contains("piece"));
+}
+
+/// A plan names the layers and pieces of each device, whose weights are those of one device, and
+/// the bytes of its link.
+#[test]
+fn a_plan_shows_the_part_of_each_device() {
+    let of = |more: &[&str]| {
+        let sets =
+            ["data.train=random", "model.layers=2", "parallel.slices=4", "parallel.tensor=2"];
+        let sets: Vec<&str> = sets.iter().chain(more).flat_map(|set| ["--set", set]).collect();
+        good(&[&["plan"], &sets[..]].concat())
+    };
+    let parts = |more: &[&str]| {
+        let event: serde_json::Value =
+            serde_json::from_str(&of(&[&["log.format=json"], more].concat())).expect("an event");
+        let list = |key: &str| event[key].as_array().expect("a list").clone();
+        let moved =
+            list("links").iter().map(|link| link["upload_bytes"].as_u64()).sum::<Option<u64>>();
+        assert_eq!(moved, event["upload_bytes"].as_u64());
+        list("parts")
+    };
+    let [whole] = &parts(&[])[..] else { panic!("one device") };
+    let layers = whole["layers"].as_array().expect("a list");
+    let pieces = layers.iter().filter(|one| one["piece"].is_u64()).count();
+    assert!(pieces >= 6 && pieces < layers.len(), "{layers:?}");
+    for more in [&["device.count=2"][..], &["device.count=3", "schedule.kind=1f1b"]] {
+        let parts = parts(more);
+        let mut found = Vec::new();
+        let mut bytes = 0;
+        for part in &parts {
+            let own = part["layers"].as_array().expect("a list");
+            assert!(!own.is_empty() && own.len() < layers.len());
+            found.extend(own.iter().cloned());
+            bytes += part["weight_bytes"].as_u64().expect("a number");
+        }
+        found.sort_by_key(|one| (one["layer"].as_u64(), one["piece"].as_u64()));
+        assert_eq!(&found, layers);
+        assert_eq!(Some(bytes), whole["weight_bytes"].as_u64());
+    }
+    let says = of(&["device.count=2"]);
+    assert!(
+        says.contains("  part of cpu1") && says.contains("bytes of weights, by way of"),
+        "{says}"
+    );
+    assert!(says.contains("layers 1, 2.1,"), "{says}");
 }
 
 /// Attention may be in more pieces than a half, and in as many as the feed-forward.

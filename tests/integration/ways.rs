@@ -4,12 +4,10 @@ use l2l::Config;
 use l2l::config::{
     ChannelsConfig, CompressionKind, Deal, Recompute, ScheduleKind, StashPlace, Transfer,
 };
-use l2l::models::Base;
 use proptest::prelude::*;
 
 use crate::exact::Case;
 use crate::plan::limit;
-use crate::trained::Trained;
 
 /// How it is trained: this must not change a bit.
 #[derive(Clone, Debug)]
@@ -139,8 +137,7 @@ impl Ways {
     pub(crate) fn for_case(self, case: &Case) -> Ways {
         // Behind a block of experts come its norm and its head alone.
         let layers = if case.experts.is_some() { case.layers as u32 + 2 } else { u32::MAX };
-        let is_whole = case.encodings.2 != CompressionKind::None
-            || matches!(case.base, Base::Int8 | Base::Nf4) && !matches!(case.trained, Trained::All);
+        let is_whole = case.encodings.2 != CompressionKind::None;
         let tensor = if is_whole { 1 } else { self.tensor.min(case.slices) };
         let turns = case.batch.div_ceil(case.micro_batch) as u32;
         Ways { tensor, ..self.for_sizes(layers, turns, case.groups) }

@@ -46,7 +46,7 @@ use super::{Device, PeerView};
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
-use crate::tensor::{Arena, Dtype, Packing, View};
+use crate::tensor::{Arena, ByteRows, Dtype, Packing, View};
 
 pub(super) struct Cpu {
     memory: Arc<Arena>,
@@ -95,6 +95,20 @@ impl Device for Cpu {
     fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
         // SAFETY: the ring gives the slot to this upload alone.
         unsafe { self.memory.write(to) }.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn upload_rows(&self, to: View, from: &[f32], rows: ByteRows) -> Result<(), BoxedError> {
+        let span = rows.span(0);
+        let first = span.start / size_of::<f32>();
+        let to = to.part(first..span.end.div_ceil(size_of::<f32>()));
+        // SAFETY: as for other uploads; other parts of the slot may be another copy's.
+        let to: &mut [u8] = bytemuck::cast_slice_mut(unsafe { self.memory.write(to) });
+        let from: &[u8] = bytemuck::cast_slice(from);
+        for [own, of_whole] in rows.each() {
+            let begin = first * size_of::<f32>();
+            to[own.start - begin..own.end - begin].copy_from_slice(&from[of_whole]);
+        }
         Ok(())
     }
 

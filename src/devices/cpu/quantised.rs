@@ -6,7 +6,7 @@ use crate::simd::Level;
 
 impl Compute for Dequantise {
     fn compute(&self, level: Level, call: &Call<'_>) {
-        let Dequantise { y, x, quantisation } = *self;
-        quantisation.decode_at(level, call.read(x), y.shape(), call.write(y));
+        let Dequantise { y, x, quantisation, origin } = *self;
+        quantisation.decode_at(level, call.read(x), y.shape(), origin, call.write(y));
     }
 }

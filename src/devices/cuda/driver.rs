@@ -102,6 +102,18 @@ impl Launch<'_> {
 /// Bytes of workspace of a matrix product.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
+/// A copy of rows of bytes from the host's memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CopyRows {
+    pub(super) to: Address,
+    pub(super) from: *const u8,
+    /// Bytes from a row to the next one, on the device and on the host.
+    pub(super) pitch: [usize; 2],
+    pub(super) rows: usize,
+    /// Bytes of a row.
+    pub(super) len: usize,
+}
+
 /// A tensor in the device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
@@ -269,6 +281,9 @@ pub(super) trait Driver: Send + Sync + 'static {
         from: *const u8,
         bytes: usize,
     ) -> Result<(), BoxedError>;
+
+    /// Copies rows to the device.
+    fn copy_rows_in(&self, on: Stream, copy: &CopyRows) -> Result<(), BoxedError>;
 
     /// Copies from the device.
     fn copy_out(

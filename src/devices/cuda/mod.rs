@@ -46,6 +46,7 @@ mod sinks;
 mod tests;
 mod texts;
 mod times;
+mod transfers;
 mod ways;
 
 use std::collections::HashMap;
@@ -66,7 +67,7 @@ use self::clock::Clock;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
 use self::packed::PackBuffers;
-use self::pinned::{Pinned, parts};
+use self::pinned::Pinned;
 use self::times::Times;
 use self::ways::Ways;
 use super::{Check, Device, GpuRates, KernelGroup, KernelTime, PeerView, ProductTable};
@@ -74,7 +75,7 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
 use crate::models::{Model, ModelLayer};
-use crate::tensor::{Arena, Packing, View};
+use crate::tensor::{Arena, ByteRows, Packing, View};
 
 /// Micro-batches whose metadata is on its way to the device at once, at most.
 const IN_FLIGHT: usize = 8;
@@ -284,6 +285,10 @@ impl Device for Cuda {
         self.copy_in(Stream::Upload, self.address(to), from, bytes)
     }
 
+    fn upload_rows(&self, to: View, from: &[f32], rows: ByteRows) -> Result<(), BoxedError> {
+        self.copy_rows_in(self.address(to), from, rows)
+    }
+
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
         let bytes = size_of_val(to);
         self.copy_out(to.as_mut_ptr().cast(), self.address(from), bytes)
@@ -459,30 +464,6 @@ impl Cuda {
             (current.words, current.changes) = (words, current.changes + 1);
         }
         Ok(DeviceMetadata::of(batch, to))
-    }
-
-    /// Copies to the device, memory of the host that may be pinned in parts.
-    fn copy_in(
-        &self,
-        on: Stream,
-        to: Address,
-        from: *const u8,
-        bytes: usize,
-    ) -> Result<(), BoxedError> {
-        parts(from.addr(), bytes).try_for_each(|part| {
-            let to = to + part.start as u64;
-            let from = from.wrapping_add(part.start);
-            self.driver.copy_in(on, to, from, part.len())
-        })
-    }
-
-    /// Copies from the device, on the download stream, to memory that may be pinned in parts.
-    fn copy_out(&self, to: *mut u8, from: Address, bytes: usize) -> Result<(), BoxedError> {
-        parts(to.addr(), bytes).try_for_each(|part| {
-            let to = to.wrapping_add(part.start);
-            let from = from + part.start as u64;
-            self.driver.copy_out(Stream::Download, to, from, part.len())
-        })
     }
 
     fn issued(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Event>>> {

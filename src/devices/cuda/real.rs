@@ -10,7 +10,8 @@ use l2l_actors::BoxedError;
 
 use super::compile::{self, Unit};
 use super::driver::{
-    Address, Algorithm, Alignment, Driver, Kind, Launch, Product, ProductLibrary, STREAMS, Stream,
+    Address, Algorithm, Alignment, CopyRows, Driver, Kind, Launch, Product, ProductLibrary,
+    STREAMS, Stream,
 };
 use super::libraries;
 use super::product::Products;
@@ -289,6 +290,31 @@ impl Driver for Real {
         checked(unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream(on)).result()
         })
+    }
+
+    fn copy_rows_in(&self, on: Stream, copy: &CopyRows) -> Result<(), BoxedError> {
+        self.enter()?;
+        let &CopyRows { to, from, pitch: [own, of_host], rows, len } = copy;
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_HOST,
+            srcHost: from.cast(),
+            srcDevice: 0,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: of_host,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: to,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: own,
+            WidthInBytes: len,
+            Height: rows,
+        };
+        // SAFETY: see above.
+        checked(unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream(on)).result() })
     }
 
     fn copy_out(

@@ -86,7 +86,7 @@ fn bytes_and_values_are_those_of_bitsandbytes() {
         for case in cases {
             let from = input(case);
             let shape = ["rows", "columns"].map(|key| number(case, key));
-            let parts = how.parts(shape[0], shape[1]);
+            let parts = how.parts_of(shape, None);
             for level in Level::all() {
                 let storage = encoded(how, level, &from, shape);
                 let bytes: &[u8] = bytemuck::cast_slice(&storage);
@@ -112,7 +112,7 @@ fn bytes_and_values_are_those_of_bitsandbytes() {
                     Quantisation::Bf16 => unreachable!("it has no golden"),
                 }
                 let mut decoded = vec![f32::NAN; n];
-                how.decode_at(level, &storage, shape, &mut decoded);
+                how.decode_at(level, &storage, shape, None, &mut decoded);
                 same(case, "decoded", bytemuck::cast_slice(&decoded));
             }
         }
@@ -213,7 +213,7 @@ fn what_is_not_finite_is_named() {
 fn parts_are_aligned_and_have_room() {
     for how in BOTH {
         for [rows, columns] in [[0, 0], [0, 5], [4, 0], [1, 1], [3, 33], [128, 129], [5000, 4096]] {
-            let parts = how.parts(rows, columns);
+            let parts = how.parts_of([rows, columns], None);
             assert!(parts.iter().all(|part| part.is_multiple_of(4)), "16 bytes");
             assert!(parts.is_sorted() && parts[0] == 0);
             let floats = how.floats(rows, columns);
@@ -238,7 +238,7 @@ fn brain_floats_are_rounded_once() {
     for level in Level::all() {
         let storage = encoded(Quantisation::Bf16, level, &from, shape);
         let mut decoded = vec![f32::NAN; from.len()];
-        Quantisation::Bf16.decode_at(level, &storage, shape, &mut decoded);
+        Quantisation::Bf16.decode_at(level, &storage, shape, None, &mut decoded);
         for (found, value) in decoded.iter().zip(&from) {
             assert_eq!(found.to_bits(), bf16::from_f32(*value).to_f32().to_bits());
         }

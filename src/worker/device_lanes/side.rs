@@ -9,9 +9,8 @@ use l2l_actors::schedule::{Boundary, Encoding};
 
 use crate::devices::Device;
 use crate::kernels::{BatchMetadata, Kernels};
-use crate::models::PortionRows;
 use crate::plan::{Holder, Plan, Side};
-use crate::tensor::{Packing, Slots, View};
+use crate::tensor::{ByteRows, Packing, Slots, View};
 use crate::worker::Used;
 use crate::worker::counts::LinkUsed;
 
@@ -146,23 +145,19 @@ impl DeviceSide {
         &self,
         slot: View,
         block: &[&[f32]],
-        rows: PortionRows,
+        rows: ByteRows,
         range: &Range<usize>,
     ) -> Result<(), BoxedError> {
+        let [start, end] = [range.start, range.end].map(|float| float * size_of::<f32>());
         let mut first = 0;
         for piece in block {
-            let end = first + piece.len();
-            if (first..end).contains(&rows.at[1]) {
-                for [to, from] in rows.each() {
-                    let part = to.start.max(range.start)..to.end.min(range.end);
-                    if part.start < part.end {
-                        let from = from.start - first + part.start - to.start;
-                        let from = &piece[from..from + part.len()];
-                        self.device.upload(slot.part(part), from)?;
-                    }
+            let end_of_piece = first + size_of_val(*piece);
+            if (first..end_of_piece).contains(&rows.at[1]) {
+                for some in rows.within(&(start..end)) {
+                    self.device.upload_rows(slot, piece, some.without_first(first))?;
                 }
             }
-            first = end;
+            first = end_of_piece;
         }
         Ok(())
     }

@@ -27,7 +27,8 @@ pub(super) use queues::{Direction, count_copies};
 use queues::{Engines, Flag, Task};
 
 use super::driver::{
-    Address, Algorithm, Alignment, Driver, Launch, Product, ProductLibrary, STREAMS, Stream,
+    Address, Algorithm, Alignment, CopyRows, Driver, Launch, Product, ProductLibrary, STREAMS,
+    Stream,
 };
 use super::real::no_memory;
 use super::texts::{self, Declared, PRELUDE, Target};
@@ -337,6 +338,16 @@ impl Driver for Emulated {
     ) -> Result<(), BoxedError> {
         self.check_host(from.addr(), bytes)?;
         self.copy_by(Some(Direction::ToDevice), on, [to, from as Address], bytes)
+    }
+
+    fn copy_rows_in(&self, on: Stream, copy: &CopyRows) -> Result<(), BoxedError> {
+        let &CopyRows { to, from, pitch, rows, len } = copy;
+        self.check_host(from.addr(), (rows - 1) * pitch[1] + len)?;
+        (0..rows).try_for_each(|row| {
+            let [own, of_host] = pitch.map(|pitch| (row * pitch) as Address);
+            let places = [to + own, from as Address + of_host];
+            self.copy_by(Some(Direction::ToDevice), on, places, len)
+        })
     }
 
     fn copy_out(

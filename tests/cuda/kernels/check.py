@@ -908,6 +908,18 @@ def check_nf4(device, random, n):
     device.same(y, device.elements(expected).bits)
 
 
+def check_nf4_part(device, random, rows, run, pitch, first):
+    at = (first + np.arange(rows)[:, None] * pitch + np.arange(run)).reshape(-1)
+    codes = device.integers(random.integers(0, 256, (rows * run + 1) // 2), np.uint8)
+    scales = device.integers(random.permutation(np.arange(at[-1] // 64 + 1) % 256), np.uint8)
+    groups, offset = device.floats(noise(random, at[-1] // 16384 + 1)), device.floats([0.3])
+    of_block = table("dynamic_map")[scales.bits] * groups.bits[np.arange(len(scales.bits)) // 256] + offset.bits
+    nibbles = np.stack([codes.bits >> 4, codes.bits & 15], 1).reshape(-1)[:rows * run]
+    expected, y = table("nf4_map")[nibbles] * of_block[at // 64], device.out(rows * run)
+    device.launch("dequantise_nf4_part", y, codes, scales, groups, offset, rows * run, run, pitch, first)
+    device.same(y, device.elements(expected).bits)
+
+
 def check_bf16(device, random, n):
     halves = device.integers(random.integers(0, 0x7f80, n), np.uint16)
     expected, y = (halves.bits.astype(np.uint32) << 16).view(np.float32), device.out(n)
@@ -1798,6 +1810,8 @@ def checks():
             transposed=[(False, False), (True, False), (False, True)], to=["product", "product_to_floats"],
             accumulate=[False, True], has_bias=[False, True])),
         ("quantised", check_nf4, [*n, dict(n=34001)]),
+        ("quantised", check_nf4_part, [dict(rows=r, run=n, pitch=p, first=f) for r, n, p, f in (
+            (1, 1, 1, 0), (1, 643, 643, 16382), (7, 6, 24, 10), (300, 62, 250, 190), (40, 448, 896, 448))]),
         ("quantised", check_bf16, n),
         ("quantised", check_int8, rows),
         ("packed", check_bfloats, n),

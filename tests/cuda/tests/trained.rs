@@ -351,6 +351,45 @@ fn slices_are_pytorchs() {
     }
 }
 
+/// Blocks in pieces, on one GPU and on several, have the bits of slices: of the goldens, and with
+/// adapters over bases whose matrices are cut as they are stored.
+#[test]
+fn pieces_have_the_bits_of_slices() {
+    if !emulated::instead() {
+        return;
+    }
+    let with_base = |base| TrainConfig {
+        lora: Some(LoraConfig { dropout: 0.0, ..LoraConfig::default() }),
+        base,
+        ..TrainConfig::default()
+    };
+    let own = TrainConfig::default();
+    for (name, slices, dtype, train) in [
+        ("tied", 4, Dtype::F32, own.clone()),
+        ("qwen3-slices", 4, Dtype::Bf16, own.clone()),
+        ("llama", 2, Dtype::F32, own),
+        ("qwen2-slices", 4, Dtype::F32, with_base(Base::Int8)),
+        ("tied", 2, Dtype::Bf16, with_base(Base::Nf4)),
+        ("llama", 2, Dtype::F32, with_base(Base::Nf4)),
+    ] {
+        let of = |tensor, gpus: usize| {
+            let (mut config, _) = golden(name);
+            (config.device.dtype, config.train) = (dtype, train.clone());
+            config.device.ordinals = Some((0..gpus).collect());
+            config.stash.place = StashPlace::Host;
+            (config.parallel.slices, config.parallel.tensor) = (slices, tensor);
+            let (steps, end) = run(config, 2).expect("a case of ours");
+            (steps, end.digest)
+        };
+        let whole = of(1, 1);
+        for (tensor, gpus) in [(2, 1), (4, 1), (2, 2), (4, 3)] {
+            if tensor <= slices {
+                assert_eq!(of(tensor, gpus), whole, "{name} {tensor} on {gpus}");
+            }
+        }
+    }
+}
+
 /// Models with factors of scores, branches and logits, with branches beside each other, with pairs
 /// of neighbours that rotate, with queries that grow, and with windows of positions on both sides.
 #[test]

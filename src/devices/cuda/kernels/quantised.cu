@@ -73,6 +73,24 @@ extern "C" __global__ void dequantise_nf4(T* y, const unsigned char* codes, cons
     }
 }
 
+// y = a part of a matrix, of n elements: runs of `run` elements that follow each other in it, `pitch` elements from
+// one to the next. codes: those of y; scales, groups, offset: those of the matrix, from the group in which the part
+// begins, where it is the element `first`. Runs begin and end at whole bytes. A thread has two elements.
+// launch: grid (ceil(n / 512)), block (256)
+extern "C" __global__ void dequantise_nf4_part(T* y, const unsigned char* codes, const unsigned char* scales,
+                                               const float* groups, const float* offset, long long n,
+                                               long long run, long long pitch, long long first) {
+    const long long at = 2 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (at >= n) {
+        return;
+    }
+    const long long row = at / run, block = (first + row * pitch + at % run) / 64;
+    const float scale = __fadd_rn(__fmul_rn(dynamic_value(scales[block]), groups[block / 256]), *offset);
+    const unsigned byte = codes[at / 2];
+    const Some<2> values = {__fmul_rn(NF4[byte >> 4], scale), __fmul_rn(NF4[byte & 15], scale)};
+    write(y + at, values, static_cast<int>(min(n - at, 2LL)));
+}
+
 // A bfloat16, whatever ELEMENT is: the upper half of a float.
 struct Upper {
     unsigned short bits;

@@ -2,7 +2,7 @@
 
 use super::Cases;
 use crate::kernels::Dequantise;
-use crate::tensor::Quantisation;
+use crate::tensor::{Origin, Quantisation};
 
 impl Cases<'_> {
     /// Cases of stored weights. The storage holds random floats, whose bytes are codes.
@@ -13,8 +13,21 @@ impl Cases<'_> {
                     y: p.output([rows, columns]),
                     x: p.floats([1, quantisation.floats(rows, columns)], 0.0),
                     quantisation,
+                    origin: None,
                 });
             }
+        }
+        for (shape, first, pitch) in
+            [([1, 3], 62, 3), ([40, 420], 16_320, 420), ([40, 62], 10, 484)]
+        {
+            let quantisation = Quantisation::Nf4;
+            let origin = Some(Origin { first, pitch });
+            case!(self.dequantise, |p| Dequantise {
+                y: p.output(shape),
+                x: p.floats([1, quantisation.floats_of(shape, origin)], 0.0),
+                quantisation,
+                origin,
+            });
         }
     }
 }
