@@ -11,8 +11,9 @@ use std::collections::BTreeMap;
 use super::{BoundaryId, Copied, DeviceId, Encoding, Place, Role, Schedule};
 
 /// Keeps on the device what a visit of one micro-batch hands to the next visit of the same device.
-/// It changes no result. What the stash rounds is left alone, because all readers of a boundary must
-/// find the same numbers. So are a KV cache and saved activations, whose layers say where they wait.
+/// It changes no result. What the stash rounds is left alone, because all readers of a boundary
+/// must find the same numbers. So are a KV cache and saved activations, whose layers say where they
+/// wait.
 #[must_use]
 pub fn hand_over(mut schedule: Schedule) -> Schedule {
     let next = next_visits(&schedule);

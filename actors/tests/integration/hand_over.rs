@@ -67,7 +67,8 @@ proptest! {
     }
 
     /// A layer that computes nothing, below the head, takes turns with the layer before it. So the
-    /// step takes what the others compute, the first input and the last output.
+    /// step takes what the others compute, the first input and the last output; and at the turn,
+    /// where blocks change their slots, five copies more.
     #[test]
     fn a_light_layer_hides_behind_its_neighbour(
         layers in 2..=12_u32, micro_batches in 4..=12_u32,
@@ -83,7 +84,7 @@ proptest! {
         let copy = (compute * part / 400).max(1);
         let all = u64::from(micro_batches) * (2 * u64::from(layers) + 1) * compute;
         let after = end(&rounds, 5, &light, compute, copy);
-        prop_assert_eq!(after, all + 2 * copy);
+        prop_assert_eq!(after, all + 7 * copy);
         let before = end(&plain, 5, &light, compute, copy);
         prop_assert!(before > after, "{} {}", before, after);
     }

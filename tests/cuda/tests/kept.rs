@@ -4,7 +4,8 @@
 
 use super::trained::keep;
 use super::{KINDS, config, run};
-use crate::config::{DeviceKind, LoraConfig, ScheduleKind, TrainConfig};
+use crate::Config;
+use crate::config::{DeviceKind, EpsTier, LoraConfig, Recompute, ScheduleKind, TrainConfig};
 use crate::devices::cuda::emulated;
 use crate::tensor::Dtype;
 
@@ -65,4 +66,32 @@ fn kept_layers_change_no_bits_in_any_schedule() {
             }
         }
     }
+}
+
+/// In bf16, neither the choice of saved activations nor the place of blocks changes a bit.
+#[test]
+fn in_bf16_ways_are_equal() {
+    if !emulated::instead() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let ways: [&dyn Fn(&mut Config); 7] = [
+        &|_| (),
+        &|config| keep(config, 1),
+        &|config| keep(config, 2),
+        &|config| config.schedule.recompute = false.into(),
+        &|config| config.schedule.recompute = Recompute::ATTENTION,
+        &|config| config.channels.weights = 1,
+        &|config| {
+            (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.path().into()));
+        },
+    ];
+    let ends = ways.map(|way| {
+        let mut config = config(DeviceKind::Cuda);
+        config.device.dtype = Dtype::Bf16;
+        way(&mut config);
+        let (steps, end) = run(config, 3).expect("a case of ours");
+        (steps, end.digest)
+    });
+    assert!(ends.iter().all(|end| *end == ends[0]), "{ends:?}");
 }
