@@ -27,12 +27,12 @@ fn plan_of(config: &Config) -> Plan {
 }
 
 fn cases() -> Vec<Case> {
-    let plain = || Case { dropout: 0.1, ..SMALL.clone() };
+    let plain = || Case { layers: 3, batch: 4, dropout: 0.1, ..SMALL.clone() };
     let bf16 = (Dtype::Bf16, MasterDtype::Split);
     let adapters = |base| Case { trained: Trained::Adapters, base, precision: bf16, ..plain() };
     vec![
         plain(),
-        Case { clip: true, batch: 6, groups: 3, ..plain() },
+        Case { clip: true, groups: 2, ..plain() },
         Case { layers: 1, tied_tiles: true, ..plain() },
         Case { precision: bf16, ..plain() },
         Case { experts: Some([4, 2]), ..plain() },
@@ -43,9 +43,11 @@ fn cases() -> Vec<Case> {
 }
 
 /// One micro-batch a step, one a group, and several; one weight slot and more; none, some and all
-/// layers with kept activations; devices that have layers or groups.
+/// layers with kept activations; devices that have layers or groups. Without the whole search, each
+/// case is run in some of these ways.
 #[test]
 fn what_stays_changes_no_bits() {
+    let mut number = 0;
     for case in cases() {
         for micro_batch in [case.micro_batch, case.batch] {
             let groups = if micro_batch == case.batch { 1 } else { case.groups };
@@ -60,10 +62,14 @@ fn what_stays_changes_no_bits() {
                 room(0.5),
                 room(1.0),
                 Ways { devices: 2, deal: Deal::Layers, ..auto.clone() },
-                Ways { devices: 3, deal: Deal::Sequences, ..auto.clone() },
+                Ways { devices: 2, deal: Deal::Sequences, ..auto.clone() },
                 Ways { tensor: 2, bundles: Some(1), on_file: true, ..auto.clone() },
             ];
             for ways in all.map(|ways| ways.for_case(&case)) {
+                number += 1;
+                if !crate::whole() && number % 5 != 0 {
+                    continue;
+                }
                 let config = config(&case, &ways);
                 let (bits, summary) = run(config.clone(), 2);
                 assert_eq!(bits, expected, "{case:?} {ways:?}");
@@ -91,7 +97,7 @@ fn what_has_no_room_waits_on_the_host() {
         let (bits, summary) = run(config, 3);
         (bits, summary.weights_digest)
     };
-    for (batch, chunk_positions) in [(1, 128), (2, 512), (3, 128), (4, 512)] {
+    for (batch, chunk_positions) in [(2, 128), (3, 128), (4, 512)] {
         let expected = of(&baseline(), batch, chunk_positions);
         assert_eq!(of(&ways(StashPlace::Auto), batch, chunk_positions), expected, "{batch}");
     }

@@ -12,8 +12,8 @@ use super::{BoundaryId, Copied, DeviceId, Encoding, Place, Role, Schedule};
 
 /// Keeps on the device what a visit of one micro-batch hands to the next visit of the same device.
 /// It changes no result. What the stash rounds is left alone, because all readers of a boundary
-/// must find the same numbers. So are a KV cache and saved activations, whose layers say where they
-/// wait.
+/// must find the same numbers. So is what has a place by other rules: a KV cache, saved
+/// activations, and the partial sums of pieces.
 #[must_use]
 pub fn hand_over(mut schedule: Schedule) -> Schedule {
     let next = next_visits(&schedule);
@@ -26,8 +26,7 @@ pub fn hand_over(mut schedule: Schedule) -> Schedule {
     }
     for (id, writers) in writers {
         let boundary = *schedule.boundary(id);
-        let is_saved = boundary.role.is_kv() || boundary.role == Role::SavedActivations;
-        if boundary.encoding != Encoding::Plain || is_saved {
+        if boundary.encoding != Encoding::Plain || has_a_place(boundary.role) {
             continue;
         }
         let takers: Option<Vec<usize>> =
@@ -52,6 +51,12 @@ pub fn hand_over(mut schedule: Schedule) -> Schedule {
         }
     }
     schedule
+}
+
+/// True for a role whose place other rules choose.
+fn has_a_place(role: Role) -> bool {
+    use Role::{Partial, PartialGradient, SavedActivations};
+    role.is_kv() || matches!(role, Partial | PartialGradient | SavedActivations)
 }
 
 /// For each visit of a device, the one that the device has next.
