@@ -72,6 +72,34 @@ fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
     }
 }
 
+/// A GPU that waits for copies between layers: the plan says what keeps them there and, with rates,
+/// which micro-batch would be faster.
+#[test]
+fn one_micro_batch_a_layer_is_remarked() {
+    let of = |sets: &[&str]| {
+        let common = ["device.kind=cuda", "device.dtype=f16", "model.preset=bert-large"];
+        let step = ["data.train=random", "data.sequence_length=128", "step.batch=256"];
+        let more = ["step.micro_batch=256", "schedule.recompute=true", "model.dropout=0"];
+        let all = [&common[..], &step, &more, sets].concat();
+        let all: Vec<&str> = all.iter().flat_map(|set| ["--set", *set]).collect();
+        let rates = ["--forecast", "--tflops", "90", "--link-gbps", "12", "--host-gbps", "60"];
+        let json = ["--format", "json"];
+        events(&good(&[&["plan", EMPTY], &all[..], &rates, &json].concat())).remove(0)
+    };
+    let host = of(&["stash.place=host"]);
+    let remark = host["remark"].as_str().expect("a remark");
+    assert!(remark.contains("with stash.place = \"auto\" they stay"), "{remark}");
+    let faster = &host["faster_micro_batch"];
+    assert_eq!(faster["micro_batch"], 64);
+    assert!(number(faster, "step_seconds") < 0.98 * number(&host, "step_seconds"));
+    let auto = of(&[]);
+    assert_eq!((&auto["remark"], &auto["faster_micro_batch"]), (&Value::Null, &Value::Null));
+    assert!(number(&auto, "step_seconds") < 0.75 * number(&host, "step_seconds"));
+    let resident = of(&["schedule.kind=resident"]);
+    let remark = resident["remark"].as_str().expect("a remark");
+    assert!(remark.contains("with schedule.kind = \"relay\" they stay"), "{remark}");
+}
+
 #[test]
 fn machines_and_layouts_are_compared() {
     let found = rows(&["8x4090", "h100", "v100-512gb", "8xh100"]);
