@@ -190,12 +190,14 @@ pub(crate) fn schedule_of(
     Ok(if hands_over { schedule::hand_over(schedule) } else { schedule })
 }
 
-/// True if light layers go in rounds with a neighbour: one device has both, each in a weight slot,
-/// and what a visit dequantises is not dequantised again in each round.
+/// True if light layers go in rounds with a neighbour: one device has both, each in a slot for
+/// weights and one for gradients, and what a visit dequantises is not dequantised again in each
+/// round.
 pub(super) fn has_rounds(config: &Config, share: RankShare) -> bool {
     let is_one = config.devices() == 1 && share.ranks == 1;
     let is_as_is = config.train.base == Base::AsIs;
-    is_one && config.channels.weights >= 2 && is_as_is && config.hands_over()
+    let has_slots = config.channels.weights >= 2 && config.channels.gradients >= 2;
+    is_one && has_slots && is_as_is && config.hands_over()
 }
 
 /// True if uploads of a step of this shape should wait for what rows choose of blocks. Schedules of

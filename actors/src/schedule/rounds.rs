@@ -44,11 +44,12 @@ fn by_group(groups: &[Range<MicroBatch>], leg: &Visit) -> Vec<Visit> {
 }
 
 /// True for two legs that follow each other, of which one is light. Both are the only legs of their
-/// layers, so nothing else stands between them.
+/// layers, so nothing else stands between them. Each has one block, so that a round needs two slots
+/// for weights and for gradients.
 fn is_round(legs: &[Visit], leg: &Visit, other: &Visit, light: &[LayerId]) -> bool {
     let is_alone = |leg: &Visit| {
         let of_layer = legs.iter().filter(|one| one.layer == leg.layer && one.on_device());
-        leg.kind == VisitKind::Layer && of_layer.count() == 1
+        leg.kind == VisitKind::Layer && leg.blocks.len() <= 1 && of_layer.count() == 1
     };
     light.contains(&leg.layer) != light.contains(&other.layer) && is_alone(leg) && is_alone(other)
 }
