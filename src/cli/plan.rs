@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use l2l::checkpoint::Space;
-use l2l::config::{DeviceConfig, DeviceKind, Format, Recompute, ScheduleKind};
+use l2l::config::{DeviceConfig, DeviceKind, Format, Recompute, ScheduleKind, StashPlace};
 use l2l::models::Model;
 use l2l::plan::{DevicePart, FabricBytes, Keeping, LinkBytes, LongestSequence, RankShare, Term};
 use l2l::telemetry::{self, Forecast};
@@ -180,11 +180,21 @@ fn keeps_none(config: &Config, plan: &Plan) -> Option<&'static str> {
 /// computes another one.
 fn remark(config: &Config) -> Option<&'static str> {
     let of_group = config.sequences().div_ceil(config.parallel.groups as usize);
-    let is_copied = config.device.kind == DeviceKind::Cuda;
-    let what = "a layer computes one micro-batch, and waits while its inputs and outputs are \
-                copied: a smaller step.micro_batch hides these copies";
     let is_one = config.sequences() > 1 && of_group <= config.step.micro_batch;
-    (is_copied && is_one && !config.schedule.kind.is_pipeline()).then_some(what)
+    let is_copied = config.device.kind == DeviceKind::Cuda;
+    match (config.schedule.kind, config.stash.place) {
+        _ if !is_copied || !is_one => None,
+        (ScheduleKind::Relay, StashPlace::Host) => Some(
+            "a layer computes one micro-batch, and waits while its inputs and outputs are copied: \
+             with stash.place = \"auto\" they stay on the device, and a smaller step.micro_batch \
+             hides these copies",
+        ),
+        (ScheduleKind::Resident, _) => Some(
+            "a layer computes one micro-batch, and waits while its inputs and outputs are copied: \
+             with schedule.kind = \"relay\" they stay on the device",
+        ),
+        _ => None,
+    }
 }
 
 impl Shown<'_> {

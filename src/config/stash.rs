@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, DeviceKind, OnResume};
+use super::{Config, DeviceKind, OnResume, ScheduleKind};
 use crate::error::Error;
 
 /// `[stash]`
@@ -11,9 +11,13 @@ use crate::error::Error;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StashConfig {
-    /// The place where activations wait between forward and backward. `host` (and `auto`) keeps
-    /// device memory independent of depth and batch size; `device` saves transfers, and device
-    /// memory grows with both.
+    /// The place where activations wait between visits of layers. `host` keeps device memory
+    /// independent of depth and batch size; `device` saves transfers, and device memory grows with
+    /// both. `auto` is `host`, except on a GPU (or with `device.link`) in the relay: there a
+    /// micro-batch that two visits of a device meet one after the other stays on the device from
+    /// the first to the second. That is so where a step is one micro-batch, and at layers that
+    /// compute little, which take turns with their neighbours. It takes the memory of a few inputs
+    /// of one micro-batch. Results are the same, bit for bit.
     pub place: StashPlace,
     /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
     /// its transfers and rounds each value; `int8` keeps about a quarter: `block_size` values share
@@ -63,7 +67,7 @@ pub enum StashDtype {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum StashPlace {
-    /// On the host.
+    /// On the host, but for what the next visit of a device reads.
     #[default]
     Auto,
     /// On the device, whose memory then grows with depth and batch size.
@@ -98,5 +102,12 @@ impl Config {
              \"attention\", or leave it out",
         )?;
         Ok(())
+    }
+
+    /// True if what the next visit of a device reads stays there, where the stash is across a link.
+    pub(crate) fn hands_over(&self) -> bool {
+        let is_copied = self.device.kind == DeviceKind::Cuda || self.device.link.is_some();
+        let is_relay = self.schedule.kind == ScheduleKind::Relay;
+        is_copied && is_relay && self.stash.place == StashPlace::Auto
     }
 }

@@ -197,10 +197,10 @@ impl Engine {
         let lengths: Vec<usize> = batch.lengths().collect();
         let most = most_positions(&self.config, &self.model, purpose);
         let units = Arc::new(Units::new(&lengths, self.config.step.micro_batch, most));
-        let planned = |may_wait| {
+        let planned = |may_wait, may_stay| {
             let units = Some(&*units);
             let layers = Some(layers);
-            let step = StepSpec { units, layers, may_wait, ..self.plan.step(shape) };
+            let step = StepSpec { units, layers, may_wait, may_stay, ..self.plan.step(shape) };
             let schedule = schedule_of(&self.config, &self.model, step)?;
             let stash = stash::layout(&schedule);
             let of_stash = ("the stash", stash.floats, self.plan.stash_floats());
@@ -217,8 +217,12 @@ impl Engine {
             let plan = self.relay.plan(schedule).map_err(l2l_actors::RingError::from)?;
             Ok(Planned { plan, stash: Arc::new(stash) })
         };
-        // A plan of larger steps may not have the memory for what rows choose.
-        let make = || planned(true).or_else(|_| planned(false));
+        // A plan of larger steps may not have the memory for what stays on the device, or for what
+        // rows choose.
+        let make = || {
+            let found = planned(true, true).or_else(|_| planned(true, false));
+            found.or_else(|_| planned(false, false))
+        };
         let Planned { plan, stash } = self.plans.of(shape, &units, layers, make)?;
         self.counts.visits += plan.schedule.visits.len() as u64;
         self.counts.pending = Some(purpose);

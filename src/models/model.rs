@@ -84,6 +84,9 @@ impl ModelLayer {
     }
 }
 
+/// A light layer has at most this part of the parameters of the largest layer of the stack.
+const LIGHT: usize = 8;
+
 /// A model. Its blocks are the embedding's tiles, the blocks of the stack in order, and the head's
 /// tiles unless they are tied to the embedding's.
 pub struct Model {
@@ -387,6 +390,15 @@ impl Model {
     pub(crate) fn embedding_gradient(&self) -> Option<Boundary> {
         let gradient = Boundary::of_tokens(Role::HeadGradient, self.shape.hidden, FLOAT);
         self.shape.embeds().then_some(gradient)
+    }
+
+    /// Layers of the stack that compute little beside the others, such as the last norm: copies of
+    /// their inputs and outputs take longer.
+    pub(crate) fn light_layers(&self) -> Vec<LayerId> {
+        let stack = (0..self.layers.len()).filter(|&layer| self.layers[layer].stack().is_some());
+        let len = |layer: usize| self.blocks_of(layer).map(BlockTensors::len).sum::<usize>();
+        let most = stack.clone().map(len).max().unwrap_or(0);
+        stack.filter(|&layer| LIGHT * len(layer) <= most).map(|id| LayerId(id as u32)).collect()
     }
 
     pub(crate) fn blocks_of(&self, layer: usize) -> impl Iterator<Item = &BlockTensors> {

@@ -221,7 +221,9 @@ impl Plan {
         let units = None;
         let layers = None;
         let share = *share;
-        StepSpec { shape, units, layers, states, share, file, kept, may_wait: true }
+        let may_wait = true;
+        let may_stay = true;
+        StepSpec { shape, units, layers, states, share, file, kept, may_wait, may_stay }
     }
 
     /// The chunks that a longest sequence is cut into in a step that trains.

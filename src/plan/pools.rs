@@ -4,16 +4,23 @@ use l2l_actors::schedule::{Capacities, Pools, Schedule, StepPlan};
 
 use super::share::{Exchanged, RankShare};
 use super::spec::PlanSpec;
+use super::step::has_rounds;
 use crate::config::ChannelsConfig;
 use crate::error::Error;
+
+/// Visits that are announced ahead where layers go in rounds: two rounds, and the visit that runs.
+/// So the inputs of the next round come while this one computes.
+const ROUNDS: u32 = 5;
 
 impl PlanSpec<'_> {
     /// The pools of a schedule, at the depths of the config. All devices have the same number of
     /// slots, even if the schedule leaves one out.
     fn pools_of(&self, schedule: &Schedule) -> Pools {
         let ChannelsConfig { weights, gradients, reduced, stash } = self.settings.config.channels;
+        let config = &self.settings.config;
         let pools = Pools::of(schedule, &Capacities { weights, gradients, reduced, stash });
-        Pools { devices: self.settings.config.devices(), ..pools }
+        let visits = if has_rounds(config, self.share) { ROUNDS } else { 0 };
+        Pools { devices: config.devices(), visits: pools.visits.max(visits), ..pools }
     }
 
     /// The pools of a run with these schedules.
@@ -21,8 +28,10 @@ impl PlanSpec<'_> {
         let mut all = schedules.iter().map(|schedule| self.pools_of(schedule));
         let first = all.next().expect("a plan has a step");
         // Validation and scoring fit into the pools of training. A step with a KV cache, or one
-        // that every rank computes whole, may need more.
-        let others = all.filter(|_| self.cache.is_some() || self.share.ranks > 1);
+        // that every rank computes whole, may need more. So may one in which nothing stays on the
+        // device.
+        let hands_over = self.settings.config.hands_over();
+        let others = all.filter(|_| self.cache.is_some() || self.share.ranks > 1 || hands_over);
         others.fold(first, Pools::max)
     }
 

@@ -150,16 +150,30 @@ impl<'a> PlanSpec<'a> {
                 schedules.add(self.schedule(StepShape { positions, ..step }, self.share)?);
             }
         }
+        // A smaller step may have no room for what would stay on the device.
+        for &step in self.steps.iter().filter(|_| self.settings.config.hands_over()) {
+            schedules.add(self.schedule_of(step, self.share, false)?);
+        }
         Ok(schedules)
     }
 
     pub(super) fn schedule(&self, shape: StepShape, share: RankShare) -> Result<Schedule, Error> {
+        self.schedule_of(shape, share, true)
+    }
+
+    fn schedule_of(
+        &self,
+        shape: StepShape,
+        share: RankShare,
+        may_stay: bool,
+    ) -> Result<Schedule, Error> {
         let file = self.settings.pipeline.as_deref();
         let states = &self.states;
         let kept = &self.kept;
         let units = None;
         let layers = None;
-        let spec = StepSpec { shape, units, layers, states, share, file, kept, may_wait: true };
+        let may_wait = true;
+        let spec = StepSpec { shape, units, layers, states, share, file, kept, may_wait, may_stay };
         schedule_of(&self.settings.config, self.model, spec)
     }
 }

@@ -15,7 +15,7 @@ use crate::config::{
 };
 use crate::eps::{cut, doubled_len};
 use crate::error::Error;
-use crate::models::{LayerSelection, Model, StepContext};
+use crate::models::{Base, LayerSelection, Model, StepContext};
 use crate::objectives::{Objective, Scope};
 use crate::optimizers::StateLayout;
 use crate::stash;
@@ -120,6 +120,8 @@ pub(crate) struct StepSpec<'a> {
     pub(crate) kept: &'a BTreeSet<LayerId>,
     /// Whether uploads may wait for what rows choose of blocks.
     pub(crate) may_wait: bool,
+    /// Whether what the next visit of a device reads may stay there.
+    pub(crate) may_stay: bool,
 }
 
 pub(crate) fn schedule_of(
@@ -127,7 +129,7 @@ pub(crate) fn schedule_of(
     model: &Model,
     step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
-    let StepSpec { shape, units, layers, states, share, file, kept, may_wait } = step;
+    let StepSpec { shape, units, layers, states, share, file, kept, may_wait, may_stay } = step;
     let StepShape { sequences, positions, purpose } = shape;
     let states = Some(states).filter(|_| purpose.trains());
     let none = BTreeSet::new();
@@ -154,6 +156,10 @@ pub(crate) fn schedule_of(
     selection.last_chunk = units.last_chunk();
     selection.runs = units.runs;
     selection.waits_for_choice = may_wait && pays_a_wait(config, model, shape, share);
+    let hands_over = may_stay && config.hands_over();
+    if hands_over && has_rounds(config, share) {
+        selection.light = model.light_layers();
+    }
     if let Some(layers) = layers {
         layers.check(model)?;
         selection.layers = layers.ring_layers(model);
@@ -181,7 +187,17 @@ pub(crate) fn schedule_of(
     };
     schedule.trains = purpose.trains();
     schedule.ranks = Ranks { count: share.ranks, dealt: is_dealt };
-    Ok(schedule)
+    Ok(if hands_over { schedule::hand_over(schedule) } else { schedule })
+}
+
+/// True if light layers go in rounds with a neighbour: one device has both, each in a slot for
+/// weights and one for gradients, and what a visit dequantises is not dequantised again in each
+/// round.
+pub(super) fn has_rounds(config: &Config, share: RankShare) -> bool {
+    let is_one = config.devices() == 1 && share.ranks == 1;
+    let is_as_is = config.train.base == Base::AsIs;
+    let has_slots = config.channels.weights >= 2 && config.channels.gradients >= 2;
+    is_one && has_slots && is_as_is && config.hands_over()
 }
 
 /// True if uploads of a step of this shape should wait for what rows choose of blocks. Schedules of

@@ -57,7 +57,8 @@ impl Hiding {
         let most = most_positions(&config, model, Purpose::Train).unwrap_or(usize::MAX);
         let positions = plan.batch.positions.min(most);
         let step = StepShape { sequences: 1, positions, purpose: Purpose::Train };
-        let step = StepSpec { file: None, share: RankShare::WHOLE, ..plan.step(step) };
+        let share = RankShare::WHOLE;
+        let step = StepSpec { file: None, share, may_stay: false, ..plan.step(step) };
         let schedule = schedule_of(&config, model, step)?;
         let rates = &rates.in_plan(model, plan);
         let on_file = config.eps.tier == EpsTier::File;

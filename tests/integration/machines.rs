@@ -41,9 +41,11 @@ fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
     let no_copies = no_copies.to_str().expect("UTF-8");
     let of = |machine: &str, sets: &[&str]| {
         let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-        let common = ["data.train=random", "device.dtype=bf16", "schedule.recompute=true"];
+        // At the commit that was measured, all boundaries waited on the host.
+        let common = ["data.train=random", "device.dtype=bf16", "stash.place=host"];
         let common: Vec<&str> = common.iter().flat_map(|set| ["--set", *set]).collect();
-        let more = ["--machine", machine, "--format", "json", "--set", "model.dropout=0"];
+        let recomputes = ["--set", "schedule.recompute=true", "--set", "model.dropout=0"];
+        let more = [&recomputes[..], &["--machine", machine, "--format", "json"]].concat();
         let row = events(&good(&[&["plan", EMPTY], &sets[..], &common, &more].concat()));
         [number(&row[0], "tokens_per_second"), 1.0 - number(&row[0], "computes")]
     };
@@ -68,6 +70,34 @@ fn the_speeds_of_an_h100_are_within_a_tenth_of_those_measured() {
         assert!((speed / measured - 1.0).abs() < 0.1, "{layers} {micro}: {speed} of {measured}");
         assert!((waited - waits).abs() < 0.1, "{layers} {micro}: waits {waited} of {waits}");
     }
+}
+
+/// A GPU that waits for copies between layers: the plan says what keeps them there and, with rates,
+/// which micro-batch would be faster.
+#[test]
+fn one_micro_batch_a_layer_is_remarked() {
+    let of = |sets: &[&str]| {
+        let common = ["device.kind=cuda", "device.dtype=f16", "model.preset=bert-large"];
+        let step = ["data.train=random", "data.sequence_length=128", "step.batch=256"];
+        let more = ["step.micro_batch=256", "schedule.recompute=true", "model.dropout=0"];
+        let all = [&common[..], &step, &more, sets].concat();
+        let all: Vec<&str> = all.iter().flat_map(|set| ["--set", *set]).collect();
+        let rates = ["--forecast", "--tflops", "90", "--link-gbps", "12", "--host-gbps", "60"];
+        let json = ["--format", "json"];
+        events(&good(&[&["plan", EMPTY], &all[..], &rates, &json].concat())).remove(0)
+    };
+    let host = of(&["stash.place=host"]);
+    let remark = host["remark"].as_str().expect("a remark");
+    assert!(remark.contains("with stash.place = \"auto\" they stay"), "{remark}");
+    let faster = &host["faster_micro_batch"];
+    assert_eq!(faster["micro_batch"], 64);
+    assert!(number(faster, "step_seconds") < 0.98 * number(&host, "step_seconds"));
+    let auto = of(&[]);
+    assert_eq!((&auto["remark"], &auto["faster_micro_batch"]), (&Value::Null, &Value::Null));
+    assert!(number(&auto, "step_seconds") < 0.75 * number(&host, "step_seconds"));
+    let resident = of(&["schedule.kind=resident"]);
+    let remark = resident["remark"].as_str().expect("a remark");
+    assert!(remark.contains("with schedule.kind = \"relay\" they stay"), "{remark}");
 }
 
 #[test]

@@ -57,6 +57,7 @@ mod fuzz;
 mod generate;
 mod gpt_oss;
 mod growth;
+mod hand_over;
 mod heads;
 #[cfg(feature = "tokenizers")]
 mod hostile_text;

@@ -63,7 +63,7 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
     ]);
     let deals = prop::sample::select(vec![Deal::Layers, Deal::Sequences]);
     let kinds = (kinds, deals, any::<bool>());
-    let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
+    let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host, StashPlace::Auto]);
     let auto = prop::sample::select(vec![0.0, 0.4, 0.7, 1.0]);
     let others = vec![true.into(), false.into(), Recompute::ATTENTION];
     let others = prop::sample::select(others).prop_map(|recompute| (recompute, 0.0));
@@ -110,7 +110,8 @@ impl Ways {
         config.schedule.chunks = self.chunks.filter(|_| self.kind.is_pipeline());
         config.schedule.bundles = self.bundles.filter(|_| has_experts);
         // Several devices pass boundaries on through the host.
-        config.stash.place = if self.devices > 1 { StashPlace::Host } else { self.place };
+        let is_refused = self.devices > 1 && self.place == StashPlace::Device;
+        config.stash.place = if is_refused { StashPlace::Host } else { self.place };
         config.parallel.tensor = self.tensor;
         config.device.threads = Some(self.threads);
         config.device.link = self.link.then(|| "2GB/s".to_string());

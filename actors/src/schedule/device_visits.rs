@@ -27,15 +27,20 @@ impl DeviceVisit {
     }
 }
 
+/// A block with fewer bytes than this part of the largest is small.
+const SMALL: u64 = 256;
+
 /// All devices' visits, in the order of the schedule.
 pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVisit> {
     let visits: Vec<(usize, &Visit)> =
         schedule.visits.iter().enumerate().filter(|(_, visit)| visit.on_device()).collect();
     let mut residences = vec![Vec::new(); visits.len()];
+    let largest = schedule.blocks.iter().map(|block| block.weight_bytes).max().unwrap_or(0);
+    let is_small = |portion| schedule.cut(portion).weight_bytes < largest / SMALL;
     for own in by_device(schedule, pools) {
         let portions: Vec<_> =
             own.iter().map(|&at| batches::needs(schedule, visits[at].1).collect()).collect();
-        for (&at, mut placed) in own.iter().zip(residency(&portions, pools.weights)) {
+        for (&at, mut placed) in own.iter().zip(residency(&portions, pools.weights, is_small)) {
             placed.iter_mut().for_each(|residence| {
                 residence.after = residence.after.map(|before| own[before]);
             });

@@ -22,7 +22,6 @@
 //! them. It writes the answers that backward visits read.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use super::chain::{Chained, chain_of};
 use super::model::{Input, Question, RingModel, RingObjective, Selection};
@@ -30,25 +29,19 @@ use super::reference::{Reference, beside};
 use super::stay::stay;
 use super::{
     Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule, Visit,
-    VisitKind, runs,
+    VisitKind, rounds, runs,
 };
 
-/// Layer-major: all micro-batches through a layer, group by group, then the next layer.
+/// Layer-major: all micro-batches through a layer, group by group, then the next layer. Layers that
+/// the selection calls light go in rounds with a neighbour.
 ///
 /// # Errors
 /// The selection names an unknown layer or block, or its layers stand in an impossible order.
 pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refusal> {
     let (mut schedule, legs) = legs(model, selection)?;
-    let groups = &schedule.groups;
-    let by_group = |leg: Visit| -> Vec<Visit> {
-        let of_group = |group: &Range<MicroBatch>| leg.of_micro_batches(group.clone());
-        // A group goes on as soon as it has its own answers.
-        let answers = matches!(leg.kind, VisitKind::Balance { .. } | VisitKind::Objective { .. });
-        let is_cut = leg.on_device() || answers && !leg.kind.is_of_step();
-        if is_cut { groups.iter().map(of_group).collect() } else { vec![leg] }
-    };
-    let visits = legs.forward.into_iter().chain(legs.backward).flat_map(by_group);
-    schedule.visits = visits.flat_map(|leg| runs::with_keys(&schedule, leg)).collect();
+    let of_pass = |pass: &Vec<Visit>| rounds::of_pass(&schedule, pass, &selection.light);
+    let visits = [legs.forward, legs.backward].iter().flat_map(of_pass).collect::<Vec<_>>();
+    schedule.visits = visits.into_iter().flat_map(|leg| runs::with_keys(&schedule, leg)).collect();
     Ok(schedule)
 }
 

@@ -22,6 +22,7 @@ mod deal;
 mod device_visits;
 mod fetches;
 mod generate;
+mod hand_over;
 mod ids;
 mod model;
 mod pieces;
@@ -33,6 +34,7 @@ mod reductions;
 mod reference;
 mod replay;
 mod residency;
+mod rounds;
 mod rules;
 mod runs;
 mod shards;
@@ -55,6 +57,7 @@ pub use device_visits::DeviceVisit;
 pub(crate) use fetches::uses;
 pub use fetches::{Fetch, Share};
 pub use generate::{relay, resident};
+pub use hand_over::hand_over;
 pub use ids::{BlockId, BoundaryId, GroupId, LayerId, MicroBatch, Version};
 pub use model::{
     Input, Question, RingLayer, RingModel, RingObjective, RingStep, Selection, equal_groups,

@@ -196,6 +196,9 @@ pub struct Selection {
     /// choose. That pays where a step has so few rows that they choose few parts. The backward pass
     /// knows it without a wait.
     pub waits_for_choice: bool,
+    /// Layers that compute less than the copies of their boundaries take. In the relay each goes in
+    /// rounds with a layer beside it: both meet a micro-batch before the next one.
+    pub light: Vec<LayerId>,
 }
 
 /// `count` groups of about as many of these ranges each: a range begins at each of `firsts`, and
@@ -220,6 +223,7 @@ impl Selection {
             frozen: Vec::new(),
             groups,
             waits_for_choice: false,
+            light: Vec::new(),
         }
     }
 

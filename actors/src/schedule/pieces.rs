@@ -78,8 +78,10 @@ fn earliest_places(
         let place = if meanwhile >= own {
             (own, 0)
         } else {
-            let between = visits[meanwhile..own].iter();
-            let between = between.map(|&at| &schedule.visits[device_visits[at].visit]);
+            let between = visits[meanwhile..own].iter().map(|&at| {
+                let uploads = device_visits[at].uploads().next().is_some();
+                (&schedule.visits[device_visits[at].visit], uploads)
+            });
             let (further, inputs) = behind_inputs(pools.ahead, between);
             (meanwhile + further, inputs)
         };
@@ -93,22 +95,20 @@ fn earliest_places(
 }
 
 /// The place behind as many inputs as are fetched ahead, and at least one. They are those of the
-/// first of these visits, and of further ones as long as they meet the same blocks.
-fn behind_inputs<'v>(ahead: u32, visits: impl Iterator<Item = &'v Visit>) -> (usize, u32) {
+/// first of these visits, and of further ones as long as these upload no blocks.
+fn behind_inputs<'v>(ahead: u32, visits: impl Iterator<Item = (&'v Visit, bool)>) -> (usize, u32) {
     let mut place = (0, 1);
     let mut left = ahead;
     let mut visits = visits.enumerate().peekable();
-    while let Some((at, visit)) = visits.next() {
-        let slots = visit.reads.len().max(1) as u32;
+    while let Some((at, (visit, _))) = visits.next() {
         let all = visit.micro_batches.len() as u32;
-        let inputs = (left / slots).min(all);
+        let slots = visit.reads.len() as u32;
+        let inputs = left.checked_div(slots).unwrap_or(all).min(all);
         left -= inputs * slots;
         if inputs > 0 {
             place = (at, inputs);
         }
-        if inputs < all
-            || visits.peek().is_some_and(|(_, next)| !next.portions().eq(visit.portions()))
-        {
+        if inputs < all || visits.peek().is_some_and(|(_, (_, uploads))| *uploads) {
             break;
         }
     }

@@ -4,7 +4,8 @@
 //! replacement algorithms for a virtual-storage computer"): it fetches the fewest blocks. A step's
 //! versions are its own, so residency begins cold with each step. In a step in batches, each
 //! version of a block has a place of its own. Ties (never used again) go to the slot that fell idle
-//! first, so that its upload can start earliest.
+//! first, so that its upload can start earliest. Beside large blocks a small one, such as that of a
+//! norm, costs nothing to fetch: it is evicted before any large one that is used again.
 
 use std::collections::HashMap;
 
@@ -43,7 +44,12 @@ struct Tenant {
 }
 
 /// Places the blocks of each visit in turn. Needs as many slots as the largest visit has blocks.
-pub(super) fn residency(visits: &[Vec<Needed>], slots: u32) -> Vec<Vec<Residence>> {
+/// `is_small` says what costs nothing to fetch.
+pub(super) fn residency(
+    visits: &[Vec<Needed>],
+    slots: u32,
+    is_small: impl Fn(Portion) -> bool,
+) -> Vec<Vec<Residence>> {
     let mut uses: HashMap<Needed, Vec<usize>> = HashMap::new();
     for (index, blocks) in visits.iter().enumerate() {
         for &needed in blocks {
@@ -76,9 +82,11 @@ pub(super) fn residency(visits: &[Vec<Needed>], slots: u32) -> Vec<Vec<Residence
                         None => true,
                     });
                     let farthest = free.max_by_key(|&s| match tenants[s as usize] {
-                        None => (usize::MAX, usize::MAX, slots - s),
+                        None => (true, usize::MAX, usize::MAX, slots - s),
                         Some(t) => {
-                            (next_use(t.needed, now), usize::MAX - 1 - t.last_visit, slots - s)
+                            let next = next_use(t.needed, now);
+                            let is_cheap = next == usize::MAX || is_small(t.needed.0);
+                            (is_cheap, next, usize::MAX - 1 - t.last_visit, slots - s)
                         }
                     });
                     let slot = farthest.expect("no visit has more blocks than there are slots");

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    ALL_CHUNKS, BlockId, Capacities, Pipeline, Pools, Ranks, Schedule, StepPlan, deal, deal_groups,
-    pipeline, relay, resident,
+    ALL_CHUNKS, BlockId, Capacities, LayerId, Pipeline, Pools, Ranks, Schedule, StepPlan, deal,
+    deal_groups, hand_over, pipeline, relay, resident,
 };
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
 use l2l_actors::work::Queue;
@@ -93,6 +93,10 @@ impl Case {
     /// That of one of two ranks, in some cases: its exchanges are operations like others.
     pub(crate) fn schedule(&self) -> Schedule {
         let mut schedule = self.schedule_of_one();
+        // In some cases what the next visit of a device reads stays there.
+        if self.seed >> 40 & 1 == 1 {
+            schedule = hand_over(schedule);
+        }
         if self.several {
             schedule.ranks = Ranks { count: 2, dealt: true };
         }
@@ -121,6 +125,10 @@ impl Case {
         let model = in_pieces(model, self.pieces, |number| self.seed >> (number % 57) & 3 == 3);
         let mut selection = everything(&model, self.micro_batches);
         selection.waits_for_choice = self.seed & 2 == 0;
+        if !self.by_groups {
+            let is_light = |layer: &u32| self.seed >> (41 + layer % 16) & 1 == 1;
+            selection.light = (1..=self.layers).filter(is_light).map(LayerId).collect();
+        }
         selection.set_groups(self.groups);
         let blocks = model.blocks.len() as u32;
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();

@@ -12,6 +12,7 @@ mod conformance;
 mod deadlock;
 mod declared;
 mod delayed;
+mod hand_over;
 mod hangs;
 mod interleavings;
 mod joined;

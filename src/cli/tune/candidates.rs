@@ -34,6 +34,7 @@ pub(super) fn candidates(
     longest: usize,
 ) -> Vec<(Settings, f64)> {
     let mut found: Vec<Candidate> = Vec::new();
+    let on_host = if own.place == StashPlace::Auto { own.place } else { StashPlace::Host };
     for Ways { chunk, sizes, layouts } in ways(config, model, own, longest) {
         // A model's shape has the length of its chunks.
         let shape = Shape { chunk_positions: chunk, ..model.shape };
@@ -41,7 +42,7 @@ pub(super) fn candidates(
         let simulation = Simulation { config, model: &cut, rates };
         for &micro_batch in &sizes {
             for &layout in &layouts {
-                for place in [StashPlace::Host, StashPlace::Device] {
+                for place in [on_host, StashPlace::Device] {
                     let start = Settings { micro_batch, chunk, layout, place, ..own };
                     let best = simulation.best_depths(start);
                     found.extend(best.filter(|best| best.settings != own));

@@ -1,6 +1,8 @@
 //! The settings that `l2l tune` varies, and the comparison of their trials.
 
-use l2l::config::{Deal, ParallelConfig, ScheduleKind, StashPlace, StepConfig, Transfer};
+use l2l::config::{
+    Deal, DeviceKind, ParallelConfig, ScheduleKind, StashPlace, StepConfig, Transfer,
+};
 use l2l::models::Shape;
 use l2l::plan::Term;
 use l2l::{Bottleneck, Config};
@@ -90,9 +92,11 @@ pub(super) struct Trial {
 
 impl Settings {
     pub(super) fn of(config: &Config) -> Settings {
+        // Where nothing is copied, "auto" is "host".
+        let is_copied = config.device.kind == DeviceKind::Cuda || config.device.link.is_some();
         let place = match config.stash.place {
-            StashPlace::Device => StashPlace::Device,
-            StashPlace::Auto | StashPlace::Host => StashPlace::Host,
+            StashPlace::Auto if !is_copied => StashPlace::Host,
+            place => place,
         };
         let depths = &config.channels;
         let depths = [depths.weights, depths.gradients, depths.reduced, depths.stash];
@@ -120,7 +124,7 @@ impl Settings {
         [
             key("step", "micro_batch", (self.micro_batch as i64).into()),
             key("step", "chunk_positions", (self.chunk as i64).into()),
-            key("stash", "place", self.place_name().into()),
+            key("stash", "place", self.place_key().into()),
             key("channels", "weights", weights.into()),
             key("channels", "gradients", gradients.into()),
             key("channels", "reduced", reduced.into()),
@@ -136,6 +140,14 @@ impl Settings {
         let both = self.keys().into_iter().zip(from.keys());
         let changed = both.filter(|(to, from)| to.value.to_string() != from.value.to_string());
         changed.map(|(to, _)| to)
+    }
+
+    fn place_key(&self) -> &'static str {
+        match self.place {
+            StashPlace::Auto => "auto",
+            StashPlace::Device => "device",
+            StashPlace::Host => "host",
+        }
     }
 
     fn place_name(&self) -> &'static str {

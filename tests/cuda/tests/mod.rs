@@ -4,6 +4,7 @@
 
 mod chosen;
 mod copies;
+mod kept;
 mod packed;
 mod refused;
 mod trained;
@@ -12,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::emulated;
-use crate::config::{Deal, DeviceKind, EpsTier, Recompute, ScheduleKind, Transfer};
+use crate::config::{Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace, Transfer};
 use crate::data::Batches;
 use crate::devices::{Check, KernelGroup};
 use crate::inference::{Generator, Room, Sampling, Then};
@@ -333,19 +334,24 @@ fn relay_is_resident_and_like_the_cpu() {
         return;
     }
     for (dtype, clip) in KINDS.into_iter().flat_map(|of| [(of, None), (of, Some(0.5))]) {
-        let of = |kind, schedule| {
+        let of = |kind, schedule, place| {
             let mut config = config(kind);
             if kind == DeviceKind::Cuda {
                 config.device.dtype = dtype;
             }
             config.schedule.kind = schedule;
+            config.stash.place = place;
             config.optimizer.clip_norm = clip;
             run(config, 3).expect("a case of ours")
         };
-        let (relay, ends) = of(DeviceKind::Cuda, ScheduleKind::Relay);
-        let (resident, end) = of(DeviceKind::Cuda, ScheduleKind::Resident);
+        let (relay, ends) = of(DeviceKind::Cuda, ScheduleKind::Relay, StashPlace::Host);
+        let (resident, end) = of(DeviceKind::Cuda, ScheduleKind::Resident, StashPlace::Host);
         assert_eq!((&relay, &ends.digest), (&resident, &end.digest));
-        let (cpu, end) = of(DeviceKind::Cpu, ScheduleKind::Relay);
+        let (near, end) = of(DeviceKind::Cuda, ScheduleKind::Relay, StashPlace::Auto);
+        assert_eq!((&near, &end.digest), (&relay, &ends.digest));
+        let is_less = |side: usize| end.moved[side] < ends.moved[side];
+        assert!(is_less(0) && is_less(1), "some boundaries stay on the device");
+        let (cpu, end) = of(DeviceKind::Cpu, ScheduleKind::Relay, StashPlace::Auto);
         close(&relay, &cpu, dtype, "the CPU");
         match dtype {
             Dtype::F32 => assert_eq!(ends.moved, end.moved),
@@ -421,34 +427,6 @@ fn ranks_with_gpus_are_one() {
             }
         });
     }
-}
-
-/// In bf16, neither the choice of saved activations nor the place of blocks changes a bit.
-#[test]
-fn in_bf16_ways_are_equal() {
-    if !emulated::instead() {
-        return;
-    }
-    let folder = tempfile::tempdir().expect("a place for files");
-    let ways: [&dyn Fn(&mut Config); 7] = [
-        &|_| (),
-        &|config| trained::keep(config, 1),
-        &|config| trained::keep(config, 2),
-        &|config| config.schedule.recompute = false.into(),
-        &|config| config.schedule.recompute = Recompute::ATTENTION,
-        &|config| config.channels.weights = 1,
-        &|config| {
-            (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.path().into()));
-        },
-    ];
-    let ends = ways.map(|way| {
-        let mut config = config(DeviceKind::Cuda);
-        config.device.dtype = Dtype::Bf16;
-        way(&mut config);
-        let (steps, end) = run(config, 3).expect("a case of ours");
-        (steps, end.digest)
-    });
-    assert!(ends.iter().all(|end| *end == ends[0]), "{ends:?}");
 }
 
 /// Greedy text is that of the goldens in f32; in bf16 it begins like it.
