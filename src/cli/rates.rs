@@ -13,6 +13,7 @@ use serde_json::json;
 
 use super::output::{OutputFile, print};
 use super::runtime::Runtime;
+use super::say;
 
 /// Steps of a run that count, behind one that does not.
 const STEPS: u64 = 3;
@@ -35,11 +36,16 @@ pub(super) fn fit(config: &Config, file: &Path) -> Result<(), Error> {
     let to = OutputFile::open("--rates", file)?;
     let mut runs = RateRuns::default();
     let mut plans = Vec::new();
-    for mut run in RateRuns::configs(config)? {
+    let configs = RateRuns::configs(config)?;
+    let own = configs[0].schedule.recompute;
+    for mut run in configs {
         run.step.steps = Some(1 + STEPS);
         let model = model_of(&run, largest_shape_of(&run)?)?;
         let plan = match Plan::new(&run, &model, &run.update_rule()) {
-            Err(_) if !plans.is_empty() => continue, // kept activations may have no room
+            Err(error) if run.schedule.recompute != own => {
+                say(format_args!("left out, with another schedule.recompute: {error}"));
+                continue;
+            }
             plan => plan?,
         };
         RateRuns::check(&run, &model, &plan)?;

@@ -69,13 +69,14 @@ pub struct FittedLine {
 /// Operations of a kind: units and seconds of each.
 pub(super) type Points = Vec<(f64, f64)>;
 
-/// The median of the operations of each size, and their number: one that was interrupted does not
-/// count.
+/// The median of the operations of each size, and their number: of three and more, one that was
+/// interrupted does not count.
 fn medians(points: &Points) -> Vec<(f64, f64, f64)> {
     let mut sorted = points.clone();
     sorted.sort_by(|one, other| one.0.total_cmp(&other.0).then(one.1.total_cmp(&other.1)));
     let of_size = sorted.chunk_by(|one, other| one.0 == other.0);
-    of_size.map(|all| (all[0].0, all[all.len() / 2].1, all.len() as f64)).collect()
+    let median = |all: &[(f64, f64)]| (all[(all.len() - 1) / 2].1 + all[all.len() / 2].1) / 2.0;
+    of_size.map(|all| (all[0].0, median(all), all.len() as f64)).collect()
 }
 
 impl FittedLine {
@@ -217,14 +218,15 @@ impl FittedRates {
     /// # Errors
     /// A key is missing or unknown, the version is another one, or a number cannot be.
     pub fn parse(text: &str) -> Result<FittedRates, String> {
-        let found: FittedRates =
-            toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
-        if found.version != VERSION {
-            let version = found.version;
+        let told = |error: toml::de::Error| error.to_string().trim_end().to_owned();
+        let keys: toml::Table = toml::from_str(text).map_err(told)?;
+        let version = keys.get("version").and_then(toml::Value::as_integer);
+        if let Some(version) = version.filter(|version| *version != i64::from(VERSION)) {
             return Err(format!(
                 "it is of version {version}, and this program reads {VERSION}: fit the rates again"
             ));
         }
+        let found: FittedRates = toml::from_str(text).map_err(told)?;
         let wrong =
             |(name, line): (&String, &FittedLine)| Some(format!("{name} {}", line.problem()?));
         let problem = found.compute.iter().chain(&found.work).find_map(wrong);
@@ -238,7 +240,11 @@ impl FittedRates {
         let facts = [
             ("device.dtype", word(device.dtype), word(self.dtype)),
             ("device.kind", word(device.kind), word(self.device)),
-            ("threads of a device", threads_of(config).to_string(), self.threads.to_string()),
+            (
+                "device.threads of each device",
+                threads_of(config).to_string(),
+                self.threads.to_string(),
+            ),
             ("optimizer.kind", word(config.optimizer.kind), word(self.optimizer)),
             ("the stash's place", place(plan.stash_on_device()), place(self.stash_on_device)),
         ];

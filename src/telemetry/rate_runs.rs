@@ -66,6 +66,8 @@ impl RateRuns {
             run.step.epochs = None;
             run.schedule.recompute = recompute;
             run.optimizer.clip_norm = clip_norm;
+            // It is of activations that are kept.
+            run.stash.relu_density = run.stash.relu_density.filter(|_| recompute.keep().is_some());
             run
         };
         let clips = config.optimizer.clip_norm.or(Some(1.0));

@@ -226,7 +226,11 @@ fn bad_rates_are_refused_by_name() {
         format!("{before}[work.\"weights\"]\n{}", after.replacen(from, to, 1))
     };
     for (text, sets, says) in [
-        (plain.replace("version = 2", "version = 1"), &[][..], "it is of version 1"),
+        (
+            plain.replace("version = 2", "version = 1").replace("threads = 1\n", ""),
+            &[][..],
+            "it is of version 1",
+        ),
         (plain.replace("date = ", "day = "), &[], "unknown field `day`"),
         (weights("1e9", "nan"), &[], "weights has a number that is not finite"),
         (weights("1e9", "-3.0"), &[], "weights has a rate that is not above 0"),
@@ -236,7 +240,7 @@ fn bad_rates_are_refused_by_name() {
         (plain.replace("\"weights\"", "\"heights\""), &[], "they have no line `weights`"),
         (plain.replace("stack forward", "stick forward"), &[], "they have no line `stack forward`"),
         (plain.clone(), &["device.dtype=bf16"], "device.dtype is bf16, and the rates are of f32"),
-        (plain.clone(), &["device.threads=3"], "threads of a device is 3, and the rates are of 1"),
+        (plain.clone(), &["device.threads=3"], "device.threads of each device is 3, and the"),
         (plain.clone(), &["optimizer.clip_norm=1.0"], "they have no line `update, deferred`"),
         (plain.clone(), &["schedule.recompute=false"], "no line `stack forward, kept`"),
         (plain.clone(), &["optimizer.kind=sgd"], "optimizer.kind is sgd, and the rates are of"),

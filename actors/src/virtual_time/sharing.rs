@@ -79,9 +79,14 @@ impl Class {
         self.since + if self.speed == 1.0 { left } else { left.div_f64(self.speed) }
     }
 
+    fn count_up(&mut self, now: Duration) {
+        (self.count, self.since) = (self.count_at(now), now);
+    }
+
     fn set(&mut self, now: Duration, speed: f64) {
         if speed != self.speed {
-            (self.count, self.since, self.speed) = (self.count_at(now), now, speed);
+            self.count_up(now);
+            self.speed = speed;
         }
     }
 }
@@ -102,7 +107,8 @@ impl Sharing {
             self.classes.len() - 1
         });
         let of = &mut self.classes[class];
-        let last = of.count_at(now) + alone;
+        of.count_up(now);
+        let last = of.count + alone;
         of.running.insert((last, queue));
         self.running.insert(queue, Member { class, last });
         self.share(now);
