@@ -75,8 +75,8 @@ impl Config {
         let needs = self.fewest_micro_batches();
         let problem = format!(
             "is {micro_batch}, so a batch has {has} micro-batches. {needs} or more must follow \
-             each other through the stages, {of_kind}, before one needs their update: make it \
-             smaller, or step.batch larger"
+             each other through the stages, {of_kind}, before one needs their update: make it or \
+             schedule.stages smaller, or step.batch larger"
         );
         refuse(has < needs, "step.micro_batch", &problem)
     }

@@ -275,6 +275,10 @@ fn what_a_window_cannot_have_is_refused_by_name() {
         |config| config.step.micro_batch = 3,
         "step.micro_batch is 3, so a batch has 2 micro-batches. 3 or more must follow each other",
     );
+    refused(
+        |config| config.step.micro_batch = 3,
+        "make it or schedule.stages smaller, or step.batch larger",
+    );
     refused(|config| config.step.steps = Some(10), "step.steps is 10, and a window has 4 batches");
     refused(|config| config.validation.every_steps = Some(2), "validation.every_steps is 2");
     let clips = "gone backward, and with schedule.kind = \"2bw\" updates come before: leave it out";
