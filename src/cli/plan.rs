@@ -83,7 +83,7 @@ pub(super) fn title(config: &Config, model: &Model, forecast: &Forecast) -> Stri
     format!(
         "A step of {} layers, {} sequences in micro-batches of {}: {:.3} s in virtual time",
         model.layers.len(),
-        config.sequences(),
+        config.sequences() * config.window() as usize,
         config.step.micro_batch,
         forecast.seconds
     )
