@@ -83,7 +83,7 @@ pub(super) fn title(config: &Config, model: &Model, forecast: &Forecast) -> Stri
     format!(
         "A step of {} layers, {} sequences in micro-batches of {}: {:.3} s in virtual time",
         model.layers.len(),
-        config.sequences(),
+        config.sequences() * config.window() as usize,
         config.step.micro_batch,
         forecast.seconds
     )
@@ -117,13 +117,14 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         space,
         bytes_of_parameter: config.device.dtype.size(),
         least: least.map(|least| least.device_bytes()),
+        least_is_with: least_is_with(config),
         ceiling,
         most: ceiling.and_then(|ceiling| plan.largest_micro_batch(model, &rule, ceiling)),
         longest: plan.longest_sequence_here(model, &rule),
         keeps_none: keeps_none(config, plan),
         remark: remark(config).filter(|_| plan.trains()),
         pieces: Pieces::of(config, plan, model),
-        is_windowed: config.schedule.kind == ScheduleKind::Pipedream,
+        is_whole_batch: config.schedule.kind == ScheduleKind::Pipedream,
     };
     match config.log.format {
         Format::Json => print(shown.event()),
@@ -144,6 +145,8 @@ struct Shown<'p> {
     bytes_of_parameter: usize,
     /// Bytes of the device that the smallest plan of this step needs.
     least: Option<u64>,
+    /// What that plan is of.
+    least_is_with: String,
     /// The device's ceiling, `device.memory`.
     ceiling: Option<u64>,
     /// The number of sequences of the largest micro-batch below the ceiling.
@@ -154,8 +157,21 @@ struct Shown<'p> {
     /// What would make the step faster.
     remark: Option<&'static str>,
     pieces: Pieces,
-    /// True if a step is a window, whose micro-batches are batches.
-    is_windowed: bool,
+    /// True if a micro-batch is a whole batch.
+    is_whole_batch: bool,
+}
+
+/// The settings of the smallest plan.
+fn least_is_with(config: &Config) -> String {
+    match config.schedule.kind {
+        ScheduleKind::Relay => "a micro-batch and channels of 1".into(),
+        ScheduleKind::Pipedream => "a batch and channels of 1".into(),
+        ScheduleKind::DoubleBuffered => {
+            let few = config.fewest_micro_batches();
+            format!("step.batch = {few}, and a micro-batch and channels of 1")
+        }
+        _ => "schedule.kind = \"relay\", and a micro-batch and channels of 1".into(),
+    }
 }
 
 /// Why a plan for GPUs has no kept layers, though nothing in the config says so.
@@ -363,12 +379,11 @@ impl Shown<'_> {
             number("largest piece", weights, &unit);
         }
         if let Some(least) = self.least {
-            let of = if self.is_windowed { "a batch" } else { "a micro-batch" };
-            number("least device", least, &format!("bytes, with {of} and channels of 1"));
+            number("least device", least, &format!("bytes, with {}", self.least_is_with));
         }
         match (self.ceiling, self.most) {
             (Some(_), Some(most)) => {
-                let of = if self.is_windowed { " a batch" } else { "" };
+                let of = if self.is_whole_batch { " a batch" } else { "" };
                 let unit = format!("sequences{of}, under device.memory");
                 number("largest micro-batch", most as u64, &unit)
             }

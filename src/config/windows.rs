@@ -19,6 +19,14 @@ impl Config {
         self.step.batch.saturating_mul(self.window() as usize)
     }
 
+    /// The fewest micro-batches of a batch. With PipeDream-2BW so many follow each other through
+    /// the stages before one needs their update. Else 1.
+    pub fn fewest_micro_batches(&self) -> usize {
+        let ScheduleConfig { kind, stages, .. } = self.schedule;
+        let stages = stages.filter(|_| kind == ScheduleKind::DoubleBuffered).unwrap_or(1);
+        (stages as usize).saturating_sub(1).max(1)
+    }
+
     pub(super) fn check_windows(&self) -> Result<(), Error> {
         let ScheduleConfig { kind, stages, window, .. } = self.schedule;
         let keys = [("schedule.stages", stages), ("schedule.window", window)];
@@ -64,11 +72,11 @@ impl Config {
         let whole = format!("must divide step.batch, {of_kind}: a micro-batch is of one batch");
         refuse(!batch.is_multiple_of(micro_batch), "step.micro_batch", &whole)?;
         let has = batch / micro_batch;
-        let needs = self.schedule.stages.unwrap_or(1) as usize - 1;
+        let needs = self.fewest_micro_batches();
         let problem = format!(
             "is {micro_batch}, so a batch has {has} micro-batches. {needs} or more must follow \
-             each other through the stages, {of_kind}, before one needs their update: make it \
-             smaller, or step.batch larger"
+             each other through the stages, {of_kind}, before one needs their update: make it or \
+             schedule.stages smaller, or step.batch larger"
         );
         refuse(has < needs, "step.micro_batch", &problem)
     }

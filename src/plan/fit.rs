@@ -6,7 +6,7 @@ use std::fs;
 
 use crate::config::{
     ByteSize, ChannelsConfig, Config, DeviceConfig, DeviceKind, ScheduleConfig, ScheduleKind,
-    StashPlace, StepConfig,
+    StashPlace,
 };
 use crate::devices;
 use crate::error::{Misfit, Resource};
@@ -54,16 +54,24 @@ impl Plan {
             largest(&self.device),
         );
         let cuts = self.has_smaller_chunks(model);
-        let is_windowed = self.settings.config.schedule.kind == ScheduleKind::Pipedream;
-        let micro_batch =
-            if is_windowed { "step.batch and step.micro_batch" } else { "step.micro_batch" };
+        let kind = self.settings.config.schedule.kind;
+        let is_windowed = kind.of_windows().is_some();
+        let micro_batch = match kind {
+            ScheduleKind::Pipedream => "step.batch and step.micro_batch",
+            _ => "step.micro_batch",
+        };
+        let (with_batch, with_kind) = match (kind, self.settings.config.fewest_micro_batches()) {
+            (ScheduleKind::DoubleBuffered, few) => (format!("step.batch = {few}, "), ""),
+            (kind, _) if is_windowed || kind == ScheduleKind::Relay => (String::new(), ""),
+            _ => (String::new(), "schedule.kind = \"relay\", "),
+        };
         if self.trains() {
             let least = Plan::least(&self.settings.config, model, rule);
             what += &match (self.largest_micro_batch(model, rule, ceiling), least) {
                 (Some(most), _) => format!(": {micro_batch} = {most} would fit"),
                 (None, Some(least)) if least.device_bytes() <= ceiling => format!(
-                    ": {micro_batch} and all channels of 1, with recomputing and the stash on \
-                     the host, would fit, in {} bytes",
+                    ": {with_batch}{micro_batch} and all channels of 1, with {with_kind}\
+                     recomputing and the stash on the host, would fit, in {} bytes",
                     least.device_bytes()
                 ),
                 (None, Some(least)) => {
@@ -194,15 +202,14 @@ impl Plan {
     }
 
     /// The smallest plan of this model's training: one sequence, depths of 1, recomputation, and
-    /// the stash on the host. A window keeps its stages, as results depend on them.
+    /// the stash on the host. A window keeps its kind and its stages, as results depend on them,
+    /// and has as few micro-batches as it can. All other kinds have the results of a relay.
     pub fn least(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Option<Plan> {
         let mut least = config.clone();
         least.step.micro_batch = 1;
-        least.step.batch = 1;
-        least.schedule = ScheduleConfig::default();
-        if config.schedule.kind == ScheduleKind::Pipedream {
-            let ScheduleConfig { kind, stages, window, .. } = config.schedule;
-            least.schedule = ScheduleConfig { kind, stages, window, ..least.schedule };
+        least.step.batch = config.fewest_micro_batches();
+        if config.schedule.kind.of_windows().is_none() {
+            least.schedule = ScheduleConfig::default();
         }
         least.schedule.recompute = true.into();
         least.stash.place = StashPlace::Host;
@@ -212,15 +219,14 @@ impl Plan {
     }
 
     /// Sequences of the largest micro-batch with which the device's memory fits a ceiling. `None`
-    /// if one sequence does not fit.
+    /// if one sequence does not fit. With PipeDream-2BW the batch stays as it is.
     pub fn largest_micro_batch(
         &self,
         model: &Model,
         rule: &dyn UpdateRule,
         ceiling: u64,
     ) -> Option<usize> {
-        let StepConfig { batch, micro_batch, .. } = self.settings.config.step;
-        let micro_batches = batch.div_ceil(micro_batch);
+        let batch = self.settings.config.step.batch;
         let fits = |sequences: usize| {
             let mut config = self.settings.config.clone();
             config.step.micro_batch = sequences;
@@ -232,13 +238,18 @@ impl Plan {
                 || config.schedule.kind != ScheduleKind::Relay;
             config.step.batch = match config.schedule.kind {
                 ScheduleKind::Pipedream => sequences,
-                ScheduleKind::DoubleBuffered => micro_batches.saturating_mul(sequences),
+                ScheduleKind::DoubleBuffered => batch,
                 _ if grows => config.step.batch.max(sequences),
                 _ => sequences,
             };
             let plan = config.check().and_then(|()| Plan::new(&config, model, rule));
             plan.is_ok_and(|plan| plan.device_bytes() <= ceiling)
         };
+        if self.settings.config.schedule.kind == ScheduleKind::DoubleBuffered {
+            // Its micro-batches are whole parts of a batch.
+            let mut parts = (1..=batch).rev().filter(|&sequences| batch.is_multiple_of(sequences));
+            return parts.find(|&sequences| fits(sequences));
+        }
         let mut least = 1;
         if !fits(least) {
             return None;

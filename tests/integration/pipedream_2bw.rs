@@ -275,6 +275,10 @@ fn what_a_window_cannot_have_is_refused_by_name() {
         |config| config.step.micro_batch = 3,
         "step.micro_batch is 3, so a batch has 2 micro-batches. 3 or more must follow each other",
     );
+    refused(
+        |config| config.step.micro_batch = 3,
+        "make it or schedule.stages smaller, or step.batch larger",
+    );
     refused(|config| config.step.steps = Some(10), "step.steps is 10, and a window has 4 batches");
     refused(|config| config.validation.every_steps = Some(2), "validation.every_steps is 2");
     let clips = "gone backward, and with schedule.kind = \"2bw\" updates come before: leave it out";
@@ -331,6 +335,78 @@ fn a_window_takes_memory_of_the_host() {
     assert!(most.is_some_and(|most| most >= case.micro_batch), "{most:?}");
 }
 
+/// What a plan that does not fit advises is a config that is accepted, and fits.
+#[test]
+fn a_plan_advises_what_fits() {
+    let case = Case { batch: 16, micro_batch: 4, ..small() };
+    let ways = Ways { recompute: true.into(), ..baseline() };
+    for stages in [1, 2, 4] {
+        let config = windowed(&case, &ways, stages, 4);
+        let model = model_of(&config, shape_of(&config).expect("ours")).expect("ours");
+        let rule = config.update_rule();
+        let plan_of = |config: &Config| Plan::new(config, &model, &rule).expect("a window of ours");
+        let says = |memory: u64, says: &str| {
+            let mut config = config.clone();
+            config.device.memory = memory.into();
+            let misfits = plan_of(&config).misfits(&model, &rule, None);
+            let text = misfits.first().expect("it does not fit").to_string();
+            assert!(text.contains(says), "{says}: {text}");
+        };
+        let with = |micro_batch: usize| {
+            let mut config = config.clone();
+            config.step.micro_batch = micro_batch;
+            config.check().is_ok().then(|| plan_of(&config).device_bytes())
+        };
+        let parts = [1, 2, 4, 8, 16].map(|part| Some((part, with(part)?)));
+        let parts: Vec<(usize, u64)> = parts.into_iter().flatten().collect();
+        assert_eq!(parts.last().map(|part| part.0), Some([16, 16, 4][stages as usize / 2]));
+        for &(part, bytes) in &parts {
+            let most = plan_of(&config).largest_micro_batch(&model, &rule, bytes);
+            let fit = parts.iter().filter(|fit| fit.1 <= bytes).map(|fit| fit.0);
+            assert_eq!(most, fit.max(), "{part} of {stages} stages");
+        }
+        let (part, bytes) = parts[1];
+        says(bytes, &format!(": step.micro_batch = {part} would fit; or give it "));
+
+        let least = Plan::least(&config, &model, &rule).expect("a window of ours").device_bytes();
+        let few = if stages == 4 { 3 } else { 1 };
+        let mut advised = config.clone();
+        (advised.step.batch, advised.step.micro_batch) = (few, 1);
+        advised.channels = ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
+        advised.stash.place = StashPlace::Host;
+        advised.check().expect("it is advised");
+        assert_eq!(plan_of(&advised).device_bytes(), least);
+        let advice = format!(": step.batch = {few}, step.micro_batch and all channels of 1, with ");
+        says(least, &advice);
+        says(least - 1, &format!("{least} bytes is the least that works with these schedule."));
+    }
+}
+
+/// Other pipelines have the results of a relay, so the least device is one of a relay.
+#[test]
+fn the_least_of_other_pipelines_is_a_relay() {
+    let case = Case { batch: 16, micro_batch: 4, ..small() };
+    let kind = ScheduleKind::OneForwardOneBackward;
+    let ways = Ways { kind, recompute: true.into(), ..baseline() };
+    let mut config = in_steps(&case, &ways, 4, 4);
+    let model = model_of(&config, shape_of(&config).expect("ours")).expect("ours");
+    let rule = config.update_rule();
+    let plan_of = |config: &Config| Plan::new(config, &model, &rule).expect("a plan of ours");
+    let least = Plan::least(&config, &model, &rule).expect("a relay of ours").device_bytes();
+    config.device.memory = least.into();
+    let text = plan_of(&config).misfits(&model, &rule, None)[0].to_string();
+    let advice = ": step.micro_batch and all channels of 1, with schedule.kind = \"relay\", \
+                  recomputing and the stash on the host, would fit";
+    assert!(text.contains(advice), "{text}");
+    config.step.micro_batch = 1;
+    config.channels = ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
+    config.stash.place = StashPlace::Host;
+    assert!(plan_of(&config).device_bytes() > least, "the pipeline takes more");
+    config.schedule.kind = ScheduleKind::Relay;
+    config.check().expect("it is advised");
+    assert!(plan_of(&config).device_bytes() <= least);
+}
+
 /// A bench and a search run windows; a plan says the seconds that they save.
 #[cfg(feature = "cli")]
 #[test]
@@ -362,5 +438,6 @@ fn the_program_runs_windows() {
     let line = line.unwrap_or_else(|| panic!("{planned}"));
     let words: Vec<&str> = line.split(' ').collect();
     let seconds: Vec<f64> = words.iter().filter_map(|word| word.parse().ok()).collect();
+    assert!(planned.contains("bytes, with step.batch = 2, and a micro-batch and channels of 1"));
     assert!(line.contains("schedule.kind = \"2bw\": ") && seconds[0] < seconds[1], "{line}");
 }
