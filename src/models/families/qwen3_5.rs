@@ -43,11 +43,15 @@ const SIZES: [(&str, usize, usize); 5] = [
 const PART: &str = "partial_rotary_factor";
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    read_hybrid(keys, &NAMES)
+    read_hybrid(keys, &NAMES, 4)
 }
 
-/// Reads the keys that Qwen3.5 with and without experts share.
-pub(super) fn read_hybrid(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
+/// Reads the keys that Qwen3.5 with and without experts share. `kv_heads`: transformers' default.
+pub(super) fn read_hybrid(
+    keys: &Keys,
+    names: &'static Names,
+    kv_heads: usize,
+) -> Result<Shape, String> {
     only(keys, "hidden_act", "silu")?;
     let mut shared = keys.clone();
     if given(keys, PART).is_none() {
@@ -58,7 +62,7 @@ pub(super) fn read_hybrid(keys: &Keys, names: &'static Names) -> Result<Shape, S
     let heads = linear_heads(keys)?;
     let blocks = linear_blocks(keys)?;
     Ok(Shape {
-        kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(4),
+        kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(kv_heads),
         head_size: size_or_none(keys, "head_dim")?.unwrap_or(256),
         qk_norm: true,
         norm_offset: 1.0,
