@@ -114,13 +114,15 @@ fn linear_blocks(keys: &Keys) -> Result<AllBut, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let of_classes = matches!(shape.head, Head::Classes { .. });
-    write_hybrid(shape, if of_classes { "Qwen3_5Text" } else { "Qwen3_5" })
+    write_hybrid(shape, "Qwen3_5")
 }
 
 /// Writes the keys that [`read_hybrid`] reads.
 pub(super) fn write_hybrid(shape: &Shape, family: &str) -> Value {
-    let mut config = write_shared(shape, family);
+    // Without Text in their names, transformers' models with these heads have images, too.
+    let is_of_text = matches!(shape.head, Head::Classes { .. } | Head::Embedding { .. });
+    let text = if is_of_text { "Text" } else { "" };
+    let mut config = write_shared(shape, &format!("{family}{text}"));
     config["attention_bias"] = shape.biases[0].into();
     let kind = |block: usize| match shape.linear_of(block) {
         Some(_) => "linear_attention",
