@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use l2l::config::{LoraConfig, ScheduleKind, StashPlace, Task, TrainConfig};
+use l2l::config::{LoraConfig, ObjectiveKind, ScheduleKind, StashPlace, Task, TrainConfig};
 use l2l::hf::{self, ExportOptions};
 use l2l::inference::Evaluator;
 use l2l::{Config, Trainer};
@@ -221,8 +221,7 @@ async fn embeddings_of_qwen3_5_are_models_of_text() {
     {
         let (mut config, _) = case(name);
         config.model.task = Some(Task::SentenceEmbedding);
-        config.data.train = "random".into();
-        config.data.sequence_length = Some(6);
+        config.objective.kind = ObjectiveKind::Contrastive;
         let folder = tempfile::tempdir().expect("a place for files");
         let mut trainer = Trainer::start(config).await.expect("a case of ours");
         trainer.save(folder.path()).await.expect("a directory of ours");
