@@ -223,10 +223,11 @@ async fn embeddings_of_qwen3_5_are_models_of_text() {
         config.model.task = Some(Task::SentenceEmbedding);
         config.objective.kind = ObjectiveKind::Contrastive;
         let folder = tempfile::tempdir().expect("a place for files");
+        let place = folder.path().join("checkpoint");
         let mut trainer = Trainer::start(config).await.expect("a case of ours");
-        trainer.save(folder.path()).await.expect("a directory of ours");
+        trainer.checkpoint(&place).await.expect("a directory of ours");
         trainer.stop().await.expect("nothing fails here");
-        assert_eq!(config_of(folder.path())["architectures"], json!([expected]));
+        assert_eq!(config_of(&place)["architectures"], json!([expected]));
     }
 }
 
