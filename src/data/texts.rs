@@ -66,7 +66,7 @@ impl Prompt {
     }
 
     /// The tokens of a text behind the prompt, with the special tokens that the tokenizer adds. If
-    /// it is cut, it has at most so many.
+    /// `is_cut`, they are at most `most`.
     fn tokens_of(
         &self,
         vocabulary: &Vocabulary,

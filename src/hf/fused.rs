@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use safetensors::tensor::{SafeTensors, TensorView};
 
-use super::names::{find, is_float};
+use super::names::{find, is_float, meanings, spelled_as};
 use crate::models::{Experts, Shape};
 
 /// The tensors of all experts of a block, whose number is `{}`: gate and up projection of each
@@ -53,19 +53,14 @@ impl FusedTensor {
         vec![of(first, gate_up, sizes), of(second, down, [shape.hidden, intermediate])]
     }
 
-    /// The fused tensor of this name, if files may have it. They may leave out the prefix.
+    /// The fused tensor that a name in a file means.
     fn named(shape: &Shape, in_file: &str) -> Option<FusedTensor> {
         let (before, _) = FUSED[0].split_once("{}").expect("it has a number");
-        let bare = before.strip_prefix(shape.names.prefix).unwrap_or(before);
-        let rest = in_file.strip_prefix(before).or_else(|| in_file.strip_prefix(bare))?;
-        let block = rest.split('.').next()?.parse().ok()?;
-        let all = FusedTensor::of_block(shape, block).into_iter();
-        let mut all = all.filter(|fused| fused.is_called(shape, in_file));
-        all.next()
-    }
-
-    fn is_called(&self, shape: &Shape, in_file: &str) -> bool {
-        self.name == in_file || self.name.strip_prefix(shape.names.prefix) == Some(in_file)
+        meanings(in_file, shape.names.prefix).into_iter().find_map(|meant| {
+            let block = meant.strip_prefix(before)?.split('.').next()?.parse().ok()?;
+            let mut all = FusedTensor::of_block(shape, block).into_iter();
+            all.find(|fused| fused.name == meant)
+        })
     }
 
     /// The sizes that it must have.
@@ -111,7 +106,7 @@ fn weight_of(module: &str, block: usize, expert: usize) -> String {
 }
 
 /// The experts' tensors that a tensor of a file consists of. There are none if it is not a fused
-/// one. If its name lacks the prefix, so do theirs.
+/// one. What comes before its name in the file comes before theirs, too.
 ///
 /// # Errors
 /// It has other sizes than the model's experts.
@@ -122,12 +117,11 @@ pub(super) fn parts(
 ) -> Result<Vec<Part>, String> {
     let Some(fused) = FusedTensor::named(shape, in_file) else { return Ok(Vec::new()) };
     fused.check(view)?;
-    let cut = if fused.name == in_file { "" } else { shape.names.prefix };
     let part = |at: usize| {
         let expert = at / fused.modules.len();
         let module = at % fused.modules.len();
         let name = weight_of(fused.modules[module], fused.block, expert);
-        let name = name.strip_prefix(cut).unwrap_or(&name).to_string();
+        let name = spelled_as(in_file, &fused.name, &name, shape.names.prefix);
         let bytes = fused.bytes_of(expert, module, view);
         Part { name, shape: fused.sizes.to_vec(), bytes }
     };
@@ -181,9 +175,11 @@ pub(super) fn own_name(shape: &Shape, in_file: &str) -> String {
     }
     let own = [shape.names.router, ".weight"].concat();
     let prefix = shape.names.prefix;
-    let bare = |name| str::strip_prefix(name, prefix).unwrap_or(name);
-    let full = translated(in_file, ROUTER, &own);
-    full.or_else(|| translated(in_file, bare(ROUTER), bare(&own))).unwrap_or_else(|| in_file.into())
+    let named = meanings(in_file, prefix).into_iter().find_map(|meant| {
+        let name = translated(&meant, ROUTER, &own)?;
+        Some(spelled_as(in_file, &meant, &name, prefix))
+    });
+    named.unwrap_or_else(|| in_file.into())
 }
 
 /// A name of one pattern under another pattern. The number of the block is `{}` in both.
@@ -200,6 +196,8 @@ fn translated(name: &str, from: &str, to: &str) -> Option<String> {
 /// The names of the tensors.
 pub(super) fn check(shape: &Shape, files: &[SafeTensors<'_>]) -> Result<(), String> {
     let prefix = shape.names.prefix;
+    let is_there =
+        |name: &str| meanings(name, prefix).iter().any(|name| find(files, name, prefix).is_some());
     let refuse = |one: &str, other: &str| {
         Err(format!(
             "{one} and {other} are in the files: an expert or a router must be there once. Remove \
@@ -208,11 +206,11 @@ pub(super) fn check(shape: &Shape, files: &[SafeTensors<'_>]) -> Result<(), Stri
     };
     for (name, view) in files.iter().flat_map(SafeTensors::iter) {
         let parts = parts(shape, name, &view)?;
-        if let Some(part) = parts.iter().find(|part| find(files, &part.name, prefix).is_some()) {
+        if let Some(part) = parts.iter().find(|part| is_there(&part.name)) {
             return refuse(name, &part.name);
         }
         let own = own_name(shape, name);
-        if own != name && find(files, &own, prefix).is_some() {
+        if own != name && is_there(&own) {
             return refuse(name, &own);
         }
     }

@@ -97,6 +97,13 @@ pub(super) fn meanings(in_file: &str, prefix: &str) -> Vec<String> {
     own.into_iter().chain(part).chain(whole).collect()
 }
 
+/// The name that a file has for the tensor `name`, if it has `in_file` for the tensor `meant`.
+pub(super) fn spelled_as(in_file: &str, meant: &str, name: &str, prefix: &str) -> String {
+    let mut alike = in_files(meant, prefix).into_iter().zip(in_files(name, prefix));
+    let own = alike.find(|(one, _)| one == in_file);
+    own.map_or_else(|| name.into(), |(_, own)| own)
+}
+
 /// Finds a tensor in files by one of its names, or by its old name.
 pub(super) fn find<'t>(
     files: &[SafeTensors<'t>],

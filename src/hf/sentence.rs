@@ -86,6 +86,12 @@ pub(crate) fn sentence_modules(directory: &Path) -> Result<Option<SentenceModule
                         makes of them, are built";
             return Err(Error::bad_model(directory.join(SETTINGS).display(), what));
         }
+        if settings.get("modality_config").is_some_and(|all| all.get("message").is_some()) {
+            let what = "modality_config has message: sentence-transformers then puts texts into \
+                        the chat template, which is not built. Remove message from \
+                        modality_config if the model embeds plain texts";
+            return Err(Error::bad_model(directory.join(SETTINGS).display(), what));
+        }
     }
     let path = modules[1].get("path").and_then(Value::as_str).unwrap_or(POOLING);
     let of_pooling = directory.join(path).join("config.json");

@@ -78,7 +78,8 @@ impl Base {
 pub(crate) struct WeightPiece {
     /// The name of the first tensor.
     pub(crate) name: String,
-    /// The elements, counted from the begin of the block. A portion has those of the whole weight.
+    /// The elements of its tensors, counted from the begin of the block or of the portion. In a
+    /// portion each matrix of a weight has those of all of them.
     pub(crate) elements: Range<usize>,
     /// Its first row and column in the weight.
     at: [usize; 2],
@@ -268,7 +269,7 @@ fn parts_of_matrices<'p>(
 }
 
 impl WeightPiece {
-    /// The piece behind so many floats, which it is added to.
+    /// The piece with its floats from `end` on. `end` moves behind them.
     fn behind(self, end: &mut usize) -> WeightPiece {
         let begin = *end;
         *end += self.stored_len();

@@ -41,6 +41,10 @@ pub(crate) fn directories_of(config: &Config) -> Vec<&Path> {
     config.train.adapters().into_iter().chain(config.model.path.as_deref()).collect()
 }
 
+/// The prompts that a directory's model always has in sentence-transformers: where it has no text
+/// of such a name, an empty one.
+const ALWAYS: [&str; 2] = ["query", "document"];
+
 /// The prompts of a model that makes embeddings: those of its directories, and those of the config.
 ///
 /// # Errors
@@ -59,6 +63,10 @@ pub(crate) fn prompts_of(config: &Config) -> Result<Prompts, Error> {
         of_default = None;
         prompts.default = (!name.is_empty()).then(|| name.clone());
     }
+    let is_empty = |name: &String| of_default.is_some() && ALWAYS.contains(&&name[..]);
+    if let Some(name) = prompts.default.clone().filter(is_empty) {
+        prompts.texts.entry(name).or_default();
+    }
     let Some(name) = prompts.default.as_ref().filter(|name| !prompts.texts.contains_key(*name))
     else {
         return Ok(prompts);
@@ -68,7 +76,10 @@ pub(crate) fn prompts_of(config: &Config) -> Result<Prompts, Error> {
         [] => "it has none (model.prompts adds some)".into(),
         _ => format!("it has {}", names.join(", ")),
     };
-    let what = format!("is {name:?}, and the model has no prompt of that name: {known}");
+    let what = format!(
+        "is {name:?}, and the model has no prompt of that name: {known}. For no prompt, set \
+         model.default_prompt = \"\""
+    );
     Err(match of_default {
         Some(directory) => {
             Error::bad_model(directory.display(), format_args!("default_prompt_name {what}"))

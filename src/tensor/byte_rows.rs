@@ -20,7 +20,7 @@ impl ByteRows {
         ByteRows { at, pitch: [len; 2], rows: 1, len }
     }
 
-    /// The same rows in memories that begin so many bytes earlier.
+    /// The same rows in memories that begin `before` bytes earlier.
     pub(crate) fn behind(self, before: [usize; 2]) -> ByteRows {
         let at = [0, 1].map(|side| self.at[side] + before[side]);
         ByteRows { at, ..self }

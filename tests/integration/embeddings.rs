@@ -222,8 +222,12 @@ async fn chunks_of_texts_train_the_same_bits() {
         json!({ "anchor": text(0), "positive": text(1), "negative": text(2) })
     };
     let lines: Vec<Value> = (0..4).map(line).collect();
-    for pooling in [EmbeddingPooling::Mean, EmbeddingPooling::Cls, EmbeddingPooling::Last] {
+    let poolings = [EmbeddingPooling::Mean, EmbeddingPooling::Cls, EmbeddingPooling::Last];
+    let poolings = poolings.map(|pooling| (pooling, None)).into_iter();
+    for (pooling, prompt) in poolings.chain([(EmbeddingPooling::Mean, Some("q: "))]) {
         let mut config = on_file(folder.path(), ObjectiveKind::Triplet, &lines);
+        config.data.prompts.anchor = prompt.map(str::to_string);
+        config.model.include_prompt = prompt.map(|_| false);
         (config.model.layers, config.model.positions) = (Some(1), Some(140));
         (config.data.sequence_length, config.step.chunk_positions) = (Some(140), 128);
         (config.step.batch, config.step.micro_batch) = (2, 3);

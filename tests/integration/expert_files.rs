@@ -42,7 +42,7 @@ pub(crate) fn read(folder: &Path) -> Tensors {
     all.into_iter().map(|(name, view)| (name, stored(view))).collect()
 }
 
-fn write(tensors: &Tensors, file: &Path) {
+pub(crate) fn write(tensors: &Tensors, file: &Path) {
     let views = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view()));
     let views: Vec<(String, TensorView<'_>)> = views.collect();
     safetensors::serialize_to_file(views, None, file).expect("a directory of ours");
@@ -53,7 +53,7 @@ pub(crate) fn golden(name: &str) -> Tensors {
 }
 
 /// The tensors as transformers 5 holds them.
-fn fused(tensors: &Tensors) -> Tensors {
+pub(crate) fn fused(tensors: &Tensors) -> Tensors {
     let mut all = Tensors::new();
     let mut experts = BTreeMap::<String, BTreeMap<(usize, usize), &Stored>>::new();
     for (name, tensor) in tensors {

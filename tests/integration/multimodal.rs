@@ -4,13 +4,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use l2l::config::{LoraConfig, ScheduleKind, StashPlace, Task, TrainConfig};
+use l2l::config::{LoraConfig, ObjectiveKind, ScheduleKind, StashPlace, Task, TrainConfig};
 use l2l::hf::{self, ExportOptions};
 use l2l::inference::Evaluator;
 use l2l::{Config, Trainer};
 use safetensors::SafeTensors;
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::expert_files::{self, Tensors};
 use crate::pytorch::{case, check};
 
 const PART: &str = "language_model.";
@@ -60,8 +61,7 @@ async fn a_text_model_is_written_alone() {
 }
 
 /// Trains adapters for two steps; returns the config and the place of the checkpoint.
-async fn adapted(folder: &Path, task: Option<Task>) -> (Config, PathBuf) {
-    let (mut config, _) = case("gemma3");
+async fn adapted(mut config: Config, folder: &Path, task: Option<Task>) -> (Config, PathBuf) {
     config.train.lora = Some(LoraConfig { rank: Some(2), ..LoraConfig::default() });
     config.optimizer.learning_rate = 0.05;
     if task.is_some() {
@@ -93,7 +93,7 @@ async fn loss_of(config: &Config) -> f64 {
 #[tokio::test]
 async fn merged_adapters_give_the_whole_model() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let (config, place) = adapted(folder.path(), None).await;
+    let (config, place) = adapted(case("gemma3").0, folder.path(), None).await;
     let base = config.model.path.clone().expect("a case has one");
     let of_text = config_of(&place);
     assert_eq!(of_text["model_type"], "gemma3_text");
@@ -128,13 +128,19 @@ async fn merged_adapters_give_the_whole_model() {
 #[tokio::test]
 async fn a_head_of_classes_is_not_merged_into_the_whole_model() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let (config, place) = adapted(folder.path(), Some(Task::SequenceClassification)).await;
+    let (config, place) =
+        adapted(case("gemma3").0, folder.path(), Some(Task::SequenceClassification)).await;
     let merged = folder.path().join("merged");
     let base = config.model.path.as_deref();
     let refused = hf::export(&place, base, &merged, ExportOptions::default());
     let refused = refused.expect_err("it reads images").to_string();
     assert!(refused.contains("it also reads images"), "{refused}");
     assert!(!merged.exists());
+}
+
+/// The name that a model of Qwen3.5 which also reads images has for a tensor.
+fn in_whole(name: &str) -> String {
+    name.replacen("model.", "model.language_model.", 1)
 }
 
 /// What reads images and what guesses further tokens are left out of Qwen3.5.
@@ -149,7 +155,7 @@ async fn the_text_model_of_qwen3_5_is_read() {
     let bytes = weights(&from);
     let own = read(&bytes).tensors();
     let (_, other) = own[0].clone();
-    let long = |name: String| name.replacen("model.", "model.language_model.", 1);
+    let long = |name: String| in_whole(&name);
     let others = ["model.visual.blocks.0.norm1.weight", "mtp.layers.0.mlp.up_proj.weight"];
     let others = others.map(|name| (name.to_string(), other.clone()));
     let all = own.into_iter().map(|(name, tensor)| (long(name), tensor)).chain(others);
@@ -163,4 +169,79 @@ async fn the_text_model_of_qwen3_5_is_read() {
         trainer.stop().await.expect("nothing fails here");
     }
     assert_eq!(digests[0], digests[1]);
+}
+
+/// Qwen3.5 with experts is released with those of a block in one tensor, beside what reads images.
+#[tokio::test]
+async fn fused_experts_of_a_whole_model_are_read_and_written_by_themselves() {
+    let (mut config, _) = case("qwen3_5_moe_text");
+    let from = config.model.path.clone().expect("a case has one");
+    let single = expert_files::golden("qwen3_5_moe_text");
+    let whole = |tensors: &Tensors, long: &dyn Fn(&str) -> String| {
+        let own = tensors.iter().map(|(name, tensor)| (long(name), tensor.clone()));
+        let (_, other) = tensors.first_key_value().expect("it has some");
+        let others = ["model.visual.merger.norm.weight", "mtp.layers.0.mlp.experts.gate_up_proj"];
+        let others = others.map(|name| (name.to_string(), other.clone()));
+        own.chain(others).collect::<Tensors>()
+    };
+    let older = |name: &str| format!("{PART}{name}");
+    for long in [&in_whole as &dyn Fn(&str) -> String, &older] {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let directories = ["single", "fused"].map(|name| folder.path().join(name));
+        let layouts = [single.clone(), expert_files::fused(&single)];
+        for (at, tensors) in directories.iter().zip(&layouts) {
+            fs::create_dir(at).expect("a directory of ours");
+            let text = json!({ "model_type": "qwen3_5_moe", "text_config": config_of(&from) });
+            fs::write(at.join("config.json"), text.to_string()).expect("a directory of ours");
+            expert_files::write(&whole(tensors, long), &at.join("model.safetensors"));
+        }
+        let expected = expert_files::digest(case("qwen3_5_moe_text").0).await;
+        config.model.path = Some(directories[1].clone());
+        assert_eq!(expert_files::digest(config.clone()).await, expected);
+        let exported = folder.path().join("exported");
+        hf::export(&directories[1], None, &exported, ExportOptions::default()).expect("ours");
+        assert_eq!(expert_files::read(&exported), whole(&single, long));
+        let (_, adapters) = adapted(config.clone(), folder.path(), None).await;
+        let merged = directories.each_ref().map(|base| {
+            let to = base.join("merged");
+            hf::export(&adapters, Some(base), &to, ExportOptions::default()).expect("ours");
+            expert_files::read(&to)
+        });
+        assert_eq!(merged[0], merged[1]);
+        let expert = long("model.layers.1.mlp.experts.0.up_proj.weight");
+        assert_ne!(merged[1][&expert], single["model.layers.1.mlp.experts.0.up_proj.weight"]);
+    }
+}
+
+/// Without Text in the names, transformers' models of embeddings also read images.
+#[tokio::test]
+async fn embeddings_of_qwen3_5_are_models_of_text() {
+    for (name, expected) in
+        [("qwen3_5_text", "Qwen3_5TextModel"), ("qwen3_5_moe_text", "Qwen3_5MoeTextModel")]
+    {
+        let (mut config, _) = case(name);
+        config.model.task = Some(Task::SentenceEmbedding);
+        config.objective.kind = ObjectiveKind::Contrastive;
+        let folder = tempfile::tempdir().expect("a place for files");
+        let place = folder.path().join("checkpoint");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
+        trainer.checkpoint(&place).await.expect("a directory of ours");
+        trainer.stop().await.expect("nothing fails here");
+        assert_eq!(config_of(&place)["architectures"], json!([expected]));
+    }
+}
+
+/// Where config.json has no key and value heads.
+#[test]
+fn defaults_of_qwen3_5_are_those_of_the_family() {
+    for (name, expected) in [("qwen3_5_text", 4), ("qwen3_5_moe_text", 2)] {
+        let (mut config, _) = case(name);
+        let folder = tempfile::tempdir().expect("a place for files");
+        let mut of_model = config_of(config.model.path.as_deref().expect("a case has one"));
+        of_model.as_object_mut().expect("it is one").remove("num_key_value_heads");
+        of_model["num_attention_heads"] = 4.into();
+        fs::write(folder.path().join("config.json"), of_model.to_string()).expect("ours");
+        config.model.path = Some(folder.path().into());
+        assert_eq!(l2l::shape_of(&config).expect("a shape of ours").kv_heads, expected, "{name}");
+    }
 }

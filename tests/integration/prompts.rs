@@ -4,12 +4,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use l2l::config::{LoraConfig, ObjectiveKind, PromptsConfig, Task, TooLong};
+use l2l::config::{self, LoraConfig, ObjectiveKind, PromptsConfig, TooLong};
 use l2l::data::{Batch, Batches, Dataset, Sequence, sequences_of_texts};
 use l2l::hf::{ExportOptions, export};
 use l2l::inference::Evaluator;
 use l2l::{Config, Trainer, shape_of};
 use serde_json::{Value, json};
+
+use crate::ranks::{Task, on_ranks};
 
 const MODELS: [&str; 3] = ["wordpiece", "bpe", "llama"];
 const SETTINGS: &str = "config_sentence_transformers.json";
@@ -35,7 +37,7 @@ fn texts_of(list: &Value) -> Vec<String> {
 fn embedder(name: &str, golden: &Value) -> Config {
     let mut config = Config::default();
     config.model.path = Some(model(name));
-    config.model.task = Some(Task::SentenceEmbedding);
+    config.model.task = Some(config::Task::SentenceEmbedding);
     config.model.normalise = Some(false);
     config.model.include_prompt = Some(false);
     config.model.prompts = serde_json::from_value(golden["prompts"].clone()).expect("texts");
@@ -131,7 +133,7 @@ async fn training_behind_prompts_is_that_of_sentence_transformers() {
     }
 }
 
-/// Validation reads the prompts of training; chunks and ranks pool what one device pools.
+/// Validation reads the prompts of training; all micro-batches and devices pool the same tokens.
 #[tokio::test]
 async fn prompts_are_left_out_in_every_order() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -210,7 +212,7 @@ async fn directories_have_their_prompts() {
         let own = trainer.embed(batch).await.expect("it embeds");
         let mut again = Config::default();
         again.model.path = Some(merged);
-        again.model.task = Some(Task::SentenceEmbedding);
+        again.model.task = Some(config::Task::SentenceEmbedding);
         let found = embeddings_of(&again, &texts).await;
         let off = found.iter().zip(&own).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(off < 1e-6, "{off}");
@@ -222,17 +224,56 @@ async fn directories_have_their_prompts() {
     }
 }
 
-/// A directory with a tokenizer and these settings, and why a config that reads it is refused.
-fn refused(settings: &Value, change: &dyn Fn(&mut Config), says: &str) {
+/// Each rank leaves out what one process does.
+#[test]
+fn prompts_are_left_out_on_ranks() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let source = folder.path().join("source");
+    let mut config = training(folder.path(), "bpe", &golden());
+    config.parallel.groups = 2;
+    config.step.micro_batch = config.step.batch * 3 / 2;
+    let alone = Task::new(config.clone(), 2).run(None).expect("a config of ours");
+    for (seen, _) in on_ranks(2, |_| Task::new(config.clone(), 2)) {
+        let (bits, summary) = seen.expect("a config of ours");
+        assert_eq!(bits, alone.0);
+        assert_eq!(summary.weights_digest, alone.1.weights_digest);
+    }
+}
+
+/// A directory with a tokenizer and these settings, and a config that reads it.
+fn with_settings(folder: &Path, settings: &Value) -> Config {
+    let source = folder.join("source");
     fs::create_dir_all(source.join("1_Pooling")).expect("ours");
     for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
         fs::copy(model("wordpiece").join(file), source.join(file)).expect("ours");
     }
     fs::write(source.join(SETTINGS), settings.to_string()).expect("ours");
-    let mut config = training(folder.path(), "wordpiece", &golden());
+    let mut config = training(folder, "wordpiece", &golden());
     config.model.path = Some(source);
+    config
+}
+
+/// As in sentence-transformers 6.
+#[test]
+fn a_default_without_a_text_is_no_prompt() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    for name in ["query", "document"] {
+        let settings = json!({ "default_prompt_name": name });
+        let mut config = with_settings(folder.path(), &settings);
+        config.model.default_prompt = None;
+        config.model.prompts.clear();
+        let shape = shape_of(&config).expect("a model of ours");
+        let texts = ["what is a layer?".to_string()];
+        let found = sequences_of_texts(&config, &shape, &texts).expect("good texts");
+        config.model.default_prompt = Some(String::new());
+        let plain = sequences_of_texts(&config, &shape, &texts).expect("good texts");
+        assert_eq!(found, plain);
+    }
+}
+
+/// Why a config that reads a directory with these settings is refused.
+fn refused(settings: &Value, change: &dyn Fn(&mut Config), says: &str) {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = with_settings(folder.path(), settings);
     change(&mut config);
     let opened = config.check().and_then(|()| shape_of(&config));
     let opened = opened.and_then(|shape| Dataset::open(&config, &shape).map(drop));
@@ -255,8 +296,9 @@ fn prompts_of_directories_that_cannot_be_are_refused_by_name() {
     let says = "default_prompt_name is \"passage\", and the model has no prompt of that name: it \
                 has query";
     refused(&unknown, &own, says);
-    let says = "no prompt of that name: it has none (model.prompts adds some)";
-    refused(&json!({ "default_prompt_name": "query" }), &own, says);
+    let says = "no prompt of that name: it has none (model.prompts adds some). For no prompt, set \
+                model.default_prompt = \"\"";
+    refused(&json!({ "default_prompt_name": "passage" }), &own, says);
     let pooling = |config: &mut Config| {
         let source = config.model.path.clone().expect("it is set");
         let of_pooling = json!({ "pooling_mode_mean_tokens": true, "include_prompt": 1 });
@@ -277,7 +319,7 @@ fn prompts_of_configs_that_cannot_be_are_refused_by_name() {
     refused(&other, says);
     let masked = |config: &mut Config| {
         config.objective = Default::default();
-        config.model.task = Some(Task::MaskedLm);
+        config.model.task = Some(config::Task::MaskedLm);
     };
     refused(&masked, "data.prompts.anchor is for a loss of sentence embeddings");
     for (key, change) in [

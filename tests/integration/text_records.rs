@@ -65,7 +65,17 @@ fn modules_are_read_or_refused_by_name() {
     refused(&all, both, "pooling is \"mean and cls\"");
     let lower = json!({ "do_lower_case": true }).to_string();
     fs::write(at.join("sentence_bert_config.json"), lower).expect("ours");
-    refused(&all, v5, "do_lower_case is true");
+    refused(&all, v5.clone(), "do_lower_case is true");
+    let of_version_6 = |modalities: Value| {
+        let settings = json!({ "transformer_task": "feature-extraction",
+            "modality_config": modalities, "module_output_name": "token_embeddings" });
+        fs::write(at.join("sentence_bert_config.json"), settings.to_string()).expect("ours");
+    };
+    let forward = json!({ "method": "forward", "method_output_name": "last_hidden_state" });
+    of_version_6(json!({ "text": forward, "message": forward }));
+    refused(&all, v5.clone(), "sentence_bert_config.json: modality_config has message");
+    of_version_6(json!({ "text": forward }));
+    head(&all, v5, &config).expect("texts are no messages");
 }
 
 #[test]

@@ -43,11 +43,15 @@ const SIZES: [(&str, usize, usize); 5] = [
 const PART: &str = "partial_rotary_factor";
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    read_hybrid(keys, &NAMES)
+    read_hybrid(keys, &NAMES, 4)
 }
 
-/// Reads the keys that Qwen3.5 with and without experts share.
-pub(super) fn read_hybrid(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
+/// Reads the keys that Qwen3.5 with and without experts share. `kv_heads`: transformers' default.
+pub(super) fn read_hybrid(
+    keys: &Keys,
+    names: &'static Names,
+    kv_heads: usize,
+) -> Result<Shape, String> {
     only(keys, "hidden_act", "silu")?;
     let mut shared = keys.clone();
     if given(keys, PART).is_none() {
@@ -58,7 +62,7 @@ pub(super) fn read_hybrid(keys: &Keys, names: &'static Names) -> Result<Shape, S
     let heads = linear_heads(keys)?;
     let blocks = linear_blocks(keys)?;
     Ok(Shape {
-        kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(4),
+        kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(kv_heads),
         head_size: size_or_none(keys, "head_dim")?.unwrap_or(256),
         qk_norm: true,
         norm_offset: 1.0,
@@ -110,13 +114,15 @@ fn linear_blocks(keys: &Keys) -> Result<AllBut, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let of_classes = matches!(shape.head, Head::Classes { .. });
-    write_hybrid(shape, if of_classes { "Qwen3_5Text" } else { "Qwen3_5" })
+    write_hybrid(shape, "Qwen3_5")
 }
 
 /// Writes the keys that [`read_hybrid`] reads.
 pub(super) fn write_hybrid(shape: &Shape, family: &str) -> Value {
-    let mut config = write_shared(shape, family);
+    // Without Text in their names, transformers' models with these heads have images, too.
+    let is_of_text = matches!(shape.head, Head::Classes { .. } | Head::Embedding { .. });
+    let text = if is_of_text { "Text" } else { "" };
+    let mut config = write_shared(shape, &format!("{family}{text}"));
     config["attention_bias"] = shape.biases[0].into();
     let kind = |block: usize| match shape.linear_of(block) {
         Some(_) => "linear_attention",

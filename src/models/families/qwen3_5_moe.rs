@@ -31,7 +31,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     let experts = Some(Experts { shared: shared_channels(keys)?, ..experts });
     let mut all = keys.clone();
     all.insert(DENSE.into(), size(keys, INTERMEDIATE)?.into());
-    Ok(Shape { experts, ..read_hybrid(&all, &NAMES)? })
+    Ok(Shape { experts, ..read_hybrid(&all, &NAMES, 2)? })
 }
 
 fn write(shape: &Shape) -> Value {

@@ -120,7 +120,7 @@ impl Origin {
     }
 }
 
-/// Dequantises a part of a matrix that lies there in it.
+/// Dequantises the part of a matrix that begins at `origin`.
 pub(super) fn decode(
     level: Level,
     from: &Nf4<'_>,
