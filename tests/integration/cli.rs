@@ -244,7 +244,9 @@ fn plan_bench_doctor_and_the_rest() {
     let on_gpu = ["plan", &config, "--set", "device.kind=cuda", "--set", "step.micro_batch=1"];
     assert!(!good(&on_gpu).contains("one micro-batch"));
     let at_once = ["plan", &config, "--set", "device.kind=cuda", "--set", "step.micro_batch=4"];
-    assert!(good(&at_once).contains("a layer computes one micro-batch"));
+    assert!(!good(&at_once).contains("one micro-batch"), "it stays on the device");
+    let on_host = [&at_once[..], &["--set", "stash.place=host"]].concat();
+    assert!(good(&on_host).contains("a layer computes one micro-batch"));
     let log = folder.path().join("log");
     let log_file = format!("log.file={}", log.display());
     let bench = ["bench", &config, "--set", "step.steps=2", "--format", "json", "--set", &log_file];
