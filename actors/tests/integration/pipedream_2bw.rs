@@ -276,8 +276,10 @@ fn what_a_window_cannot_have_is_refused() {
     assert_eq!(pools.weights, 1);
     assert!(StepPlan::new(schedule.clone(), pools).is_ok());
     // Another lag, or one of a step that is not in batches.
-    for (lag, in_batches) in [(2, true), (1, false)] {
-        let other = Schedule { lag, in_batches, ..schedule.clone() };
+    let frozen = (0..schedule.blocks.len() as u32).map(BlockId).collect();
+    for (lag, other) in [(2, schedule), (1, CASE.made(frozen))] {
+        let other = Schedule { lag, ..other };
+        let pools = Pools::of(&other, &Capacities::default());
         let refusal = StepPlan::new(other, pools).expect_err("no ring has such versions");
         assert!(refusal.reason.contains(&format!("has a lag of {lag}: it is 0 or 1")), "{refusal}");
     }
