@@ -38,7 +38,7 @@ impl Step {
         self.version + u64::from(batch)
     }
 
-    /// The version that a visit reads which is so many updates [ahead](Visit::ahead).
+    /// The version that a visit reads, if it is `ahead` updates [ahead](Visit::ahead).
     pub fn version_read(&self, ahead: u32) -> Version {
         match self.plan.schedule.in_batches {
             true => self.plan.schedule.version_read(self.version, ahead),

@@ -198,16 +198,28 @@ fn remark(config: &Config) -> Option<&'static str> {
     let of_group = config.sequences().div_ceil(config.parallel.groups as usize);
     let is_one = config.sequences() > 1 && of_group <= config.step.micro_batch;
     let is_copied = config.device.kind == DeviceKind::Cuda;
-    match (config.schedule.kind, config.stash.place) {
-        _ if !is_copied || !is_one => None,
-        (ScheduleKind::Relay, StashPlace::Host) => Some(
+    if !is_copied || !is_one || config.keeps_one_micro_batch() {
+        return None;
+    }
+    let mut other = config.clone();
+    (other.schedule.kind, other.stash.place) = (ScheduleKind::Relay, StashPlace::Auto);
+    match (config.schedule.kind, other.keeps_one_micro_batch()) {
+        (ScheduleKind::Relay, true) => Some(
             "a layer computes one micro-batch, and waits while its inputs and outputs are copied: \
              with stash.place = \"auto\" they stay on the device, and a smaller step.micro_batch \
              hides these copies",
         ),
-        (ScheduleKind::Resident, _) => Some(
+        (ScheduleKind::Relay, false) => Some(
             "a layer computes one micro-batch, and waits while its inputs and outputs are copied: \
-             with schedule.kind = \"relay\" they stay on the device",
+             a smaller step.micro_batch hides these copies",
+        ),
+        (ScheduleKind::Resident, true) => Some(
+            "a layer computes one micro-batch, and waits while its inputs and outputs are copied: \
+             with schedule.kind = \"relay\" and stash.place = \"auto\" they stay on the device",
+        ),
+        (ScheduleKind::Resident, false) => Some(
+            "a layer computes one micro-batch, and waits while its inputs and outputs are copied: \
+             schedule.kind = \"relay\" with a smaller step.micro_batch hides these copies",
         ),
         _ => None,
     }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, DeviceKind, OnResume, ScheduleKind};
+use super::{Config, Deal, DeviceKind, Dtype, OnResume, ScheduleKind};
 use crate::error::Error;
 
 /// `[stash]`
@@ -13,11 +13,13 @@ use crate::error::Error;
 pub struct StashConfig {
     /// The place where activations wait between visits of layers. `host` keeps device memory
     /// independent of depth and batch size; `device` saves transfers, and device memory grows with
-    /// both. `auto` is `host`, except on a GPU (or with `device.link`) in the relay: there a
-    /// micro-batch that two visits of a device meet one after the other stays on the device from
-    /// the first to the second. That is so where a step is one micro-batch, and at layers that
-    /// compute little, which take turns with their neighbours. It takes the memory of a few inputs
-    /// of one micro-batch. Results are the same, bit for bit.
+    /// both. `auto` is `host`, except on a GPU (or with `device.link`) in the relay, with a stash
+    /// that does not round (`dtype`): there a micro-batch that two visits of a device meet one
+    /// after the other stays on the device from the first to the second. That is so where a step is
+    /// one micro-batch, and at layers that compute little, which take turns with a neighbour. They
+    /// do so on one device of one process, if both have one block, the base is as it is, sequences
+    /// are whole, and `channels.weights` and `channels.gradients` are 2 or more. It takes the
+    /// memory of a few inputs of one micro-batch. Results are the same, bit for bit.
     pub place: StashPlace,
     /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
     /// its transfers and rounds each value; `int8` keeps about a quarter: `block_size` values share
@@ -87,9 +89,11 @@ impl Config {
         refuse(
             self.devices() > 1 && self.stash.place == StashPlace::Device,
             "stash.place",
-            "must be \"host\" with several devices, which pass activations on through it",
+            "cannot be \"device\" with several devices, which pass activations on through the \
+             host: leave it out, or set \"host\"",
         )?;
-        let problem = "must be \"host\" with device.kind = \"cuda\"";
+        let problem =
+            "cannot be \"device\" with device.kind = \"cuda\": leave it out, or set \"host\"";
         refuse(on_cuda && self.stash.place == StashPlace::Device, "stash.place", problem)?;
         must(self.stash.block_size >= 1, "stash.block_size", "at least 1")?;
         let density = self.stash.relu_density;
@@ -104,10 +108,30 @@ impl Config {
         Ok(())
     }
 
+    /// True if a link is between the devices and the host: that of GPUs, or an emulated one.
+    pub fn has_link(&self) -> bool {
+        self.device.kind == DeviceKind::Cuda || self.device.link.is_some()
+    }
+
     /// True if what the next visit of a device reads stays there, where the stash is across a link.
     pub(crate) fn hands_over(&self) -> bool {
-        let is_copied = self.device.kind == DeviceKind::Cuda || self.device.link.is_some();
         let is_relay = self.schedule.kind == ScheduleKind::Relay;
-        is_copied && is_relay && self.stash.place == StashPlace::Auto
+        self.has_link() && is_relay && self.stash.place == StashPlace::Auto
+    }
+
+    /// True if hidden states stay on the device where a layer has one micro-batch: the stash does
+    /// not round them, and the next layer is on the same device.
+    pub fn keeps_one_micro_batch(&self) -> bool {
+        let is_dealt = self.devices() > 1 && self.parallel.deal == Deal::Layers;
+        self.hands_over() && !self.stash_rounds() && !is_dealt
+    }
+
+    /// True if the stash rounds hidden states. It does not where it has the device's own dtype.
+    pub(crate) fn stash_rounds(&self) -> bool {
+        match self.stash.dtype {
+            StashDtype::F32 => false,
+            StashDtype::Bf16 => self.device.dtype == Dtype::F32,
+            StashDtype::Int8 => true,
+        }
     }
 }

@@ -220,8 +220,8 @@ impl Engine {
         // A plan of larger steps may not have the memory for what stays on the device, or for what
         // rows choose.
         let make = || {
-            let found = planned(true, true).or_else(|_| planned(true, false));
-            found.or_else(|_| planned(false, false))
+            let found = planned(true, true).or_else(|_| planned(false, true));
+            found.or_else(|_| planned(true, false)).or_else(|_| planned(false, false))
         };
         let Planned { plan, stash } = self.plans.of(shape, &units, layers, make)?;
         self.counts.visits += plan.schedule.visits.len() as u64;

@@ -84,7 +84,9 @@ impl ModelLayer {
     }
 }
 
-/// A light layer has at most this part of the parameters of the largest layer of the stack.
+/// The largest layer of the stack has this many times the parameters of a light layer, or more. A
+/// norm has hundreds of times fewer than a layer with products, and such layers are of like size:
+/// any number between tells them apart.
 const LIGHT: usize = 8;
 
 /// A model. Its blocks are the embedding's tiles, the blocks of the stack in order, and the head's

@@ -86,6 +86,9 @@ impl Plan {
                 (None, None) => String::new(),
             };
         }
+        if self.fits_without_staying(model, rule, ceiling) {
+            what += "; stash.place = \"host\" would fit";
+        }
         if largest(&self.device).name == "keys_and_values"
             && let Some(longest) = self.longest_sequence(model, rule, Some(ceiling), None)
             && let Some(most @ 1..) = longest.device
@@ -101,6 +104,16 @@ impl Plan {
         let largest_term = Some(largest(&self.device).name);
         let resource = Resource::DeviceMemory;
         Some(Misfit { resource, largest_term, needed, available: ceiling, text })
+    }
+
+    /// Whether what stays on the device is all that does not fit.
+    fn fits_without_staying(&self, model: &Model, rule: &dyn UpdateRule, ceiling: u64) -> bool {
+        let mut config = self.settings.config.clone();
+        if !self.trains() || !config.hands_over() {
+            return false;
+        }
+        config.stash.place = StashPlace::Host;
+        Plan::new(&config, model, rule).is_ok_and(|plan| plan.device_bytes() <= ceiling)
     }
 
     /// Bytes of the config's smallest GPU, without those that its driver takes. `None` without a

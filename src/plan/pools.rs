@@ -4,7 +4,6 @@ use l2l_actors::schedule::{Capacities, Pools, Schedule, StepPlan};
 
 use super::share::{Exchanged, RankShare};
 use super::spec::PlanSpec;
-use super::step::has_rounds;
 use crate::config::ChannelsConfig;
 use crate::error::Error;
 
@@ -19,7 +18,7 @@ impl PlanSpec<'_> {
         let ChannelsConfig { weights, gradients, reduced, stash } = self.settings.config.channels;
         let config = &self.settings.config;
         let pools = Pools::of(schedule, &Capacities { weights, gradients, reduced, stash });
-        let visits = if has_rounds(config, self.share) { ROUNDS } else { 0 };
+        let visits = if config.hands_over() && schedule.has_rounds() { ROUNDS } else { 0 };
         Pools { devices: config.devices(), visits: pools.visits.max(visits), ..pools }
     }
 

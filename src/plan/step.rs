@@ -192,12 +192,12 @@ pub(crate) fn schedule_of(
 
 /// True if light layers go in rounds with a neighbour: one device has both, each in a slot for
 /// weights and one for gradients, and what a visit dequantises is not dequantised again in each
-/// round.
-pub(super) fn has_rounds(config: &Config, share: RankShare) -> bool {
+/// round. What the stash rounds does not stay on the device, so rounds would save nothing.
+fn has_rounds(config: &Config, share: RankShare) -> bool {
     let is_one = config.devices() == 1 && share.ranks == 1;
     let is_as_is = config.train.base == Base::AsIs;
     let has_slots = config.channels.weights >= 2 && config.channels.gradients >= 2;
-    is_one && has_slots && is_as_is && config.hands_over()
+    is_one && has_slots && is_as_is && !config.stash_rounds()
 }
 
 /// True if uploads of a step of this shape should wait for what rows choose of blocks. Schedules of

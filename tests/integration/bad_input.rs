@@ -198,7 +198,7 @@ fn what_contradicts_itself() {
         ),
         (
             "device.kind = \"cuda\"\nstash.place = \"device\"",
-            "line 2: stash.place must be \"host\"",
+            "line 2: stash.place cannot be \"device\" with device.kind = \"cuda\": leave it out",
         ),
         ("device.count = 0", "line 1: device.count must be at least 1"),
         ("device.count = 200", "line 1: device.count is 200, and the model has 9 layers"),
@@ -258,7 +258,7 @@ fn what_contradicts_itself() {
         ("device = { kind = \"cuda\", count = 2 }", "device.count is for device.kind = \"cpu\""),
         (
             "device.count = 2\nstash.place = \"device\"",
-            "line 2: stash.place must be \"host\" with several devices",
+            "line 2: stash.place cannot be \"device\" with several devices",
         ),
         (
             "device.dtype = \"f8\"",

@@ -381,6 +381,11 @@ fn places(folder: &Path) -> Vec<Place> {
         (long.step.batch, long.step.chunk_positions) = (2, 128);
         all.push(Place { config: long, ranks: 1 });
     }
+    // One micro-batch stays on the device, where several steps of a layer read it.
+    let mut linked = base();
+    linked.device.link = Some("2GB/s".to_string());
+    linked.step.micro_batch = 4;
+    all.push(Place { config: linked, ranks: 1 });
     for transfer in [Transfer::Whole, Transfer::Sharded] {
         let mut config = base();
         config.device.count = Some(2);

@@ -123,6 +123,16 @@ fn one_micro_batch_stays_on_the_device() {
     assert_eq!(host_up - auto_up, 2 * hidden);
     assert_eq!(host_down - auto_down, hidden);
     assert_eq!(four.1 - all_four.1, three.1 - all_three.1);
+    // A ceiling just below says what would fit.
+    let case = Case { layers: 3, batch: 4, micro_batch: 4, dropout: 0.0, ..SMALL.clone() };
+    let mut limited = config(&case, &ways(StashPlace::Auto));
+    for (ceiling, would_fit) in [(three.1 - 1, true), (all_three.1 - 1, false)] {
+        limited.device.memory = ceiling.to_string().parse().expect("a size");
+        let model = model_of(&limited, shape_of(&limited).expect("ours")).expect("a model of ours");
+        let misfits = plan_of(&limited).misfits(&model, &limited.update_rule(), None);
+        let text = misfits[0].to_string();
+        assert_eq!(text.contains("stash.place = \"host\" would fit"), would_fit, "{text}");
+    }
     // Where kernels reach the stash, nothing is copied.
     let [auto, host] = [StashPlace::Auto, StashPlace::Host].map(|place| {
         let case = Case { layers: 3, batch: 4, micro_batch: 4, ..SMALL.clone() };

@@ -97,7 +97,17 @@ fn one_micro_batch_a_layer_is_remarked() {
     assert!(number(&auto, "step_seconds") < 0.75 * number(&host, "step_seconds"));
     let resident = of(&["schedule.kind=resident"]);
     let remark = resident["remark"].as_str().expect("a remark");
-    assert!(remark.contains("with schedule.kind = \"relay\" they stay"), "{remark}");
+    let stays = "with schedule.kind = \"relay\" and stash.place = \"auto\" they stay";
+    assert!(remark.contains(stays), "{remark}");
+    // What the stash rounds does not stay.
+    for (kind, remedy) in [
+        ("relay", ": a smaller step.micro_batch hides"),
+        ("resident", "\"relay\" with a smaller step.micro_batch hides"),
+    ] {
+        let rounded = of(&["stash.dtype=int8", &format!("schedule.kind={kind}")]);
+        let remark = rounded["remark"].as_str().expect("a remark");
+        assert!(remark.contains(remedy), "{remark}");
+    }
 }
 
 #[test]

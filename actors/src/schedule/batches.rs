@@ -96,7 +96,7 @@ fn window(
     Ok(schedule)
 }
 
-/// The batches whose gradients are complete in a stage with so many stages behind it, when the
+/// The batches whose gradients are complete in a stage with `behind` stages behind it, when the
 /// first micro-batch of a batch comes there.
 fn ready(groups: &[Range<MicroBatch>], batch: usize, behind: u32) -> u32 {
     let first = groups[batch].start;
@@ -149,7 +149,7 @@ impl Schedule {
         if self.in_batches { self.group_of(micro_batch) } else { 0 }
     }
 
-    /// The version that a visit of a step in batches reads which is so many updates
+    /// The version that a visit of a step in batches reads, if it is `ahead` updates
     /// [ahead](Visit::ahead), by the newest when the step began. A run has none before its first.
     pub(crate) fn version_read(&self, newest: Version, ahead: u32) -> Version {
         (newest + u64::from(ahead)).saturating_sub(self.lag.into())
@@ -195,6 +195,12 @@ pub(super) fn versions_in_use(schedule: &Schedule) -> u32 {
 
 /// Checks a step in batches. Of other steps, that no visit waits for an update.
 pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
+    if schedule.lag > u32::from(schedule.in_batches) {
+        let lag = schedule.lag;
+        return Err(Refusal::of(format!(
+            "has a lag of {lag}: it is 0 or 1 in a step in batches, and 0 in others"
+        )));
+    }
     if !schedule.in_batches {
         let waits = schedule.visits.iter().position(|visit| visit.ahead > 0);
         let reason = "reads a version that its own step makes, and the step is not in batches";

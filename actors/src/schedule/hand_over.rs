@@ -48,6 +48,10 @@ pub fn hand_over(mut schedule: Schedule) -> Schedule {
             let taker = &mut schedule.visits[taker];
             taker.reads.retain(|read| *read != id);
             taker.kept.push(stays);
+            // What the taker copies for later steps of its layer has the new id, too.
+            for copied in taker.copies.iter_mut().filter(|copied| copied.from == id) {
+                copied.from = stays;
+            }
         }
     }
     schedule

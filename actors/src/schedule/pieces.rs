@@ -82,7 +82,8 @@ fn earliest_places(
                 let uploads = device_visits[at].uploads().next().is_some();
                 (&schedule.visits[device_visits[at].visit], uploads)
             });
-            let (further, inputs) = behind_inputs(pools.ahead, between);
+            let between: Vec<_> = between.collect();
+            let (further, inputs) = behind_inputs(pools.ahead, &between);
             (meanwhile + further, inputs)
         };
         let choice = chosen_behind(schedule, device_visits, &visits[..own], device_visit);
@@ -95,12 +96,16 @@ fn earliest_places(
 }
 
 /// The place behind as many inputs as are fetched ahead, and at least one. They are those of the
-/// first of these visits, and of further ones as long as these upload no blocks.
-fn behind_inputs<'v>(ahead: u32, visits: impl Iterator<Item = (&'v Visit, bool)>) -> (usize, u32) {
+/// first of these visits, and of further ones that upload no blocks, as long as they meet the same
+/// blocks or take turns. Inputs of other visits may wait for what runs, and the link would, too.
+fn behind_inputs(ahead: u32, visits: &[(&Visit, bool)]) -> (usize, u32) {
     let mut place = (0, 1);
     let mut left = ahead;
-    let mut visits = visits.enumerate().peekable();
-    while let Some((at, (visit, _))) = visits.next() {
+    let is_alike = |at: Option<usize>, other: usize| {
+        let visits = at.and_then(|at| visits.get(at)).zip(visits.get(other));
+        visits.is_some_and(|((a, _), (b, _))| a.portions().eq(b.portions()))
+    };
+    for (at, (visit, _)) in visits.iter().enumerate() {
         let all = visit.micro_batches.len() as u32;
         let slots = visit.reads.len() as u32;
         let inputs = left.checked_div(slots).unwrap_or(all).min(all);
@@ -108,7 +113,11 @@ fn behind_inputs<'v>(ahead: u32, visits: impl Iterator<Item = (&'v Visit, bool)>
         if inputs > 0 {
             place = (at, inputs);
         }
-        if inputs < all || visits.peek().is_some_and(|(_, (_, uploads))| *uploads) {
+        let next = at + 1;
+        let goes_on = is_alike(Some(at), next)
+            || is_alike(Some(at), at + 2)
+            || is_alike(at.checked_sub(1), next);
+        if inputs < all || !goes_on || visits.get(next).is_some_and(|(_, uploads)| *uploads) {
             break;
         }
     }

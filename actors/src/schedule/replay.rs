@@ -197,7 +197,7 @@ impl<'p> Replay<'p> {
         Ok(())
     }
 
-    /// True if a block has the version that is so many updates ahead.
+    /// True if a block has the version that is `ahead` updates ahead.
     fn is_updated(&self, block: BlockId, ahead: u32) -> bool {
         self.updates[block.0 as usize] >= ahead.saturating_sub(self.walks.schedule.lag)
     }

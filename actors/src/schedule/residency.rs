@@ -1,11 +1,12 @@
 //! Which weight slot each block takes, decided once: the farthest next use is evicted.
 //!
 //! The future of a step is known, so Belady's rule applies as written (1966, "A study of
-//! replacement algorithms for a virtual-storage computer"): it fetches the fewest blocks. A step's
-//! versions are its own, so residency begins cold with each step. In a step in batches, each
-//! version of a block has a place of its own. Ties (never used again) go to the slot that fell idle
-//! first, so that its upload can start earliest. Beside large blocks a small one, such as that of a
-//! norm, costs nothing to fetch: it is evicted before any large one that is used again.
+//! replacement algorithms for a virtual-storage computer"). It fetches the fewest blocks, but for
+//! small ones: beside large blocks one such as that of a norm costs nothing to fetch, so it is
+//! evicted before any large one that is used again. A step's versions are its own, so residency
+//! begins cold with each step. In a step in batches, each version of a block has a place of its
+//! own. Ties (never used again) go to the slot that fell idle first, so that its upload can start
+//! earliest.
 
 use std::collections::HashMap;
 
@@ -33,7 +34,7 @@ pub struct Residence {
     pub chosen_by: Option<ChosenBy>,
 }
 
-/// What a slot holds: a portion, behind so many updates of the step.
+/// What a slot holds: a portion, and the updates of the step that it has had.
 pub(super) type Needed = (Portion, u32);
 
 /// A slot's tenant while the visits are walked.

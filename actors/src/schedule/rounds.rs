@@ -32,6 +32,20 @@ pub(super) fn of_pass(schedule: &Schedule, legs: &[Visit], light: &[LayerId]) ->
     visits
 }
 
+impl Schedule {
+    /// True if a device alternates between two layers, each of which meets the next micro-batch.
+    pub fn has_rounds(&self) -> bool {
+        let visits: Vec<&Visit> = self.device_visits().collect();
+        visits.windows(3).any(|visits| {
+            let [first, other, next] = visits else { return false };
+            let Range { start, end } = first.micro_batches;
+            let is_one = end - start == 1 && other.micro_batches == first.micro_batches;
+            let is_next = next.layer == first.layer && next.micro_batches == (end..end + 1);
+            is_one && is_next && other.layer != first.layer && other.place == first.place
+        })
+    }
+}
+
 /// The visits of a leg that meets a group at a time.
 fn by_group(groups: &[Range<MicroBatch>], leg: &Visit) -> Vec<Visit> {
     // A group goes on as soon as it has its own answers.

@@ -274,7 +274,15 @@ fn what_a_window_cannot_have_is_refused() {
     let schedule = CASE.schedule();
     let pools = Pools::of(&schedule, &depths(1, 1, 1, 1));
     assert_eq!(pools.weights, 1);
-    assert!(StepPlan::new(schedule, pools).is_ok());
+    assert!(StepPlan::new(schedule.clone(), pools).is_ok());
+    // Another lag, or one of a step that is not in batches.
+    let frozen = (0..schedule.blocks.len() as u32).map(BlockId).collect();
+    for (lag, other) in [(2, schedule), (1, CASE.made(frozen))] {
+        let other = Schedule { lag, ..other };
+        let pools = Pools::of(&other, &Capacities::default());
+        let refusal = StepPlan::new(other, pools).expect_err("no ring has such versions");
+        assert!(refusal.reason.contains(&format!("has a lag of {lag}: it is 0 or 1")), "{refusal}");
+    }
 }
 
 /// Updates inside a step cannot wait for its norm, and a ring without a delay keeps one version.

@@ -34,7 +34,7 @@ pub(super) fn candidates(
     longest: usize,
 ) -> Vec<(Settings, f64)> {
     let mut found: Vec<Candidate> = Vec::new();
-    let on_host = if own.place == StashPlace::Auto { own.place } else { StashPlace::Host };
+    let on_host = if config.has_link() { StashPlace::Auto } else { StashPlace::Host };
     for Ways { chunk, sizes, layouts } in ways(config, model, own, longest) {
         // A model's shape has the length of its chunks.
         let shape = Shape { chunk_positions: chunk, ..model.shape };

@@ -1,8 +1,6 @@
 //! The settings that `l2l tune` varies, and the comparison of their trials.
 
-use l2l::config::{
-    Deal, DeviceKind, ParallelConfig, ScheduleKind, StashPlace, StepConfig, Transfer,
-};
+use l2l::config::{Deal, ParallelConfig, ScheduleKind, StashPlace, StepConfig, Transfer};
 use l2l::models::Shape;
 use l2l::plan::Term;
 use l2l::{Bottleneck, Config};
@@ -93,9 +91,8 @@ pub(super) struct Trial {
 impl Settings {
     pub(super) fn of(config: &Config) -> Settings {
         // Where nothing is copied, "auto" is "host".
-        let is_copied = config.device.kind == DeviceKind::Cuda || config.device.link.is_some();
         let place = match config.stash.place {
-            StashPlace::Auto if !is_copied => StashPlace::Host,
+            StashPlace::Auto if !config.has_link() => StashPlace::Host,
             place => place,
         };
         let depths = &config.channels;
