@@ -9,12 +9,11 @@ fn main() {
     let mut files = Vec::new();
     // A packaged crate does not contain the crate in `actors`, so its corpus is smaller.
     for name in ["README.md", "ARCHITECTURE.md", "docs", "src", "actors", "tests"] {
-        if root.join(name).exists() {
-            println!("cargo::rerun-if-changed={name}");
-            walk(&root.join(name), &mut files);
-        }
+        walk(&root.join(name), &mut files);
     }
     files.sort();
+    // Not the folders, in which scripts and goldens change, too.
+    files.iter().for_each(|file| println!("cargo::rerun-if-changed={}", file.display()));
     let corpus: Vec<u8> = files.iter().flat_map(|file| read(file)).collect();
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
     fs::write(out.join("corpus.txt"), corpus).expect("cargo's own folder is writable");
