@@ -50,8 +50,8 @@ pub(crate) fn check_weights(name: &str, checkpoint: &Path, golden: &Value) {
             off[0] = off[0].max((found[1] / expected[1] - 1.0).abs());
             off[1] = off[1].max((found[0] - expected[0]).abs() / expected[1]);
         }
-        assert!(off[0][0] < 1e-6, "{name} {tensor}: {norm} {expected:?}");
-        assert!(off[0][1] < 1e-5, "{name} {tensor}: {sum} {expected:?}");
+        assert!(off[0][0] < 2e-6, "{name} {tensor}: {norm} {expected:?}");
+        assert!(off[0][1] < 2e-5, "{name} {tensor}: {sum} {expected:?}");
     }
     println!("{name}: weights off by {:.1e} in norm, {:.1e} in sum", off[0][0], off[0][1]);
     println!("    PyTorch in f32: {:.1e} in norm, {:.1e} in sum", off[1][0], off[1][1]);
