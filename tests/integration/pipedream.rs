@@ -48,6 +48,18 @@ pub(crate) fn windowed(case: &Case, ways: &Ways, stages: u32, window: u32) -> Co
     config
 }
 
+/// The rule of a golden, without clipping.
+pub(crate) fn set_rule(config: &mut Config, name: &str) {
+    let kinds = [OptimizerKind::Adamw, OptimizerKind::Sgd, OptimizerKind::Muon];
+    let kind = kinds.into_iter().find(|one| one.name() == name).expect("a rule");
+    config.optimizer.kind = kind;
+    config.optimizer.momentum = (kind == OptimizerKind::Sgd).then_some(0.9);
+    if kind == OptimizerKind::Muon {
+        config.optimizer.muon_rate = MuonRateRule::MatchRmsAdamw;
+    }
+    config.optimizer.clip_norm = None;
+}
+
 /// AdamW, SGD with momentum and Muon, over one to five stages.
 #[tokio::test]
 async fn a_window_is_pytorchs() {
@@ -59,13 +71,7 @@ async fn a_window_is_pytorchs() {
         config.step.micro_batch = config.step.batch;
         config.step.steps = golden["steps"].as_u64();
         let kind = expected["kind"].as_str().expect("a name");
-        let kinds = [OptimizerKind::Adamw, OptimizerKind::Sgd, OptimizerKind::Muon];
-        config.optimizer.kind = kinds.into_iter().find(|one| one.name() == kind).expect("a rule");
-        config.optimizer.momentum = (kind == "sgd").then_some(0.9);
-        if kind == "muon" {
-            config.optimizer.muon_rate = MuonRateRule::MatchRmsAdamw;
-        }
-        config.optimizer.clip_norm = None;
+        set_rule(&mut config, kind);
         config.schedule.kind = KIND;
         config.schedule.stages = expected["stages"].as_u64().map(|stages| stages as u32);
         config.schedule.window = expected["window"].as_u64().map(|window| window as u32);
@@ -90,14 +96,17 @@ async fn a_window_is_pytorchs() {
     }
 }
 
-fn windows() -> impl Strategy<Value = (Case, u32, u32)> {
-    let rules = prop::sample::select(OptimizerKind::ALL.to_vec());
-    let precisions = prop::sample::select(vec![
+pub(crate) fn precisions() -> impl Strategy<Value = (Dtype, MasterDtype)> {
+    prop::sample::select(vec![
         (Dtype::F32, MasterDtype::Auto),
         (Dtype::Bf16, MasterDtype::Split),
         (Dtype::Bf16, MasterDtype::Bf16),
-    ]);
-    (1..=3_usize, prop::bool::ANY, rules, precisions, 1..=4_u32, 1..=5_u32).prop_map(
+    ])
+}
+
+fn windows() -> impl Strategy<Value = (Case, u32, u32)> {
+    let rules = prop::sample::select(OptimizerKind::ALL.to_vec());
+    (1..=3_usize, prop::bool::ANY, rules, precisions(), 1..=4_u32, 1..=5_u32).prop_map(
         |(batch, drops, rule, precision, stages, window)| {
             let dropout = if drops { 0.1 } else { 0.0 };
             let case = Case { layers: 3, batch, dropout, rule, precision, ..SMALL.clone() };

@@ -5,8 +5,7 @@
 use std::fs;
 
 use l2l::config::{
-    ChannelsConfig, CompressionKind, Dtype, EpsTier, MasterDtype, MuonRateRule, NonFinite,
-    OptimizerKind, ScheduleKind, StashPlace,
+    ChannelsConfig, CompressionKind, EpsTier, NonFinite, OptimizerKind, ScheduleKind, StashPlace,
 };
 use l2l::data::{Batches, Dataset};
 use l2l::{Config, Plan, Trainer, model_of, shape_of};
@@ -66,19 +65,12 @@ async fn a_window_is_pytorchs() {
             config.step.micro_batch = 1; // of five sequences
             config.step.steps = golden["steps"].as_u64();
             let kind = expected["kind"].as_str().expect("a name");
-            let kinds = [OptimizerKind::Adamw, OptimizerKind::Sgd, OptimizerKind::Muon];
-            let kind = kinds.into_iter().find(|one| one.name() == kind).expect("a rule");
-            config.optimizer.kind = kind;
-            config.optimizer.momentum = (kind == OptimizerKind::Sgd).then_some(0.9);
-            if kind == OptimizerKind::Muon {
-                config.optimizer.muon_rate = MuonRateRule::MatchRmsAdamw;
-            }
-            config.optimizer.clip_norm = None;
+            pipedream::set_rule(&mut config, kind);
             config.schedule.kind = ScheduleKind::DoubleBuffered;
             config.schedule.delay = 1;
             (config.schedule.stages, config.schedule.window) = (Some(stages), Some(window));
             config.device.count = Some(1 + met % 3);
-            let name = format!("{} {:?}", kind.name(), config.schedule);
+            let name = format!("{kind} {:?}", config.schedule);
             let losses = numbers(expected, "losses");
             let norms = numbers(expected, "norms");
             let mut batches = Batches::open(&config).expect("it is committed");
@@ -107,20 +99,17 @@ async fn a_window_is_pytorchs() {
 
 fn windows() -> impl Strategy<Value = (Case, u32, u32)> {
     let rules = prop::sample::select(OptimizerKind::ALL.to_vec());
-    let precisions = prop::sample::select(vec![
-        (Dtype::F32, MasterDtype::Auto),
-        (Dtype::Bf16, MasterDtype::Split),
-        (Dtype::Bf16, MasterDtype::Bf16),
-    ]);
     let sizes = (1..=2_usize, 0..=2_usize, 1..=4_u32, 1..=4_u32);
-    (sizes, prop::bool::ANY, rules, precisions).prop_map(|(sizes, drops, rule, precision)| {
-        let (micro_batch, more, stages, window) = sizes;
-        let batch = micro_batch * (1.max(stages as usize - 1) + more);
-        let dropout = if drops { 0.1 } else { 0.0 };
-        let small = SMALL.clone();
-        let case = Case { layers: 3, batch, micro_batch, dropout, rule, precision, ..small };
-        (case, stages, window)
-    })
+    (sizes, prop::bool::ANY, rules, pipedream::precisions()).prop_map(
+        |(sizes, drops, rule, precision)| {
+            let (micro_batch, more, stages, window) = sizes;
+            let batch = micro_batch * (1.max(stages as usize - 1) + more);
+            let dropout = if drops { 0.1 } else { 0.0 };
+            let small = SMALL.clone();
+            let case = Case { layers: 3, batch, micro_batch, dropout, rule, precision, ..small };
+            (case, stages, window)
+        },
+    )
 }
 
 proptest! {

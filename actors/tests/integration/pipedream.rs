@@ -241,12 +241,16 @@ proptest! {
     }
 }
 
-/// An upload of another version than its visits need does not pass for theirs: either the ring
-/// waits for ever, or a label tells.
 #[test]
 fn labels_tell_a_wrong_version() {
     let schedule = WINDOW.schedule();
     let config = config(&schedule, &Capacities::default(), false);
+    labels_tell(schedule, config, 1);
+}
+
+/// An upload of another version than its visits need does not pass for theirs in any of these
+/// steps: either the ring waits for ever, or a label tells.
+pub(crate) fn labels_tell(schedule: Schedule, config: RingConfig, steps: u64) {
     let plan = StepPlan::new(schedule, config.pools).expect("pools were made for it");
     let mut changed = 0;
     for at in 0..plan.device_visits.len() {
@@ -258,8 +262,8 @@ fn labels_tell_a_wrong_version() {
             let Some(other) = other.filter(|_| residence.upload) else { continue };
             residence.ahead = other;
             let config = config.clone();
-            let run = AssertUnwindSafe(|| run_plan(config, Arc::new(plan), at as u64, 1));
-            assert!(!matches!(catch_unwind(run), Ok(Ok(_))), "device visit {at}, {other} updates");
+            let run = AssertUnwindSafe(|| run_plan(config, Arc::new(plan), at as u64, steps));
+            assert!(!matches!(catch_unwind(run), Ok(Ok(_))), "device visit {at}, {other} ahead");
             changed += 1;
         }
     }
