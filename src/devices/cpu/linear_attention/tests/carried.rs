@@ -180,7 +180,8 @@ fn chunks_of_a_sequence_have_the_bits_of_the_whole() {
     {
         let batch = BatchMetadata { documents, ..BatchMetadata::plain(&[0, ROWS]) };
         let shape = LinearShape { batch: batch.view(), heads };
-        for (level, most) in Level::all().flat_map(|level| [1, 3, 32, 64].map(|most| (level, most)))
+        for (level, most) in
+            Level::all().into_iter().flat_map(|level| [1, 3, 32, 64].map(|most| (level, most)))
         {
             let mut bench = Bench::new();
             let whole = Tensors::new(&mut bench, heads, ROWS);
