@@ -13,7 +13,8 @@ The environment variable L2L names the program (default target/release/l2l). Eac
 
 A kind that the machine or the program does not allow is skipped, and the script says why. A moment is drawn from the
 time that the unbroken command takes; for a resumed run, from the first 40 % of it. Cases: all families of tests/goldens
-in turn with checkpoints, with the EPS on file, and with both; packed data, LoRA, bf16, frozen parts in NF4, a delay.
+in turn with checkpoints, with the EPS on file, and with both; packed data, LoRA, bf16, frozen parts in NF4, a delay,
+PipeDream and 2BW, layers in pieces, preferences and embeddings.
 
 A broken run is resumed, and broken again or left to its end; a frozen one goes on by itself. The script counts how
 often runs were broken, and four faults:
@@ -50,6 +51,8 @@ SMALL = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.vocabulary
 # Two ranks have a group of micro-batches each.
 SHARES = ("parallel.groups=2", "step.batch=4", "step.micro_batch=1")
 STEPS = 30
+# Steps between checkpoints where batches follow each other without a flush.
+WINDOW = 3
 # A run on a file system that is frozen does more steps, so that it lasts longer than the freezes take to come.
 FROZEN_STEPS = 100
 FREEZE_SECONDS = 5
@@ -126,6 +129,7 @@ class Case(NamedTuple):
     settings: tuple
     way: Way = KILLED
     steps: int = STEPS
+    window: int = 1  # the steps from one checkpoint to the next
 
     def __str__(self):
         return f"{self.name} ({self.place})"
@@ -133,9 +137,12 @@ class Case(NamedTuple):
     def sets(self, folder):
         """The settings as arguments. The run keeps its state in the folder."""
         sets = [f"step.steps={self.steps}", "log.format=json"]
-        sets += [one.replace("=TEXT", f"={text(folder)}") for one in self.settings]
+        files = {"=TEXT": text, "=RECORDS": records}
+        for one in self.settings:
+            word = next((word for word in files if one.endswith(word)), None)
+            sets.append(one.removesuffix(word) + f"={files[word](folder)}" if word else one)
         if self.place in ("checkpoints", "both"):
-            sets += [f"checkpoint.directory={folder}/run", "checkpoint.every_steps=1"]
+            sets += [f"checkpoint.directory={folder}/run", f"checkpoint.every_steps={self.window}"]
         if self.place in ("file", "both"):
             sets += ["eps.tier=file", f"eps.path={folder}/eps"]
         return [word for one in sets for word in ("--set", one)]
@@ -163,6 +170,21 @@ def text(folder, lines=300):
     return path
 
 
+def records(folder):
+    """Preferences, and pairs of texts."""
+    path = folder / "records.jsonl"
+    if not path.exists():
+        of = lambda n: {"prompt": f"Say {n}.", "chosen": f" It is {n}.", "rejected": f" Nothing {n % 7}.",
+                        "anchor": f"What is {n * n}?", "positive": f"{n} times {n}"}
+        path.write_text("".join(json.dumps(of(n)) + "\n" for n in range(40)))
+    return path
+
+
+def objective(*more):
+    return (f"model.path={GOLDENS / 'text/llama'}", "data.train=RECORDS", "data.sequence_length=64", "step.batch=4",
+            "step.micro_batch=2", *more)
+
+
 def golden(name, *more):
     data = GOLDENS / name / "data.jsonl"
     return (f"model.path={GOLDENS / name}", f"data.train={data}", "data.sequence_length=", "step.batch=5",
@@ -173,6 +195,7 @@ def families():
     """The goldens that are models with data."""
     found = sorted(path.parent.name for path in GOLDENS.glob("*/data.jsonl"))
     found.remove("long")  # each of its steps takes a second
+    found.remove("embeddinggemma")  # it has a loss of pairs alone
     return [name for name in found if (GOLDENS / name / "config.json").is_file()]
 
 
@@ -191,8 +214,19 @@ def cases(way=KILLED):
             Case("delay", place, golden("llama", "schedule.delay=1"), way),
             Case("delay, bf16", place, golden("tied", "schedule.delay=1", "device.dtype=bf16"), way),
             Case("delay, LoRA", place, (*lora, "schedule.delay=1"), way),
+            Case("pieces", place, golden("llama", "parallel.slices=2", "parallel.tensor=2"), way),
+            Case("preference", place, objective("objective.kind=dpo", "train.lora={ rank = 4 }"), way),
+            Case("preference in the step", place,
+                 objective("objective.kind=dpo", "objective.reference=in-step", "train.lora={ rank = 4 }"), way),
+            Case("embedding", place, objective("model.task=sentence-embedding", "objective.kind=contrastive"), way),
         ]
-    return found
+    windows = ("schedule.stages=2", f"schedule.window={WINDOW}")
+    return found + [
+        Case("PipeDream", "checkpoints",
+             golden("untied", "schedule.kind=pipedream", "step.micro_batch=5", *windows), way, window=WINDOW),
+        Case("2BW", "checkpoints",
+             golden("untied", "schedule.kind=2bw", "schedule.delay=1", "step.batch=4", *windows), way, window=WINDOW),
+    ]
 
 
 def events(path):
@@ -291,8 +325,8 @@ def train_case(case, most, chance, tally):
                 broken += 1
                 tally["broken"] += 1
                 # The checkpoint of a step, or its updates on file, are complete when the second step
-                # after it is announced: they are written while the first one runs.
-                reached = max(reached, (steps[-1] if steps else 0) - 2, complete(folder))
+                # (or window) after it is announced: they are written while the first one runs.
+                reached = max(reached, (steps[-1] if steps else 0) - 2 * case.window, complete(folder))
         ended(case, status, found, expected, folder, tally)
 
 

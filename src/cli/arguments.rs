@@ -60,6 +60,12 @@ pub(super) enum Command {
         /// The shell.
         shell: Shell,
     },
+    /// Write the manual pages of all commands, for `man`.
+    Man {
+        /// The folder to write to, such as ~/.local/share/man/man1.
+        #[arg(long, value_name = "DIRECTORY")]
+        to: PathBuf,
+    },
 }
 
 #[derive(Args)]

@@ -16,6 +16,7 @@ mod generate;
 mod layers;
 mod longest;
 mod machines;
+mod man;
 mod observe;
 mod other_names;
 mod outlook;
@@ -93,6 +94,7 @@ pub(crate) fn run() -> Result<Exit, Error> {
             What::Schema => print(reference::schema()),
             What::Reference => print(reference::page().trim_end()),
         },
+        Command::Man { to } => man::write(&to)?,
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Arguments::command(), "l2l", &mut script);

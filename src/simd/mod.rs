@@ -19,6 +19,10 @@ pub(crate) enum Level {
     /// AVX-512 F, BW, DQ, VL and more.
     #[cfg(target_arch = "x86_64")]
     Avx512(pulp::x86::V4),
+    /// NEON, which every processor of AArch64 has: other loops than products are those of
+    /// `Portable`.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Level {
@@ -30,6 +34,8 @@ impl Level {
             levels.extend(pulp::x86::V3::try_new().map(Level::Avx2));
             levels.extend(pulp::x86::V4::try_new().map(Level::Avx512));
         }
+        #[cfg(target_arch = "aarch64")]
+        levels.push(Level::Neon);
         levels
     }
 
@@ -46,6 +52,8 @@ impl Level {
             Level::Avx2(_) => "AVX2",
             #[cfg(target_arch = "x86_64")]
             Level::Avx512(_) => "AVX-512",
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => "NEON",
         }
     }
 
@@ -67,6 +75,8 @@ impl Level {
             Level::Avx2(simd) => simd.vectorize(Body(body)),
             #[cfg(target_arch = "x86_64")]
             Level::Avx512(simd) => simd.vectorize(Body(body)),
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => body(),
         }
     }
 }

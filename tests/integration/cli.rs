@@ -297,6 +297,29 @@ fn plan_bench_doctor_and_the_rest() {
     assert!(schema["properties"]["channels"].is_object());
 }
 
+/// `man` finds a page for each command that `--help` lists, and for those below it.
+#[test]
+fn every_command_has_a_manual_page() {
+    let folder = folder();
+    let to = folder.path().join("man1");
+    good(&["man", "--to", to.to_str().expect("UTF-8")]);
+    let page = |name: &str| fs::read_to_string(to.join(name)).expect(name);
+    let help = good(&["--help"]);
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let names = listed.take_while(|line| !line.is_empty()).filter_map(|line| {
+        line.strip_prefix("  ").filter(|line| !line.starts_with(' '))?.split(' ').next()
+    });
+    let names: Vec<&str> = names.filter(|name| *name != "help").collect();
+    assert!(names.contains(&"train") && names.contains(&"man"), "{help}");
+    for name in names {
+        let page = page(&format!("l2l-{name}.1"));
+        assert!(page.contains(".SH NAME") && page.contains(".SH SYNOPSIS"), "{name}: {page}");
+    }
+    assert!(page("l2l.1").contains("l2l\\-train(1)"), "{}", page("l2l.1"));
+    assert!(page("l2l-train.1").contains("\\-\\-resume\\-with\\-changes"));
+    assert!(page("l2l-config-reference.1").contains("CONFIG.md"));
+}
+
 /// Without a config file, every command about a run resolves the config that `train` resolves.
 #[test]
 fn one_config_without_a_file() {

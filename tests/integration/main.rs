@@ -102,6 +102,8 @@ mod ranks;
 mod readme;
 #[cfg(feature = "cli")]
 mod recipes;
+#[cfg(feature = "prometheus")]
+mod recorder;
 mod records;
 mod reference;
 mod resume;

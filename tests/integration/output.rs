@@ -184,6 +184,7 @@ fn files_that_are_cut_short_are_no_success() {
     good(&["train", &config]);
     for arguments in [
         &["dashboards", "--to", &*at("dashboards")][..],
+        &["man", "--to", &at("man1")],
         &["plan", &config, "--csv", &at("order")],
         &["plan", &config, "--draw", &at("picture")],
         &["export", &config, "--to", &at("model")],

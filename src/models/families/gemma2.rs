@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use super::Names;
-use super::gemma3::{AROUND, with_norms_around};
+use super::gemma3::{AROUND, score_scale, with_norms_around, write_score_scale};
 use super::llama::{read_shared, write_shared};
 use super::read::{
     Keys, above_zero, activation, flag, only, size_or_none, sliding_window, window_of_most,
@@ -15,25 +15,21 @@ use crate::models::{Shape, Window};
 
 pub(super) static NAMES: Names = Names { family: "gemma2", read, write, ..AROUND };
 
-const SCALAR: &str = "query_pre_attn_scalar";
 const CAPS: [&str; 2] = ["attn_logit_softcapping", "final_logit_softcapping"];
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "use_bidirectional_attention", false)?;
     let shape = with_norms_around(read_shared(keys, &NAMES, 10_000.0)?);
     let bias = flag(keys, "attention_bias", false)?;
-    let scalar = size_or_none(keys, SCALAR)?.unwrap_or(256);
-    if scalar == 0 {
-        return Err(format!("{SCALAR} is 0: it must be at least 1"));
-    }
+    let head_size = size_or_none(keys, "head_dim")?.unwrap_or(256);
     // Without the key there is a limit; with null there is none.
     let cap = |key: &str, default| match keys.contains_key(key) {
         true => above_zero(keys, key),
         false => Ok(Some(default)),
     };
     Ok(Shape {
-        head_size: size_or_none(keys, "head_dim")?.unwrap_or(256),
-        score_scale: Some((scalar as f64).powf(-0.5) as f32),
+        head_size,
+        score_scale: score_scale(keys, head_size)?,
         score_cap: cap(CAPS[0], 50.0)?,
         logits: LogitForm { cap: cap(CAPS[1], 30.0)?, ..LogitForm::PLAIN },
         window: window(keys)?,
@@ -54,8 +50,7 @@ fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Gemma2");
     config["attention_bias"] = shape.biases[0].into();
     config["hidden_activation"] = shape.activation.name().into();
-    let scalar = |scale: f32| f64::from(scale).powi(-2).round() as usize;
-    config[SCALAR] = shape.score_scale.map(scalar).into();
+    write_score_scale(shape, &mut config);
     config[CAPS[0]] = shape.score_cap.into();
     config[CAPS[1]] = shape.logits.cap.into();
     config["sliding_window"] = shape.window.map(|window| window.positions).into();

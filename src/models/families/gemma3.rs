@@ -66,17 +66,12 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         return Err(format!("{BOTH_SIDES} is true: only embeddings are built, and no classes"));
     }
     let head_size = size_or_none(keys, "head_dim")?.unwrap_or(shape.head_size);
-    let scalar = number(keys, "query_pre_attn_scalar", 256.0)?;
-    if scalar != head_size as f32 {
-        return Err(format!(
-            "query_pre_attn_scalar is {scalar}: only head_dim, which is {head_size}, is built"
-        ));
-    }
     let bias = flag(keys, "attention_bias", false)?;
     let thetas = [THETAS[0], number(keys, "rope_local_base_freq", THETAS[1])?];
     let [rotary, window_rotary] = rotary_by_kind(keys, thetas)?.map(Some);
     Ok(Shape {
         head_size,
+        score_scale: score_scale(keys, head_size)?,
         rotary,
         window_rotary,
         causal,
@@ -88,6 +83,24 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         tied: flag(keys, "tie_word_embeddings", true)?,
         ..with_norms_around(shape)
     })
+}
+
+const SCALAR: &str = "query_pre_attn_scalar";
+
+/// The scale of scores of heads of this size, if the key gives another one than they have by
+/// default.
+pub(super) fn score_scale(keys: &Keys, head_size: usize) -> Result<Option<f32>, String> {
+    let scalar = size_or_none(keys, SCALAR)?.unwrap_or(256);
+    if scalar == 0 {
+        return Err(format!("{SCALAR} is 0: it must be at least 1"));
+    }
+    Ok((scalar != head_size).then(|| (scalar as f64).powf(-0.5) as f32))
+}
+
+/// Writes the key that [`score_scale`] reads.
+pub(super) fn write_score_scale(shape: &Shape, config: &mut Value) {
+    let scalar = |scale: f32| f64::from(scale).powi(-2).round() as usize;
+    config[SCALAR] = shape.score_scale.map_or(shape.head_size, scalar).into();
 }
 
 /// A shape with what Gemma 2 and 3 share: norms also behind branches, whose scales are differences
@@ -117,7 +130,7 @@ fn write(shape: &Shape) -> Value {
     config["rope_local_base_freq"] = shape.window_rotary.map(|rotary| rotary.theta).into();
     config["attention_bias"] = shape.biases[0].into();
     config["hidden_activation"] = shape.activation.name().into();
-    config["query_pre_attn_scalar"] = shape.head_size.into();
+    write_score_scale(shape, &mut config);
     let positions = |window: Window| match shape.causal {
         true => window.positions,
         false => 2 * (window.positions - 1),

@@ -443,4 +443,18 @@ mod tests {
             assert_eq!(write(&shape, &source)["hidden_act"], "relu");
         }
     }
+
+    /// Gemma 3 of 27 B parameters has heads of 128 channels, and scores divided by √168.
+    #[test]
+    fn scores_of_gemma_have_a_scale_of_their_own() {
+        let text = include_str!("../../../tests/goldens/gemma3_text/config.json");
+        let mut source: Value = serde_json::from_str(text).expect("it is JSON");
+        let head_size = source["head_dim"].as_u64().expect("a size");
+        for (scalar, scale) in [(168, Some(168.0_f64.powf(-0.5) as f32)), (head_size, None)] {
+            source["query_pre_attn_scalar"] = scalar.into();
+            let shape = read(&source).expect("it is a model");
+            assert_eq!(shape.score_scale, scale);
+            assert_eq!(write(&shape, &source)["query_pre_attn_scalar"], scalar);
+        }
+    }
 }

@@ -1,5 +1,7 @@
 //! The innermost loop of a product, once for each set of vector instructions.
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::aarch64::*;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 use std::array;
@@ -88,11 +90,12 @@ impl<const ROWS: usize, const COLUMNS: usize> MicroKernel for Arrays<ROWS, COLUM
 /// A micro-kernel of two vectors a row. All loops over the tile run to constants, so that the
 /// compiler unrolls them and keeps the sums in registers. It is compiled for each number of rows,
 /// so a short tile at the end of a few rows costs what its rows cost.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "aarch64", target_arch = "x86_64"))]
 macro_rules! two_vectors {
     (
         $kernel:ident, $rows:literal [$($height:literal)*], $lanes:literal, $features:literal,
         $zero:ident, $load:ident, $splat:ident, $add:ident, $multiply_add:ident, $store:ident
+        $(, $transpose_8:ident)?
     ) => {
         impl $kernel {
             /// [`MicroKernel::multiply`] for one kind of [`Left`]. It is not inlined, so that it
@@ -155,11 +158,18 @@ macro_rules! two_vectors {
                 }
             }
 
-            #[inline(always)]
-            unsafe fn transpose_8(to: *mut f32, to_by: usize, from: *const f32, from_by: usize) {
-                // SAFETY: the caller's promise.
-                unsafe { transpose_8_avx2(to, to_by, from, from_by) }
-            }
+            $(
+                #[inline(always)]
+                unsafe fn transpose_8(
+                    to: *mut f32,
+                    to_by: usize,
+                    from: *const f32,
+                    from_by: usize,
+                ) {
+                    // SAFETY: the caller's promise.
+                    unsafe { $transpose_8(to, to_by, from, from_by) }
+                }
+            )?
         }
     };
 }
@@ -179,7 +189,8 @@ two_vectors!(
     _mm256_set1_ps,
     _mm256_add_ps,
     _mm256_fmadd_ps,
-    _mm256_storeu_ps
+    _mm256_storeu_ps,
+    transpose_8_avx2
 );
 
 /// AVX-512: 28 of 32 registers are sums.
@@ -197,8 +208,42 @@ two_vectors!(
     _mm512_set1_ps,
     _mm512_add_ps,
     _mm512_fmadd_ps,
-    _mm512_storeu_ps
+    _mm512_storeu_ps,
+    transpose_8_avx2
 );
+
+/// NEON: 24 of 32 registers are sums.
+#[cfg(target_arch = "aarch64")]
+pub(super) struct Neon;
+
+#[cfg(target_arch = "aarch64")]
+two_vectors!(
+    Neon,
+    12 [1 2 3 4 5 6 7 8 9 10 11 12],
+    4,
+    "neon",
+    zero_neon,
+    vld1q_f32,
+    vdupq_n_f32,
+    vaddq_f32,
+    multiply_add_neon,
+    vst1q_f32
+);
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+#[inline]
+fn zero_neon() -> float32x4_t {
+    vdupq_n_f32(0.0)
+}
+
+/// a b + c.
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+#[inline]
+fn multiply_add_neon(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+    vfmaq_f32(c, a, b)
+}
 
 /// [`MicroKernel::transpose_8`] by AVX2: pairs, then pairs of pairs, then halves change places.
 #[cfg(target_arch = "x86_64")]

@@ -5,6 +5,8 @@ use std::slice::from_raw_parts_mut;
 
 #[cfg(test)]
 use super::micro_kernel::Arrays;
+#[cfg(target_arch = "aarch64")]
+use super::micro_kernel::Neon;
 #[cfg(target_arch = "x86_64")]
 use super::micro_kernel::{Avx2, Avx512};
 use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Target};
@@ -44,6 +46,8 @@ pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width:
                     Level::Avx2(_) => task.run::<Avx2>(packed),
                     #[cfg(target_arch = "x86_64")]
                     Level::Avx512(_) => task.run::<Avx512>(packed),
+                    #[cfg(target_arch = "aarch64")]
+                    Level::Neon => task.run::<Neon>(packed),
                 }
             },
         );
