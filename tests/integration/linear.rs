@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use l2l::config::{Deal, DeviceKind, ModelConfig, Recompute, ScheduleKind};
+use l2l::config::{Deal, DeviceKind, ModelConfig, Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
 use l2l::inference::{Generator, Room};
 use l2l::plan::Term;
@@ -176,7 +176,9 @@ fn a_device_grows_with_the_length_by_keys_and_values_alone() {
     let folder = tempfile::tempdir().expect("a place for files");
     let model = with_positions(folder.path(), 1 << 15);
     let [few, many] = [8, 64].map(|chunks: usize| {
-        let ways = Ways { kind: ScheduleKind::Relay, ..baseline() };
+        let kind = ScheduleKind::Relay;
+        let place = StashPlace::Host;
+        let ways = Ways { kind, place, ..baseline() };
         let mut config = config(&SMALL, &ways);
         config.model = model.clone();
         config.data.sequence_length = Some(chunks * 128);
