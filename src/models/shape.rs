@@ -7,6 +7,7 @@ use super::balance::Balance;
 use super::dense::{DenseModule, MOST_DENSE};
 use super::families::Names;
 use super::pooling::EmbeddingPooling;
+use super::windows::{AllBut, Window};
 use crate::kernels::{
     Activation, ClampedGate, GateForm, LinearHeads, LogitForm, LongRope, Pooling, ProblemType,
     Rotary, RotaryScaling, Yarn,
@@ -76,65 +77,6 @@ impl Head {
             }
             _ => None,
         }
-    }
-}
-
-/// All blocks but one of every few.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AllBut {
-    /// Of this many blocks, one is left out. 0: none is.
-    pub every: usize,
-    /// Its number among them.
-    pub at: usize,
-}
-
-impl AllBut {
-    /// All blocks.
-    pub const NONE: AllBut = AllBut { every: 0, at: 0 };
-
-    /// All but the last of every `every` blocks; all if that is 0.
-    pub fn last_of(every: usize) -> AllBut {
-        AllBut { every, at: every.saturating_sub(1) }
-    }
-
-    /// The blocks of which a list says so, if one of every few is left out.
-    pub(crate) fn listed(blocks: &[bool]) -> Option<AllBut> {
-        let mut left_out = (0..blocks.len()).filter(|block| !blocks[*block]);
-        let all = left_out.next().map_or(AllBut::NONE, |at| {
-            let behind = left_out.next().unwrap_or(blocks.len());
-            AllBut { every: (behind - at).max(at + 1), at }
-        });
-        let is_so = blocks.iter().enumerate().all(|(block, one)| all.has(block) == *one);
-        is_so.then_some(all)
-    }
-
-    /// Whether a block is among them.
-    pub fn has(&self, block: usize) -> bool {
-        self.every == 0 || block % self.every != self.at
-    }
-}
-
-/// A window of attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window {
-    /// A position sees those that are fewer than this many positions away; a causal model, those
-    /// before it.
-    pub positions: usize,
-    /// The first block with the window.
-    pub from: usize,
-    /// The blocks from there on that have it.
-    pub blocks: AllBut,
-}
-
-impl Window {
-    /// A window of all blocks.
-    pub fn of_all(positions: usize) -> Window {
-        Window { positions, from: 0, blocks: AllBut::NONE }
-    }
-
-    /// Whether a block has the window.
-    pub fn is_of(&self, block: usize) -> bool {
-        block >= self.from && self.blocks.has(block)
     }
 }
 
@@ -255,6 +197,8 @@ pub struct Shape {
     pub layers: usize,
     /// C.
     pub hidden: usize,
+    /// Channels of the embedding, if they are not C: then a product follows.
+    pub embedding_channels: Option<usize>,
     /// H.
     pub heads: usize,
     /// K: heads of keys and values. Each serves H ÷ K heads of queries.
@@ -471,6 +415,11 @@ impl Shape {
     /// How a gated feed-forward's gate and up projection become one.
     pub(crate) fn gate_form(&self) -> GateForm {
         self.clamped.map_or(GateForm::Plain(self.activation), GateForm::Clamped)
+    }
+
+    /// Channels of the embedding.
+    pub fn embedding_width(&self) -> usize {
+        self.embedding_channels.unwrap_or(self.hidden)
     }
 
     /// Channels of queries, keys and values side by side.

@@ -152,6 +152,9 @@ FAMILIES["opt-slices"] = OPTConfig(**{**OPT, "hidden_size": 44, "num_attention_h
 FAMILIES["qwen2-slices"] = Qwen2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
                                        use_sliding_window=True, sliding_window=3, max_window_layers=1)
 FAMILIES["modernbert-slices"] = ModernBertConfig(**{**MODERN, "num_attention_heads": 4}, num_hidden_layers=3, local_attention=6)
+SMALL = {**ELECTRA, "embedding_size": 24}
+CLASSES["electra-small-classes"] = FAMILIES["electra-small-classes"] = ElectraConfig(**SMALL, num_labels=3)
+TOKENS["electra-small-tokens"] = FAMILIES["electra-small-tokens"] = ElectraConfig(**SMALL, num_labels=5)
 WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
 CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices"}

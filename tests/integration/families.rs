@@ -1,13 +1,57 @@
 //! Models of every family, in ways drawn at random: the same bits.
 
-use l2l::config::EpsTier;
-use l2l::shape_of;
+use l2l::config::{EpsTier, StashDtype};
+use l2l::{Config, Trainer, shape_of};
 use proptest::prelude::*;
 
 use crate::exact::run;
 use crate::pytorch::{self, EXPERTS, FAMILIES};
 use crate::ways::{baseline, ways};
 use crate::whole;
+
+/// Cases of PEFT's adapters: a model, and `-linear` where all its linear layers have adapters, `-patterns` where
+/// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
+pub(crate) const ADAPTED: [&str; 39] = [
+    "tied",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "bert",
+    "roberta",
+    "distilbert",
+    "bert-classes",
+    "roberta-classes",
+    "bert-linear",
+    "roberta-linear",
+    "distilbert-linear",
+    "bert-classes-linear",
+    "opt",
+    "llama-patterns",
+    "bert-patterns",
+    "qwen2-layers",
+    "olmo2",
+    "starcoder2",
+    "gpt_oss",
+    "gemma2",
+    "granite",
+    "glm4",
+    "glm",
+    "cohere",
+    "cohere2",
+    "ministral",
+    "gpt_neox",
+    "ministral3",
+    "modernbert-linear",
+    "modernbert-classes",
+    "qwen3_5_text",
+    "qwen3_5_text-tied",
+    "seed_oss",
+    "ernie4_5",
+    "helium",
+    "electra-classes",
+    "electra-small-classes",
+];
 
 fn all() -> Vec<&'static str> {
     FAMILIES.into_iter().chain(EXPERTS).collect()
@@ -39,4 +83,19 @@ proptest! {
         prop_assert_eq!(bits, expected, "{}", name);
         prop_assert_eq!(summary.weights_digest, reference.weights_digest, "{}", name);
     }
+}
+
+/// The error of a start.
+async fn refused(config: Config) -> String {
+    let started = Trainer::start(config).await.map(|_| ());
+    started.expect_err("it is refused").to_string()
+}
+
+/// What is packed for the stash has blocks that fit both widths.
+#[tokio::test]
+async fn narrow_embeddings_have_a_width_of_their_own() {
+    let (mut config, _) = pytorch::case("electra-small-classes");
+    (config.stash.dtype, config.stash.block_size) = (StashDtype::Int8, 16);
+    let error = refused(config).await;
+    assert!(error.contains("does not divide the model's width of 24: set 12"), "{error}");
 }

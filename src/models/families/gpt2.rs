@@ -35,6 +35,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         names: &NAMES,
         layers,
         hidden,
+        embedding_channels: None,
         heads,
         kv_heads: heads,
         head_size: hidden / heads.max(1),

@@ -87,6 +87,8 @@ pub struct Names {
     pub token_types: &'static str,
     /// The norm after the embedding.
     pub stem_norm: &'static str,
+    /// The product behind it, where embeddings have other channels than hidden states.
+    pub embedding_projection: &'static str,
     /// The norm of the attention.
     pub norm1: &'static str,
     /// The projections to queries, keys and values: three layers, or one for all.
@@ -229,6 +231,7 @@ const NONE: Names = Names {
     positions: "",
     token_types: "",
     stem_norm: "",
+    embedding_projection: "",
     norm1: "",
     qkv: &[],
     qk_norm: ["", ""],
