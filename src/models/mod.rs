@@ -56,11 +56,9 @@ pub(crate) use ports::{FirstPorts, Port};
 pub use ports::{LayerStep, PortViews, StepContext};
 pub use projection::EmbeddingProjection;
 pub use selection::LayerSelection;
-pub use shape::{
-    Dropouts, Experts, Head, IdleExperts, LinearAttention, NormPlaces, Shape,
-};
+pub use shape::{Dropouts, Experts, Head, IdleExperts, LinearAttention, NormPlaces, Shape};
 pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};
 pub(crate) use walk::{Turn, Walk, chunk_state_len};
-pub use windows::{AllBut, Window};
+pub use windows::{AllBut, GlobalHeads, Window};

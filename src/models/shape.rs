@@ -7,10 +7,10 @@ use super::balance::Balance;
 use super::dense::{DenseModule, MOST_DENSE};
 use super::families::Names;
 use super::pooling::EmbeddingPooling;
-use super::windows::{AllBut, Window};
+use super::windows::{AllBut, GlobalHeads, Window};
 use crate::kernels::{
-    Activation, ClampedGate, GateForm, LinearHeads, LogitForm, LongRope, Pooling, ProblemType,
-    Rotary, RotaryScaling, Yarn,
+    Activation, ClampedGate, GateForm, HeadValues, LinearHeads, LogitForm, LongRope, Pooling,
+    ProblemType, Rotary, RotaryScaling, Yarn,
 };
 
 /// Probabilities of dropout.
@@ -205,6 +205,10 @@ pub struct Shape {
     pub kv_heads: usize,
     /// D.
     pub head_size: usize,
+    /// What values are, where queries and keys are normed by head.
+    pub values: HeadValues,
+    /// Heads of the blocks without a window, if they differ.
+    pub global_heads: Option<GlobalHeads>,
     /// I: channels of the feed-forward.
     pub intermediate: usize,
     /// Experts in place of the feed-forward of some blocks.
@@ -251,6 +255,8 @@ pub struct Shape {
     /// True when each head of attention has a sink: a learned score that joins the softmax and has
     /// no value.
     pub sinks: bool,
+    /// True when a number of each block, which is not trained, multiplies its output.
+    pub output_scalars: bool,
     /// True when the output of attention is multiplied by sigmoids of gates, which the projection
     /// of the queries gives beside these, head by head.
     pub output_gates: bool,
@@ -422,9 +428,36 @@ impl Shape {
         self.embedding_channels.unwrap_or(self.hidden)
     }
 
+    /// The shape with the heads of a block.
+    pub(crate) fn with_heads_of(self, block: usize) -> Shape {
+        let is_global = self.window.is_none_or(|window| !window.is_of(block));
+        if is_global { self.with_global_heads() } else { self }
+    }
+
+    /// The shape with the heads of blocks without a window.
+    pub(crate) fn with_global_heads(self) -> Shape {
+        let Some(GlobalHeads { kv_heads, head_size, values }) = self.global_heads else {
+            return self;
+        };
+        Shape { kv_heads, head_size, values, ..self }
+    }
+
+    /// Channels of the widest head of attention.
+    pub(crate) fn widest_head(&self) -> usize {
+        self.head_size.max(self.with_global_heads().head_size)
+    }
+
     /// Channels of queries, keys and values side by side.
     pub fn qkv(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_size
+    }
+
+    /// The same, as the projection gives them.
+    pub(crate) fn projected_qkv(&self) -> usize {
+        match self.values {
+            HeadValues::Keys => self.qkv() - self.kv_heads * self.head_size,
+            HeadValues::Plain | HeadValues::Normed => self.qkv(),
+        }
     }
 
     /// Channels of attention's output before its projection.

@@ -1,4 +1,6 @@
-//! Windows of attention, and the blocks that have them.
+//! Windows of attention, the blocks that have them, and what differs in blocks without one.
+
+use crate::kernels::HeadValues;
 
 /// All blocks but one of every few.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,4 +59,15 @@ impl Window {
     pub fn is_of(&self, block: usize) -> bool {
         block >= self.from && self.blocks.has(block)
     }
+}
+
+/// Heads of the blocks without a window, where they are not those of the blocks with one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GlobalHeads {
+    /// K.
+    pub kv_heads: usize,
+    /// D.
+    pub head_size: usize,
+    /// What values are.
+    pub values: HeadValues,
 }

@@ -3,6 +3,7 @@
 use l2l::config::{EpsTier, StashDtype};
 use l2l::{Config, Trainer, shape_of};
 use proptest::prelude::*;
+use safetensors::SafeTensors;
 
 use crate::exact::run;
 use crate::pytorch::{self, EXPERTS, FAMILIES};
@@ -11,7 +12,7 @@ use crate::whole;
 
 /// Cases of PEFT's adapters: a model, and `-linear` where all its linear layers have adapters, `-patterns` where
 /// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-pub(crate) const ADAPTED: [&str; 39] = [
+pub(crate) const ADAPTED: [&str; 41] = [
     "tied",
     "llama",
     "mistral",
@@ -51,6 +52,8 @@ pub(crate) const ADAPTED: [&str; 39] = [
     "helium",
     "electra-classes",
     "electra-small-classes",
+    "gemma4_text",
+    "gemma4_text-values",
 ];
 
 fn all() -> Vec<&'static str> {
@@ -89,6 +92,34 @@ proptest! {
 async fn refused(config: Config) -> String {
     let started = Trainer::start(config).await.map(|_| ());
     started.expect_err("it is refused").to_string()
+}
+
+/// A step changes each tensor but the numbers that multiply the outputs of blocks.
+#[tokio::test]
+async fn constants_are_not_trained() {
+    const CONSTANT: &str = "layer_scalar";
+    let (mut config, _) = pytorch::case("gemma4_text");
+    let from = config.model.path.clone().expect("a case has one");
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut batches = l2l::data::Batches::open(&config).expect("it is committed");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+    trainer.step(batches.next().await.expect("good data")).await.expect("nothing fails here");
+    trainer.save(folder.path()).await.expect("a directory of ours");
+    trainer.stop().await.expect("nothing fails here");
+    let bytes = [from.as_path(), folder.path()].map(|place: &std::path::Path| {
+        std::fs::read(place.join("model.safetensors")).expect("a directory has them")
+    });
+    let [from, to] = bytes.each_ref().map(|b| SafeTensors::deserialize(b).expect("it is whole"));
+    let mut constants = 0;
+    for (name, tensor) in from.tensors() {
+        let is_same = to.tensor(&name).expect("it is written").data() == tensor.data();
+        assert_eq!(is_same, name.ends_with(CONSTANT), "{name}");
+        constants += usize::from(is_same);
+    }
+    assert_eq!(constants, 4);
+    config.train.only = vec![CONSTANT.into()];
+    let error = refused(config).await;
+    assert!(error.contains("train.only leaves nothing to train"), "{error}");
 }
 
 /// What is packed for the stash has blocks that fit both widths.

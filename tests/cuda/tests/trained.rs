@@ -391,13 +391,24 @@ fn pieces_have_the_bits_of_slices() {
 }
 
 /// Models with factors of scores, branches and logits, with branches beside each other, with pairs
-/// of neighbours that rotate, with queries that grow, and with windows of positions on both sides.
+/// of neighbours that rotate, with queries that grow, with windows of positions on both sides, with
+/// norms of values and heads of two sizes, and with embeddings of other channels than hidden states.
 #[test]
 fn families_with_factors_are_pytorchs() {
     if !emulated::instead() {
         return;
     }
-    for name in ["granite", "glm4", "cohere2", "gpt_neox", "ministral3", "modernbert-classes"] {
+    for name in [
+        "granite",
+        "glm4",
+        "cohere2",
+        "gpt_neox",
+        "ministral3",
+        "modernbert-classes",
+        "gemma4_text",
+        "gemma4_text-values",
+        "electra-small-classes",
+    ] {
         for of in KINDS {
             let (mut config, expected) = golden(name);
             config.device.dtype = of;
