@@ -104,8 +104,8 @@ impl<'a> IntoIterator for &'a BlockTensors {
 }
 
 impl BlockTensors {
-    /// A layer's tensors. `trains` says which of them are trained, but for constants. Joined tensors
-    /// are one matrix of a product: if one of them is trained, all are.
+    /// A layer's tensors. `trains` says which of them are trained; constants are not. Joined
+    /// tensors are one matrix of a product: if one of them is trained, all are.
     pub fn new(tensors: Vec<Tensor>, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
         let of_group = |group: &[Tensor]| {
             let is_trained = group.iter().any(|one| one.kind != Kind::Buffer && trains(one));

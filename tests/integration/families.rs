@@ -10,8 +10,9 @@ use crate::pytorch::{self, EXPERTS, FAMILIES};
 use crate::ways::{baseline, ways};
 use crate::whole;
 
-/// Cases of PEFT's adapters: a model, and `-linear` where all its linear layers have adapters, `-patterns` where
-/// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
+/// Cases of PEFT's adapters: a model, and `-linear` where all its linear layers have adapters,
+/// `-patterns` where ranks and alphas differ by module, or `-layers` where only some layers have
+/// adapters.
 pub(crate) const ADAPTED: [&str; 41] = [
     "tied",
     "llama",
