@@ -67,7 +67,6 @@ CASES = {
     "electra-classes": dict(r=2, lora_alpha=6, target_modules=["query", "output.dense"], task_type="SEQ_CLS"),
     "electra-small-classes": dict(r=3, lora_alpha=6, target_modules=["embeddings_project", "key"], task_type="SEQ_CLS"),
     "gemma4_text": dict(r=3, lora_alpha=4, target_modules=ALL),
-    "gemma4_text-values": dict(r=2, lora_alpha=5, target_modules=["v_proj", "k_proj", "o_proj", "down_proj"]),
 }
 
 

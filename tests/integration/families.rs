@@ -13,7 +13,7 @@ use crate::whole;
 /// Cases of PEFT's adapters: a model, and `-linear` where all its linear layers have adapters,
 /// `-patterns` where ranks and alphas differ by module, or `-layers` where only some layers have
 /// adapters.
-pub(crate) const ADAPTED: [&str; 41] = [
+pub(crate) const ADAPTED: [&str; 40] = [
     "tied",
     "llama",
     "mistral",
@@ -54,7 +54,6 @@ pub(crate) const ADAPTED: [&str; 41] = [
     "electra-classes",
     "electra-small-classes",
     "gemma4_text",
-    "gemma4_text-values",
 ];
 
 fn all() -> Vec<&'static str> {
