@@ -6,7 +6,7 @@ use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
 /// The most channels of a head that kernels have room for.
-pub const HEAD_LIMIT: usize = 256;
+pub const HEAD_LIMIT: usize = 512;
 
 /// Positions of the largest tile of keys on any device.
 const KEY_TILE: usize = 128;

@@ -60,7 +60,7 @@ pub use experts::{
     BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
     RowDots, RowWeights, SumRows, WeighRows,
 };
-pub use head_norm::{HeadNorm, HeadNormBackward, QueryKey};
+pub use head_norm::{HeadNorm, HeadNormBackward, HeadValues, QueryKey};
 pub use kv_cache::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
 pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};

@@ -104,6 +104,7 @@ pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
         Kind::Weight | Kind::Table => "weight",
         Kind::Bias => "bias",
         Kind::Norm => "norm",
+        Kind::Buffer => "buffer",
     };
     pattern == kind || matches(pattern, &tensor.name)
 }

@@ -3,11 +3,17 @@
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::kernels::HEAD_LIMIT;
+use crate::kernels::{HEAD_LIMIT, PAIRS};
 use crate::models::{Model, NormPlaces, Shape, Training};
 
-/// Refuses heads that do not fit the hidden size, or key-value heads that do not fit the heads.
+/// Refuses heads of any block that do not fit the hidden size, or key-value heads that do not fit
+/// the heads.
 pub(super) fn check_heads(shape: &Shape) -> Result<(), Error> {
+    check_heads_of(shape)?;
+    check_heads_of(&shape.with_global_heads())
+}
+
+fn check_heads_of(shape: &Shape) -> Result<(), Error> {
     let Shape { hidden, heads, head_size, kv_heads, names, .. } = *shape;
     // In a family whose config.json has no head size, the heads share the channels evenly.
     let is_even = head_size.checked_mul(heads) == Some(hidden) || names.has_head_size();
@@ -28,6 +34,13 @@ pub(super) fn check_heads(shape: &Shape) -> Result<(), Error> {
     if shape.rotary.is_some() && head_size % 2 != 0 {
         let problem = format_args!(
             "of {head_size} channels cannot be rotated in pairs: the head size must be even"
+        );
+        return Err(Error::config("model.heads", problem));
+    }
+    if shape.rotary.is_some_and(|rotary| rotary.pairs(head_size) > PAIRS) {
+        let problem = format_args!(
+            "of {head_size} channels rotate as a whole: of a head, at most {} channels rotate",
+            2 * PAIRS
         );
         return Err(Error::config("model.heads", problem));
     }

@@ -24,7 +24,7 @@ use crate::whole;
 
 const CHUNK: usize = 128;
 
-const CASES: [&str; 30] = [
+const CASES: [&str; 31] = [
     "cohere",
     "cohere2",
     "ernie4_5",
@@ -55,6 +55,7 @@ const CASES: [&str; 30] = [
     "seed_oss",
     "smollm3",
     "starcoder2",
+    "gemma4_text",
 ];
 
 /// A case whose sequences have 300 positions, and its golden.
