@@ -205,14 +205,6 @@ pub(crate) fn open(
                            built for the cpu alone";
             Err(Error::config("device.kind", problem))
         }
-        DeviceKind::Cuda if model.shape.widest_head() > CUDA_HEAD_LIMIT => {
-            let problem = format_args!(
-                "is cuda: heads of {} channels are built for the cpu alone; those of a gpu have \
-                 at most {CUDA_HEAD_LIMIT}",
-                model.shape.widest_head()
-            );
-            Err(Error::config("device.kind", problem))
-        }
         DeviceKind::Cuda if model.shape.output_gates => {
             let problem = format_args!(
                 "is cuda: linear attention and gates of attention's output, which {} has, are \
@@ -227,9 +219,6 @@ pub(crate) fn open(
         }
     }
 }
-
-/// The most channels of a head of attention on a GPU.
-const CUDA_HEAD_LIMIT: usize = 256;
 
 /// Device memory that kernels need beside the plan's slots, in floats.
 #[derive(Clone, Copy, Debug)]

@@ -157,6 +157,7 @@ impl Rotary {
     pub fn table(&self, head_size: usize, length: usize) -> RotaryTable {
         let channels = self.channels(head_size);
         let pairs = self.pairs(head_size);
+        assert!(pairs <= PAIRS, "of a head at most {} channels rotate", 2 * PAIRS);
         let mut frequencies = [0.0; PAIRS];
         let base = self.base(channels, length);
         for (pair, frequency) in frequencies.iter_mut().enumerate().take(pairs) {

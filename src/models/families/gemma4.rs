@@ -3,6 +3,8 @@
 //! blocks without a window, heads of another size, of which a part rotates with the frequencies of
 //! a whole one. There, values may be the keys before their norm.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value, json};
 
 use super::Names;
@@ -161,30 +163,41 @@ fn global_heads(keys: &Keys, window: Option<Window>) -> Result<GlobalHeads, Stri
     let shares = flag(keys, ONE_PROJECTION, false)?;
     let values = if shares { HeadValues::Keys } else { HeadValues::Normed };
     let kv_heads = size(keys, "num_key_value_heads")?;
-    let Some(by_layer) = given(keys, BY_LAYER) else {
+    if !keys.contains_key(BY_LAYER) {
         let own = size_or_none(keys, "num_global_key_value_heads")?.filter(|_| shares);
         let head_size = size_or_none(keys, "global_head_dim")?.unwrap_or(512);
         return Ok(GlobalHeads { kv_heads: own.unwrap_or(kv_heads), head_size, values });
-    };
-    let must = "an object that has, for each full_attention block, the same head_dim and \
-                num_key_value_heads, and nothing else";
-    let refused = || wrong(BY_LAYER, by_layer, must);
-    let by_layer = by_layer.as_object().ok_or_else(refused)?;
-    let is_global = |block: usize| window.is_none_or(|window| !window.is_of(block));
-    let layers = size(keys, "num_hidden_layers")?;
-    let globals: Vec<usize> = (0..layers).filter(|block| is_global(*block)).collect();
-    let mut own = globals.iter().map(|block| by_layer.get(&block.to_string()));
-    let first = own.next().flatten().and_then(Value::as_object).ok_or_else(refused)?;
-    let is_same = own.all(|one| one.and_then(Value::as_object) == Some(first));
-    let is_known = |key: &String| ["head_dim", "num_key_value_heads"].contains(&key.as_str());
-    if !is_same || by_layer.len() != globals.len() || !first.keys().all(is_known) {
-        return Err(refused());
     }
+    let own = own_of_globals(keys, window)?;
     Ok(GlobalHeads {
-        kv_heads: size_or_none(first, "num_key_value_heads")?.unwrap_or(kv_heads),
-        head_size: size_or_none(first, "head_dim")?.unwrap_or(size(keys, "head_dim")?),
+        kv_heads: size_or_none(&own, "num_key_value_heads")?.unwrap_or(kv_heads),
+        head_size: size_or_none(&own, "head_dim")?.unwrap_or(size(keys, "head_dim")?),
         values,
     })
+}
+
+/// The keys that all blocks without a window have of their own. transformers writes the numbers of
+/// blocks with as many digits as the largest has, and nothing where no block has keys of its own.
+fn own_of_globals(keys: &Keys, window: Option<Window>) -> Result<Keys, String> {
+    let Some(all) = given(keys, BY_LAYER) else { return Ok(Keys::new()) };
+    let must = "an object that has, for each full_attention block, the same head_dim and \
+                num_key_value_heads, and nothing else";
+    let refused = || wrong(BY_LAYER, all, must);
+    let own_of = |(block, own): (&String, &Value)| {
+        Some((block.parse::<usize>().ok()?, own.as_object()?.clone()))
+    };
+    let by_block: Option<BTreeMap<usize, Keys>> =
+        all.as_object().ok_or_else(refused)?.iter().map(own_of).collect();
+    let by_block = by_block.ok_or_else(refused)?;
+    let Some(first) = by_block.values().next() else { return Ok(Keys::new()) };
+    let is_global = |block: &usize| window.is_none_or(|window| !window.is_of(*block));
+    let globals = (0..size(keys, "num_hidden_layers")?).filter(is_global);
+    let is_known = |key: &String| ["head_dim", "num_key_value_heads"].contains(&key.as_str());
+    let is_same = by_block.values().all(|own| own == first);
+    if !is_same || !by_block.keys().copied().eq(globals) || !first.keys().all(is_known) {
+        return Err(refused());
+    }
+    Ok(first.clone())
 }
 
 fn write(shape: &Shape) -> Value {
@@ -236,6 +249,33 @@ mod tests {
         let written = write(&shape);
         let written = written.as_object().expect("it is an object");
         assert_eq!(read(written).expect("it is what was written"), shape);
+    }
+
+    /// As transformers saves a model of twelve blocks; and where all blocks have the same heads.
+    #[test]
+    fn what_transformers_saves_is_read() {
+        let own = json!({ "head_dim": 20, "num_key_value_heads": 1 });
+        for (by_layer, expected) in [
+            (json!({ "05": own, "11": own }), Some([1, 20])),
+            (json!({}), Some([2, 12])),
+            (Value::Null, Some([2, 12])),
+            (json!({ "05": own }), None),
+            (json!({ "04": own, "05": own, "11": own }), None),
+            (json!({ "05": own, "11": { "head_dim": 20 } }), None),
+        ] {
+            let config = json!({
+                "num_hidden_layers": 12,
+                "hidden_size": 24,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 12,
+                EMBEDDINGS: 0,
+                BY_LAYER: by_layer,
+            });
+            let shape = read(config.as_object().expect("it is an object"));
+            let heads = shape.ok().and_then(|shape| shape.global_heads);
+            assert_eq!(heads.map(|heads| [heads.kv_heads, heads.head_size]), expected, "{config}");
+        }
     }
 
     /// The sizes of the 31B model, without the keys that transformers has as defaults.
