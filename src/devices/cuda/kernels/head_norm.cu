@@ -144,13 +144,13 @@ extern "C" __global__ void head_norm_backward(T* dx, const T* x, const float* st
     const float rstd = statistics[row * normed + head];
     dx += (row * all + head) * channels;
     x += (row * input_heads(size, values) + head) * channels;
-    const bool has_value = values == OF_KEYS && head >= size.heads;
+    const bool is_scaled = head < scaled, has_value = values == OF_KEYS && head >= size.heads;
     const T* const of_value = dx + size.kv_heads * channels;
     const auto g_at = [&](int column, int count) {
         Four d = read(dx + column, count);
         const Four scale = read(gamma + column, count);
         for (int i = 0; i < 4; ++i) {
-            d.of[i] *= head < scaled ? offset + scale.of[i] : 1.0f;
+            d.of[i] *= is_scaled ? offset + scale.of[i] : 1.0f;
         }
         if (has_value) {
             const Four other = read(of_value + column, count);
