@@ -170,13 +170,16 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         "rotary_emb.inv_freq",
         ".decoder.bias",
     ];
-    const PARTS: [&str; 7] = [
+    const PARTS: [&str; 10] = [
         "cls.seq_relationship.",
         "pooler.dense.",
         // What tells replaced tokens, of ELECTRA.
         "discriminator_predictions.",
-        // What reads images, beside the text model of such a directory.
+        // What reads images or sounds, beside the text model of such a directory.
         "vision_tower.",
+        "audio_tower.",
+        "embed_vision.",
+        "embed_audio.",
         "multi_modal_projector.",
         "model.visual.",
         // What guesses tokens further ahead, beside Qwen3.5.

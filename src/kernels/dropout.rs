@@ -88,7 +88,7 @@ pub struct Residual<'a> {
     pub dropout: Option<Dropout<'a>>,
 }
 
-/// y = factor x. (R, C). `y` may be `x`.
+/// y = factor `by` x. (R, C). `y` may be `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
     /// Output. (R, C).
@@ -97,6 +97,8 @@ pub struct Scale {
     pub x: View,
     /// The factor.
     pub factor: f32,
+    /// Another one, in the device's memory. (1, 1).
+    pub by: Option<View>,
 }
 
 /// Declares `x`, which has the shape of `y`, unless it is `y`: then the operation works in place.
@@ -124,9 +126,10 @@ impl KernelOperation for ApplyDropout<'_> {
 
 impl KernelOperation for Scale {
     fn views(&self, views: &mut Views<'_>) {
-        let Scale { y, x, .. } = *self;
+        let Scale { y, x, by, .. } = *self;
         views.writes("y", y, y.shape(), y.dtype);
         reads_unless_in_place(views, x, y);
+        views.reads("by", by, [1, 1], y.dtype);
     }
 }
 

@@ -45,6 +45,7 @@ mod tests;
 pub use activation::{
     Activate, ActivateBackward, Activation, ClampedGate, Gate, GateBackward, GateForm,
 };
+pub(crate) use attention::CUDA_HEAD_LIMIT;
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{
@@ -60,7 +61,7 @@ pub use experts::{
     BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
     RowDots, RowWeights, SumRows, WeighRows,
 };
-pub use head_norm::{HeadNorm, HeadNormBackward, QueryKey};
+pub use head_norm::{HeadNorm, HeadNormBackward, HeadValues, QueryKey};
 pub use kv_cache::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
 pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};

@@ -1,12 +1,12 @@
 //! Rotary position embeddings (Su et al. 2021), and how they are stretched to longer sequences. All
 //! frequencies are those of transformers 5.
 
-use super::attention::{AttentionShape, HEAD_LIMIT};
+use super::attention::AttentionShape;
 use super::operation::{KernelOperation, Views};
 use crate::tensor::View;
 
-/// The most pairs of channels of a head.
-pub(crate) const PAIRS: usize = HEAD_LIMIT / 2;
+/// The most pairs of channels of a head that rotate.
+pub(crate) const PAIRS: usize = 128;
 
 /// Rotary position embeddings: pairs of channels rotate by an angle that grows with the position
 /// (Su et al. 2021).
@@ -70,6 +70,9 @@ pub enum RotaryScaling {
         /// The positions that need no other base.
         positions: usize,
     },
+    /// Frequencies are those of a whole head, divided by this factor, though a part of each half of
+    /// a head rotates (Gemma 4).
+    Proportional(f32),
     /// Low frequencies are divided, high ones are kept, and attention gets sharper.
     Yarn(Yarn),
     /// Each frequency has a divisor of its own, which depends on whether a sequence is long.
@@ -111,9 +114,11 @@ pub struct LongRope {
 pub struct RotaryTable {
     /// The frequency of each pair of channels that rotates, then zeros.
     pub frequencies: [f32; PAIRS],
-    /// The number of pairs that rotate. The first channel of a pair is `pairs` before the second.
+    /// The number of pairs that rotate.
     pub pairs: usize,
-    /// True when the first channel of a pair is one before the second instead.
+    /// How many channels the first one of a pair is before the second.
+    pub distance: usize,
+    /// True when it is one before the second instead.
     pub interleaved: bool,
     /// As in [`Rotary`].
     pub growth: Option<QueryGrowth>,
@@ -127,9 +132,20 @@ impl Rotary {
         Rotary { theta, part: 1.0, interleaved: false, growth: None, scaling: RotaryScaling::None }
     }
 
-    /// The number of channels of a head that rotate.
+    /// The number of channels of a head that rotate; all, if frequencies are those of a whole head.
     pub fn channels(&self, head_size: usize) -> usize {
-        (head_size as f64 * self.part) as usize
+        match self.scaling {
+            RotaryScaling::Proportional(_) => head_size,
+            _ => (head_size as f64 * self.part) as usize,
+        }
+    }
+
+    /// The number of pairs of channels that rotate.
+    pub fn pairs(&self, head_size: usize) -> usize {
+        match self.scaling {
+            RotaryScaling::Proportional(_) => (head_size as f64 * self.part / 2.0) as usize,
+            _ => self.channels(head_size) / 2,
+        }
     }
 
     /// Whether frequencies depend on the length of a sequence.
@@ -140,7 +156,8 @@ impl Rotary {
     /// How a head is rotated in a sequence of `length` positions, in transformers' arithmetic.
     pub fn table(&self, head_size: usize, length: usize) -> RotaryTable {
         let channels = self.channels(head_size);
-        let pairs = channels / 2;
+        let pairs = self.pairs(head_size);
+        assert!(pairs <= PAIRS, "of a head at most {} channels rotate", 2 * PAIRS);
         let mut frequencies = [0.0; PAIRS];
         let base = self.base(channels, length);
         for (pair, frequency) in frequencies.iter_mut().enumerate().take(pairs) {
@@ -153,7 +170,8 @@ impl Rotary {
             _ => 1.0,
         };
         let Rotary { interleaved, growth, .. } = *self;
-        RotaryTable { frequencies, pairs, interleaved, growth, scale }
+        let distance = channels / 2;
+        RotaryTable { frequencies, pairs, distance, interleaved, growth, scale }
     }
 
     /// The base of the frequencies in a sequence.
@@ -174,7 +192,9 @@ impl Rotary {
         let frequency = (1.0 / inverse) as f32;
         match self.scaling {
             RotaryScaling::None | RotaryScaling::Dynamic { .. } => frequency,
-            RotaryScaling::Linear(factor) => frequency / factor,
+            RotaryScaling::Linear(factor) | RotaryScaling::Proportional(factor) => {
+                frequency / factor
+            }
             RotaryScaling::Llama3 { factor, low, high, positions } => {
                 let period = 2.0 * std::f32::consts::PI / frequency;
                 let positions = positions as f32;
@@ -287,6 +307,17 @@ mod tests {
         assert_eq!((pairs, scale), (3, 1.0));
         close(&frequencies[..3], &[1.0, 0.215_443_47, 0.046_415_888]);
         assert_eq!(frequencies[3], 0.0);
+    }
+
+    /// The frequencies of two of eight pairs of a head: 100^(-2i/16).
+    #[test]
+    fn a_part_rotates_with_the_frequencies_of_a_whole_head() {
+        let scaling = RotaryScaling::Proportional(2.0);
+        let rotary = Rotary { part: 0.3, scaling, ..Rotary::new(100.0) };
+        let RotaryTable { frequencies, pairs, distance, .. } = rotary.table(16, 1);
+        assert_eq!((pairs, distance), (2, 8));
+        close(&frequencies[..2], &[0.5, 0.281_170_66]);
+        assert_eq!(frequencies[2], 0.0);
     }
 
     #[test]

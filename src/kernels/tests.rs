@@ -153,7 +153,8 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     let thirds = element(R, 3 * C);
     found!(RegroupHeads { y: thirds, x: thirds, heads: 1, back: true }, [y, x]);
     assert!(panics(|| RegroupHeads { y: thirds, x: thirds, heads: C + 1, back: true }.check()));
-    found!(Scale { y: narrow, x: narrow, factor: 2.0 }, [y, x]);
+    let by = Some(element(1, 1));
+    found!(Scale { y: narrow, x: narrow, factor: 2.0, by }, [y, x]);
     let rows = element(R + 1, C);
     assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no position");
     for quantisation in Quantisation::ALL {
@@ -188,7 +189,8 @@ fn wrong_views_of_attention_are_found() {
     let statistics = float(R, shape.heads + shape.kv_heads);
     let gamma_offset = 0.0;
     let epsilon = 1e-5;
-    let op = HeadNorm { y: qkv, statistics, x: qkv, gamma, gamma_offset, epsilon, shape };
+    let values = HeadValues::Plain;
+    let op = HeadNorm { y: qkv, statistics, x: qkv, gamma, gamma_offset, epsilon, values, shape };
     found!(op, [y, statistics, x, gamma.query, gamma.key]);
     let one = float(1, shape.head_size);
     let op = HeadNormBackward {
@@ -198,6 +200,7 @@ fn wrong_views_of_attention_are_found() {
         statistics,
         gamma,
         gamma_offset,
+        values,
         shape,
         accumulate: false,
     };

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::slice::Iter;
 
 use super::frozen::{Base, FrozenPart, StoredMatrix, StoredWeight};
-use super::layer::{Tensor, block_len, tensor_ranges, tensor_views};
+use super::layer::{Kind, Tensor, block_len, tensor_ranges, tensor_views};
 use super::masters::MasterFormat;
 use crate::kernels::{CopyColumns, Dequantise, Kernels};
 use crate::tensor::{Dtype, Scratch, View};
@@ -88,7 +88,7 @@ impl SlotWeight<'_> {
 }
 
 impl From<Vec<Tensor>> for BlockTensors {
-    /// All tensors are trained.
+    /// All tensors are trained, but for constants.
     fn from(tensors: Vec<Tensor>) -> BlockTensors {
         BlockTensors::new(tensors, |_| true)
     }
@@ -104,11 +104,11 @@ impl<'a> IntoIterator for &'a BlockTensors {
 }
 
 impl BlockTensors {
-    /// A layer's tensors. `trains` says which of them are trained. Joined tensors are one matrix of
-    /// a product: if one of them is trained, all are.
+    /// A layer's tensors. `trains` says which of them are trained; constants are not. Joined
+    /// tensors are one matrix of a product: if one of them is trained, all are.
     pub fn new(tensors: Vec<Tensor>, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
         let of_group = |group: &[Tensor]| {
-            let is_trained = group.iter().any(&trains);
+            let is_trained = group.iter().any(|one| one.kind != Kind::Buffer && trains(one));
             group.iter().map(move |_| is_trained).collect::<Vec<_>>()
         };
         let is_trained = tensors.chunk_by(|_, next| next.joined).flat_map(of_group).collect();
@@ -341,7 +341,7 @@ fn cut_at(mut starts: Vec<(usize, usize)>, len: usize) -> Vec<TensorFloats> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::{Init, Kind};
+    use crate::models::Init;
 
     /// Ranges of tensors cover what is sent, and gradients, each float once.
     #[test]

@@ -4,6 +4,7 @@ use super::adapters::Adapters;
 use super::layer::{Backward, Cuts, Forward, Init, Kind, Layer, Save, Tensor};
 use super::low_rank::{LowRank, ProductSize};
 use super::norms::{Affine, AffineBackward};
+use super::ports::{LayerStep, StepContext};
 use super::shape::Shape;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
@@ -116,6 +117,13 @@ impl Layer for Stem {
             all.extend(norm_tensors(names.stem_norm, &self.shape));
         }
         all
+    }
+
+    fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
+        let reads = vec![context.embedding_input()];
+        let writes = vec![context.embedding];
+        let step = LayerStep::on_hidden(context, (0..self.blocks().len()).collect());
+        vec![LayerStep { reads, writes, ..step }]
     }
 
     fn dropout_index(&self) -> Option<u32> {

@@ -39,6 +39,8 @@ pub enum Kind {
     Bias,
     /// Scale or shift of a norm.
     Norm,
+    /// A constant: it is never trained, whatever a config says.
+    Buffer,
 }
 
 /// The activations that are saved from forward to backward.

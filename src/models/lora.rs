@@ -8,6 +8,7 @@ use super::adapters::{AdaptedModule, Adapters, is_of_adapter};
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::model::Model;
+use super::projection::EmbeddingProjection;
 use super::shape::{Dropouts, Head, Shape};
 use super::training::{matches, no_match};
 use crate::error::Error;
@@ -239,6 +240,8 @@ impl Model {
         };
         let of_head = Some(of_head).filter(|name| !name.is_empty());
         let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));
-        blocks.flat_map(|block| block.linear_modules()).chain(of_head).collect()
+        let of_embedding = EmbeddingProjection::of(self.shape).map(|one| one.module());
+        let of_blocks = blocks.flat_map(|block| block.linear_modules());
+        of_embedding.into_iter().chain(of_blocks).chain(of_head).collect()
     }
 }

@@ -21,12 +21,14 @@ mod norms;
 mod pooling;
 mod portions;
 mod ports;
+mod projection;
 mod room;
 mod selection;
 mod shape;
 mod training;
 mod visit;
 mod walk;
+mod windows;
 
 pub use adapters::{AdaptedModule, Adapters};
 pub use balance::{Balance, BalanceOf, BalanceOver};
@@ -52,11 +54,11 @@ pub use pooling::EmbeddingPooling;
 pub use portions::{LayerPortion, Part};
 pub(crate) use ports::{FirstPorts, Port};
 pub use ports::{LayerStep, PortViews, StepContext};
+pub use projection::EmbeddingProjection;
 pub use selection::LayerSelection;
-pub use shape::{
-    AllBut, Dropouts, Experts, Head, IdleExperts, LinearAttention, NormPlaces, Shape, Window,
-};
+pub use shape::{Dropouts, Experts, Head, IdleExperts, LinearAttention, NormPlaces, Shape};
 pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};
 pub(crate) use walk::{Turn, Walk, chunk_state_len};
+pub use windows::{AllBut, GlobalHeads, Window};

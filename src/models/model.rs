@@ -17,6 +17,7 @@ use super::families::Names;
 use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
 use super::portions::PortionTensors;
 use super::ports::{FirstPorts, LayerStep, StepContext};
+use super::projection::EmbeddingProjection;
 use super::shape::Shape;
 use super::walk;
 use crate::error::Error;
@@ -123,7 +124,7 @@ const TILE_BYTES: usize = 4 << 20;
 /// Cuts the vocabulary by shape: a tile is as large as a block, or 4 MiB if that is more.
 fn tiles(shape: &Shape, elements: usize) -> Vec<Tile> {
     let elements = elements.max(TILE_BYTES / size_of::<f32>());
-    let rows = (elements / shape.hidden).clamp(1, shape.vocabulary);
+    let rows = (elements / shape.embedding_width()).clamp(1, shape.vocabulary);
     let tile = |first| Tile { first, rows: rows.min(shape.vocabulary - first) };
     (0..shape.vocabulary).step_by(rows).map(tile).collect()
 }
@@ -155,7 +156,13 @@ impl Model {
     ) -> Vec<Box<dyn Layer>> {
         let mut stack: Vec<Box<dyn Layer>> = Vec::new();
         if Stem::is_in(&shape) {
-            stack.push(Box::new(Stem { index: 1, shape }));
+            let hidden = shape.embedding_width();
+            stack.push(Box::new(Stem { index: 1, shape: Shape { hidden, ..shape } }));
+        }
+        if let Some(projection) = EmbeddingProjection::of(shape) {
+            let (module, ..) = projection.module();
+            let adapters = adapters(vec![module]);
+            stack.push(Box::new(EmbeddingProjection { adapters, ..projection }));
         }
         for number in 0..shape.layers {
             let block = TransformerBlock::new(2 + number as u32, number, shape);
@@ -192,7 +199,7 @@ impl Model {
         let names = shape.names;
         let table = |name: &str, tile: &Tile, is_head: bool| {
             let init = Init::Normal(shape.initializer_range);
-            let rows = vec![tile.rows, shape.hidden];
+            let rows = vec![tile.rows, shape.embedding_width()];
             let mut all = vec![Tensor::new(name, rows, Kind::Table, init)];
             if is_head && shape.masked_head() {
                 let rows = vec![tile.rows];
@@ -363,7 +370,7 @@ impl Model {
         let logits = match layer {
             ModelLayer::Stack(layer) => return layer.steps(context),
             ModelLayer::Embedding => {
-                let mut writes = vec![context.hidden()];
+                let mut writes = vec![context.embedding];
                 writes.extend(Some(statistics).filter(|_| !self.shape.embeds()));
                 let of_host = LayerStep::on_hidden(context, blocks);
                 return vec![LayerStep { reads: Vec::new(), writes, ..of_host }];

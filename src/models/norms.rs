@@ -44,6 +44,12 @@ impl Shape {
         }
     }
 
+    /// The statistics of the norms of a row's heads.
+    pub(crate) fn head_statistics(&self) -> usize {
+        let [of_queries, of_keys, _] = self.normed_heads();
+        self.values.normed_heads(of_queries, of_keys)
+    }
+
     /// The tensors of a norm of `len` channels: its scale and, with `has_shift`, its shift.
     pub(super) fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
         let tensor =

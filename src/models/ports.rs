@@ -79,6 +79,8 @@ pub struct StepContext {
     pub(crate) cached: Option<usize>,
     /// Hidden states, in the stash's encoding.
     pub(crate) hidden: Boundary,
+    /// The same between the embedding and the first block, where they may have other channels.
+    pub(crate) embedding: Boundary,
 }
 
 impl StepContext {
@@ -90,10 +92,22 @@ impl StepContext {
         save: Option<Save>,
     ) -> StepContext {
         let Shape { hidden: channels, chunk_positions, .. } = *shape;
-        let hidden = Boundary::of_tokens(Role::Hidden, channels, dtype.size());
+        let of_width = |width| Boundary::of_tokens(Role::Hidden, width, dtype.size());
+        let hidden = of_width(channels);
+        let embedding = of_width(shape.embedding_width());
         let scores = false;
         let cached = None;
-        StepContext { positions, dtype, save, channels, chunk_positions, scores, cached, hidden }
+        StepContext {
+            positions,
+            dtype,
+            save,
+            channels,
+            chunk_positions,
+            scores,
+            cached,
+            hidden,
+            embedding,
+        }
     }
 
     /// The positions of each chunk of the longest sequence.
@@ -112,6 +126,12 @@ impl StepContext {
     pub fn hidden_input(&self) -> Input {
         let gradient = Boundary { role: Role::HiddenGradient, ..self.hidden };
         Input::new(self.hidden, Some(gradient))
+    }
+
+    /// The embedding's output as the layers before the first block read it.
+    pub(crate) fn embedding_input(&self) -> Input {
+        let gradient = Boundary { role: Role::HiddenGradient, ..self.embedding };
+        Input::new(self.embedding, Some(gradient))
     }
 
     /// A tensor of the layers' own, (R, `width`), of the device's dtype. The layers of this library

@@ -7,9 +7,10 @@ use super::balance::Balance;
 use super::dense::{DenseModule, MOST_DENSE};
 use super::families::Names;
 use super::pooling::EmbeddingPooling;
+use super::windows::{AllBut, GlobalHeads, Window};
 use crate::kernels::{
-    Activation, ClampedGate, GateForm, LinearHeads, LogitForm, LongRope, Pooling, ProblemType,
-    Rotary, RotaryScaling, Yarn,
+    Activation, ClampedGate, GateForm, HeadValues, LinearHeads, LogitForm, LongRope, Pooling,
+    ProblemType, Rotary, RotaryScaling, Yarn,
 };
 
 /// Probabilities of dropout.
@@ -76,65 +77,6 @@ impl Head {
             }
             _ => None,
         }
-    }
-}
-
-/// All blocks but one of every few.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AllBut {
-    /// Of this many blocks, one is left out. 0: none is.
-    pub every: usize,
-    /// Its number among them.
-    pub at: usize,
-}
-
-impl AllBut {
-    /// All blocks.
-    pub const NONE: AllBut = AllBut { every: 0, at: 0 };
-
-    /// All but the last of every `every` blocks; all if that is 0.
-    pub fn last_of(every: usize) -> AllBut {
-        AllBut { every, at: every.saturating_sub(1) }
-    }
-
-    /// The blocks of which a list says so, if one of every few is left out.
-    pub(crate) fn listed(blocks: &[bool]) -> Option<AllBut> {
-        let mut left_out = (0..blocks.len()).filter(|block| !blocks[*block]);
-        let all = left_out.next().map_or(AllBut::NONE, |at| {
-            let behind = left_out.next().unwrap_or(blocks.len());
-            AllBut { every: (behind - at).max(at + 1), at }
-        });
-        let is_so = blocks.iter().enumerate().all(|(block, one)| all.has(block) == *one);
-        is_so.then_some(all)
-    }
-
-    /// Whether a block is among them.
-    pub fn has(&self, block: usize) -> bool {
-        self.every == 0 || block % self.every != self.at
-    }
-}
-
-/// A window of attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window {
-    /// A position sees those that are fewer than this many positions away; a causal model, those
-    /// before it.
-    pub positions: usize,
-    /// The first block with the window.
-    pub from: usize,
-    /// The blocks from there on that have it.
-    pub blocks: AllBut,
-}
-
-impl Window {
-    /// A window of all blocks.
-    pub fn of_all(positions: usize) -> Window {
-        Window { positions, from: 0, blocks: AllBut::NONE }
-    }
-
-    /// Whether a block has the window.
-    pub fn is_of(&self, block: usize) -> bool {
-        block >= self.from && self.blocks.has(block)
     }
 }
 
@@ -255,12 +197,18 @@ pub struct Shape {
     pub layers: usize,
     /// C.
     pub hidden: usize,
+    /// Channels of the embedding, if they are not C: then a product follows.
+    pub embedding_channels: Option<usize>,
     /// H.
     pub heads: usize,
     /// K: heads of keys and values. Each serves H ÷ K heads of queries.
     pub kv_heads: usize,
     /// D.
     pub head_size: usize,
+    /// What values are, where queries and keys are normed by head.
+    pub values: HeadValues,
+    /// Heads of the blocks without a window, if they differ.
+    pub global_heads: Option<GlobalHeads>,
     /// I: channels of the feed-forward.
     pub intermediate: usize,
     /// Experts in place of the feed-forward of some blocks.
@@ -307,6 +255,8 @@ pub struct Shape {
     /// True when each head of attention has a sink: a learned score that joins the softmax and has
     /// no value.
     pub sinks: bool,
+    /// True when a number of each block, which is not trained, multiplies its output.
+    pub output_scalars: bool,
     /// True when the output of attention is multiplied by sigmoids of gates, which the projection
     /// of the queries gives beside these, head by head.
     pub output_gates: bool,
@@ -473,9 +423,41 @@ impl Shape {
         self.clamped.map_or(GateForm::Plain(self.activation), GateForm::Clamped)
     }
 
+    /// Channels of the embedding.
+    pub fn embedding_width(&self) -> usize {
+        self.embedding_channels.unwrap_or(self.hidden)
+    }
+
+    /// The shape with the heads of a block.
+    pub(crate) fn with_heads_of(self, block: usize) -> Shape {
+        let is_global = self.window.is_none_or(|window| !window.is_of(block));
+        if is_global { self.with_global_heads() } else { self }
+    }
+
+    /// The shape with the heads of blocks without a window.
+    pub(crate) fn with_global_heads(self) -> Shape {
+        let Some(GlobalHeads { kv_heads, head_size, values }) = self.global_heads else {
+            return self;
+        };
+        Shape { kv_heads, head_size, values, ..self }
+    }
+
+    /// Channels of the widest head of attention.
+    pub(crate) fn widest_head(&self) -> usize {
+        self.head_size.max(self.with_global_heads().head_size)
+    }
+
     /// Channels of queries, keys and values side by side.
     pub fn qkv(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_size
+    }
+
+    /// The same, as the projection gives them.
+    pub(crate) fn projected_qkv(&self) -> usize {
+        match self.values {
+            HeadValues::Keys => self.qkv() - self.kv_heads * self.head_size,
+            HeadValues::Plain | HeadValues::Normed => self.qkv(),
+        }
     }
 
     /// Channels of attention's output before its projection.

@@ -98,14 +98,16 @@ fn matches_text(pattern: &str, text: &str) -> bool {
     })
 }
 
-/// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name.
+/// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name. A tensor
+/// that is never trained has a name alone.
 pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
     let kind = match tensor.kind {
-        Kind::Weight | Kind::Table => "weight",
-        Kind::Bias => "bias",
-        Kind::Norm => "norm",
+        Kind::Weight | Kind::Table => Some("weight"),
+        Kind::Bias => Some("bias"),
+        Kind::Norm => Some("norm"),
+        Kind::Buffer => None,
     };
-    pattern == kind || matches(pattern, &tensor.name)
+    kind == Some(pattern) || matches(pattern, &tensor.name)
 }
 
 impl Model {

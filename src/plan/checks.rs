@@ -9,7 +9,7 @@ use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, ReferenceKind, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::kernels::ProblemType;
-use crate::models::{Balance, BalanceOf, BlockTensors, Head, Model};
+use crate::models::{Balance, BalanceOf, BlockTensors, Head, Model, Shape};
 use crate::objectives::{MOST_METRICS, Measures, Scope};
 use crate::tensor::{Dtype, Packing};
 
@@ -173,9 +173,14 @@ impl PlanSpec<'_> {
         Err(Error::config("experts.idle", problem))
     }
 
-    /// Refuses a dtype or an encoding of the stash that does not fit the model's width.
+    /// Refuses a dtype or an encoding of the stash that does not fit the model's widths.
     pub(super) fn check_dtype(&self) -> Result<(), Error> {
-        let width = self.model.shape.hidden;
+        let Shape { hidden, embedding_channels, .. } = self.model.shape;
+        self.check_width(hidden)?;
+        embedding_channels.map_or(Ok(()), |width| self.check_width(width))
+    }
+
+    fn check_width(&self, width: usize) -> Result<(), Error> {
         let dtype = self.settings.config.device.dtype;
         if dtype != Dtype::F32 && !width.is_multiple_of(2) {
             let problem =

@@ -205,7 +205,8 @@ impl PlanSpec<'_> {
         add(Holder::ReceivedGradient, received);
         if self.settings.trains && self.share.ranks > 1 {
             let rows = self.steps[0].sequences * self.steps[0].positions;
-            let floats = self.settings.config.device.dtype.floats(rows * self.model.shape.hidden);
+            let floats =
+                self.settings.config.device.dtype.floats(rows * self.model.shape.embedding_width());
             add(Holder::ReceivedRows, floats);
         }
         Ok(())

@@ -302,11 +302,14 @@ fn context(config: &Config, model: &Model, shape: StepShape) -> StepContext {
         StashDtype::Bf16 => Encoding::Bf16,
         StashDtype::Int8 => Encoding::Int8 { block: config.stash.block_size },
     };
-    let mut hidden = context.hidden;
-    let packing = Packing { dtype, encoding, columns: hidden.width() };
-    let stashed_token_bytes = packing.row_bytes() as u64;
-    if stashed_token_bytes < hidden.token_bytes {
-        hidden = Boundary { encoding, stashed_token_bytes, ..hidden };
-    }
-    StepContext { scores: purpose.scores(), cached: purpose.cached(), hidden, ..context }
+    let packed = |boundary: Boundary| {
+        let packing = Packing { dtype, encoding, columns: boundary.width() };
+        let stashed_token_bytes = packing.row_bytes() as u64;
+        match stashed_token_bytes < boundary.token_bytes {
+            true => Boundary { encoding, stashed_token_bytes, ..boundary },
+            false => boundary,
+        }
+    };
+    let [hidden, embedding] = [context.hidden, context.embedding].map(packed);
+    StepContext { scores: purpose.scores(), cached: purpose.cached(), hidden, embedding, ..context }
 }

@@ -1,13 +1,33 @@
 //! Checks of a shape's heads: whether they fit the hidden size, and whether a block can be cut into
 //! slices of heads and channels.
 
-use crate::config::Config;
+use crate::config::{Config, DeviceKind};
 use crate::error::Error;
-use crate::kernels::HEAD_LIMIT;
+use crate::kernels::{CUDA_HEAD_LIMIT, HEAD_LIMIT, PAIRS};
 use crate::models::{Model, NormPlaces, Shape, Training};
 
-/// Refuses heads that do not fit the hidden size, or key-value heads that do not fit the heads.
+/// Refuses heads of any block that do not fit the hidden size, or key-value heads that do not fit
+/// the heads.
 pub(super) fn check_heads(shape: &Shape) -> Result<(), Error> {
+    let of_windows = Shape { rotary: shape.window_rotary.or(shape.rotary), ..*shape };
+    check_heads_of(&of_windows)?;
+    check_heads_of(&shape.with_global_heads())
+}
+
+/// Refuses heads that no GPU has kernels for.
+pub(super) fn check_heads_of_gpus(config: &Config, shape: &Shape) -> Result<(), Error> {
+    if config.device.kind != DeviceKind::Cuda || shape.widest_head() <= CUDA_HEAD_LIMIT {
+        return Ok(());
+    }
+    let problem = format_args!(
+        "is cuda: heads of {} channels are built for the cpu alone; those of a gpu have at most \
+         {CUDA_HEAD_LIMIT}",
+        shape.widest_head()
+    );
+    Err(Error::config("device.kind", problem))
+}
+
+fn check_heads_of(shape: &Shape) -> Result<(), Error> {
     let Shape { hidden, heads, head_size, kv_heads, names, .. } = *shape;
     // In a family whose config.json has no head size, the heads share the channels evenly.
     let is_even = head_size.checked_mul(heads) == Some(hidden) || names.has_head_size();
@@ -28,6 +48,13 @@ pub(super) fn check_heads(shape: &Shape) -> Result<(), Error> {
     if shape.rotary.is_some() && head_size % 2 != 0 {
         let problem = format_args!(
             "of {head_size} channels cannot be rotated in pairs: the head size must be even"
+        );
+        return Err(Error::config("model.heads", problem));
+    }
+    if shape.rotary.is_some_and(|rotary| rotary.pairs(head_size) > PAIRS) {
+        let problem = format_args!(
+            "of {head_size} channels rotate as a whole: of a head, at most {} channels rotate",
+            2 * PAIRS
         );
         return Err(Error::config("model.heads", problem));
     }

@@ -1,7 +1,7 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
 use super::head::head;
-use super::head_counts::{check_heads, check_pieces, check_slices};
+use super::head_counts::{check_heads, check_heads_of_gpus, check_pieces, check_slices};
 use crate::config::{Config, DepthConfig, ExpertsConfig, ModelConfig, NewLayers};
 use crate::error::Error;
 use crate::hf;
@@ -10,16 +10,19 @@ use crate::models::{Balance, Dropouts, Experts, Shape, families};
 /// The shape of the model that a config names.
 ///
 /// # Errors
-/// The preset or path is unknown, or the sizes contradict each other.
+/// The preset or path is unknown, the sizes contradict each other, or the device has no kernels for
+/// them.
 pub fn shape_of(config: &Config) -> Result<Shape, Error> {
-    resolve(config).map_err(|error| match (error, &config.model.path) {
+    let shape = resolve(config).map_err(|error| match (error, &config.model.path) {
         // The config did not set this key, so the value comes from the model's own config.json.
         (Error::Config { key, problem }, Some(path)) if !is_set(config, &key) => {
             let file = path.join("config.json");
             Error::bad_model(file.display(), format_args!("{key} {problem}"))
         }
         (error, _) => error,
-    })
+    })?;
+    check_heads_of_gpus(config, &shape)?;
+    Ok(shape)
 }
 
 /// The shape of a config's model with `model.max_layers` layers.
@@ -38,11 +41,12 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
         let problem = format_args!("is {layers}: it must be 1 to {MOST_LAYERS}");
         return Err(Error::config("model.max_layers", problem));
     }
-    let kind = match (shape.experts, shape.linear) {
-        (Some(_), _) => Some("experts"),
-        (None, Some(_)) => Some("linear attention"),
-        (None, None) => None,
-    };
+    let kinds = [
+        shape.experts.map(|_| "experts"),
+        shape.linear.map(|_| "linear attention"),
+        shape.global_heads.map(|_| "heads of two sizes"),
+    ];
+    let kind = kinds.into_iter().flatten().next();
     if let Some(kind) = kind.filter(|_| layers > shape.layers) {
         let problem = format_args!(
             "is {layers}, and the model has {} layers: layers are not added to a model with \

@@ -16,7 +16,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config,
+    AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Glm4Config, GlmConfig, GPT2Config,
     GPTNeoXConfig, GptOssConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig,
     Olmo2Config, Olmo3Config, OlmoeConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config,
     Qwen3MoeConfig, SeedOssConfig, SmolLM3Config, Starcoder2Config,
@@ -90,6 +90,9 @@ CASES = {
     "seed_oss": SeedOssConfig(**SIZES, head_dim=12, residual_dropout=0.0),
     "ernie4_5": Ernie4_5Config(**SIZES, head_dim=12),
     "helium": HeliumConfig(**SIZES, head_dim=12),
+    "gemma4_text": Gemma4TextConfig(
+        **SIZES, head_dim=8, global_head_dim=12, num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=40,
+        hidden_size_per_layer_input=0, layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=6.0),
     # The last block's states pass chunks behind attention, too.
     "qwen3_5_text": Qwen3_5TextConfig(
         **{**SIZES, "num_hidden_layers": 3}, head_dim=16, rms_norm_eps=0.02, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -100,7 +103,7 @@ CASES = {
         linear_value_head_dim=6, layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=14, shared_expert_intermediate_size=10),
 }
-WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss", "ministral", "olmo3", "starcoder2"}
+WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss", "ministral", "olmo3", "starcoder2", "gemma4_text"}
 families.CAUSAL |= CASES.keys()
 
 
@@ -151,6 +154,7 @@ def make(case, seed, folder):
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        families.move_scalars(model)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     lines = sequences(case, seed)

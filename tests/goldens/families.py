@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, CamembertConfig, Cohere2Config, CohereConfig, DistilBertConfig, ElectraConfig, Ernie4_5Config, Gemma2Config, Gemma3TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, ModernBertConfig, Olmo2Config,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, CamembertConfig, Cohere2Config, CohereConfig, DistilBertConfig, ElectraConfig, Ernie4_5Config, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Glm4Config, GlmConfig, GPT2Config, GPTNeoXConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, ModernBertConfig, Olmo2Config,
     Olmo3Config, OPTConfig, Phi3Config, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, RobertaConfig, SeedOssConfig, SmolLM3Config, Starcoder2Config, XLMRobertaConfig,
 )
 
@@ -152,9 +152,28 @@ FAMILIES["opt-slices"] = OPTConfig(**{**OPT, "hidden_size": 44, "num_attention_h
 FAMILIES["qwen2-slices"] = Qwen2Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
                                        use_sliding_window=True, sliding_window=3, max_window_layers=1)
 FAMILIES["modernbert-slices"] = ModernBertConfig(**{**MODERN, "num_attention_heads": 4}, num_hidden_layers=3, local_attention=6)
-WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices"}
+SMALL = {**ELECTRA, "embedding_size": 24}
+CLASSES["electra-small-classes"] = FAMILIES["electra-small-classes"] = ElectraConfig(**SMALL, num_labels=3)
+TOKENS["electra-small-tokens"] = FAMILIES["electra-small-tokens"] = ElectraConfig(**SMALL, num_labels=5)
+GEMMA4 = dict(**DECODER, num_hidden_layers=4, num_attention_heads=4, hidden_size_per_layer_input=0, sliding_window=5,
+              layer_types=["sliding_attention", "full_attention"] * 2)
+FAMILIES["gemma4_text"] = Gemma4TextConfig(
+    **GEMMA4, num_key_value_heads=2, head_dim=12, global_head_dim=20, num_global_key_value_heads=1, attention_k_eq_v=True,
+    final_logit_softcapping=5.0, use_bidirectional_attention="vision",
+    rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.35, "rope_theta": 500.0},
+                     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}})
+FAMILIES["gemma4_text-values"] = Gemma4TextConfig(
+    **GEMMA4, num_key_value_heads=1, head_dim=16, global_head_dim=8, attention_bias=True, tie_word_embeddings=False)
+WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices", "gemma4_text", "gemma4_text-values"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
-CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices"}
+CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "gemma4_text", "gemma4_text-values"}
+
+
+def move_scalars(model):
+    """The numbers that multiply outputs of Gemma 4's blocks are buffers."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.add_(0.1 * torch.randn_like(buffer))
 
 
 def sequences(family, generator):
@@ -236,6 +255,7 @@ def main():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            move_scalars(model)
         folder = here / family
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)

@@ -14,9 +14,11 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
+    AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Gemma4TextConfig, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
     Qwen3_5TextConfig, Qwen3Config, SeedOssConfig, SmolLM3Config, Starcoder2Config,
 )
+
+from families import move_scalars
 
 LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
 ALL = dict(vocab_size=97, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -72,6 +74,10 @@ FAMILIES = {
                               attention_out_bias=True, residual_dropout=0.0),
     "ernie4_5": Ernie4_5Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12),
     "helium": HeliumConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12),
+    "gemma4_text": Gemma4TextConfig(
+        **DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=10, global_head_dim=16,
+        num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=9.0, tie_word_embeddings=False),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}
@@ -84,6 +90,7 @@ def made(config, seed):
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        move_scalars(model)
     return model
 
 

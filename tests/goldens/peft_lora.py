@@ -65,6 +65,8 @@ CASES = {
     "ernie4_5": dict(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "down_proj"]),
     "helium": dict(r=3, lora_alpha=4, target_modules=ALL),
     "electra-classes": dict(r=2, lora_alpha=6, target_modules=["query", "output.dense"], task_type="SEQ_CLS"),
+    "electra-small-classes": dict(r=3, lora_alpha=6, target_modules=["embeddings_project", "key"], task_type="SEQ_CLS"),
+    "gemma4_text": dict(r=3, lora_alpha=4, target_modules=ALL),
 }
 
 

@@ -136,13 +136,8 @@ fn configs_of_other_families() {
 #[test]
 fn configs_of_electra_and_of_cheap_families() {
     let folder = folder();
-    let cases: [(&str, Change, &str); 7] = [
-        ("electra-classes", |c| c["embedding_size"] = json!(24), "embedding_size is 24"),
-        (
-            "electra-classes",
-            |c| drop(c.as_object_mut().map(|keys| keys.remove("embedding_size"))),
-            "embedding_size is 128: only hidden_size, which is 48, is built",
-        ),
+    let cases: [(&str, Change, &str); 6] = [
+        ("electra-classes", |c| c["embedding_size"] = json!(0), "embedding_size is 0: it must be"),
         ("electra-classes", |c| c["is_decoder"] = json!(true), "is_decoder is true"),
         ("seed_oss", |c| c["pretraining_tp"] = json!(2), "pretraining_tp is 2"),
         ("seed_oss", |c| c["residual_dropout"] = json!("x"), "must be a number"),
@@ -152,11 +147,9 @@ fn configs_of_electra_and_of_cheap_families() {
     for (family, change, says) in cases {
         refused(&folder, &of_family(&folder, family, change), &["config.json", says]);
     }
-    for (family, says) in [
-        ("gemma3n_text", "embeddings of their own"),
-        ("gemma4_text", "heads of two sizes"),
-        ("mpnet", "biases by relative position"),
-    ] {
+    for (family, says) in
+        [("gemma3n_text", "embeddings of their own"), ("mpnet", "biases by relative position")]
+    {
         let mut config = json!({});
         config["model_type"] = json!(family);
         let at = folder.path().join("model/config.json");
@@ -168,6 +161,62 @@ fn configs_of_electra_and_of_cheap_families() {
     let masked = of_family(&folder, "electra-classes", |_| ()) + "model.task = \"masked-lm\"\n";
     let says = "electra can only do sequence-classification or token-classification or sentence-";
     refused(&folder, &masked, &["model.task", says]);
+}
+
+#[test]
+fn configs_of_gemma4() {
+    let folder = folder();
+    let cases: [(Change, &str); 15] = [
+        (|c| c["hidden_size_per_layer_input"] = json!(8), "embeddings of their own (E2B, E4B)"),
+        (
+            |c| drop(c.as_object_mut().map(|keys| keys.remove("hidden_size_per_layer_input"))),
+            "hidden_size_per_layer_input is 256",
+        ),
+        (|c| c["num_kv_shared_layers"] = json!(2), "keys and values of other blocks"),
+        (|c| c["enable_moe_block"] = json!(true), "experts beside their feed-forward"),
+        (|c| c["use_bidirectional_attention"] = json!("all"), "tokens of text see no later ones"),
+        (|c| c["sliding_window"] = Value::Null, "sliding_window is null"),
+        (|c| c["layer_types"] = Value::Null, "only a multiple of 6 is built"),
+        (|c| c["layer_types"][1] = json!("sliding_attention"), "must be an object that has"),
+        (|c| c["per_layer_config"]["0"] = json!({ "head_dim": 8 }), "must be an object that has"),
+        (|c| c["per_layer_config"]["1"]["head_dim"] = json!(16), "must be an object that has"),
+        (
+            |c| {
+                for block in ["1", "3"] {
+                    c["per_layer_config"][block]["head_dim"] = json!(514);
+                }
+            },
+            "at most 512 times heads",
+        ),
+        (
+            |c| {
+                for block in ["1", "3"] {
+                    c["per_layer_config"][block]["num_key_value_heads"] = json!(3);
+                }
+            },
+            "model.kv_heads is 3",
+        ),
+        (
+            |c| c["rope_parameters"]["full_attention"]["rope_type"] = json!("default"),
+            "only the rope_type \"proportional\"",
+        ),
+        (
+            |c| c["rope_parameters"]["full_attention"]["partial_rotary_factor"] = json!(0.05),
+            "partial_rotary_factor is 0.05",
+        ),
+        (
+            |c| c["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = json!(0.5),
+            "heads rotate as a whole",
+        ),
+    ];
+    for (change, says) in cases {
+        refused(&folder, &of_family(&folder, "gemma4_text", change), &["config.json", says]);
+    }
+    for task in ["token-classification", "sequence-classification"] {
+        let of_task = format!("model.task = \"{task}\"\n");
+        let config = of_family(&folder, "gemma4_text", |_| ()) + &of_task;
+        refused(&folder, &config, &["model.task", "gemma4_text can only do causal-lm"]);
+    }
 }
 
 #[test]

@@ -114,6 +114,12 @@ fn shapes_and_budgets() {
     refused(&folder, &dense, &["model.intermediate is set", "model.expert_intermediate"]);
     let grows = format!("{experts}max_layers = 7");
     refused(&folder, &grows, &["model.max_layers is 7", "layers are not added"]);
+    let goldens = env!("CARGO_MANIFEST_DIR");
+    let two_sizes = format!("model.path = \"{goldens}/tests/goldens/gemma4_text\"\nmodel.");
+    let grows = format!("{two_sizes}max_layers = 7");
+    refused(&folder, &grows, &["model.max_layers is 7", "with heads of two sizes"]);
+    let wide = "model.hidden = 640\nmodel.heads = 2\ndevice.kind = \"cuda\"";
+    refused(&folder, wide, &["device.kind is cuda: heads of 320 channels", "at most 256"]);
     let sparse =
         format!("{experts}layers = 1\nstash.relu_density = 0.5\nschedule.recompute = false");
     refused(&folder, &sparse, &["stash.relu_density is for feed-forwards of ReLU"]);

@@ -24,7 +24,7 @@ use crate::whole;
 
 const CHUNK: usize = 128;
 
-const CASES: [&str; 32] = [
+const CASES: [&str; 33] = [
     "cohere",
     "cohere2",
     "ernie4_5",
@@ -57,6 +57,7 @@ const CASES: [&str; 32] = [
     "seed_oss",
     "smollm3",
     "starcoder2",
+    "gemma4_text",
 ];
 
 /// A case whose sequences have 300 positions, and its golden.

@@ -1,13 +1,60 @@
 //! Models of every family, in ways drawn at random: the same bits.
 
-use l2l::config::EpsTier;
-use l2l::shape_of;
+use l2l::config::{EpsTier, StashDtype};
+use l2l::{Config, Trainer, shape_of};
 use proptest::prelude::*;
+use safetensors::SafeTensors;
 
 use crate::exact::run;
 use crate::pytorch::{self, EXPERTS, FAMILIES};
 use crate::ways::{baseline, ways};
 use crate::whole;
+
+/// Cases of PEFT's adapters: a model, and `-linear` where all its linear layers have adapters,
+/// `-patterns` where ranks and alphas differ by module, or `-layers` where only some layers have
+/// adapters.
+pub(crate) const ADAPTED: [&str; 40] = [
+    "tied",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "bert",
+    "roberta",
+    "distilbert",
+    "bert-classes",
+    "roberta-classes",
+    "bert-linear",
+    "roberta-linear",
+    "distilbert-linear",
+    "bert-classes-linear",
+    "opt",
+    "llama-patterns",
+    "bert-patterns",
+    "qwen2-layers",
+    "olmo2",
+    "starcoder2",
+    "gpt_oss",
+    "gemma2",
+    "granite",
+    "glm4",
+    "glm",
+    "cohere",
+    "cohere2",
+    "ministral",
+    "gpt_neox",
+    "ministral3",
+    "modernbert-linear",
+    "modernbert-classes",
+    "qwen3_5_text",
+    "qwen3_5_text-tied",
+    "seed_oss",
+    "ernie4_5",
+    "helium",
+    "electra-classes",
+    "electra-small-classes",
+    "gemma4_text",
+];
 
 fn all() -> Vec<&'static str> {
     FAMILIES.into_iter().chain(EXPERTS).collect()
@@ -39,4 +86,47 @@ proptest! {
         prop_assert_eq!(bits, expected, "{}", name);
         prop_assert_eq!(summary.weights_digest, reference.weights_digest, "{}", name);
     }
+}
+
+/// The error of a start.
+async fn refused(config: Config) -> String {
+    let started = Trainer::start(config).await.map(|_| ());
+    started.expect_err("it is refused").to_string()
+}
+
+/// A step changes each tensor but the numbers that multiply the outputs of blocks.
+#[tokio::test]
+async fn constants_are_not_trained() {
+    const CONSTANT: &str = "layer_scalar";
+    let (mut config, _) = pytorch::case("gemma4_text");
+    let from = config.model.path.clone().expect("a case has one");
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut batches = l2l::data::Batches::open(&config).expect("it is committed");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+    trainer.step(batches.next().await.expect("good data")).await.expect("nothing fails here");
+    trainer.save(folder.path()).await.expect("a directory of ours");
+    trainer.stop().await.expect("nothing fails here");
+    let bytes = [from.as_path(), folder.path()].map(|place: &std::path::Path| {
+        std::fs::read(place.join("model.safetensors")).expect("a directory has them")
+    });
+    let [from, to] = bytes.each_ref().map(|b| SafeTensors::deserialize(b).expect("it is whole"));
+    let mut constants = 0;
+    for (name, tensor) in from.tensors() {
+        let is_same = to.tensor(&name).expect("it is written").data() == tensor.data();
+        assert_eq!(is_same, name.ends_with(CONSTANT), "{name}");
+        constants += usize::from(is_same);
+    }
+    assert_eq!(constants, 4);
+    config.train.only = vec![CONSTANT.into()];
+    let error = refused(config).await;
+    assert!(error.contains("train.only leaves nothing to train"), "{error}");
+}
+
+/// What is packed for the stash has blocks that fit both widths.
+#[tokio::test]
+async fn narrow_embeddings_have_a_width_of_their_own() {
+    let (mut config, _) = pytorch::case("electra-small-classes");
+    (config.stash.dtype, config.stash.block_size) = (StashDtype::Int8, 16);
+    let error = refused(config).await;
+    assert!(error.contains("does not divide the model's width of 24: set 12"), "{error}");
 }

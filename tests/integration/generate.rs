@@ -76,6 +76,7 @@ async fn greedy_text_is_transformers() {
         "seed_oss",
         "smollm3",
         "starcoder2",
+        "gemma4_text",
     ] {
         let (prompts, greedy) = golden(family);
         let found = generated(config(family), &prompts, Sampling::default(), &[]).await;

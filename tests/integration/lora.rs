@@ -12,50 +12,8 @@ use l2l::{Config, Trainer, hf, shape_of};
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Value, json};
 
+use crate::families::ADAPTED;
 use crate::pytorch::{self, check, golden_of};
-
-/// A case is a model, and `-linear` where all its linear layers have adapters, `-patterns` where
-/// ranks and alphas differ by module, or `-layers` where only some layers have adapters.
-const CASES: [&str; 38] = [
-    "tied",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "bert",
-    "roberta",
-    "distilbert",
-    "bert-classes",
-    "roberta-classes",
-    "bert-linear",
-    "roberta-linear",
-    "distilbert-linear",
-    "bert-classes-linear",
-    "opt",
-    "llama-patterns",
-    "bert-patterns",
-    "qwen2-layers",
-    "olmo2",
-    "starcoder2",
-    "gpt_oss",
-    "gemma2",
-    "granite",
-    "glm4",
-    "glm",
-    "cohere",
-    "cohere2",
-    "ministral",
-    "gpt_neox",
-    "ministral3",
-    "modernbert-linear",
-    "modernbert-classes",
-    "qwen3_5_text",
-    "qwen3_5_text-tied",
-    "seed_oss",
-    "ernie4_5",
-    "helium",
-    "electra-classes",
-];
 
 fn adapters(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/lora").join(name)
@@ -74,7 +32,7 @@ fn case(name: &str) -> (Config, Value) {
 
 #[tokio::test]
 async fn every_family_is_pefts() {
-    for name in CASES {
+    for name in ADAPTED {
         let (config, golden) = case(name);
         let relay = check(config.clone(), &golden).await;
         let mut resident = config;
@@ -98,7 +56,7 @@ async fn loss_of(config: &Config) -> f64 {
 
 #[tokio::test]
 async fn merged_weights_are_the_weights_and_their_adapters() {
-    for name in CASES {
+    for name in ADAPTED {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
         let merged = folder.path().join("merged");
@@ -120,7 +78,7 @@ async fn merged_weights_are_the_weights_and_their_adapters() {
 /// Adapters that were not trained are written as they were read.
 #[tokio::test]
 async fn adapters_are_written_in_pefts_layout() {
-    for name in CASES {
+    for name in ADAPTED {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
         let place = folder.path().join("checkpoint");

@@ -138,37 +138,42 @@ async fn a_head_of_classes_is_not_merged_into_the_whole_model() {
     assert!(!merged.exists());
 }
 
-/// The name that a model of Qwen3.5 which also reads images has for a tensor.
+/// The name that a model of Qwen3.5 or Gemma 4 which also reads images has for a tensor.
 fn in_whole(name: &str) -> String {
     name.replacen("model.", "model.language_model.", 1)
 }
 
-/// What reads images and what guesses further tokens are left out of Qwen3.5.
+/// What reads images or sounds, and what guesses further tokens, are left out.
 #[tokio::test]
-async fn the_text_model_of_qwen3_5_is_read() {
-    let (mut config, _) = case("qwen3_5_text-tied");
-    let from = config.model.path.clone().expect("a case has one");
-    let folder = tempfile::tempdir().expect("a place for files");
-    let text = config_of(&from);
-    let whole = serde_json::json!({ "model_type": "qwen3_5", "text_config": text });
-    fs::write(folder.path().join("config.json"), whole.to_string()).expect("a directory of ours");
-    let bytes = weights(&from);
-    let own = read(&bytes).tensors();
-    let (_, other) = own[0].clone();
-    let long = |name: String| in_whole(&name);
-    let others = ["model.visual.blocks.0.norm1.weight", "mtp.layers.0.mlp.up_proj.weight"];
-    let others = others.map(|name| (name.to_string(), other.clone()));
-    let all = own.into_iter().map(|(name, tensor)| (long(name), tensor)).chain(others);
-    let to = folder.path().join("model.safetensors");
-    safetensors::serialize_to_file(all, None, &to).expect("a directory of ours");
-    let mut digests = Vec::new();
-    for path in [from, folder.path().into()] {
-        config.model.path = Some(path);
-        let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
-        digests.push(trainer.digest().await.expect("nothing fails here"));
-        trainer.stop().await.expect("nothing fails here");
+async fn the_text_model_of_a_whole_model_is_read() {
+    let qwen3_5 = ["model.visual.blocks.0.norm1.weight", "mtp.layers.0.mlp.up_proj.weight"];
+    let gemma4 = ["model.vision_tower.encoder.layers.0.layer_scalar", "model.embed_audio.weight"];
+    let cases = [("qwen3_5_text-tied", "qwen3_5", qwen3_5), ("gemma4_text", "gemma4", gemma4)];
+    for (name, family, others) in cases {
+        let (mut config, _) = case(name);
+        let from = config.model.path.clone().expect("a case has one");
+        let folder = tempfile::tempdir().expect("a place for files");
+        let text = config_of(&from);
+        let whole = serde_json::json!({ "model_type": family, "text_config": text });
+        let place = folder.path().join("config.json");
+        fs::write(place, whole.to_string()).expect("a directory of ours");
+        let bytes = weights(&from);
+        let own = read(&bytes).tensors();
+        let (_, other) = own[0].clone();
+        let long = |name: String| in_whole(&name);
+        let others = others.map(|name| (name.to_string(), other.clone()));
+        let all = own.into_iter().map(|(name, tensor)| (long(name), tensor)).chain(others);
+        let to = folder.path().join("model.safetensors");
+        safetensors::serialize_to_file(all, None, &to).expect("a directory of ours");
+        let mut digests = Vec::new();
+        for path in [from, folder.path().into()] {
+            config.model.path = Some(path);
+            let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+            digests.push(trainer.digest().await.expect("nothing fails here"));
+            trainer.stop().await.expect("nothing fails here");
+        }
+        assert_eq!(digests[0], digests[1], "{name}");
     }
-    assert_eq!(digests[0], digests[1]);
 }
 
 /// Qwen3.5 with experts is released with those of a block in one tensor, beside what reads images.

@@ -106,7 +106,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 48] = [
+pub(crate) const FAMILIES: [&str; 52] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -155,6 +155,10 @@ pub(crate) const FAMILIES: [&str; 48] = [
     "smollm3",
     "starcoder2",
     "xlm-roberta",
+    "electra-small-classes",
+    "electra-small-tokens",
+    "gemma4_text",
+    "gemma4_text-values",
 ];
 
 /// Models with experts: each row's choices are far from ties in f32.

@@ -18,6 +18,21 @@ use crate::simd::Level;
 
 const TILE: usize = 64;
 
+/// Most heads have at most so many channels.
+const USUAL: usize = 256;
+
+/// Zeros for a tile of heads with these channels, on the stack. Those of wide heads take time to
+/// clear only where heads are wide.
+macro_rules! zeros {
+    ($channels:expr) => {
+        if $channels <= USUAL {
+            &mut [0.0_f32; TILE * USUAL][..]
+        } else {
+            &mut [0.0_f32; TILE * HEAD_LIMIT][..]
+        }
+    };
+}
+
 /// c (+)= a b on this thread. c: (m, n), rows of `width`; a: (m, k); b: (k, n).
 fn small(
     level: Level,
@@ -276,7 +291,7 @@ impl Compute for Attention<'_> {
         let first_kept = self.kv.map(|kv| shape.first_kept(kv));
         each_tile(shape, first_kept, |head, queries| {
             let mut p = [0.0_f32; TILE * TILE];
-            let mut output = [0.0_f32; TILE * HEAD_LIMIT];
+            let output = zeros!(d);
             let mut most = [f32::NEG_INFINITY; TILE];
             let mut total = [0.0_f32; TILE];
             let end = head.keys_end(queries.to - 1);
@@ -302,7 +317,7 @@ impl Compute for Attention<'_> {
                 let v = head.keys(kv, 1, keys);
                 let p = Matrix::rows(&p, TILE);
                 let sizes = [queries.len(), keys.len(), d];
-                small(level, &mut output, d, [p, v], sizes, true);
+                small(level, output, d, [p, v], sizes, true);
             }
             for index in 0..queries.len() {
                 let position = queries.from + index;
@@ -362,8 +377,8 @@ impl ComputeIn for AttentionBackward<'_> {
             }
             let tiles = Span::tiles(first_kept.unwrap_or(0), first.end);
             for keys in tiles.map(|tile| Span::tile(tile, first.end)) {
-                let mut dk = [0.0; TILE * HEAD_LIMIT];
-                let mut dv = [0.0; TILE * HEAD_LIMIT];
+                let dk = zeros!(d);
+                let dv = zeros!(d);
                 for head in heads() {
                     for tile in head.query_tiles(keys) {
                         let queries = Span::tile(tile, head.end);
@@ -372,8 +387,8 @@ impl ComputeIn for AttentionBackward<'_> {
                         let dy = head.columns(inputs.dy, queries);
                         let q = head.queries(inputs.qkv, queries);
                         let sizes = [keys.len(), queries.len(), d];
-                        small(level, &mut dv, d, [transposed(&pair.p), dy], sizes, true);
-                        small(level, &mut dk, d, [transposed(&pair.ds), q], sizes, true);
+                        small(level, dv, d, [transposed(&pair.p), dy], sizes, true);
+                        small(level, dk, d, [transposed(&pair.ds), q], sizes, true);
                         let dq = Product {
                             a: Matrix::rows(&pair.ds, TILE),
                             b: head.keys(inputs.kv, 0, keys),
@@ -387,8 +402,8 @@ impl ComputeIn for AttentionBackward<'_> {
                         unsafe { dq.on_pointer(level, dqkv.base().add(at), shape.qkv_width()) };
                     }
                 }
-                write(&first, 0, keys, &dk);
-                write(&first, 1, keys, &dv);
+                write(&first, 0, keys, dk);
+                write(&first, 1, keys, dv);
             }
         });
     }

@@ -29,7 +29,8 @@ impl Compute for Residual<'_> {
 
 impl Compute for Scale {
     fn compute(&self, level: Level, call: &Call<'_>) {
-        let Scale { y, x, factor } = *self;
+        let Scale { y, x, factor, by } = *self;
+        let factor = by.map_or(factor, |by| factor * call.read(by)[0]);
         let read = (x != y).then(|| call.read(x));
         let y = call.write(y);
         if let Some(x) = read {

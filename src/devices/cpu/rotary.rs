@@ -17,7 +17,7 @@ impl Compute for Rotate<'_> {
         rows.for_each(|(row, qkv)| {
             let of_row =
                 if let [one] = &tables[..] { one } else { &tables[shape.batch.place(row).0] };
-            let RotaryTable { frequencies, pairs, interleaved, growth, scale } = *of_row;
+            let RotaryTable { frequencies, pairs, distance, interleaved, growth, scale } = *of_row;
             let at = shape.batch.position_in_document(row);
             let position = at as f32;
             let mut cos = [0.0; PAIRS];
@@ -39,8 +39,9 @@ impl Compute for Rotate<'_> {
                             }
                             continue;
                         }
-                        let (first, second) = head[..2 * pairs].split_at_mut(pairs);
-                        let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
+                        let (first, second) = head.split_at_mut(distance);
+                        let pairs = first[..pairs].iter_mut().zip(second);
+                        let pairs = pairs.zip(cos.iter().zip(&sin));
                         for ((a, b), (cos, sin)) in pairs {
                             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
                         }

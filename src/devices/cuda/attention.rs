@@ -4,7 +4,7 @@ use super::driver::{Argument, Place};
 use super::kernels::{On, arguments};
 use super::launches::{attention_words, attention_words_from};
 use super::texts::AMPERE;
-use crate::kernels::{Attention, AttentionBackward, AttentionShape, ChunkKv};
+use crate::kernels::{Attention, AttentionBackward, AttentionShape, CUDA_HEAD_LIMIT, ChunkKv};
 use crate::tensor::{Scratch, View};
 
 /// A kernel with a block for each tile of a head, and the launch that its text expects.
@@ -21,6 +21,13 @@ struct Tiles {
 
 const fn tiles(kernel: &'static str, positions: usize, threads: u32, shared: usize) -> Tiles {
     Tiles { kernel, positions, blocks: 1, threads, shared }
+}
+
+/// Panics for a head that kernels have no room for. Heads of a config are refused before; those of
+/// a layer of one's own are not.
+pub(super) fn check_head(head_size: usize) {
+    let most = CUDA_HEAD_LIMIT;
+    assert!(head_size <= most, "a head has {head_size} channels, and one of a gpu at most {most}");
 }
 
 /// Each block has half of a head's channels.
@@ -128,6 +135,7 @@ pub(super) fn backward_scratch(op: &AttentionBackward<'_>, scratch: &Scratch<'_>
 
 impl On<'_> {
     fn passes(&self, head_size: usize) -> Passes {
+        check_head(head_size);
         let target = self.queue.target();
         let by_size = match target.has_tensor_cores() {
             false => return PLAIN,
@@ -135,7 +143,7 @@ impl On<'_> {
             true => CORES,
         };
         let fits = |(most, _): &(usize, Passes)| head_size <= *most;
-        by_size.into_iter().find(fits).expect("sizes are checked").1
+        by_size.into_iter().find(fits).expect("a head was checked").1
     }
 
     pub(super) fn attention(&self, op: &Attention<'_>) {

@@ -19,9 +19,10 @@ impl On<'_> {
         }
     }
 
-    pub(super) fn scale(&self, &Scale { y, x, factor }: &Scale) {
+    pub(super) fn scale(&self, &Scale { y, x, factor, by }: &Scale) {
         let length = x.len();
-        self.queue.each("scale", length, NEIGHBOURS, arguments!(self; y, x, long(length), factor));
+        let arguments = arguments!(self; y, x, long(length), factor, by);
+        self.queue.each("scale", length, NEIGHBOURS, arguments);
     }
 
     /// The first rows of the sequences of a mask, and the number of sequences.

@@ -1,5 +1,6 @@
 //! The KV cache: copies of keys and values, and attention to cached ones.
 
+use super::attention::check_head;
 use super::kernels::{On, arguments};
 use super::launches::{attention_words, long};
 use crate::kernels::{AttentionShape, CachedAttention, ReadKv, RegroupHeads, WriteKv};
@@ -35,6 +36,7 @@ impl On<'_> {
 
     pub(super) fn cached_attention(&self, op: &CachedAttention<'_>) {
         let CachedAttention { y, lse, qkv, cache, ref shape } = *op;
+        check_head(shape.head_size);
         let cached = self.metadata.cached(&shape.batch);
         let starts = self.metadata.starts(&shape.batch);
         let room = cache.rows / shape.batch.sequences();

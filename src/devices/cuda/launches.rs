@@ -136,14 +136,16 @@ pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize
 }
 
 /// The text's `Rotary`.
-pub(super) fn rotary_words(table: &RotaryTable) -> Words<{ PAIRS + 5 }> {
-    let RotaryTable { frequencies, pairs, interleaved, growth, scale } = table;
-    let mut words = [0; PAIRS + 5];
+pub(super) fn rotary_words(table: &RotaryTable) -> Words<{ PAIRS + 6 }> {
+    let RotaryTable { frequencies, pairs, distance, interleaved, growth, scale } = *table;
+    let mut words = [0; PAIRS + 6];
     words[..PAIRS].copy_from_slice(&frequencies.map(f32::to_bits));
-    let interleaved = u32::from(*interleaved);
     let [beta, positions] =
         growth.map_or([0, 0], |growth| [growth.beta.to_bits(), growth.positions as u32]);
-    words[PAIRS..].copy_from_slice(&[scale.to_bits(), *pairs as u32, interleaved, beta, positions]);
+    let sizes = [pairs as u32, u32::from(interleaved), distance as u32];
+    let [pairs, interleaved, distance] = sizes;
+    let behind = [scale.to_bits(), pairs, interleaved, distance, beta, positions];
+    words[PAIRS..].copy_from_slice(&behind);
     Words { name: "Rotary", words }
 }
 

@@ -8,7 +8,7 @@ use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients};
 use crate::kernels::{
     AttentionBackward, Cast, ChunkKv, HeadNormBackward, QueryKey, ReadKv, RegroupHeads, Residual,
-    Rotate, SinkBackward,
+    Rotate, SinkBackward, TakeColumns,
 };
 use crate::models::layer::Save;
 use crate::models::norms::{AffineBackward, or_scratch};
@@ -250,7 +250,7 @@ impl ChunkPass<'_> {
             return self.linear_backward(g, &pass, scratch);
         }
         let [doutput, dgates] = self.gates_backward(dgated, scratch);
-        let dqkv = scratch.take_like(saved.qkv);
+        let dqkv = scratch.take(saved.qkv.rows, block.shape.qkv());
         let shape = block.attention(batch);
         self.sinks_backward(g, doutput);
         let qkv = if g.save == Some(Save::All) {
@@ -271,12 +271,18 @@ impl ChunkPass<'_> {
         if let Some(rotary) = block.rotary() {
             k.rotate(&Rotate { qkv: dqkv, rotary, shape, inverse: true });
         }
-        self.head_norms_backward(g, dqkv, scratch);
+        let dqkv = self.head_norms_backward(g, dqkv, scratch);
         self.join_gates(dqkv, dgates, scratch)
     }
 
-    /// The backward of the norms of queries and keys, in place.
-    fn head_norms_backward(&self, g: &ChunkGradients<'_>, dqkv: View, scratch: &Scratch<'_>) {
+    /// The backward of the norms of queries, keys and values. Returns the gradient of what the
+    /// projection gives.
+    fn head_norms_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        dqkv: View,
+        scratch: &Scratch<'_>,
+    ) -> View {
         let ChunkPass { block, k, ref saved, ref batch, .. } = *self;
         let norms = (g.d.qk_norm, self.w.qk_norm(), saved.qk_norm);
         if let (Some([dquery, dkey]), Some(gamma), Some(statistics)) = norms {
@@ -292,11 +298,18 @@ impl ChunkPass<'_> {
                 statistics,
                 gamma,
                 gamma_offset: block.shape.norm_offset,
+                values: block.shape.values,
                 shape: block.normed_heads(batch),
                 accumulate: g.accumulate,
             };
             k.head_norm_backward(&op, scratch);
         }
+        if dqkv.columns == saved.qkv.columns {
+            return dqkv;
+        }
+        let y = scratch.take_like(saved.qkv);
+        k.take_columns(&TakeColumns { y, x: dqkv, first: 0, scale: 1.0 });
+        y
     }
 
     /// The gradients of the sinks, from that of attention's output.

@@ -100,7 +100,7 @@ impl ChunkPass<'_> {
         }
         let factor = self.block.shape.residual_scale;
         if factor != 1.0 {
-            self.k.scale(&Scale { y, x: y, factor });
+            self.k.scale(&Scale { y, x: y, factor, by: None });
         }
     }
 
@@ -111,6 +111,9 @@ impl ChunkPass<'_> {
             FeedForward::Dense(mlp) => self.dense_forward(mlp, y, scratch),
             FeedForward::Experts(experts) => self.experts_forward(experts, y, scratch),
             FeedForward::Apart => unreachable!("a slice's output is a partial sum"),
+        }
+        if let by @ Some(_) = self.w.output_scalar {
+            self.k.scale(&Scale { y, x: y, factor: 1.0, by });
         }
     }
 
@@ -240,7 +243,9 @@ impl ChunkPass<'_> {
             let epsilon = block.shape.norm_epsilon;
             let gamma_offset = block.shape.norm_offset;
             let heads = block.normed_heads(&self.batch);
-            let op = HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape: heads };
+            let values = block.shape.values;
+            let op =
+                HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, values, shape: heads };
             k.head_norm(&op);
             if let Some(rotary) = block.rotary() {
                 k.rotate(&Rotate { qkv: rotated, rotary, shape, inverse: false });

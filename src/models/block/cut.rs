@@ -166,6 +166,7 @@ impl TransformerBlock {
             feed_forward: FeedForward::Apart,
             branch_norms: None,
             sinks: whole.sinks.map(|sinks| of(sinks, own_heads)),
+            output_scalar: None,
             linear: None,
         }
     }

@@ -94,8 +94,8 @@ impl TransformerBlock {
         let gates = if shape.output_gates { shape.attention_width() } else { 0 };
         let has_rotated = shape.qk_norm || shape.qkv_by_head;
         Widths {
-            projected: shape.qkv() + gates,
-            qkv: shape.qkv(),
+            projected: shape.projected_qkv() + gates,
+            qkv: shape.projected_qkv(),
             gates,
             rotated: if has_rotated { shape.qkv() } else { 0 },
             output: shape.attention_width(),

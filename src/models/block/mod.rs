@@ -36,7 +36,7 @@ use super::portions::LayerPortion;
 use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
 use crate::kernels::{
-    Activation, AttentionShape, BatchView, Dropout, Kernels, LinearHeads, Rotary,
+    Activation, AttentionShape, BatchView, Dropout, Kernels, LinearHeads, Rotary, Scale,
 };
 use crate::tensor::{ALIGNED, Dtype, Scratch, View};
 
@@ -93,7 +93,7 @@ impl TransformerBlock {
         TransformerBlock {
             index,
             number,
-            shape,
+            shape: shape.with_heads_of(number),
             adapters: None,
             relu_room: None,
             first_head: 0,
@@ -189,6 +189,16 @@ impl TransformerBlock {
             routing,
         }
     }
+}
+
+/// The gradient in front of the number that multiplies a block's output, if it has one.
+fn output_gradient(k: &dyn Kernels, w: &Weights<'_>, dy: View, scratch: &Scratch<'_>) -> View {
+    if w.output_scalar.is_none() {
+        return dy;
+    }
+    let y = scratch.take_like(dy);
+    k.scale(&Scale { y, x: dy, factor: 1.0, by: w.output_scalar });
+    y
 }
 
 impl Layer for TransformerBlock {
@@ -384,6 +394,7 @@ impl Layer for TransformerBlock {
         }
         let Backward { batch, x, saved, dy, dx, chunk_state, accumulate, scratch, .. } = *pass;
         let weights = &self.sorted(pass.weights, pass.stored);
+        let dy = output_gradient(k, weights, dy, scratch);
         let (base, experts) = pass.gradients.split_at(pass.weights.len());
         let d = &self.sorted(base, experts);
         let dx = dx.unwrap_or_else(|| scratch.take_like(x));

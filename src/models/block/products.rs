@@ -216,7 +216,7 @@ impl Products<'_> {
         let factor = self.block.shape.residual_scale;
         let mut x = dy;
         if factor != 1.0 {
-            self.k.scale(&Scale { y: dx, x, factor });
+            self.k.scale(&Scale { y: dx, x, factor, by: None });
             x = dx;
         }
         if dropout.is_some() {

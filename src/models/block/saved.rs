@@ -19,7 +19,7 @@ pub(super) struct Activations {
     pub(super) qkv: View,
     /// The gates of attention's output, if they are not in `qkv`. (R, H D).
     pub(super) gates: Option<View>,
-    /// Statistics of the norms of heads. (R, H + K).
+    /// Statistics of the norms of heads. (R, H + K), or more with norms of values.
     pub(super) qk_norm: Option<View>,
     /// The output of attention, or of the delta rule, in front of its gates. (R, H D).
     pub(super) attention_output: View,
@@ -97,8 +97,7 @@ impl TransformerBlock {
         let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
         let places = Places { rows: chunk.rows(), stashed, scratch };
         let attention = matches!(saved, Some((Save::All, _)));
-        let [of_queries, of_keys, _] = shape.normed_heads();
-        let heads = of_queries + of_keys;
+        let heads = shape.head_statistics();
         let widths = self.widths();
         let relu_room = self.relu_room.filter(|_| saved.is_some());
         Activations {
@@ -154,8 +153,7 @@ impl TransformerBlock {
         let feeds = of.half != Half::Attend;
         let if_so = |is_so: bool, width: usize| if is_so { width } else { 0 };
         let activations = |slice: &TransformerBlock| {
-            let [of_queries, of_keys, _] = slice.shape.normed_heads();
-            let heads = of_queries + of_keys;
+            let heads = slice.shape.head_statistics();
             let widths = slice.widths();
             let has_qk_norm = attends && slice.has_qk_norm();
             Activations {
@@ -186,8 +184,7 @@ impl TransformerBlock {
         chunks: usize,
     ) -> Option<Boundary> {
         let slice = self.slice(0);
-        let [of_queries, of_keys, _] = slice.shape.normed_heads();
-        let heads = if slice.has_qk_norm() { of_queries + of_keys } else { 0 };
+        let heads = if slice.has_qk_norm() { slice.shape.head_statistics() } else { 0 };
         let widths = slice.widths();
         let [numbers, floats, views] = match (piece.half, save) {
             (Half::Feed, _) => [slice.common_up(), 0, 1],
@@ -217,8 +214,7 @@ impl TransformerBlock {
     /// The saved activations of sequences that are cut into this many chunks at most.
     pub(super) fn saved_activations(&self, save: Save, dtype: Dtype, chunks: usize) -> Boundary {
         let shape = &self.shape;
-        let [of_queries, of_keys, _] = shape.normed_heads();
-        let heads = if self.has_qk_norm() { of_queries + of_keys } else { 0 };
+        let heads = if self.has_qk_norm() { shape.head_statistics() } else { 0 };
         let widths = self.widths();
         let feed_forward_sum = if shape.norms.are_behind_sums() { shape.hidden } else { 0 };
         let [branches, of_branches] =

@@ -310,7 +310,7 @@ impl SlicedPass<'_> {
         k.cast(&Cast { y, x: sum });
         let factor = block.shape.residual_scale;
         if factor != 1.0 {
-            k.scale(&Scale { y, x: y, factor });
+            k.scale(&Scale { y, x: y, factor, by: None });
         }
     }
 

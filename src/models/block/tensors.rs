@@ -5,7 +5,7 @@ use std::slice;
 
 use super::TransformerBlock;
 use super::linear::LinearTensors;
-use crate::kernels::{Kernels, QueryKey};
+use crate::kernels::{HeadValues, Kernels, QueryKey};
 use crate::models::adapters::AdaptedModule;
 use crate::models::block_tensors::SlotWeight;
 use crate::models::families::Names;
@@ -105,6 +105,8 @@ pub(super) struct Tensors<V, E> {
     pub(super) branch_norms: Option<[Affine<V>; 2]>,
     /// The sinks of attention's heads.
     pub(super) sinks: Option<V>,
+    /// The number that multiplies the block's output.
+    pub(super) output_scalar: Option<V>,
     /// Those of linear attention, in place of attention.
     pub(super) linear: Option<LinearTensors<V>>,
 }
@@ -224,10 +226,13 @@ impl TransformerBlock {
         if let Some(heads) = self.linear() {
             return self.linear_attention_modules(heads);
         }
-        let Shape { names, hidden, heads, kv_heads, head_size: d, biases, .. } = self.shape;
+        let Shape { names, hidden, heads, kv_heads, head_size: d, values, biases, .. } = self.shape;
         let of_queries = heads * d + self.widths().gates;
         let qkv: Vec<(&str, usize)> = match names.qkv {
             [fused] => vec![(*fused, self.shape.qkv())],
+            [queries, keys, _] if values == HeadValues::Keys => {
+                vec![(queries, of_queries), (keys, kv_heads * d)]
+            }
             three => three.iter().copied().zip([of_queries, kv_heads * d, kv_heads * d]).collect(),
         };
         let output = [(names.projection, hidden)];
@@ -384,6 +389,9 @@ impl TransformerBlock {
         let sinks =
             || Tensor::new(self.name(names.sinks), vec![self.shape.heads], Kind::Bias, normal);
         all.extend(self.shape.sinks.then(sinks));
+        let scalar =
+            || Tensor::new(self.name(names.output_scalar), vec![1], Kind::Buffer, Init::Ones);
+        all.extend(self.shape.output_scalars.then(scalar));
         all.extend(self.linear_tensors());
         all.extend(self.adapter_tensors(self.base_modules()));
         all
@@ -432,7 +440,7 @@ impl TransformerBlock {
     /// Sorts the tensors of a step with the base block, or their gradients, by name. `experts` are
     /// those of experts.
     pub(super) fn sorted<V: Copy, E: Copy>(&self, views: &[V], experts: &[E]) -> Tensors<V, E> {
-        let Shape { norms, sinks, .. } = self.shape;
+        let Shape { norms, sinks, output_scalars, .. } = self.shape;
         let biases = self.biases();
         let shifts = self.shape.norms_shift();
         let mut next = Next { block: self, views: views.iter().copied(), site: 0 };
@@ -457,6 +465,7 @@ impl TransformerBlock {
         };
         let qk_norm = self.has_qk_norm().then(|| [next.view(), next.view()]);
         let sinks = sinks.then(|| next.view());
+        let output_scalar = output_scalars.then(|| next.view());
         let linear = self.linear().map(|_| LinearTensors::next(|| next.view()));
         let [of_qkv, of_projection] = self.attention_modules();
         let qkv = next.product(qkv, of_qkv);
@@ -479,6 +488,7 @@ impl TransformerBlock {
             feed_forward,
             branch_norms,
             sinks,
+            output_scalar,
             linear,
         }
     }

@@ -1,5 +1,5 @@
 //! ELECTRA's discriminator (Clark et al. 2020): BERT without a pooler, with a head of classes of
-//! its own. Its embeddings have the width of the hidden states.
+//! its own. Embeddings may have fewer channels than hidden states, as in ELECTRA-small.
 
 use serde_json::Value;
 
@@ -16,6 +16,7 @@ pub(super) static NAMES: Names = Names {
     positions: "electra.embeddings.position_embeddings.weight",
     token_types: "electra.embeddings.token_type_embeddings.weight",
     stem_norm: "electra.embeddings.LayerNorm",
+    embedding_projection: "electra.embeddings_project",
     qkv: &[
         "electra.encoder.layer.{}.attention.self.query",
         "electra.encoder.layer.{}.attention.self.key",
@@ -36,22 +37,20 @@ pub(super) static NAMES: Names = Names {
 };
 
 const EMBEDDING: &str = "embedding_size";
+const MOST: usize = 1 << 20;
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     let shape = read_shared(keys, &NAMES)?;
     let width = size_or_none(keys, EMBEDDING)?.unwrap_or(128);
-    if width != shape.hidden {
-        return Err(format!(
-            "{EMBEDDING} is {width}: only hidden_size, which is {}, is built, and no \
-             embeddings_project (ELECTRA-small has one; base and large have none)",
-            shape.hidden
-        ));
+    if !(1..=MOST).contains(&width) {
+        return Err(format!("{EMBEDDING} is {width}: it must be 1 to {MOST}"));
     }
-    Ok(Shape { head: read_head(keys, Head::EMBEDDING)?, ..shape })
+    let embedding_channels = (width != shape.hidden).then_some(width);
+    Ok(Shape { embedding_channels, head: read_head(keys, Head::EMBEDDING)?, ..shape })
 }
 
 fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Electra");
-    config[EMBEDDING] = shape.hidden.into();
+    config[EMBEDDING] = shape.embedding_width().into();
     config
 }

@@ -23,7 +23,7 @@ pub(super) static NAMES: Names = Names {
     ..AROUND
 };
 
-/// The names of Gemma 2 and 3, which have norms around their branches.
+/// The names of Gemma 2 to 4, which have norms around their branches.
 pub(super) const AROUND: Names = Names {
     branch_norms: [
         "model.layers.{}.post_attention_layernorm",
@@ -103,7 +103,7 @@ pub(super) fn write_score_scale(shape: &Shape, config: &mut Value) {
     config[SCALAR] = shape.score_scale.map_or(shape.head_size, scalar).into();
 }
 
-/// A shape with what Gemma 2 and 3 share: norms also behind branches, whose scales are differences
+/// A shape with what Gemma 2 to 4 share: norms also behind branches, whose scales are differences
 /// from 1, and scaled embeddings.
 pub(super) fn with_norms_around(shape: Shape) -> Shape {
     Shape {

@@ -7,7 +7,7 @@ use super::read::{
     Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, write_keys,
 };
 use super::{NONE, Names};
-use crate::kernels::{Activation, LogitForm, Pooling};
+use crate::kernels::{Activation, HeadValues, LogitForm, Pooling};
 use crate::models::{AllBut, Dropouts, Head, NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names {
@@ -35,9 +35,12 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         names: &NAMES,
         layers,
         hidden,
+        embedding_channels: None,
         heads,
         kv_heads: heads,
         head_size: hidden / heads.max(1),
+        values: HeadValues::Plain,
+        global_heads: None,
         intermediate,
         experts: None,
         vocabulary,
@@ -60,6 +63,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         joint_qk_norm: false,
         qkv_by_head: false,
         sinks: false,
+        output_scalars: false,
         output_gates: false,
         linear: None,
         biases: [true; 3],

@@ -10,6 +10,7 @@ mod ernie4_5;
 mod experts;
 mod gemma2;
 mod gemma3;
+mod gemma4;
 mod glm;
 mod glm4;
 mod gpt2;
@@ -87,6 +88,8 @@ pub struct Names {
     pub token_types: &'static str,
     /// The norm after the embedding.
     pub stem_norm: &'static str,
+    /// The product behind it, where embeddings have other channels than hidden states.
+    pub embedding_projection: &'static str,
     /// The norm of the attention.
     pub norm1: &'static str,
     /// The projections to queries, keys and values: three layers, or one for all.
@@ -113,6 +116,8 @@ pub struct Names {
     /// turn, and the down projections. Their matrices are (inputs, outputs); the names of their
     /// biases end with `_bias`. Empty: each expert has the modules above.
     pub stacked: &'static [&'static str],
+    /// The number that multiplies the output of a block. The name is complete.
+    pub output_scalar: &'static str,
     /// The sinks of attention's heads.
     pub sinks: &'static str,
     /// Those of linear attention.
@@ -193,8 +198,9 @@ impl Names {
 
     /// Whether a part of each head may rotate, as in transformers.
     pub(crate) fn rotates_parts(&self) -> bool {
-        ["glm", "glm4", "gpt_neox", "phi3", "qwen3_5_text", "qwen3_5_moe_text"]
-            .contains(&self.family)
+        const WITH: [&str; 7] =
+            ["gemma4_text", "glm", "glm4", "gpt_neox", "phi3", "qwen3_5_text", "qwen3_5_moe_text"];
+        WITH.contains(&self.family)
     }
 
     /// Whether transformers reads a text anew when it grows beyond the positions that the model was
@@ -229,6 +235,7 @@ const NONE: Names = Names {
     positions: "",
     token_types: "",
     stem_norm: "",
+    embedding_projection: "",
     norm1: "",
     qkv: &[],
     qk_norm: ["", ""],
@@ -240,6 +247,7 @@ const NONE: Names = Names {
     router: "",
     expert: ["", "", ""],
     stacked: &[],
+    output_scalar: "",
     sinks: "",
     linear: NO_LINEAR,
     shared: ["", "", ""],
@@ -262,7 +270,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 38] = [
+static FAMILIES: [&Names; 39] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
@@ -271,6 +279,7 @@ static FAMILIES: [&Names; 38] = [
     &ernie4_5::NAMES,
     &gemma2::NAMES,
     &gemma3::NAMES,
+    &gemma4::NAMES,
     &glm::NAMES,
     &glm4::NAMES,
     &gpt2::NAMES,
@@ -308,18 +317,13 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 11] = [
+const NOT_BUILT: [(&str, &str); 10] = [
     ("deepseek_v2", "whose keys and values are of low rank (MLA), which is not built"),
     ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
     ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
     (
         "gemma3n_text",
         "whose blocks have embeddings of their own and share keys and values: neither is built",
-    ),
-    (
-        "gemma4_text",
-        "whose blocks have heads of two sizes, norms of values, and scalars, and in some sizes \
-         embeddings of their own or keys and values of other blocks: none of them is built",
     ),
     ("glm4_moe", "whose router has sigmoids, groups and a correction bias: none of them is built"),
     (

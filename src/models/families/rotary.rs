@@ -30,8 +30,8 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
     let own = scaling.or(parameters).unwrap_or(&none);
     if let Some((kind, _)) = own.iter().find(|(_, value)| value.is_object()) {
         return Err(format!(
-            "rope_parameters has {kind:?}: only layers of gemma3_text and olmo3 have rotary \
-             positions by their kind. Give one set of keys, without {kind:?}"
+            "rope_parameters has {kind:?}: only layers of gemma3_text, gemma4_text and \
+             olmo3 have rotary positions by their kind. Give one set of keys, without {kind:?}"
         ));
     }
     let theta = number(keys, "rope_theta", default_theta)?;
@@ -94,11 +94,16 @@ fn read_scaling(keys: &Scaling<'_>, theta: f32) -> Result<Rotary, String> {
             RotaryScaling::Dynamic { factor: keys.at_least("factor", 1.0)?, positions }
         }
         "llama3" => keys.llama3()?,
+        "proportional" => {
+            let factor = above_zero(own, "factor")?.unwrap_or(1.0);
+            RotaryScaling::Proportional(factor)
+        }
         "yarn" => RotaryScaling::Yarn(keys.yarn()?),
         "longrope" => RotaryScaling::LongRope(keys.longrope()?),
         other => {
             return Err(format!(
-                "rope_type is {other:?}: known are default, linear, dynamic, yarn, longrope, llama3"
+                "rope_type is {other:?}: known are default, linear, dynamic, proportional, yarn, \
+                 longrope, llama3"
             ));
         }
     };
@@ -248,22 +253,26 @@ fn longrope_attention(factor: f32, positions: usize) -> f32 {
 
 /// Refuses rotary positions that do not fit the heads of a model.
 pub(super) fn check_rotary(shape: &Shape) -> Result<(), String> {
-    for rotary in [&shape.rotary, &shape.window_rotary].into_iter().flatten() {
+    let global = shape.with_global_heads().head_size;
+    let all = [(&shape.rotary, global), (&shape.window_rotary, shape.head_size)];
+    for (rotary, head_size) in all.into_iter().filter_map(|(one, size)| Some((one.as_ref()?, size)))
+    {
         let part = rotary.part;
-        let channels = rotary.channels(shape.head_size);
+        let channels = rotary.channels(head_size);
         let family = shape.names.family;
         if part != 1.0 && !shape.names.rotates_parts() {
             return Err(format!(
                 "{PART} is {part}: heads of {family} rotate as a whole, also in transformers; a \
-                 part of each rotates in glm, glm4, gpt_neox, phi3, qwen3_5_text and \
+                 part of each rotates in gemma4_text, glm, glm4, gpt_neox, phi3, qwen3_5_text and \
                  qwen3_5_moe_text only"
             ));
         }
-        if part != 1.0 && (channels == 0 || channels % 2 != 0) {
+        let turned = 2 * rotary.pairs(head_size);
+        if part != 1.0 && (turned == 0 || channels % 2 != 0) {
             return Err(format!(
-                "{PART} is {part}: of {} channels of a head that are {channels}, which cannot be \
+                "{PART} is {part}: of {head_size} channels of a head that are {}, which cannot be \
                  rotated in pairs",
-                shape.head_size
+                if turned == 0 { 0 } else { channels }
             ));
         }
         let RotaryScaling::LongRope(LongRope { short, long, .. }) = rotary.scaling else {
@@ -292,6 +301,10 @@ fn rotary_keys(rotary: &Rotary) -> Value {
     let mut keys = match rotary.scaling {
         RotaryScaling::None => json!({ "rope_type": "default" }),
         RotaryScaling::Linear(factor) => json!({ "rope_type": "linear", "factor": factor }),
+        RotaryScaling::Proportional(1.0) => json!({ "rope_type": "proportional" }),
+        RotaryScaling::Proportional(factor) => {
+            json!({ "rope_type": "proportional", "factor": factor })
+        }
         RotaryScaling::Dynamic { factor, .. } => {
             json!({ "rope_type": "dynamic", "factor": factor })
         }

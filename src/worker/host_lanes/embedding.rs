@@ -48,7 +48,7 @@ impl HostLanes {
         let boundary = schedule.with_role(&at.visit.writes, Role::Hidden);
         let boundary = boundary.expect("a gather writes hidden states");
         let x = at.stashed_mut(boundary, m);
-        let channels = model.shape.hidden;
+        let channels = model.shape.embedding_width();
         let rows = Gathered {
             tokens: &at.state.input.batch.tokens[at.state.range(m).rows],
             table: self.shared.eps.table_rows(&model.blocks[block.0 as usize], stored),
@@ -111,7 +111,7 @@ impl HostLanes {
             }
         };
         let tile = shared.model.tiles[block.0 as usize];
-        let channels = shared.model.shape.hidden;
+        let channels = shared.model.shape.embedding_width();
         // Each rank has its own part of the table.
         let from = shared.eps.parts().map_or(0, |parts| parts.own(block).start);
         let floats = (tile.rows * channels).saturating_sub(from).min(gradient.len());

@@ -392,7 +392,8 @@ class Attention(ctypes.Structure):
 
 class Rotary(ctypes.Structure):
     _fields_ = [("frequencies", ctypes.c_float * 128), ("scale", ctypes.c_float), ("pairs", ctypes.c_int),
-                ("interleaved", ctypes.c_int), ("beta", ctypes.c_float), ("positions", ctypes.c_int)]
+                ("interleaved", ctypes.c_int), ("distance", ctypes.c_int), ("beta", ctypes.c_float),
+                ("positions", ctypes.c_int)]
 
 
 class Buffer:
@@ -1016,11 +1017,14 @@ def check_clear(device, random, n):
 
 def check_scale(device, random, n):
     x, y = device.elements(noise(random, n)), device.out(n)
-    device.launch("scale", y, x, n, 0.7)
+    device.launch("scale", y, x, n, 0.7, None)
     device.expect(y, 0.7 * x.wide, 1e-6)
+    by, y = device.elements(noise(random, 1)), device.out(n)
+    device.launch("scale", y, x, n, 0.7, by)
+    device.expect(y, 0.7 * by.wide * x.wide, 1e-6)
     x = device.elements(noise(random, n), changes=True)
     expected = -1.5 * x.wide
-    device.launch("scale", x, x, n, -1.5)
+    device.launch("scale", x, x, n, -1.5, None)
     device.expect(x, expected, 1e-6)
 
 
@@ -1250,31 +1254,42 @@ def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_p
 
 
 def check_head_norm(device, random, rows, heads, kv_heads, head_size, chunk):
+    """Values are copied, normed without scales, or the keys without their scales."""
+    for values in (0, 1, 2):
+        check_head_norm_with(device, random, rows, heads, kv_heads, head_size, chunk, values)
+
+
+def check_head_norm_with(device, random, rows, heads, kv_heads, head_size, chunk, values):
     size, epsilon = Attention.of(1, rows, heads, kv_heads, head_size), 1e-5
-    normed, every = heads + kv_heads, heads + 2 * kv_heads
-    x = device.elements(noise(random, rows, every, head_size) + 0.25)
+    scaled, every = heads + kv_heads, heads + 2 * kv_heads
+    normed = every if values == 1 else scaled
+    x = device.elements(noise(random, rows, scaled if values == 2 else every, head_size) + 0.25)
     gamma = device.elements(noise(random, head_size)), device.elements(noise(random, head_size))
     offset = float(kv_heads == 1)  # as in Gemma, where scales are stored as their differences from 1
     of_head = offset + np.stack([gamma[0].wide] * heads + [gamma[1].wide] * kv_heads)
+    of_head = np.concatenate([of_head, np.ones((normed - scaled, head_size))])
     rstd = 1 / np.sqrt((x.wide[:, :normed] ** 2).mean(2, keepdims=True) + epsilon)
     n = x.wide[:, :normed] * rstd
 
     y, statistics = device.out(rows, every, head_size), device.floats_out(rows, normed)
-    device.launch("head_norm", y, statistics, x, *gamma, rows, epsilon, offset, size)
-    device.expect(y, np.concatenate([n * of_head, x.wide[:, normed:]], 1), 2e-6)
+    device.launch("head_norm", y, statistics, x, *gamma, rows, epsilon, offset, values, size)
+    behind = n[:, heads:] if values == 2 else x.wide[:, normed:]
+    device.expect(y, np.concatenate([n * of_head, behind], 1), 2e-6)
     device.expect(statistics, rstd[:, :, 0], 2e-6)
 
     dy = noise(random, rows, every, head_size)
     dx, dy = device.elements(dy, changes=True), device.elements(dy)
     statistics, parts = device.floats(statistics.bits), device.floats_out(-(-rows // chunk), 2, head_size)
-    each = dy.wide[:, :normed] * n
-    device.launch("head_norm_parts", parts, dy, x, statistics, rows, chunk, size)
+    each = dy.wide[:, :scaled] * n[:, :scaled]
+    device.launch("head_norm_parts", parts, dy, x, statistics, rows, chunk, values, size)
     of_both = [chunks_of(each[:, :heads].sum(1), chunk), chunks_of(each[:, heads:].sum(1), chunk)]
     device.expect(parts, np.stack(of_both, 1), 2e-6)
 
     g = dy.wide[:, :normed] * of_head
+    if values == 2:
+        g[:, heads:] += dy.wide[:, scaled:]
     slope = rstd * (g - n * (g * n).mean(2, keepdims=True))
-    device.launch("head_norm_backward", dx, x, statistics, *gamma, rows, offset, size)
+    device.launch("head_norm_backward", dx, x, statistics, *gamma, rows, offset, values, size)
     device.expect(dx, np.concatenate([slope, dy.wide[:, normed:]], 1), 1e-5)
 
 
@@ -1318,7 +1333,17 @@ def check_rotate(device, random, sequences, positions, heads, kv_heads, head_siz
         cosine, sine = scale * np.cos(angle), scale * np.sin(angle) * (-1 if back else 1)
         expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], 3)
         expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
-        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 0, 0, 0)
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 0, pairs, 0, 0)
+        device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
+        device.expect(qkv, expected, 1e-6)
+        # The second channel of a pair is as far behind the first as in a head that rotates as a whole.
+        half = head_size // 2
+        qkv = device.elements(x, changes=True)
+        expected = qkv.wide.copy()
+        a, b = qkv.wide[..., :pairs], qkv.wide[..., half : half + pairs]
+        expected[..., :pairs], expected[..., half : half + pairs] = a * cosine - b * sine, b * cosine + a * sine
+        expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 0, half, 0, 0)
         device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
         device.expect(qkv, expected, 1e-6)
         # Neighbours are paired.
@@ -1327,13 +1352,13 @@ def check_rotate(device, random, sequences, positions, heads, kv_heads, head_siz
         turned = np.stack([a * cosine - b * sine, b * cosine + a * sine], -1).reshape(*a.shape[:3], 2 * pairs)
         expected = np.concatenate([turned, rest], 3)
         expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
-        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 1, 0, 0)
+        of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, 1, pairs, 0, 0)
         device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
         device.expect(qkv, expected, 1e-6)
         # Rotated channels of queries grow with their positions.
         for interleaved in (0, 1):
             qkv = device.elements(x, changes=True)
-            of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, interleaved, 0.4, 3)
+            of = Rotary((ctypes.c_float * 128)(*frequencies), scale, pairs, interleaved, pairs, 0.4, 3)
             a, b, rest = np.split(qkv.wide, [pairs, 2 * pairs], 3)
             if interleaved:
                 a, b = qkv.wide[..., : 2 * pairs : 2], qkv.wide[..., 1 : 2 * pairs : 2]

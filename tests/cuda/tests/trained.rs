@@ -391,18 +391,29 @@ fn pieces_have_the_bits_of_slices() {
 }
 
 /// Models with factors of scores, branches and logits, with branches beside each other, with pairs
-/// of neighbours that rotate, with queries that grow, and with windows of positions on both sides.
+/// of neighbours that rotate, with queries that grow, with windows of positions on both sides, with
+/// norms of values and heads of two sizes, and with embeddings of fewer channels than blocks.
 #[test]
 fn families_with_factors_are_pytorchs() {
     if !emulated::instead() {
         return;
     }
-    for name in ["granite", "glm4", "cohere2", "gpt_neox", "ministral3", "modernbert-classes"] {
-        for of in KINDS {
-            let (mut config, expected) = golden(name);
-            config.device.dtype = of;
-            let (found, _) = run(config, 2).expect("a case of ours");
-            close(&found, &expected[..2], of, name);
-        }
+    let names = [
+        "granite",
+        "glm4",
+        "cohere2",
+        "gpt_neox",
+        "ministral3",
+        "modernbert-classes",
+        "gemma4_text-values",
+        "electra-small-classes",
+    ];
+    let all = names.into_iter().flat_map(|name| KINDS.map(|of| (name, of)));
+    // Scores of this one are so sharp that its norms change by a tenth in 16 bits.
+    for (name, of) in all.chain([("gemma4_text", Dtype::F32)]) {
+        let (mut config, expected) = golden(name);
+        config.device.dtype = of;
+        let (found, _) = run(config, 2).expect("a case of ours");
+        close(&found, &expected[..2], of, name);
     }
 }

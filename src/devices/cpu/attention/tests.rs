@@ -265,4 +265,7 @@ fn heads_of_every_size_work() {
     for d in [8, 63, 64, 65, 127, 128, 256] {
         check([2, 70], [1, 1, d], true, None, 0.0, &[]);
     }
+    for d in [257, 512] {
+        check([1, 66], [1, 1, d], true, None, 0.0, &[]);
+    }
 }

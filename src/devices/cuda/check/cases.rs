@@ -259,7 +259,14 @@ impl<'c> Cases<'c> {
                 dropout,
             });
         }
-        case!(self.scale, |p| Scale { y: p.output([r, c]), x: p.input([r, c]), factor: 0.7 });
+        for has_other in [false, true] {
+            case!(self.scale, |p| Scale {
+                y: p.output([r, c]),
+                x: p.input([r, c]),
+                factor: 0.7,
+                by: has_other.then(|| p.about([1, 1], 1.0)),
+            });
+        }
     }
 
     fn of_copies(&mut self) {

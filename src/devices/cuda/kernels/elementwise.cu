@@ -34,10 +34,13 @@ extern "C" __global__ void to_floats(float* y, const T* x, long long n) { cast_a
 // launch: grid (ceil(n / 1024)), block (256)
 extern "C" __global__ void from_floats(T* y, const float* x, long long n) { cast_all(y, x, n); }
 
-// y = factor x; y may be x.
+// y = factor by x; y may be x, and by may be null.
 // launch: grid (ceil(n / 1024)), block (256)
-extern "C" __global__ void scale(T* y, const T* x, long long n, float factor) {
+extern "C" __global__ void scale(T* y, const T* x, long long n, float factor, const T* by) {
     const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (by != nullptr) {
+        factor *= get(*by);
+    }
     if (at < n) {
         const int count = static_cast<int>(min(n - at, 4LL));
         Four value = read(x + at, count);

@@ -286,7 +286,7 @@ struct Attention {
 struct Rotary {
     float frequencies[128];
     float scale;
-    int pairs, interleaved;
+    int pairs, interleaved, distance;
     // Queries have the factor 1 + beta ln(1 + floor(position / positions)), if `positions` is not 0.
     float beta;
     int positions;

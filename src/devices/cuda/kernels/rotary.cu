@@ -41,7 +41,7 @@ extern "C" __global__ void rotate(T* qkv, Rotary rotary, const int* starts, cons
             continue;
         }
         T* const first = qkv + head * size.head_size + pair;
-        T* const second = first + pairs;
+        T* const second = first + rotary.distance;
         const Four a = read(first, count), b = read(second, count);
         const Four cosine = read(cosines + pair, count), sine = read(sines + pair, count);
         Four turned_a, turned_b;

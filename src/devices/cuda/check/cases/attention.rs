@@ -3,8 +3,8 @@
 use super::Cases;
 use crate::kernels::{
     Attention, AttentionBackward, AttentionShape, CachedAttention, ChunkKv, HeadNorm,
-    HeadNormBackward, LongRope, PAIRS, QueryGrowth, QueryKey, ReadKv, RegroupHeads, Rotary,
-    RotaryScaling, Rotate, Sink, SinkBackward, WriteKv,
+    HeadNormBackward, HeadValues, LongRope, PAIRS, QueryGrowth, QueryKey, ReadKv, RegroupHeads,
+    Rotary, RotaryScaling, Rotate, Sink, SinkBackward, WriteKv,
 };
 
 impl<'c> Cases<'c> {
@@ -56,7 +56,9 @@ impl<'c> Cases<'c> {
         const NEIGHBOURS: Rotary = Rotary { part: 0.5, interleaved: true, ..WHOLE };
         const GROWTH: QueryGrowth = QueryGrowth { beta: 0.5, positions: 3 };
         const GROWING: Rotary = Rotary { growth: Some(GROWTH), ..WHOLE };
-        for rotary in [&WHOLE, &HALF, &NEIGHBOURS, &GROWING] {
+        const PROPORTIONAL: Rotary =
+            Rotary { part: 0.5, scaling: RotaryScaling::Proportional(2.0), ..WHOLE };
+        for rotary in [&WHOLE, &HALF, &NEIGHBOURS, &GROWING, &PROPORTIONAL] {
             for inverse in [false, true] {
                 case!(self.rotate, |p| Rotate { qkv: p.input(all), rotary, shape, inverse });
             }
@@ -77,25 +79,34 @@ impl<'c> Cases<'c> {
     }
 
     fn of_head_norms(&mut self, shape: AttentionShape<'c>) {
+        for values in [HeadValues::Plain, HeadValues::Normed, HeadValues::Keys] {
+            self.of_head_norms_with(shape, values);
+        }
+    }
+
+    fn of_head_norms_with(&mut self, shape: AttentionShape<'c>, values: HeadValues) {
         let all = [shape.rows(), shape.qkv_width()];
+        let read = [shape.rows(), values.input_width(&shape)];
         let d = shape.head_size;
-        let heads = [shape.rows(), shape.heads + shape.kv_heads];
+        let heads = [shape.rows(), values.normed_heads(shape.heads, shape.kv_heads)];
         case!(self.head_norm, |p| HeadNorm {
             y: p.output(all),
             statistics: p.floats_output(heads),
-            x: p.input(all),
+            x: p.input(read),
             gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
             gamma_offset: 1.0,
             epsilon: 1e-5,
+            values,
             shape,
         });
         case!(self.head_norm_backward, |p, scratch| HeadNormBackward {
             dx: p.input(all),
             dgamma: QueryKey { query: p.floats_output([1, d]), key: p.floats_output([1, d]) },
-            x: p.input(all),
+            x: p.input(read),
             statistics: p.floats(heads, 1.5),
             gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
             gamma_offset: 1.0,
+            values,
             shape,
             accumulate: false,
         });
