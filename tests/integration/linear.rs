@@ -195,8 +195,8 @@ fn a_device_grows_with_the_length_by_keys_and_values_alone() {
 #[test]
 fn a_text_of_any_length_has_one_state() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let mut config = Config::default();
-    config.model = with_positions(folder.path(), 1 << 15);
+    let model = with_positions(folder.path(), 1 << 15);
+    let config = Config { model, ..Config::default() };
     for tokens in [50, 5000] {
         let plan = Generator::plan(&config, Room { prompts: 3, prompt: 10, tokens });
         let keys = 2 * 20 * tokens * 4;
