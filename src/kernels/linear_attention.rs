@@ -42,7 +42,7 @@ impl LinearHeads {
         2 * self.keys() + self.values()
     }
 
-    /// M + 2 H: the channels of the projection that later positions depend on.
+    /// M + 2 H: the channels of the projection in front of the gates.
     pub fn remembered(&self) -> usize {
         self.mixed() + 2 * self.value_heads
     }
@@ -51,15 +51,59 @@ impl LinearHeads {
     pub fn projected(&self) -> usize {
         self.remembered() + self.values()
     }
+
+    /// (taps − 1) M: what the convolution of later rows reads of earlier ones.
+    pub fn inputs(&self) -> usize {
+        (self.taps - 1) * self.mixed()
+    }
+
+    /// H D_v D_k: the states of a sequence.
+    pub fn states(&self) -> usize {
+        self.values() * self.key_size
+    }
+
+    /// S: floats that the rows of a sequence leave to later ones. See [`Carried`].
+    pub fn carried(&self) -> usize {
+        self.inputs() + self.states()
+    }
 }
 
-/// The rows of linear attention, and its sizes. A state begins with zeros at each document.
+/// The rows of linear attention, and its sizes. A state begins with zeros at each document. Rows
+/// may follow others of their sequences ([`BatchView::positions_before`]): see [`Carried`].
 #[derive(Clone, Copy, Debug)]
 pub struct LinearShape<'a> {
     /// The rows, their documents, and the positions before them.
     pub batch: BatchView<'a>,
     /// Sizes.
     pub heads: LinearHeads,
+}
+
+/// What the earlier rows of a sequence have left to these, and what these leave to later ones: S
+/// floats for each sequence. First (taps − 1, M): the inputs of the convolution on the last rows,
+/// the last one behind the others. Then (H, D_v, D_k): the state of each head of values. The
+/// convolution reads and writes the first part, the delta rule the second. What lies in front of
+/// the first position of a document is not read, and may be anything.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Carried {
+    /// Input; `None`: no sequence has earlier rows. (B, S).
+    pub before: Option<View>,
+    /// Output, if there are later rows. (B, S).
+    pub behind: Option<View>,
+}
+
+/// The gradients of what rows leave to later ones: S floats for each sequence, in the order of
+/// [`Carried`]. In place of the gradients of the convolution's inputs on the last rows there are
+/// those of its sums (in front of SiLU) on the first rows behind them, (taps − 1, M): the gradient
+/// of an input is then one sum in one order, wherever a sequence is cut. Rows that are not there
+/// are zeros.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CarriedGradients {
+    /// The forward's input. (B, S).
+    pub before: Option<View>,
+    /// Output: the gradient of `before`. (B, S).
+    pub dbefore: Option<View>,
+    /// Input: the gradient of what these rows have left; `None`: there are no later rows. (B, S).
+    pub dbehind: Option<View>,
 }
 
 /// The numbers that each head of values learns.
@@ -82,6 +126,8 @@ pub struct ShortConvolution<'a> {
     pub w: View,
     /// Sizes.
     pub shape: LinearShape<'a>,
+    /// What passes along the sequences.
+    pub carried: Carried,
 }
 
 /// The backward of [`ShortConvolution`]. dw (+)= ….
@@ -99,6 +145,8 @@ pub struct ShortConvolutionBackward<'a> {
     pub w: View,
     /// Sizes.
     pub shape: LinearShape<'a>,
+    /// The gradients of what passes along the sequences.
+    pub carried: CarriedGradients,
     /// True when `dw` is added to; false when it is replaced.
     pub accumulate: bool,
 }
@@ -118,6 +166,8 @@ pub struct DeltaRule<'a> {
     pub decay: HeadDecay,
     /// Sizes.
     pub shape: LinearShape<'a>,
+    /// What passes along the sequences.
+    pub carried: Carried,
 }
 
 /// The backward of [`DeltaRule`]. The gradients of what each head learns (+)= ….
@@ -139,26 +189,10 @@ pub struct DeltaRuleBackward<'a> {
     pub decay: HeadDecay,
     /// Sizes.
     pub shape: LinearShape<'a>,
+    /// The gradients of what passes along the sequences.
+    pub carried: CarriedGradients,
     /// True when `ddecay` is added to; false when it is replaced.
     pub accumulate: bool,
-}
-
-/// [`ShortConvolution`] and [`DeltaRule`] of rows that follow cached ones, whose columns of the
-/// projection are in the cache. The states are computed again from the first position.
-#[derive(Clone, Copy, Debug)]
-pub struct CachedDeltaRule<'a> {
-    /// Output. (R, H D_v).
-    pub y: View,
-    /// The projection. (R, P).
-    pub projected: View,
-    /// The first M + 2 H columns of the projections of earlier positions. (B P, M + 2 H).
-    pub cache: View,
-    /// Weights of the convolution. (M, taps).
-    pub w: View,
-    /// Of each head of values. (1, H).
-    pub decay: HeadDecay,
-    /// Sizes.
-    pub shape: LinearShape<'a>,
 }
 
 /// y = γ x rstd silu(z) by head of values, where z is in the projection.
@@ -209,10 +243,45 @@ impl LinearShape<'_> {
         [self.batch.rows(), columns]
     }
 
+    /// Sizes of what passes along the sequences.
+    fn of_sequences(&self) -> [usize; 2] {
+        [self.batch.sequences(), self.heads.carried()]
+    }
+
+    fn has_before(&self, views: &mut Views<'_>, before: Option<View>) {
+        let has_earlier = |sequence| self.batch.positions_before(sequence) > 0;
+        let is_first = !(0..self.batch.sequences()).any(has_earlier);
+        views.rule(is_first || before.is_some(), "earlier rows have left nothing to these");
+    }
+
     fn rule(&self, views: &mut Views<'_>) {
         let LinearHeads { key_heads, value_heads, taps, .. } = self.heads;
         let serves = key_heads > 0 && value_heads.is_multiple_of(key_heads);
         views.rule(serves && taps > 0, "heads of keys do not serve as many heads of values each");
+    }
+}
+
+impl Carried {
+    fn views(self, views: &mut Views<'_>, shape: &LinearShape<'_>) {
+        let size = shape.of_sequences();
+        if let Some(behind) = self.behind {
+            // The convolution and the delta rule write a part each.
+            views.writes_opaque("carried.behind", behind, size, Dtype::F32);
+        }
+        views.reads("carried.before", self.before, size, Dtype::F32);
+        shape.has_before(views, self.before);
+    }
+}
+
+impl CarriedGradients {
+    fn views(self, views: &mut Views<'_>, shape: &LinearShape<'_>) {
+        let size = shape.of_sequences();
+        if let Some(dbefore) = self.dbefore {
+            views.writes_opaque("carried.dbefore", dbefore, size, Dtype::F32);
+        }
+        views.reads("carried.before", self.before, size, Dtype::F32);
+        views.reads("carried.dbehind", self.dbehind, size, Dtype::F32);
+        shape.has_before(views, self.before);
     }
 }
 
@@ -225,19 +294,21 @@ impl HeadDecay {
 
 impl KernelOperation for ShortConvolution<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let ShortConvolution { y, projected, w, shape } = *self;
+        let ShortConvolution { y, projected, w, shape, carried } = *self;
         let heads = shape.heads;
         let dtype = projected.dtype;
         views.writes("y", y, shape.of(heads.mixed()), dtype);
         views.reads("projected", projected, shape.of(heads.projected()), dtype);
         views.reads("w", w, [heads.mixed(), heads.taps], dtype);
+        carried.views(views, &shape);
         shape.rule(views);
     }
 }
 
 impl KernelOperation for ShortConvolutionBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let ShortConvolutionBackward { dprojected, dw, dy, projected, w, shape, .. } = *self;
+        let ShortConvolutionBackward { dprojected, dw, dy, projected, w, shape, carried, .. } =
+            *self;
         let heads = shape.heads;
         let dtype = projected.dtype;
         let all = shape.of(heads.projected());
@@ -246,27 +317,29 @@ impl KernelOperation for ShortConvolutionBackward<'_> {
         views.reads("dy", dy, shape.of(heads.mixed()), dtype);
         views.reads("projected", projected, all, dtype);
         views.reads("w", w, [heads.mixed(), heads.taps], dtype);
+        carried.views(views, &shape);
         shape.rule(views);
     }
 }
 
 impl KernelOperation for DeltaRule<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let DeltaRule { y, x, projected, decay, shape } = *self;
+        let DeltaRule { y, x, projected, decay, shape, carried } = *self;
         let heads = shape.heads;
         let dtype = projected.dtype;
         views.writes("y", y, shape.of(heads.values()), dtype);
         views.reads("x", x, shape.of(heads.mixed()), dtype);
         views.reads("projected", projected, shape.of(heads.projected()), dtype);
         decay.reads(views, heads.value_heads, dtype);
+        carried.views(views, &shape);
         shape.rule(views);
     }
 }
 
 impl KernelOperation for DeltaRuleBackward<'_> {
     fn views(&self, views: &mut Views<'_>) {
-        let DeltaRuleBackward { dx, dprojected, ddecay, dy, x, projected, decay, shape, .. } =
-            *self;
+        let DeltaRuleBackward { dx, dprojected, ddecay, dy, x, projected, .. } = *self;
+        let DeltaRuleBackward { decay, shape, carried, .. } = *self;
         let heads = shape.heads;
         let dtype = projected.dtype;
         let all = shape.of(heads.projected());
@@ -278,25 +351,7 @@ impl KernelOperation for DeltaRuleBackward<'_> {
         views.reads("x", x, shape.of(heads.mixed()), dtype);
         views.reads("projected", projected, all, dtype);
         decay.reads(views, heads.value_heads, dtype);
-        shape.rule(views);
-    }
-}
-
-impl KernelOperation for CachedDeltaRule<'_> {
-    fn views(&self, views: &mut Views<'_>) {
-        let CachedDeltaRule { y, projected, cache, w, decay, shape } = *self;
-        let heads = shape.heads;
-        let dtype = projected.dtype;
-        views.writes("y", y, shape.of(heads.values()), dtype);
-        views.reads("projected", projected, shape.of(heads.projected()), dtype);
-        views.reads("cache", cache, [cache.rows, heads.remembered()], dtype);
-        views.reads("w", w, [heads.mixed(), heads.taps], dtype);
-        decay.reads(views, heads.value_heads, dtype);
-        let sequences = shape.batch.sequences();
-        let cached = (0..sequences).map(|one| shape.batch.positions_before(one)).max();
-        let is_whole = cache.rows.is_multiple_of(sequences);
-        let has_room = is_whole && cache.rows / sequences >= cached.unwrap_or(0);
-        views.rule(has_room, "the cache does not have rows for all cached positions");
+        carried.views(views, &shape);
         shape.rule(views);
     }
 }

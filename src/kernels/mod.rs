@@ -66,8 +66,8 @@ pub use kv_cache::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
 pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};
 pub use linear_attention::{
-    CachedDeltaRule, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward, HeadDecay,
-    LinearHeads, LinearShape, ShortConvolution, ShortConvolutionBackward,
+    Carried, CarriedGradients, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward,
+    HeadDecay, LinearHeads, LinearShape, ShortConvolution, ShortConvolutionBackward,
 };
 pub use loss::{CrossEntropy, Loss, Smoothing};
 pub use norm::{Norm, NormBackward};
@@ -154,7 +154,6 @@ operations! {
         short_convolution_backward(ShortConvolutionBackward<'a>);
         delta_rule(DeltaRule<'a>);
         delta_rule_backward(DeltaRuleBackward<'a>);
-        cached_delta_rule(CachedDeltaRule<'a>);
         gated_norm_backward(GatedNormBackward<'a>);
         add_token_types_backward(AddTokenTypesBackward<'a>);
         score(Score);

@@ -121,7 +121,7 @@ impl Model {
         let of_layer = match phase {
             Phase::Forward | Phase::Reference => forward,
             Phase::Keys => {
-                let width = visited.stack().map_or(0, |layer| layer.kv_width());
+                let width = visited.stack().map_or(0, |layer| layer.key_channels());
                 let of_keys = 2.0 * (self.shape.hidden * width) as f64 * rows;
                 let has_keys = |step: &usize| visited.cuts(*step) == Cuts::Causal;
                 let count = (0..steps as usize).filter(has_keys).count().max(1);

@@ -59,7 +59,7 @@ pub enum Cuts {
     Never,
     /// Each position is computed by itself. The layer may add to the gradients of its tensors.
     ByPosition,
-    /// A position depends on earlier ones, through keys and values in the chunk state.
+    /// A position depends on earlier ones, through keys and values, or a state, in the chunk state.
     Causal,
 }
 
@@ -157,9 +157,11 @@ pub struct Forward<'a> {
 /// A layer's KV cache for the sequences of a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct KvCache {
-    /// Where the new keys and values go. (R, 2 K D).
+    /// Where the new keys and values go. (R, 2 K D). Of a layer that keeps
+    /// [floats of a sequence](Layer::state_len): their place. (B, `state_len`).
     pub new: View,
-    /// Keys and values of earlier positions, if there are any. (B P, 2 K D).
+    /// Keys and values of earlier positions, if there are any. (B P, 2 K D). Or what the earlier
+    /// positions have left. (B, `state_len`).
     pub cached: Option<View>,
 }
 
@@ -255,6 +257,7 @@ pub trait Layer: Send + Sync {
             save.map_or(0, |save| chunks.map(|rows| self.saved_len(rows, save, dtype)).sum());
         step.saves = context.saved(saved_len);
         context.add_kv(&mut step, self.kv_width());
+        context.add_state(&mut step, self.state_len());
         vec![step]
     }
 
@@ -293,6 +296,17 @@ pub trait Layer: Send + Sync {
     /// Numbers of a position in the layer's KV cache. 0: it has no KV cache.
     fn kv_width(&self) -> usize {
         0
+    }
+
+    /// Floats that a sequence keeps in the layer's KV cache, however long it is, in place of
+    /// numbers of each position: a recurrent state. 0: it keeps none.
+    fn state_len(&self) -> usize {
+        0
+    }
+
+    /// Channels of the products that [`keys`](Layer::keys) computes, for counting FLOPs.
+    fn key_channels(&self) -> usize {
+        self.kv_width()
     }
 
     /// Channels of causal attention, for counting FLOPs. A channel of attention to both sides
@@ -364,10 +378,11 @@ pub trait Layer: Send + Sync {
     /// Computes `y`.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 
-    /// Computes the keys and values of a chunk again, to the chunk state. It is called for all
-    /// chunks of a sequence but the last, before the backward of the last chunk that attends to
-    /// them. Before the backward of the sequence's last chunk it is called for the chunks within
-    /// the [`window`](Layer::window), in their order; then for the one below these before each.
+    /// Computes the keys and values of a chunk, or the states behind it, again, to the chunk state.
+    /// It is called for all chunks of a sequence but the last, before the backward of the last
+    /// chunk that attends to them. Before the backward of the sequence's last chunk it is called
+    /// for the chunks within the [`window`](Layer::window), in their order; then for the one below
+    /// these before each.
     fn keys(&self, _kernels: &dyn Kernels, _pass: &Keys<'_>) {
         unreachable!("a layer whose cuts are causal implements it")
     }

@@ -348,18 +348,15 @@ impl Model {
         }
     }
 
-    /// The numbers of a position in the KV cache that each step of each layer declares.
-    pub(crate) fn kv_widths(&self, dtype: Dtype) -> Vec<Vec<usize>> {
+    /// What each step of each layer writes to the KV cache, if it does.
+    pub(crate) fn new_kv(&self, dtype: Dtype) -> Vec<Vec<Option<Boundary>>> {
         let context = StepContext { cached: Some(0), ..self.context(1, dtype, None) };
-        let width = |layer: &ModelLayer| {
+        let of_layer = |layer: &ModelLayer| {
             let steps = layer.stack().map_or_else(Vec::new, |layer| layer.steps(&context));
-            let width = |step: &LayerStep| {
-                let mut written = step.writes.iter();
-                written.find(|boundary| boundary.role == Role::NewKv).map_or(0, Boundary::width)
-            };
-            steps.iter().map(width).collect()
+            let is_kv = |boundary: &&Boundary| boundary.role == Role::NewKv;
+            steps.iter().map(|step| step.writes.iter().find(is_kv).copied()).collect()
         };
-        self.layers.iter().map(width).collect()
+        self.layers.iter().map(of_layer).collect()
     }
 
     fn steps(

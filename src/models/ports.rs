@@ -180,6 +180,17 @@ impl StepContext {
             step.reads.push(Input::new(boundary, None));
         }
     }
+
+    /// Adds `floats` that a sequence keeps in the KV cache, however long it is, if this step has
+    /// one.
+    pub(crate) fn add_state(&self, step: &mut LayerStep, floats: usize) {
+        let Some(cached) = self.cached.filter(|_| floats > 0) else { return };
+        let boundary = |role| Boundary::of_sequences(role, floats, Dtype::F32.size());
+        step.writes.push(boundary(Role::NewKv));
+        if cached > 0 {
+            step.reads.push(Input::new(boundary(Role::CachedKv), None));
+        }
+    }
 }
 
 /// A boundary of a visit, and the floats in which a micro-batch of it lies.

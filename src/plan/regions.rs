@@ -15,7 +15,7 @@ pub(crate) enum Holder {
     Inputs,
     /// Boundaries that a visit writes.
     Outputs,
-    /// Keys, values and their gradients, passed between chunks of one long sequence.
+    /// Keys, values or states, and their gradients, passed between chunks of one long sequence.
     ChunkState,
     /// Intermediates of the kernels that run.
     Workspace,

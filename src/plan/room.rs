@@ -60,10 +60,10 @@ impl Room {
 /// The KV cache on the host: by layer, step of it, sequence and position, in floats.
 #[derive(Clone, Debug)]
 pub(super) struct KvCache {
-    /// The steps that have keys and values, in order.
+    /// The steps that write to it, in order.
     steps: Vec<CachedStep>,
-    /// Floats of a position in all steps.
-    width: usize,
+    /// Floats of all steps.
+    floats: usize,
     sequences: usize,
     /// Positions of a sequence.
     capacity: usize,
@@ -80,38 +80,47 @@ pub(crate) struct StepOfLayer {
 #[derive(Clone, Copy, Debug)]
 struct CachedStep {
     step: StepOfLayer,
-    /// Floats of a position.
-    width: usize,
-    /// Those of a position in all steps before.
-    before: usize,
+    /// The first float.
+    at: usize,
+    /// Floats of a sequence.
+    of_sequence: usize,
+    /// Floats of a position; 0: a sequence has as many for any number of positions.
+    of_position: usize,
 }
 
 impl KvCache {
     /// The cache of a room.
     pub(super) fn new(model: &Model, room: Room, dtype: Dtype) -> KvCache {
-        let mut all = 0;
+        let Room { prompts: sequences, tokens: capacity, .. } = room;
+        let mut at = 0;
         let mut steps = Vec::new();
-        for (layer, widths) in (0..).map(LayerId).zip(model.kv_widths(dtype)) {
-            let widths = widths.into_iter().map(|numbers| dtype.floats(numbers));
-            for (step, width) in (0..).zip(widths).filter(|(_, width)| *width > 0) {
-                steps.push(CachedStep { step: StepOfLayer { layer, step }, width, before: all });
-                all += width;
+        for (layer, written) in (0..).map(LayerId).zip(model.new_kv(dtype)) {
+            for (step, boundary) in (0..).zip(written) {
+                let Some(boundary) = boundary else { continue };
+                let step = StepOfLayer { layer, step };
+                let floats = |sequences, tokens| {
+                    boundary.bytes(sequences, tokens) as usize / Dtype::F32.size()
+                };
+                let of_position = floats(0, 1);
+                let of_sequence = floats(1, 0) + capacity * of_position;
+                steps.push(CachedStep { step, at, of_sequence, of_position });
+                at += sequences * of_sequence;
             }
         }
-        let Room { prompts: sequences, tokens: capacity, .. } = room;
-        KvCache { steps, width: all, sequences, capacity }
+        KvCache { steps, floats: at, sequences, capacity }
     }
 
     pub(super) fn floats(&self) -> usize {
-        (self.sequences * self.capacity * self.width).next_multiple_of(ALIGNED)
+        self.floats.next_multiple_of(ALIGNED)
     }
 
     /// The first float of a position, counted from the begin of the cache.
     pub(super) fn at(&self, step: StepOfLayer, sequence: usize, position: usize) -> usize {
         let KvCache { ref steps, sequences, capacity, .. } = *self;
         assert!(sequence < sequences && position < capacity, "{self:?}");
-        let at = steps.binary_search_by_key(&step, |one| one.step);
-        let CachedStep { width, before, .. } = steps[at.expect("the step has keys and values")];
-        sequences * capacity * before + (sequence * capacity + position) * width
+        let nth = steps.binary_search_by_key(&step, |one| one.step);
+        let CachedStep { at, of_sequence, of_position, .. } =
+            steps[nth.expect("the step writes to the cache")];
+        at + sequence * of_sequence + position * of_position
     }
 }

@@ -24,7 +24,7 @@ use crate::whole;
 
 const CHUNK: usize = 128;
 
-const CASES: [&str; 31] = [
+const CASES: [&str; 33] = [
     "cohere",
     "cohere2",
     "ernie4_5",
@@ -51,6 +51,8 @@ const CASES: [&str; 31] = [
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
     "seed_oss",
     "smollm3",
@@ -318,7 +320,7 @@ async fn packed_documents_are_texts_by_themselves() {
 /// A prompt that is read in chunks is continued as one that is read whole, beside a short one.
 #[tokio::test]
 async fn prompts_are_read_in_chunks() {
-    for name in ["gpt2", "gemma3_text", "llama", "qwen2_moe"] {
+    for name in ["gpt2", "gemma3_text", "llama", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text"] {
         let (mut config, _) = long(name);
         let prompt = |length: u32| (0..length).map(|at| 2 + (at * at + length) % 59).collect();
         let prompts = [280, 20, 128].map(prompt);

@@ -1,11 +1,14 @@
 //! Linear attention: the same bits in every schedule and number of threads, documents, sequences
-//! that are longer than a chunk of attention, and a GPU.
+//! that are longer than a chunk, memory, and a GPU.
 
 use std::fs;
+use std::path::Path;
 
-use l2l::config::{Deal, DeviceKind, ModelConfig, Recompute, ScheduleKind};
+use l2l::config::{Deal, DeviceKind, ModelConfig, Recompute, ScheduleKind, StashPlace};
 use l2l::data::Predicts;
-use l2l::{Config, Trainer};
+use l2l::inference::{Generator, Room};
+use l2l::plan::Term;
+use l2l::{Config, Plan, Trainer, model_of, shape_of};
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -106,34 +109,99 @@ async fn packed_training_is_unpacked_training() {
     }
 }
 
-/// Attention computes long sequences chunk by chunk, and the delta rule passes them whole.
-#[test]
-fn long_sequences_are_those_of_one_chunk() {
-    let folder = tempfile::tempdir().expect("a place for files");
+/// The golden's model, with another number of positions.
+fn with_positions(folder: &Path, positions: usize) -> ModelConfig {
     let source = golden("qwen3_5_text").0.model.path.expect("a case has one");
     let text = fs::read_to_string(source.join("config.json")).expect("it is committed");
     let mut long: serde_json::Value = serde_json::from_str(&text).expect("it is JSON");
-    long["max_position_embeddings"] = json!(400);
-    fs::write(folder.path().join("config.json"), long.to_string()).expect("a directory of ours");
+    long["max_position_embeddings"] = json!(positions);
+    fs::write(folder.join("config.json"), long.to_string()).expect("a directory of ours");
     let weights = "model.safetensors";
-    fs::copy(source.join(weights), folder.path().join(weights)).expect("a directory of ours");
-    let of = |kind: ScheduleKind, chunk_positions: usize| {
-        let case = Case { batch: 3, dropout: 0.0, ..SMALL.clone() };
-        let mut config = config(&case, &Ways { kind, ..baseline() });
-        config.model.path = Some(folder.path().into());
+    fs::copy(source.join(weights), folder.join(weights)).expect("a directory of ours");
+    ModelConfig { path: Some(folder.into()), ..ModelConfig::default() }
+}
+
+/// States pass from chunk to chunk, and their gradients back, wherever chunks are computed.
+#[test]
+fn long_sequences_are_those_of_one_chunk() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let model = with_positions(folder.path(), 400);
+    let case = Case { batch: 3, dropout: 0.0, ..SMALL.clone() };
+    let of = |case: &Case, ways: &Ways, chunk_positions: usize| {
+        let mut config = config(case, ways);
+        config.model = model.clone();
         config.data.sequence_length = Some(300);
         config.step.chunk_positions = chunk_positions;
         config.optimizer.learning_rate = 1e-4;
-        run(config, 2).0
+        let (bits, summary) = run(config, 2);
+        (bits, summary.weights_digest)
     };
     let numbers = |bits: Vec<(u64, u64)>| -> Vec<f64> {
         bits.iter().flat_map(|&(loss, norm)| [loss, norm]).map(f64::from_bits).collect()
     };
-    let whole = numbers(of(ScheduleKind::Resident, 512));
-    let cut = of(ScheduleKind::Resident, 128);
-    assert_eq!(of(ScheduleKind::Relay, 128), cut);
-    for (whole, cut) in whole.into_iter().zip(numbers(cut)) {
-        assert!((whole - cut).abs() <= 1e-5 * whole, "{whole} {cut}");
+    for case in [&case, &Case { trained: Trained::Adapters, ..case.clone() }] {
+        let whole = numbers(of(case, &baseline(), 512).0);
+        let cut = of(case, &baseline(), 128);
+        for (devices, recompute) in
+            [(1, true.into()), (1, false.into()), (1, Recompute::ATTENTION), (2, true.into())]
+        {
+            let kind = ScheduleKind::Relay;
+            let ways = Ways { kind, devices, recompute, ..baseline() };
+            assert_eq!(of(case, &ways, 128), cut, "{devices} {recompute:?}");
+        }
+        for (whole, cut) in whole.into_iter().zip(numbers(cut.0)) {
+            assert!((whole - cut).abs() <= 1e-5 * whole, "{whole} {cut}");
+        }
+    }
+}
+
+/// G, H, D_k, D_v and taps of the golden.
+const SIZES: [usize; 5] = [2, 4, 6, 10, 3];
+
+/// Bytes of what a sequence passes on: inputs of the convolution, and states.
+fn state_bytes() -> usize {
+    let [key_heads, value_heads, key_size, value_size, taps] = SIZES;
+    let mixed = 2 * key_heads * key_size + value_heads * value_size;
+    4 * ((taps - 1) * mixed + value_heads * value_size * key_size)
+}
+
+fn bytes_of(terms: &[Term], name: &str) -> usize {
+    terms.iter().find(|term| term.name == name).map_or(0, |term| term.bytes as usize)
+}
+
+/// Where chunks are many, keys and values of attention are more than a state for each chunk. All
+/// else on a device stays as it is.
+#[test]
+fn a_device_grows_with_the_length_by_keys_and_values_alone() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let model = with_positions(folder.path(), 1 << 15);
+    let [few, many] = [8, 64].map(|chunks: usize| {
+        let kind = ScheduleKind::Relay;
+        let place = StashPlace::Host;
+        let ways = Ways { kind, place, ..baseline() };
+        let mut config = config(&SMALL, &ways);
+        config.model = model.clone();
+        config.data.sequence_length = Some(chunks * 128);
+        config.step.chunk_positions = 128;
+        let model = model_of(&config, shape_of(&config).expect("a shape")).expect("a model");
+        let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan");
+        let keys = bytes_of(&plan.device, "keys_and_values");
+        (keys, plan.device_bytes() as usize - keys)
+    });
+    assert_eq!((few.0 * 8, few.1), many);
+}
+
+/// Generation keeps keys and values of one block, and as much of three as for a text of any length.
+#[test]
+fn a_text_of_any_length_has_one_state() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let model = with_positions(folder.path(), 1 << 15);
+    let config = Config { model, ..Config::default() };
+    for tokens in [50, 5000] {
+        let plan = Generator::plan(&config, Room { prompts: 3, prompt: 10, tokens });
+        let keys = 2 * 20 * tokens * 4;
+        let cache = bytes_of(&plan.expect("it fits").host, "kv_cache");
+        assert_eq!(cache, (3 * (keys + 3 * state_bytes())).next_multiple_of(64), "{tokens}");
     }
 }
 

@@ -34,9 +34,9 @@ pub enum Role {
     Routing,
     /// The host's answer to a layer's [`Routing`](Role::Routing), for its backward pass.
     Balance,
-    /// Keys and values of earlier positions, from the KV cache.
+    /// Keys and values of earlier positions, or the states behind them, from the KV cache.
     CachedKv,
-    /// Keys and values of this step's positions, for the KV cache.
+    /// Keys and values of this step's positions, or the states behind them, for the KV cache.
     NewKv,
     /// A tensor that only some layers know: the layer that writes it and those that read it agree
     /// on a number.

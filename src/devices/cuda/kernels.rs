@@ -6,15 +6,15 @@ use super::launches::{Queue, Words, int};
 use super::{attention, cross_entropy, embedding, experts, head_norm, linear, norm, routing};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
-    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention,
-    CachedDeltaRule, Cast, ClassLoss, ClassLossBackward, Clear, CombineRows, CopyColumns, Custom,
-    DeltaRule, DeltaRuleBackward, Dequantise, DeviceKernels, Dispatch, Gate, GateBackward,
-    GateRows, GateRowsBackward, GatedNorm, GatedNormBackward, GatherRows, HeadNorm,
-    HeadNormBackward, JoinGates, LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm,
-    NormBackward, PackPositive, PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual,
-    Rotate, Route, RouteBackward, RowDots, Runs, RunsIn, Scale, Score, ScoreBackward,
-    ShortConvolution, ShortConvolutionBackward, SigmoidGate, SigmoidGateBackward, Sink,
-    SinkBackward, SplitGates, SumRows, TakeColumns, UnpackPositive, WeighRows, WriteKv,
+    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
+    ClassLoss, ClassLossBackward, Clear, CombineRows, CopyColumns, Custom, DeltaRule,
+    DeltaRuleBackward, Dequantise, DeviceKernels, Dispatch, Gate, GateBackward, GateRows,
+    GateRowsBackward, GatedNorm, GatedNormBackward, GatherRows, HeadNorm, HeadNormBackward,
+    JoinGates, LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward,
+    PackPositive, PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual, Rotate, Route,
+    RouteBackward, RowDots, Runs, RunsIn, Scale, Score, ScoreBackward, ShortConvolution,
+    ShortConvolutionBackward, SigmoidGate, SigmoidGateBackward, Sink, SinkBackward, SplitGates,
+    SumRows, TakeColumns, UnpackPositive, WeighRows, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -239,7 +239,7 @@ macro_rules! cpu_alone {
 cpu_alone! {
     SplitGates<'_>, JoinGates<'_>, SigmoidGate, SigmoidGateBackward, ShortConvolution<'_>,
     GatedNorm<'_>;
-    ShortConvolutionBackward<'_>, DeltaRule<'_>, DeltaRuleBackward<'_>, CachedDeltaRule<'_>,
+    ShortConvolutionBackward<'_>, DeltaRule<'_>, DeltaRuleBackward<'_>,
     GatedNormBackward<'_>
 }
 

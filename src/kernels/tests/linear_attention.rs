@@ -22,16 +22,28 @@ fn wrong_views_of_the_delta_rule_are_found() {
     let dx = mixed;
     let w = element(HEADS.mixed(), 4);
     let dw = float(HEADS.mixed(), 4);
-    let op = ShortConvolution { y: mixed, projected, w, shape };
-    found!(op, [y, projected, w]);
+    let left = Some(float(3, HEADS.carried()));
+    let carried = Carried { before: left, behind: left };
+    let op = ShortConvolution { y: mixed, projected, w, shape, carried };
+    found!(op, [y, projected, w, carried.before, carried.behind]);
     let accumulate = true;
-    let op =
-        ShortConvolutionBackward { dprojected, dw, dy: mixed, projected, w, shape, accumulate };
+    let dcarried = CarriedGradients { before: left, dbefore: left, dbehind: left };
+    let op = ShortConvolutionBackward {
+        dprojected,
+        dw,
+        dy: mixed,
+        projected,
+        w,
+        shape,
+        carried: dcarried,
+        accumulate,
+    };
     found!(op, [dprojected, dw, dy, projected, w]);
+    found!(op, [carried.before, carried.dbefore, carried.dbehind]);
     let decay = of_heads(element);
     let ddecay = of_heads(float);
-    let op = DeltaRule { y: values, x: mixed, projected, decay, shape };
-    found!(op, [y, x, projected, decay.log, decay.bias]);
+    let op = DeltaRule { y: values, x: mixed, projected, decay, shape, carried };
+    found!(op, [y, x, projected, decay.log, decay.bias, carried.before, carried.behind]);
     let dy = values;
     let op = DeltaRuleBackward {
         dx,
@@ -42,15 +54,29 @@ fn wrong_views_of_the_delta_rule_are_found() {
         projected,
         decay,
         shape,
+        carried: dcarried,
         accumulate,
     };
     found!(op, [dx, dprojected, ddecay.log, ddecay.bias, dy, x, projected, decay.log, decay.bias]);
-    let cache = element(6, HEADS.remembered());
-    let op = CachedDeltaRule { y: values, projected, cache, w, decay, shape };
-    found!(op, [y, projected, cache, w, decay.log, decay.bias]);
-    let heads = LinearHeads { key_heads: 2, key_size: 1, ..HEADS };
-    let op = ShortConvolution { y: mixed, projected, w, shape: LinearShape { heads, ..shape } };
+    found!(op, [carried.before, carried.dbefore, carried.dbehind]);
+}
+
+#[test]
+fn wrong_sizes_of_the_delta_rule_are_found() {
+    let convolution = |batch, heads: LinearHeads| ShortConvolution {
+        y: element(R, heads.mixed()),
+        projected: element(R, heads.projected()),
+        w: element(heads.mixed(), 4),
+        shape: LinearShape { batch, heads },
+        carried: Carried::default(),
+    };
+    convolution(batch(), HEADS).check();
+    let heads = LinearHeads { key_heads: 2, ..HEADS };
+    let op = convolution(batch(), heads);
     assert!(panics(|| op.check()), "two heads of keys do not serve three of values");
+    let cached = BatchMetadata { cached: &[0, 2, 0], ..*batch().metadata() };
+    let op = convolution(cached.view(), HEADS);
+    assert!(panics(|| op.check()), "earlier rows have left nothing");
 }
 
 #[test]

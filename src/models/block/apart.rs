@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use l2l_actors::schedule::{Boundary, Input, Role};
 
+use super::carried::Turn;
 use super::chunk::KvViews;
 use super::experts::{Closed, ExpertGradients, ExpertPass, Opened, PassedDown};
 use super::routing::RoutingViews;
@@ -150,8 +151,9 @@ impl TransformerBlock {
         };
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)));
+        let carried = self.carried(&batch, chunk_state, kv_cache, Turn::Forward);
         let routing = RoutingViews::of_forward(&ports);
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
         let pass = self.chunk_pass(k, &inputs, scratch);
         pass.recompute_feed_forward_input(scratch);
         let Opened { sum, chosen } = pass.open_experts(experts, scratch);

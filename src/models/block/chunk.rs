@@ -2,6 +2,7 @@
 //! backward can recompute.
 
 use super::TransformerBlock;
+use super::carried::CarriedViews;
 use super::products::Products;
 use super::routing::RoutingViews;
 use super::saved::{Activations, Branch, Positive};
@@ -70,6 +71,8 @@ pub(super) struct ChunkPass<'a> {
     pub(super) gated: View,
     pub(super) products: Products<'a>,
     pub(super) kv: KvViews,
+    /// With linear attention: what passes along the sequences.
+    pub(super) carried: CarriedViews,
     /// With experts: boundaries of the router.
     pub(super) routing: RoutingViews,
 }
@@ -174,7 +177,7 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, ref saved, kv, .. } = *self;
         let qkv = self.project_qkv(input);
         if let Some((w, heads)) = w.linear.as_ref().zip(block.linear()) {
-            return self.delta_rule(w, heads, scratch);
+            return self.delta_rule(saved.attention_output, w, heads, scratch);
         }
         let shape = block.attention(&self.batch);
         let y = saved.attention_output;
@@ -185,6 +188,20 @@ impl ChunkPass<'_> {
         }
         if let Some(sinks) = w.sinks {
             k.sink(&Sink { y, lse, sinks, shape });
+        }
+    }
+
+    /// Computes what later chunks read of this one: keys and values, or states. `is_saved`: from
+    /// the saved projection.
+    pub(super) fn keys(&self, is_saved: bool, scratch: &Scratch<'_>) {
+        if is_saved {
+            self.qkv_for_attention();
+        } else {
+            self.project_qkv(self.attention_input());
+        }
+        if let Some((w, heads)) = self.w.linear.as_ref().zip(self.block.linear()) {
+            let y = scratch.take_like(self.saved.attention_output);
+            self.delta_rule(y, w, heads, scratch);
         }
     }
 

@@ -6,9 +6,9 @@ use super::backward::ChunkGradients;
 use super::chunk::ChunkPass;
 use super::tensors::Modules;
 use crate::kernels::{
-    CachedDeltaRule, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward, HeadDecay,
-    JoinGates, LinearHeads, LinearShape, ShortConvolution, ShortConvolutionBackward, SigmoidGate,
-    SigmoidGateBackward, TakeColumns,
+    Cast, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward, HeadDecay, JoinGates,
+    LinearHeads, LinearShape, ShortConvolution, ShortConvolutionBackward, SigmoidGate,
+    SigmoidGateBackward,
 };
 use crate::models::families::LinearNames;
 use crate::models::layer::{Init, Kind, Tensor};
@@ -144,44 +144,35 @@ impl ChunkPass<'_> {
         LinearShape { batch: self.batch, heads }
     }
 
-    /// What the delta rule reads, from the saved projection. Writes the channels that later
-    /// positions depend on to the KV cache.
+    /// What the delta rule reads, from the saved projection.
     pub(super) fn mixed_channels(&self, w: &LinearTensors<View>, heads: LinearHeads) -> View {
-        let x = self.saved.qkv;
-        for y in self.kv.new.into_iter().flatten() {
-            self.k.take_columns(&TakeColumns { y, x, first: 0, scale: 1.0 });
-        }
         let y = self.rotated;
-        if self.kv.cached.is_none() {
-            let shape = self.linear_shape(heads);
-            self.k.short_convolution(&ShortConvolution {
-                y,
-                projected: x,
-                w: w.convolution,
-                shape,
-            });
-        }
+        let projected = self.saved.qkv;
+        let w = w.convolution;
+        let shape = self.linear_shape(heads);
+        let carried = self.carried.forward;
+        self.k.short_convolution(&ShortConvolution { y, projected, w, shape, carried });
         y
     }
 
-    /// The output of the delta rule, from what [`mixed_channels`](Self::mixed_channels) computed.
+    /// The output of the delta rule, to `y`, from what [`mixed_channels`](Self::mixed_channels)
+    /// computed.
     pub(super) fn delta_rule(
         &self,
+        y: View,
         w: &LinearTensors<View>,
         heads: LinearHeads,
         scratch: &Scratch<'_>,
     ) {
-        let ChunkPass { k, ref saved, rotated: x, kv, .. } = *self;
-        let LinearTensors { convolution: w, decay, .. } = *w;
-        let y = saved.attention_output;
+        let ChunkPass { k, ref saved, rotated: x, ref carried, .. } = *self;
         let projected = saved.qkv;
+        let decay = w.decay;
         let shape = self.linear_shape(heads);
-        match kv.cached {
-            Some(cache) => {
-                let op = CachedDeltaRule { y, projected, cache, w, decay, shape };
-                k.cached_delta_rule(&op, scratch);
-            }
-            None => k.delta_rule(&DeltaRule { y, x, projected, decay, shape }, scratch),
+        let carried_on = carried.forward;
+        let op = DeltaRule { y, x, projected, decay, shape, carried: carried_on };
+        k.delta_rule(&op, scratch);
+        if let Some((y, x)) = carried.copy.zip(carried_on.behind) {
+            k.cast(&Cast { y, x });
         }
     }
 
@@ -233,6 +224,7 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, ref saved, .. } = *self;
         let shape = self.linear_shape(heads);
         let projected = saved.qkv;
+        let carried = self.carried.gradients;
         let accumulate = g.accumulate;
         let dprojected = scratch.take_like(projected);
         let doutput = scratch.take_like(dy);
@@ -265,6 +257,7 @@ impl ChunkPass<'_> {
             projected,
             decay,
             shape,
+            carried,
             accumulate,
         };
         k.delta_rule_backward(&op, scratch);
@@ -275,6 +268,7 @@ impl ChunkPass<'_> {
             projected,
             w: w.convolution,
             shape,
+            carried,
             accumulate,
         };
         k.short_convolution_backward(&op, scratch);

@@ -3,6 +3,7 @@
 
 mod apart;
 mod backward;
+mod carried;
 mod chunk;
 mod cut;
 mod experts;
@@ -21,6 +22,7 @@ use std::sync::OnceLock;
 pub(crate) use apart::PASSED_ON;
 
 use self::backward::ChunkGradients;
+use self::carried::{CarriedViews, Turn};
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;
 use self::routing::RoutingViews;
@@ -67,6 +69,7 @@ struct ChunkInputs<'a> {
     x: View,
     saved: Option<(Save, View)>,
     kv: KvViews,
+    carried: CarriedViews,
     routing: RoutingViews,
 }
 
@@ -79,7 +82,8 @@ impl<'a> ChunkInputs<'a> {
         saved: Option<(Save, View)>,
     ) -> ChunkInputs<'a> {
         let kv = KvViews::NONE;
-        ChunkInputs { weights, chunk, x, saved, kv, routing: RoutingViews::NONE }
+        let carried = CarriedViews::default();
+        ChunkInputs { weights, chunk, x, saved, kv, carried, routing: RoutingViews::NONE }
     }
 }
 
@@ -164,7 +168,7 @@ impl TransformerBlock {
         inputs: &ChunkInputs<'a>,
         scratch: &Scratch<'_>,
     ) -> ChunkPass<'a> {
-        let ChunkInputs { weights, chunk, x, saved, kv, routing } = *inputs;
+        let ChunkInputs { weights, chunk, x, saved, kv, carried, routing } = *inputs;
         let widths = self.widths();
         let take = |columns| scratch.take(if columns == 0 { 0 } else { chunk.rows() }, columns);
         let is_gated = widths.gates > 0 || self.linear().is_some();
@@ -181,6 +185,7 @@ impl TransformerBlock {
             gated: take(if is_gated { widths.output } else { 0 }),
             products: self.products_on(k, chunk, scratch),
             kv,
+            carried,
             routing,
         }
     }
@@ -233,7 +238,15 @@ impl Layer for TransformerBlock {
 
     fn kv_width(&self) -> usize {
         let of_attention = 2 * self.shape.kv_heads * self.shape.head_size;
-        self.linear().map_or(of_attention, |heads| heads.remembered())
+        self.linear().map_or(of_attention, |_| 0)
+    }
+
+    fn state_len(&self) -> usize {
+        self.linear().map_or(0, |heads| heads.carried())
+    }
+
+    fn key_channels(&self) -> usize {
+        self.linear().map_or(self.kv_width(), |heads| heads.projected())
     }
 
     fn attention_channels(&self) -> usize {
@@ -252,6 +265,7 @@ impl Layer for TransformerBlock {
         step.saves = context.save.map(|save| self.saved_activations(save, context.dtype, chunks));
         step.asks = self.experts().map(|experts| experts.question());
         context.add_kv(&mut step, self.kv_width());
+        context.add_state(&mut step, self.state_len());
         match () {
             () if self.is_in_pieces() => self.steps_of_pieces(context, &step),
             () if self.is_apart() => self.steps_apart(context, step),
@@ -265,7 +279,7 @@ impl Layer for TransformerBlock {
 
     fn cuts(&self, step: usize) -> Cuts {
         match step {
-            _ if !self.shape.causal || self.linear().is_some() => Cuts::Never,
+            _ if !self.shape.causal => Cuts::Never,
             _ if self.is_in_pieces() => self.cuts_of_piece(step),
             0 => Cuts::Causal,
             _ => Cuts::ByPosition,
@@ -295,6 +309,10 @@ impl Layer for TransformerBlock {
             return self.sliced_state_len(self.slice(0).chunk_state_len(positions, trains, dtype));
         }
         let is_cut = self.cuts(0) != Cuts::Never && positions > self.shape.chunk_positions;
+        if let Some(heads) = self.linear() {
+            let chunks = if is_cut { positions.div_ceil(self.shape.chunk_positions) } else { 1 };
+            return carried::chunk_state_len(heads, chunks, trains);
+        }
         let numbers = positions * self.kv_width();
         let gradients = if trains { numbers } else { 0 };
         let [values, gradients] =
@@ -339,8 +357,9 @@ impl Layer for TransformerBlock {
         }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)));
+        let carried = self.carried(&batch, chunk_state, kv_cache, Turn::Forward);
         let routing = RoutingViews::of_forward(&pass.ports);
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
         self.chunk_pass(k, &inputs, scratch).forward(y, scratch);
     }
 
@@ -359,14 +378,11 @@ impl Layer for TransformerBlock {
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let own = state.map(|state| state.move_back(k).own());
         let kv = KvViews { new: [None, own], cached: None, chunk: None };
+        let carried = self.carried(&batch, chunk_state, None, Turn::Keys);
         let routing = RoutingViews::NONE;
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
-        let pass = self.chunk_pass(k, &inputs, scratch);
-        if matches!(saved, Some((Save::All, _))) {
-            pass.qkv_for_attention();
-        } else {
-            pass.project_qkv(pass.attention_input());
-        }
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
+        let is_saved = matches!(saved, Some((Save::All, _)));
+        self.chunk_pass(k, &inputs, scratch).keys(is_saved, scratch);
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
@@ -393,8 +409,9 @@ impl Layer for TransformerBlock {
         }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let kv = KvViews::new(None, state);
+        let carried = self.carried(&batch, chunk_state, None, Turn::Backward);
         let routing = RoutingViews::of_backward(&pass.ports);
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, routing };
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
         let chunk_kv = state.as_ref().map(ChunkState::seen_in_backward);
         let of_chunk = self.chunk_pass(k, &inputs, scratch);
         let passed = self.is_apart().then(|| {

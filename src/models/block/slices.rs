@@ -9,6 +9,7 @@ mod gradients;
 use std::ops::Range;
 
 use super::backward::{Buffers, ChunkGradients};
+use super::carried::CarriedViews;
 use super::chunk::{ChunkPass, KvViews};
 use super::cut::Packer;
 use super::pieces::{Half, PortionViews};
@@ -128,6 +129,7 @@ impl TransformerBlock {
             gated: nothing,
             products: self.products_on(k, chunk, scratch),
             kv: KvViews::NONE,
+            carried: CarriedViews::default(),
             routing: RoutingViews::NONE,
         };
         SlicedPass { whole, first, slices, portion: of.portion, kv_cache: kv.kv_cache }
@@ -178,6 +180,7 @@ impl SlicedPass<'_> {
             gated,
             products,
             kv,
+            carried: CarriedViews::default(),
             routing,
         }
     }

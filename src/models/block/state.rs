@@ -41,7 +41,7 @@ impl TransformerBlock {
         ChunkMemory { memory, before }: ChunkMemory,
         dtype: Dtype,
     ) -> Option<ChunkState> {
-        let chunk = batch.chunk()?;
+        let chunk = batch.chunk().filter(|_| self.linear().is_none())?;
         let positions = batch.metadata().sequence(chunk.sequence).len();
         let most = self.shape.chunk_positions;
         let room = [positions.min(before.saturating_add(most)), self.kv_width()];

@@ -9,7 +9,7 @@ use crate::worker::CacheSlot;
 use crate::worker::boundaries::Filled;
 
 impl DeviceLanes {
-    /// Copies the cached keys and values of a layer's micro-batch to the device.
+    /// Copies what a layer's micro-batch has in the cache to the device.
     pub(super) fn read_kv(
         &self,
         side: &DeviceSide,
@@ -30,7 +30,7 @@ impl DeviceLanes {
     }
 
     /// Copies the new keys and values of a layer's micro-batch from the device, behind the cached
-    /// positions.
+    /// positions; or its states, in place of those that were cached.
     pub(super) fn write_kv(
         &self,
         side: &DeviceSide,
@@ -44,7 +44,7 @@ impl DeviceLanes {
         let positions = filled.state.positions(filled.micro_batch);
         let mut from = 0;
         for (&CacheSlot { slot: cache, cached }, new) in slots.iter().zip(positions) {
-            let floats = shared.plan.dtype().floats(new.len() * filled.declared().width());
+            let floats = filled.declared().bytes(1, new.len() as u64) as usize / size_of::<f32>();
             let at = shared.plan.cached_at(step, cache, cached + new.start);
             let to = host.cached_mut(at, floats);
             side.download(to, slot.part(from..from + floats), None)?;

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::super::activation::sigmoid;
 use super::super::math::dot;
 use super::super::views::{Call, ComputeIn};
-use super::{CHANNELS, Factors, Head, Inputs, inverse_length, rows_before, take};
+use super::{CHANNELS, Factors, Head, Inputs, inverse_length, left_before, rows_before, take};
 use crate::kernels::{DeltaRuleBackward, LinearHeads};
 use crate::simd::Level;
 
@@ -50,6 +50,12 @@ struct Task<'t> {
     dy: &'t [f32],
     d: Gradients<'t>,
     memory: Memory<'t>,
+    /// The state in front of the rows; `None`: there are no earlier rows. (D_v, D_k).
+    before: Option<&'t [f32]>,
+    /// The gradient of the state behind the rows; `None`: there are no later rows. (D_v, D_k).
+    dbehind: Option<&'t [f32]>,
+    /// The place for the gradient of `before`, if it has one. (D_v, D_k).
+    dbefore: &'t mut [f32],
     /// The gradients of ln A and of the bias.
     sums: &'t mut [f32],
 }
@@ -134,7 +140,12 @@ impl Task<'_> {
         for first in (0..size).step_by(CHANNELS) {
             let channels = first..size.min(first + CHANNELS);
             self.keep_states(channels.clone());
-            self.memory.dstate.fill(0.0);
+            let of_state = channels.start * self.head.heads.key_size..;
+            let len = self.state(&channels);
+            match self.dbehind {
+                Some(d) => self.memory.dstate[..len].copy_from_slice(&d[of_state.clone()][..len]),
+                None => self.memory.dstate.fill(0.0),
+            }
             let positions = self.head.positions();
             for piece in (0..positions).step_by(POSITIONS).rev() {
                 let piece = piece..positions.min(piece + POSITIONS);
@@ -142,6 +153,9 @@ impl Task<'_> {
                 for at in piece.clone().rev() {
                     self.position(at, at - piece.start, channels.clone());
                 }
+            }
+            if !self.dbefore.is_empty() {
+                self.dbefore[of_state][..len].copy_from_slice(&self.memory.dstate[..len]);
             }
         }
         self.of_factors();
@@ -158,6 +172,10 @@ impl Task<'_> {
         let len = self.state(&channels);
         let Memory { ref mut kept, ref mut dstate, ref mut q, ref mut k, .. } = self.memory;
         let state = &mut dstate[..len];
+        if let Some(before) = self.before {
+            let first = channels.start * self.head.heads.key_size;
+            state.copy_from_slice(&before[first..][..len]);
+        }
         for at in 0..self.head.positions() {
             if self.head.before[at] == 0 {
                 state.fill(0.0);
@@ -341,18 +359,34 @@ impl ComputeIn for DeltaRuleBackward<'_> {
         let of_row = value_heads * gradients(heads);
         let (of_heads, mut rest) = workspace.split_at_mut(batch.rows() * of_row);
         let sums = take(&mut rest, 2 * value_heads * batch.sequences());
+        let carried = self.carried;
+        let [left, dbehind] = [carried.before, carried.dbehind].map(|view| call.read_if(view));
+        let mut dbefore = call.write_if(carried.dbefore).unwrap_or_default();
+        let has_dbefore = !dbefore.is_empty();
+        let mut next = |len: usize| take(&mut dbefore, if has_dbefore { len } else { 0 });
+        let of_state = heads.value_size * heads.key_size;
         let mut tasks = Vec::new();
         let mut unused = &mut *of_heads;
         let mut of_tasks = sums.chunks_exact_mut(2);
         for sequence in 0..batch.sequences() {
             let rows = batch.sequence(sequence);
             let dy = &dy[rows.start * heads.values()..rows.end * heads.values()];
+            let left = left_before(&self.shape, left, sequence);
+            let dbehind = dbehind.map(|d| &d[sequence * heads.carried()..][..heads.carried()]);
+            next(heads.inputs());
             for number in 0..value_heads {
                 let of_head = take(&mut unused, rows.len() * gradients(heads));
-                let d = Gradients::take(of_head, heads);
-                let memory = Memory::take(&mut rest, heads, rows.len());
-                let sums = of_tasks.next().expect("one of each task");
-                tasks.push(Task { head: inputs.head(number, rows.clone()), dy, d, memory, sums });
+                let at = heads.inputs() + number * of_state;
+                tasks.push(Task {
+                    head: inputs.head(number, rows.clone()),
+                    dy,
+                    d: Gradients::take(of_head, heads),
+                    memory: Memory::take(&mut rest, heads, rows.len()),
+                    before: left.map(|left| &left[at..][..of_state]),
+                    dbehind: dbehind.map(|d| &d[at..][..of_state]),
+                    dbefore: next(of_state),
+                    sums: of_tasks.next().expect("one of each task"),
+                });
             }
         }
         tasks.into_par_iter().for_each(|task| {

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use super::activation::sigmoid;
 use super::math::{dot, exp};
 use super::views::{Call, ComputeIn};
-use crate::kernels::{BatchView, CachedDeltaRule, DeltaRule, LinearHeads};
+use crate::kernels::{BatchView, DeltaRule, LinearHeads, LinearShape};
 use crate::simd::Level;
 
 /// Channels of values of one task. Its part of the state stays in the first level of the cache.
@@ -33,6 +33,17 @@ fn take<'w>(workspace: &mut &'w mut [f32], len: usize) -> &'w mut [f32] {
     let (taken, rest) = std::mem::take(workspace).split_at_mut(len);
     *workspace = rest;
     taken
+}
+
+/// What earlier rows of a sequence have left; `None`: it has none.
+fn left_before<'c>(
+    shape: &LinearShape<'_>,
+    carried: Option<&'c [f32]>,
+    sequence: usize,
+) -> Option<&'c [f32]> {
+    let has_before = shape.batch.positions_before(sequence) > 0;
+    let len = shape.heads.carried();
+    carried.filter(|_| has_before).map(|carried| &carried[sequence * len..][..len])
 }
 
 /// What all heads read.
@@ -148,16 +159,23 @@ struct Task<'t> {
     y: &'t mut [f32],
     /// The state, (channels, D_k), a query and a key.
     state: &'t mut [f32],
+    /// The state in front of the rows; `None`: there are no earlier rows.
+    before: Option<&'t [f32]>,
+    /// The place for the state behind the rows, if it has one.
+    behind: &'t mut [f32],
 }
 
 impl Task<'_> {
     #[inline(always)]
     fn run(self) {
-        let Task { head, first, y, state } = self;
+        let Task { head, first, y, state, before, behind } = self;
         let size = head.heads.key_size;
         let channels = state.len() / size - 2;
         let (state, query_and_key) = state.split_at_mut(channels * size);
         let (q, k) = query_and_key.split_at_mut(size);
+        if let Some(before) = before {
+            state.copy_from_slice(before);
+        }
         for (at, y) in y.chunks_exact_mut(channels).enumerate() {
             if head.before[at] == 0 {
                 state.fill(0.0);
@@ -170,6 +188,9 @@ impl Task<'_> {
                 state.iter_mut().zip(&*k).for_each(|(s, k)| *s = alpha * *s + delta * k);
                 *y = dot(state, q);
             }
+        }
+        if !behind.is_empty() {
+            behind.copy_from_slice(state);
         }
     }
 }
@@ -186,24 +207,40 @@ fn states(heads: LinearHeads, sequences: usize) -> usize {
     sequences * heads.value_heads * of_head
 }
 
+/// What passes along the sequences. (B, S).
+struct Passed<'p> {
+    before: Option<&'p [f32]>,
+    /// Empty: there are no later rows.
+    behind: &'p mut [f32],
+}
+
 /// Runs the delta rule on sequences. `y` gets the outputs of each sequence: those of a head lie one
 /// behind the other, and in one those of a task.
 fn delta_rule(
     level: Level,
     inputs: &Inputs<'_>,
-    sequences: &[Range<usize>],
+    shape: &LinearShape<'_>,
+    Passed { before, mut behind }: Passed<'_>,
     mut y: &mut [f32],
     mut workspace: &mut [f32],
 ) {
     let heads = inputs.heads;
+    let size = heads.key_size;
+    let has_behind = !behind.is_empty();
+    let mut next = |len: usize| take(&mut behind, if has_behind { len } else { 0 });
     let mut tasks = Vec::new();
-    for rows in sequences {
+    for sequence in 0..shape.batch.sequences() {
+        let before = left_before(shape, before, sequence).map(|left| &left[heads.inputs()..]);
+        next(heads.inputs());
         for number in 0..heads.value_heads {
-            let head = inputs.head(number, rows.clone());
+            let head = inputs.head(number, shape.batch.sequence(sequence));
             for (first, channels) in channels_of(heads) {
                 let y = take(&mut y, head.positions() * channels);
-                let state = take(&mut workspace, (channels + 2) * heads.key_size);
-                tasks.push(Task { head, first, y, state });
+                let state = take(&mut workspace, (channels + 2) * size);
+                let at = (number * heads.value_size + first) * size;
+                let before = before.map(|states| &states[at..][..channels * size]);
+                let behind = next(channels * size);
+                tasks.push(Task { head, first, y, state, before, behind });
             }
         }
     }
@@ -242,72 +279,16 @@ impl ComputeIn for DeltaRule<'_> {
         let sequences: Vec<_> = (0..batch.sequences()).map(|one| batch.sequence(one)).collect();
         let width = heads.values();
         let (outputs, rest) = workspace.split_at_mut(self.y.rows * width);
-        delta_rule(level, &inputs, &sequences, outputs, rest);
+        let passed = Passed {
+            before: call.read_if(self.carried.before),
+            behind: call.write_if(self.carried.behind).unwrap_or_default(),
+        };
+        delta_rule(level, &inputs, &self.shape, passed, outputs, rest);
         let outputs = &*outputs;
         call.write(self.y).par_chunks_mut(width).enumerate().for_each(|(row, y)| {
             let (sequence, at) = batch.place(row);
             let rows = &sequences[sequence];
             copy_outputs(heads, y, &outputs[rows.start * width..rows.end * width], at);
         });
-    }
-}
-
-impl CachedDeltaRule<'_> {
-    /// The positions of each sequence: cached ones, and all.
-    fn positions(&self) -> Vec<[usize; 2]> {
-        let batch = self.shape.batch;
-        let of = |sequence| {
-            let cached = batch.positions_before(sequence);
-            [cached, cached + batch.sequence(sequence).len()]
-        };
-        (0..batch.sequences()).map(of).collect()
-    }
-}
-
-impl ComputeIn for CachedDeltaRule<'_> {
-    fn workspace(&self) -> usize {
-        let heads = self.shape.heads;
-        // All rows of the cache may be of positions.
-        let rows = self.cache.rows + self.y.rows;
-        rows * (heads.remembered() + heads.mixed() + heads.values())
-            + states(heads, self.shape.batch.sequences())
-    }
-
-    fn compute(&self, level: Level, call: &Call<'_>, mut workspace: &mut [f32]) {
-        let batch = self.shape.batch;
-        let heads = self.shape.heads;
-        let [projected, cache, w] =
-            [self.projected, self.cache, self.w].map(|view| call.read(view));
-        let [log, bias] = [self.decay.log, self.decay.bias].map(|view| call.read(view));
-        let width = heads.remembered();
-        let positions = self.positions();
-        let rows: usize = positions.iter().map(|[_, all]| all).sum();
-        let all = take(&mut workspace, rows * width);
-        let mixed = take(&mut workspace, rows * heads.mixed());
-        let outputs = take(&mut workspace, rows * heads.values());
-        let room = self.cache.rows / batch.sequences();
-        let mut sequences = Vec::new();
-        let mut before = Vec::new();
-        for (sequence, &[cached, all_positions]) in positions.iter().enumerate() {
-            let first = before.len();
-            let (old, new) = all[first * width..].split_at_mut(cached * width);
-            old.copy_from_slice(&cache[sequence * room * width..][..cached * width]);
-            let own = projected[batch.sequence(sequence).start * heads.projected()..]
-                .chunks_exact(heads.projected());
-            let new = new.chunks_exact_mut(width).take(all_positions - cached);
-            new.zip(own).for_each(|(to, from)| to.copy_from_slice(&from[..width]));
-            before.extend(0..all_positions);
-            sequences.push(first..before.len());
-        }
-        let all = &*all;
-        convolution::forward(level, heads, mixed, all, w, &before);
-        let inputs = Inputs { heads, x: mixed, projected: all, before: &before, log, bias };
-        delta_rule(level, &inputs, &sequences, outputs, workspace);
-        for (row, y) in call.write(self.y).chunks_mut(heads.values()).enumerate() {
-            let (sequence, at) = batch.place(row);
-            let rows = &sequences[sequence];
-            let of_sequence = &outputs[rows.start * heads.values()..rows.end * heads.values()];
-            copy_outputs(heads, y, of_sequence, positions[sequence][0] + at);
-        }
     }
 }

@@ -1,11 +1,13 @@
 //! Linear attention beside plain f64, with gradients by central differences.
 
+mod carried;
+
 use std::ops::Range;
 
 use super::super::oracle::{Bench, close, differences, noise};
 use crate::kernels::{
-    BatchMetadata, BatchView, CachedDeltaRule, DeltaRule, DeltaRuleBackward, Document, GatedNorm,
-    GatedNormBackward, HeadDecay, LinearHeads, LinearShape, ShortConvolution,
+    BatchMetadata, BatchView, Carried, CarriedGradients, DeltaRule, DeltaRuleBackward, Document,
+    GatedNorm, GatedNormBackward, HeadDecay, LinearHeads, LinearShape, ShortConvolution,
     ShortConvolutionBackward,
 };
 use crate::simd::Level;
@@ -143,7 +145,14 @@ fn convolutions_are_the_plain_ones() {
             let w_view = bench.tensor(heads.taps, &w.narrow);
             let dy_view = bench.tensor(heads.mixed(), &dy.narrow);
             bench.run(level, |k, scratch| {
-                k.short_convolution(&ShortConvolution { y, projected: x, w: w_view, shape });
+                let carried = Carried::default();
+                k.short_convolution(&ShortConvolution {
+                    y,
+                    projected: x,
+                    w: w_view,
+                    shape,
+                    carried,
+                });
                 let op = ShortConvolutionBackward {
                     dprojected,
                     dw,
@@ -151,6 +160,7 @@ fn convolutions_are_the_plain_ones() {
                     projected: x,
                     w: w_view,
                     shape,
+                    carried: CarriedGradients::default(),
                     accumulate: false,
                 };
                 k.short_convolution_backward(&op, scratch);
@@ -208,7 +218,8 @@ fn the_delta_rule_is_the_plain_one() {
             let decay =
                 HeadDecay { log: put(of_heads, &log.narrow), bias: put(of_heads, &bias.narrow) };
             let dy = put(heads.values(), &dy.narrow);
-            let rule = DeltaRule { y, x, projected, decay, shape };
+            let carried = Carried::default();
+            let rule = DeltaRule { y, x, projected, decay, shape, carried };
             let backward = DeltaRuleBackward {
                 dx,
                 dprojected,
@@ -218,6 +229,7 @@ fn the_delta_rule_is_the_plain_one() {
                 projected,
                 decay,
                 shape,
+                carried: CarriedGradients::default(),
                 accumulate: true,
             };
             bench.run(level, |k, scratch| {
@@ -295,56 +307,5 @@ fn gated_norms_are_the_plain_ones() {
         let expected = differences(&projected.wide, |p| loss(&x.wide, p, &gamma.wide));
         let own = heads.remembered()..heads.projected();
         of_columns(&bench.values(dprojected), &expected, heads, own);
-    }
-}
-
-/// Rows behind cached ones have the bits that they have beside them.
-#[test]
-fn rows_behind_cached_ones_have_the_same_bits() {
-    let heads = WIDE;
-    let starts = [0, 7, 40];
-    let cached = [5, 30];
-    let room = 32;
-    let all = LinearShape { batch: BatchMetadata::plain(&starts).view(), heads };
-    let own = BatchMetadata { cached: &cached, ..BatchMetadata::plain(&[0, 2, 5]) };
-    let own = LinearShape { batch: own.view(), heads };
-    let projected = noise(40 * heads.projected(), 1).narrow;
-    let w = noise(heads.mixed() * heads.taps, 2).narrow;
-    let [log, bias] = [7, 8].map(|seed| noise(heads.value_heads, seed).narrow);
-    let row = |row: usize| &projected[row * heads.projected()..][..heads.projected()];
-    let mut cache = vec![f32::NAN; 2 * room * heads.remembered()];
-    let mut new = Vec::new();
-    for sequence in 0..2 {
-        let first = starts[sequence];
-        for at in 0..cached[sequence] {
-            let to = (sequence * room + at) * heads.remembered();
-            cache[to..][..heads.remembered()]
-                .copy_from_slice(&row(first + at)[..heads.remembered()]);
-        }
-        let rows = first + cached[sequence]..starts[sequence + 1];
-        new.extend(rows.flat_map(|one| row(one).to_vec()));
-    }
-    for level in Level::all() {
-        let mut bench = Bench::new();
-        let mixed = bench.nan(40, heads.mixed());
-        let y = bench.nan(40, heads.values());
-        let y_new = bench.nan(5, heads.values());
-        let projected = bench.tensor(heads.projected(), &projected);
-        let new = bench.tensor(heads.projected(), &new);
-        let cache = bench.tensor(heads.remembered(), &cache);
-        let w = bench.tensor(heads.taps, &w);
-        let log = bench.tensor(heads.value_heads, &log);
-        let bias = bench.tensor(heads.value_heads, &bias);
-        let decay = HeadDecay { log, bias };
-        bench.run(level, |k, scratch| {
-            k.short_convolution(&ShortConvolution { y: mixed, projected, w, shape: all });
-            k.delta_rule(&DeltaRule { y, x: mixed, projected, decay, shape: all }, scratch);
-            let op = CachedDeltaRule { y: y_new, projected: new, cache, w, decay, shape: own };
-            k.cached_delta_rule(&op, scratch);
-        });
-        let expected = bench.values(y);
-        let rows =
-            [5, 6, 37, 38, 39].map(|row| &expected[row * heads.values()..][..heads.values()]);
-        assert_eq!(bench.values(y_new), rows.concat());
     }
 }
