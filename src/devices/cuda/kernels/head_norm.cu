@@ -129,8 +129,8 @@ extern "C" __global__ void head_norm_parts(float* parts, const T* dy, const T* x
 }
 
 // dx = rstd (g - n mean(g n)), with g = dy (offset + gamma) and n = x rstd. dx holds dy before. The dy of plain values
-// stays; that of values that are the keys' is added to the keys' g.
-// launch: grid (ceil(rows (heads + kv_heads) / 8)), block (256); with normed values, of heads + 2 kv_heads
+// stays; that of values that are the keys' is added to the keys' g. Without normed values, heads + kv_heads suffice.
+// launch: grid (ceil(rows (heads + 2 kv_heads) / 8)), block (256)
 extern "C" __global__ void head_norm_backward(T* dx, const T* x, const float* statistics, const T* gamma_q,
                                               const T* gamma_k, int rows, float offset, int values, Attention size) {
     const int scaled = size.heads + size.kv_heads, all = scaled + size.kv_heads, channels = size.head_size;
