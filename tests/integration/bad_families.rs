@@ -30,7 +30,7 @@ fn configs_of_smollm3_and_olmo() {
         ("smollm3", |c| c["no_rope_layers"] = json!([1, 2, 1, 0]), "no_rope_layers has 2"),
         ("smollm3", |c| c["use_sliding_window"] = json!(true), "use_sliding_window is true"),
         ("olmo2", |c| c["num_key_value_heads"] = json!(1), "one norm spans all heads"),
-        ("olmo2", |c| c["rope_parameters"] = json!({ "x": {} }), "gemma3_text and olmo3 have"),
+        ("olmo2", |c| c["rope_parameters"] = json!({ "x": {} }), "gemma4_text and olmo3 have"),
         ("olmo3", |c| c["rope_parameters"] = json!({ "rope_theta": 5 }), "must have two objects"),
     ];
     for (family, change, says) in cases {

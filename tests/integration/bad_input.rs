@@ -115,7 +115,8 @@ fn shapes_and_budgets() {
     let grows = format!("{experts}max_layers = 7");
     refused(&folder, &grows, &["model.max_layers is 7", "layers are not added"]);
     let goldens = env!("CARGO_MANIFEST_DIR");
-    let two_sizes = format!("model.path = \"{goldens}/tests/goldens/gemma4_text\"\nmodel.");
+    let path = format!("{goldens}/tests/goldens/gemma4_text");
+    let two_sizes = format!("data.train = \"random\"\nmodel.path = \"{path}\"\nmodel.");
     let grows = format!("{two_sizes}max_layers = 7");
     refused(&folder, &grows, &["model.max_layers is 7", "with heads of two sizes"]);
     let wide = "model.hidden = 640\nmodel.heads = 2\ndevice.kind = \"cuda\"";

@@ -30,8 +30,8 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
     let own = scaling.or(parameters).unwrap_or(&none);
     if let Some((kind, _)) = own.iter().find(|(_, value)| value.is_object()) {
         return Err(format!(
-            "rope_parameters has {kind:?}: only layers of gemma3_text, gemma4_text and \
-             olmo3 have rotary positions by their kind. Give one set of keys, without {kind:?}"
+            "rope_parameters has {kind:?}: only layers of gemma3_text, gemma4_text and olmo3 \
+             have rotary positions by their kind. Give one set of keys, without {kind:?}"
         ));
     }
     let theta = number(keys, "rope_theta", default_theta)?;
