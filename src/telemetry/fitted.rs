@@ -134,11 +134,9 @@ pub(super) fn key_of(model: &Model, layer: usize, phase: Phase, save: Option<Sav
     format!("{name} {phase}{keeps}")
 }
 
-/// Other work, as a file names it. Where updates wait for the norm, sums do not share the host's
-/// cores with them.
+/// Other work, as a file names it. Updates that wait for the norm have the host for themselves.
 pub(super) fn name_of(kind: WorkKind, is_deferred: bool) -> String {
-    let shares = matches!(kind, WorkKind::Update | WorkKind::Reduce);
-    let waits = if shares && is_deferred { ", deferred" } else { "" };
+    let waits = if kind == WorkKind::Update && is_deferred { ", deferred" } else { "" };
     format!("{}{waits}", kind.name())
 }
 
