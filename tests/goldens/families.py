@@ -165,7 +165,8 @@ FAMILIES["gemma4_text"] = Gemma4TextConfig(
 FAMILIES["gemma4_text-values"] = Gemma4TextConfig(
     **GEMMA4, num_key_value_heads=1, head_dim=16, global_head_dim=8, attention_bias=True, tie_word_embeddings=False)
 WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices", "gemma4_text", "gemma4_text-values"}
-SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
+# By their numbers, one would have a sequence without a label, and the norms of the other would be far off in 16 bits.
+SEEDS = {"gemma3_text": 77, "gemma4_text": 1003}
 CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "gemma4_text", "gemma4_text-values"}
 
 
