@@ -1,7 +1,8 @@
 //! Rates that were fitted to short runs on a machine, as a file that people can read.
 //!
-//! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over the
-//! medians of operations of one size. The units are FLOPs of kernels, by layer, phase and whether
+//! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over a time for
+//! each size: the median of its operations, or the fastest of work on the host's threads, which
+//! others wait for while kernels have them. The units are FLOPs of kernels, by layer, phase and whether
 //! the layer keeps its activations; tokens of layers without products, and of gathers; bytes of
 //! everything else. FLOPs grow with rows and with rows × positions before them as attention does,
 //! so one number stands for both.
@@ -24,7 +25,7 @@ use crate::tensor::Dtype;
 pub(super) const CUTS: &str = "cuts sequences";
 
 /// The version of the file.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 
 /// Rates of a machine, fitted to runs on it.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
@@ -69,25 +70,46 @@ pub struct FittedLine {
 /// Operations of a kind: units and seconds of each.
 pub(super) type Points = Vec<(f64, f64)>;
 
-/// The median of the operations of each size, and their number: of three and more, one that was
-/// interrupted does not count.
-fn medians(points: &Points) -> Vec<(f64, f64, f64)> {
-    let mut sorted = points.clone();
-    sorted.sort_by(|one, other| one.0.total_cmp(&other.0).then(one.1.total_cmp(&other.1)));
-    let of_size = sorted.chunk_by(|one, other| one.0 == other.0);
-    let median = |all: &[(f64, f64)]| (all[(all.len() - 1) / 2].1 + all[all.len() / 2].1) / 2.0;
-    of_size.map(|all| (all[0].0, median(all), all.len() as f64)).collect()
+/// Which time stands for the operations of one size.
+#[derive(Clone, Copy)]
+pub(super) enum TimeOfSize {
+    /// Of three and more, one that was interrupted does not count.
+    Median,
+    /// That of one which did not wait for threads.
+    Fastest,
+}
+
+impl TimeOfSize {
+    /// That of a kind of work.
+    pub(super) fn of(kind: WorkKind) -> TimeOfSize {
+        match kind {
+            WorkKind::Gather | WorkKind::Reduce | WorkKind::Update => TimeOfSize::Fastest,
+            _ => TimeOfSize::Median,
+        }
+    }
+
+    /// Each size, its time, and the number of its operations.
+    fn times(self, points: &Points) -> Vec<(f64, f64, f64)> {
+        let mut sorted = points.clone();
+        sorted.sort_by(|one, other| one.0.total_cmp(&other.0).then(one.1.total_cmp(&other.1)));
+        let of_size = sorted.chunk_by(|one, other| one.0 == other.0);
+        let time = |all: &[(f64, f64)]| match self {
+            TimeOfSize::Median => (all[(all.len() - 1) / 2].1 + all[all.len() / 2].1) / 2.0,
+            TimeOfSize::Fastest => all[0].1,
+        };
+        of_size.map(|all| (all[0].0, time(all), all.len() as f64)).collect()
+    }
 }
 
 impl FittedLine {
-    /// The line through the medians of these points by least squares. Where that has a negative
-    /// part, or all operations have one size, the line through the origin. `None`: no operation
-    /// took any time.
-    pub(super) fn of(points: &Points) -> Option<FittedLine> {
+    /// The line through the times of these points' sizes by least squares. Where that has a
+    /// negative part, or all operations have one size, the line through the origin. `None`: no
+    /// operation took any time.
+    pub(super) fn of(points: &Points, time: TimeOfSize) -> Option<FittedLine> {
         let count = points.len() as f64;
-        let medians = medians(points);
+        let times = time.times(points);
         let sum = |of: &dyn Fn(f64, f64) -> f64| {
-            medians.iter().map(|&(x, y, count)| of(x, y) * count).sum::<f64>()
+            times.iter().map(|&(x, y, count)| of(x, y) * count).sum::<f64>()
         };
         let [units, seconds] = [sum(&|x, _| x) / count, sum(&|_, y| y) / count];
         if !(units > 0.0 && seconds > 0.0) {
@@ -132,12 +154,6 @@ pub(super) fn key_of(model: &Model, layer: usize, phase: Phase, save: Option<Sav
     };
     let keeps = if save == Some(Save::All) { ", kept" } else { "" };
     format!("{name} {phase}{keeps}")
-}
-
-/// Other work, as a file names it. Updates that wait for the norm have the host for themselves.
-pub(super) fn name_of(kind: WorkKind, is_deferred: bool) -> String {
-    let waits = if kind == WorkKind::Update && is_deferred { ", deferred" } else { "" };
-    format!("{}{waits}", kind.name())
 }
 
 /// The threads of each device of the CPU.
@@ -281,10 +297,9 @@ impl FittedRates {
     }
 
     /// The line of a kind of work.
-    fn line(&self, kind: WorkKind, is_deferred: bool) -> Result<FittedLine, String> {
-        let name = name_of(kind, is_deferred);
-        let found = self.work.get(&name).copied();
-        found.ok_or_else(|| lacks(&name))
+    fn line(&self, kind: WorkKind) -> Result<FittedLine, String> {
+        let found = self.work.get(kind.name()).copied();
+        found.ok_or_else(|| lacks(kind.name()))
     }
 }
 
@@ -303,7 +318,7 @@ impl Rates {
         if let Some(problem) = fit.refusal(config, model, plan) {
             return Err(refuse(problem));
         }
-        let line = |kind| fit.line(kind, plan.deferred()).map_err(refuse);
+        let line = |kind| fit.line(kind).map_err(refuse);
         // FLOPs at one a second are seconds; then each line's own rate.
         let mut rates = Rates::of(config, model, 1.0, f64::INFINITY, f64::INFINITY);
         rates.compute.clear();
@@ -353,16 +368,25 @@ mod tests {
     fn a_line_is_found_again() {
         let points: Points = (1..20).map(|x| (f64::from(x), 0.5 + f64::from(x) / 4.0)).collect();
         let FittedLine { fixed, units_per_second, residual, operations } =
-            FittedLine::of(&points).expect("a line");
+            FittedLine::of(&points, TimeOfSize::Median).expect("a line");
         assert!((fixed - 0.5).abs() < 1e-12 && (units_per_second - 4.0).abs() < 1e-12);
         assert!(residual < 1e-12 && operations == 19);
         // All of one size, or faster with size: through the origin.
-        let of = |points: &[(f64, f64)]| FittedLine::of(&points.to_vec());
+        let of = |points: &[(f64, f64)]| FittedLine::of(&points.to_vec(), TimeOfSize::Median);
         let one = of(&[(8.0, 1.0), (8.0, 3.0)]).expect("a line");
         assert_eq!((one.fixed, one.units_per_second, one.residual), (0.0, 4.0, 0.5));
         let falls = of(&[(1.0, 3.0), (3.0, 1.0)]).expect("a line");
         assert_eq!((falls.fixed, falls.units_per_second), (0.0, 1.0));
         assert_eq!(of(&[(0.0, 1.0)]), None);
         assert_eq!(of(&[]), None);
+    }
+
+    #[test]
+    fn work_that_waits_for_threads_is_as_fast_as_its_fastest_operation() {
+        let points = vec![(4.0, 9.0), (4.0, 1.0), (8.0, 2.0), (8.0, 7.0), (8.0, 8.0)];
+        let line = |kind| FittedLine::of(&points, TimeOfSize::of(kind)).expect("a line");
+        let FittedLine { fixed, units_per_second, .. } = line(WorkKind::Update);
+        assert_eq!((fixed, units_per_second), (0.0, 4.0));
+        assert!(line(WorkKind::Weights).units_per_second < 2.0);
     }
 }

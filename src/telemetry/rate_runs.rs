@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use l2l_actors::schedule::{LayerId, Phase};
 use l2l_actors::work::WorkKind;
 
-use super::fitted::{CUTS, Points, VERSION, key_of, name_of, threads_of, units_of, word};
+use super::fitted::{
+    CUTS, Points, TimeOfSize, VERSION, key_of, threads_of, units_of, word,
+};
 use super::status::unix_seconds;
 use super::{FittedLine, FittedRates, Slice, SliceKind};
 use crate::config::{Config, Recompute, ScheduleKind};
@@ -29,7 +31,7 @@ const MOVES: [WorkKind; 7] = [
 #[derive(Default)]
 pub struct RateRuns {
     compute: BTreeMap<String, Points>,
-    work: BTreeMap<String, Points>,
+    work: BTreeMap<WorkKind, Points>,
 }
 
 /// Runs with different sizes of micro-batches.
@@ -38,7 +40,8 @@ const SIZES: u32 = 3;
 impl RateRuns {
     /// Small steps of a config: two micro-batches of its size in each group, of half of it and of a
     /// quarter; the first and the last also where layers keep their activations, or recompute them
-    /// if the config keeps them; and one whose updates wait for the norm.
+    /// if the config keeps them; and one whose updates wait for the norm, so that some find the
+    /// host's threads free.
     ///
     /// # Errors
     /// Its schedule is of as many micro-batches as the config has.
@@ -135,18 +138,18 @@ impl RateRuns {
                 _ => continue,
             };
             if units > 0.0 {
-                let name = name_of(kind, plan.deferred());
-                self.work.entry(name).or_default().push((units, seconds));
+                self.work.entry(kind).or_default().push((units, seconds));
             }
         }
     }
 
     /// Fits a line to each kind of work.
     pub fn fit(&self, config: &Config, plan: &Plan) -> FittedRates {
-        let lines = |points: &BTreeMap<String, Points>| {
-            let line =
-                |(name, points): (&String, &Points)| Some((name.clone(), FittedLine::of(points)?));
-            points.iter().filter_map(line).collect()
+        let kernels = |(name, points): (&String, &Points)| {
+            Some((name.clone(), FittedLine::of(points, TimeOfSize::Median)?))
+        };
+        let work = |(&kind, points): (&WorkKind, &Points)| {
+            Some((kind.name().to_owned(), FittedLine::of(points, TimeOfSize::of(kind))?))
         };
         let device = config.device_names().swap_remove(0);
         FittedRates {
@@ -158,8 +161,8 @@ impl RateRuns {
             dtype: config.device.dtype,
             optimizer: config.optimizer.kind,
             stash_on_device: plan.stash_on_device(),
-            compute: lines(&self.compute),
-            work: lines(&self.work),
+            compute: self.compute.iter().filter_map(kernels).collect(),
+            work: self.work.iter().filter_map(work).collect(),
         }
     }
 }
