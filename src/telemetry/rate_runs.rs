@@ -5,9 +5,7 @@ use std::collections::BTreeMap;
 use l2l_actors::schedule::{LayerId, Phase};
 use l2l_actors::work::WorkKind;
 
-use super::fitted::{
-    CUTS, Points, TimeOfSize, VERSION, key_of, threads_of, units_of, word,
-};
+use super::fitted::{CUTS, Points, TimeOfSize, VERSION, key_of, threads_of, units_of, word};
 use super::status::unix_seconds;
 use super::{FittedLine, FittedRates, Slice, SliceKind};
 use crate::config::{Config, Recompute, ScheduleKind};
