@@ -205,14 +205,6 @@ pub(crate) fn open(
                            built for the cpu alone";
             Err(Error::config("device.kind", problem))
         }
-        DeviceKind::Cuda if model.shape.output_gates => {
-            let problem = format_args!(
-                "is cuda: linear attention and gates of attention's output, which {} has, are \
-                 built for the cpu alone",
-                model.shape.names.family
-            );
-            Err(Error::config("device.kind", problem))
-        }
         DeviceKind::Cuda => {
             let gpus = config.device.gpus().into_iter();
             gpus.map(|ordinal| cuda::open(config, ordinal, model, floats, own)).collect()

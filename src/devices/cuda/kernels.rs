@@ -3,7 +3,10 @@
 use super::batch_metadata::DeviceMetadata;
 use super::driver::{Address, Argument, Place};
 use super::launches::{Queue, Words, int};
-use super::{attention, cross_entropy, embedding, experts, head_norm, linear, norm, routing};
+use super::{
+    attention, cross_entropy, embedding, experts, head_norm, linear, linear_attention, norm,
+    routing,
+};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
@@ -182,6 +185,12 @@ launched! {
     gate_rows_backward(GateRowsBackward);
     custom(Custom<'_>);
     pack_positive(PackPositive);
+    split_gates(SplitGates<'_>);
+    join_gates(JoinGates<'_>);
+    sigmoid_gate(SigmoidGate);
+    sigmoid_gate_backward(SigmoidGateBackward);
+    short_convolution(ShortConvolution<'_>);
+    gated_norm(GatedNorm<'_>);
 }
 
 impl Runs<Clear> for CudaKernels<'_> {
@@ -213,34 +222,15 @@ launched_in! {
     score_backward(ScoreBackward<'_>) cross_entropy::backward_scratch;
     route_backward(RouteBackward<'_>) experts::backward_scratch;
     measure_routes(MeasureRoutes<'_>) routing::measure_scratch;
+    short_convolution_backward(ShortConvolutionBackward<'_>) linear_attention::convolution_scratch;
+    delta_rule_backward(DeltaRuleBackward<'_>) linear_attention::rule_scratch;
+    gated_norm_backward(GatedNormBackward<'_>) linear_attention::norm_scratch;
 }
 
-/// Operations of families that run on the CPU alone: a model with them is refused before a device
-/// is opened, so there is no text.
-macro_rules! cpu_alone {
-    ($($op:ty),*; $($op_in:ty),*) => {
-        $(
-            impl Runs<$op> for CudaKernels<'_> {
-                fn run(&self, _: &$op) {
-                    self.on_device(|_| unreachable!("refused when devices are opened"));
-                }
-            }
-        )*
-        $(
-            impl RunsIn<$op_in> for CudaKernels<'_> {
-                fn run_in(&self, _: &$op_in, _: &Scratch<'_>) {
-                    self.on_device(|_| unreachable!("refused when devices are opened"));
-                }
-            }
-        )*
-    };
-}
-
-cpu_alone! {
-    SplitGates<'_>, JoinGates<'_>, SigmoidGate, SigmoidGateBackward, ShortConvolution<'_>,
-    GatedNorm<'_>;
-    ShortConvolutionBackward<'_>, DeltaRule<'_>, DeltaRuleBackward<'_>,
-    GatedNormBackward<'_>
+impl RunsIn<DeltaRule<'_>> for CudaKernels<'_> {
+    fn run_in(&self, op: &DeltaRule<'_>, _: &Scratch<'_>) {
+        self.on_device(|on| on.delta_rule(op));
+    }
 }
 
 impl DeviceKernels for CudaKernels<'_> {

@@ -13,7 +13,9 @@ use super::driver::{
 use super::texts::Target;
 use super::times::Times;
 use super::ways::{Way, Ways};
-use crate::kernels::{Activation, AttentionShape, Dropout, PAIRS, RotaryTable};
+use crate::kernels::{
+    Activation, AttentionShape, Dropout, LinearHeads, LinearShape, PAIRS, RotaryTable,
+};
 use crate::tensor::Dtype;
 
 impl Argument for Place {
@@ -133,6 +135,20 @@ pub(super) fn attention_words_from(shape: &AttentionShape<'_>, first_kept: usize
     all[9] = shape.score_scale().to_bits();
     all[10..].copy_from_slice(&shape.dropout.map_or([0; 7], mask_words));
     Words { name: "Attention", words: all }
+}
+
+/// The text's `Linear`.
+pub(super) fn linear_words(shape: &LinearShape<'_>) -> Words<8> {
+    let LinearHeads { key_heads, value_heads, key_size, value_size, taps } = shape.heads;
+    let batch = &shape.batch;
+    let before = batch.positions_before(0);
+    let heads = [key_heads, value_heads, key_size, value_size, taps];
+    let sizes = [batch.sequences(), batch.rows(), before].into_iter().chain(heads);
+    let mut words = [0; 8];
+    for (word, size) in words.iter_mut().zip(sizes) {
+        *word = u32::try_from(size).expect("sizes are checked");
+    }
+    Words { name: "Linear", words }
 }
 
 /// The text's `Rotary`.

@@ -24,12 +24,14 @@ mod embedding;
 #[path = "../../../tests/cuda/emulated/mod.rs"]
 pub(crate) mod emulated;
 mod experts;
+mod gates;
 mod head_norm;
 mod kernels;
 mod kv_cache;
 mod launches;
 mod libraries;
 mod linear;
+mod linear_attention;
 mod norm;
 mod packed;
 mod pinned;

@@ -22,15 +22,23 @@ const ATTENTION: &str = concat!(
     include_str!("kernels/attention/cores.cu"),
 );
 
+const LINEAR_ATTENTION: &str = concat!(
+    include_str!("kernels/linear_attention/rows.cu"),
+    include_str!("kernels/linear_attention/rule.cu"),
+    include_str!("kernels/linear_attention/pieces.cu"),
+);
+
 /// Name and text of each file of kernels, or of files that are compiled as one.
-pub(super) const TEXTS: [(&str, &str); 15] = [
+pub(super) const TEXTS: [(&str, &str); 17] = [
     ("attention", ATTENTION),
     ("classes", include_str!("kernels/classes.cu")),
     ("cross_entropy", include_str!("kernels/cross_entropy.cu")),
     ("elementwise", include_str!("kernels/elementwise.cu")),
     ("embedding", include_str!("kernels/embedding.cu")),
     ("experts", include_str!("kernels/experts.cu")),
+    ("gates", include_str!("kernels/gates.cu")),
     ("head_norm", include_str!("kernels/head_norm.cu")),
+    ("linear_attention", LINEAR_ATTENTION),
     ("norm", include_str!("kernels/norm.cu")),
     ("packed", include_str!("kernels/packed.cu")),
     ("past", include_str!("kernels/past.cu")),
@@ -204,6 +212,7 @@ fn kind(parameter: &str, dtype: Dtype) -> Result<Kind, BoxedError> {
         Some("Dropout") => Kind::Of("Dropout"),
         Some("Attention") => Kind::Of("Attention"),
         Some("Rotary") => Kind::Of("Rotary"),
+        Some("Linear") => Kind::Of("Linear"),
         _ => return Err(format!("it takes {parameter:?}").into()),
     })
 }

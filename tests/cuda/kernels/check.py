@@ -21,7 +21,7 @@ unless a file is named, or `L2L_TESTS=whole`.
 
 Checks are a list of (file, function, cases). `function(device, random, **case)` makes buffers, launches
 kernels and expects outputs, all by the device: see `Device`, the checks below and those of
-attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
+attention.py and linear_attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
 processes.
 """
 
@@ -48,6 +48,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as many processes compute 
 import numpy as np
 
 import attention
+import linear_attention
 import sass
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -110,7 +111,8 @@ LAUNCH = re.compile(r"// launch: (.*)\n(?://.*\n)*[^;{]*?" + KERNEL.pattern)
 
 
 # Files that are compiled as one, in this order.
-TOGETHER = {"attention": ["heads", "plain", "warp", "mma", "quad_pairs", "tiles", "passes", "cores"]}
+TOGETHER = {"attention": ["heads", "plain", "warp", "mma", "quad_pairs", "tiles", "passes", "cores"],
+            "linear_attention": ["rows", "rule", "pieces"]}
 
 
 # Behind the name of a file: its kernels as they are on sm_70, which the emulator runs, too.
@@ -390,6 +392,13 @@ class Attention(ctypes.Structure):
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
 
+class Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ["sequences", "rows", "past", "key_heads", "value_heads"]),
+        *((name, ctypes.c_int) for name in ["key_size", "value_size", "taps"]),
+    ]
+
+
 class Rotary(ctypes.Structure):
     _fields_ = [("frequencies", ctypes.c_float * 128), ("scale", ctypes.c_float), ("pairs", ctypes.c_int),
                 ("interleaved", ctypes.c_int), ("distance", ctypes.c_int), ("beta", ctypes.c_float),
@@ -434,10 +443,10 @@ class Buffer:
 
 
 class Before:
-    """A pointer to what would lie `rows` rows before a buffer."""
+    """A pointer to what would lie `rows` rows before a buffer, or to elements behind its begin."""
 
-    def __init__(self, buffer, rows):
-        self.address = buffer.address - rows * buffer.bits.shape[-1] * buffer.bits.itemsize
+    def __init__(self, buffer, rows, behind=0):
+        self.address = buffer.address + (behind - rows * buffer.bits.shape[-1]) * buffer.bits.itemsize
 
 
 def to_bfloat(values):
@@ -449,7 +458,7 @@ def to_bfloat(values):
 class Device:
     """One emulated file of kernels, for the time of one check."""
 
-    Attention, Before, Dropout, Rotary = Attention, Before, Dropout, Rotary
+    Attention, Before, Dropout, Linear, Rotary = Attention, Before, Dropout, Linear, Rotary
 
     has_hazards = False
 
@@ -501,7 +510,7 @@ class Device:
             known[name] = argument
             if name == "starts":
                 known[name] = argument and argument.bits
-            if isinstance(argument, Attention):
+            if isinstance(argument, (Attention, Linear)):
                 known |= {name: getattr(argument, name) for name, _ in argument._fields_}
             if "*" in parameter:
                 argument = ctypes.c_void_p(argument and argument.address)
@@ -1868,7 +1877,7 @@ def checks():
         ("past", check_regroup, each(rows=[1, 5], heads=[1, 3], head_size=[1, 12, 130])),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]
-    return own + attention.checks()
+    return own + attention.checks() + linear_attention.checks()
 
 
 def main():

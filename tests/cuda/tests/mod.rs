@@ -5,6 +5,7 @@
 mod chosen;
 mod copies;
 mod kept;
+mod linear;
 mod packed;
 mod refused;
 mod trained;
@@ -436,7 +437,7 @@ fn text_goes_on() {
         return;
     }
     let runtime = emulated::runtime();
-    for family in ["gpt2", "mistral", "opt", "qwen3"] {
+    for family in ["gpt2", "mistral", "opt", "qwen3", "qwen3_5_text"] {
         let folder =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/generate").join(family);
         let text = std::fs::read_to_string(folder.join("golden.json")).expect("it is committed");

@@ -18,6 +18,7 @@ macro_rules! case {
 
 mod attention;
 mod experts;
+mod linear_attention;
 mod products;
 mod quantised;
 

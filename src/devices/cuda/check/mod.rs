@@ -295,13 +295,18 @@ impl Batches {
         let chunk = self.of(&[0, 5, 139], &[], &[]).view().chunk_of(chunk);
         let behind = SequenceChunk { sequence: 0, from: 192, to: 230 };
         let behind = self.of(&[0, 230], &[], &[]).view().chunk_of(behind);
+        let inner = SequenceChunk { sequence: 1, from: 64, to: 100 };
+        let inner = self.of(&[0, 5, 139], &[], &[]).view().chunk_of(inner);
         let mut cases = Cases { dtype, batch: long, all: Vec::new() };
         for batch in small {
             cases.batch = batch.view();
             match group {
                 KernelGroup::Products => cases.of_products(),
                 KernelGroup::Rows => cases.of_rows(),
-                KernelGroup::Attention => cases.of_heads(),
+                KernelGroup::Attention => {
+                    cases.of_heads();
+                    cases.of_linear_attention();
+                }
                 KernelGroup::Losses if batch.cached.is_empty() => cases.of_losses(),
                 KernelGroup::Losses => {}
             }
@@ -313,6 +318,7 @@ impl Batches {
                 cases.on(wide).of_wide_heads();
                 cases.on(chunk).of_chunks();
                 cases.on(behind).of_windowed_chunk();
+                cases.on(inner).of_linear_attention();
             }
             KernelGroup::Losses => cases.on(long).of_tiles(),
         }
