@@ -6,6 +6,7 @@
 
 pub(crate) mod product;
 
+#[cfg(target_arch = "x86_64")]
 use pulp::NullaryFnOnce;
 
 /// A set of vector instructions that this processor has.
@@ -60,7 +61,9 @@ impl Level {
     /// Runs a loop in the version for this level.
     #[inline(always)]
     pub(crate) fn run<R>(self, body: impl FnOnce() -> R) -> R {
+        #[cfg(target_arch = "x86_64")]
         struct Body<F>(F);
+        #[cfg(target_arch = "x86_64")]
         impl<R, F: FnOnce() -> R> NullaryFnOnce for Body<F> {
             type Output = R;
 
