@@ -203,6 +203,8 @@ fn kind(parameter: &str, dtype: Dtype) -> Result<Kind, BoxedError> {
         Some("float") => Kind::Float,
         Some("Dropout") => Kind::Of("Dropout"),
         Some("Attention") => Kind::Of("Attention"),
+        Some("ColumnGroups") => Kind::Of("ColumnGroups"),
+        Some("NormParts") => Kind::Of("NormParts"),
         Some("Rotary") => Kind::Of("Rotary"),
         _ => return Err(format!("it takes {parameter:?}").into()),
     })
