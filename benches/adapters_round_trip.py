@@ -25,17 +25,18 @@ from peft_loads import KINDS, compare  # noqa: E402
 MODELS = ["tied", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3",
           "starcoder2", "gemma2", "granite", "glm", "glm4", "cohere", "cohere2", "ministral", "ministral3", "gpt_neox",
           "bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "mixtral", "qwen2_moe", "qwen3_moe",
-          "qwen3_5_moe_text", "gemma4_text"]
+          "qwen3_5_moe_text", "gemma4_text", "qwen3_next"]
 # transformers has no such models.
 NO_TOKENS = ["cohere-tokens", "cohere2-tokens", "gemma3_text-tokens", "granite-tokens", "olmo2-tokens", "olmo3-tokens", "opt-tokens",
              "qwen3_5_moe_text-tokens", "gemma4_text-tokens"]
 NO_SEQUENCES = ["cohere-sequences", "cohere2-sequences", "granite-sequences", "qwen3_5_moe_text-sequences",
                 "gemma4_text-sequences"]
 # PEFT makes one parameter of a layer's experts, whose adapters l2l does not read. PEFT 0.21.2 leaves those of
-# Qwen2-MoE and Qwen3.5 out.
+# Qwen2-MoE, Qwen3.5 and Qwen3-Next out.
 EXPERTS = ["mixtral", "qwen3_moe"]
 TARGETS = {"qwen2_moe": '["self_attn", "shared_expert"]',
-           "qwen3_5_moe_text": '["self_attn", "linear_attn", "shared_expert"]'}
+           "qwen3_5_moe_text": '["self_attn", "linear_attn", "shared_expert"]',
+           "qwen3_next": '["self_attn", "linear_attn", "shared_expert"]'}
 TASKS = {"sequences": ("sequence-classification", 3), "tokens": ("token-classification", 4), "lm": (None, None)}
 
 

@@ -182,7 +182,7 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         "embed_audio.",
         "multi_modal_projector.",
         "model.visual.",
-        // What guesses tokens further ahead, beside Qwen3.5.
+        // What guesses tokens further ahead, beside Qwen3.5 and Qwen3-Next.
         "mtp.",
     ];
     is_of_other_head(name, &model.shape)

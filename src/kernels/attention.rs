@@ -76,6 +76,11 @@ impl<'a> AttentionShape<'a> {
         self.width() + self.kv_width()
     }
 
+    /// `[H, K, D]`.
+    pub(crate) fn sizes(&self) -> [usize; 3] {
+        [self.heads, self.kv_heads, self.head_size]
+    }
+
     /// The factor of scores.
     pub fn score_scale(&self) -> f32 {
         self.scale.unwrap_or_else(|| 1.0 / (self.head_size as f32).sqrt())

@@ -43,30 +43,6 @@ pub struct CachedAttention<'a> {
     pub shape: AttentionShape<'a>,
 }
 
-/// Queries, keys and values of each head side by side become the queries of all heads, their keys,
-/// and their values; or back. Each head of queries has keys and values of its own.
-#[derive(Clone, Copy, Debug)]
-pub struct RegroupHeads {
-    /// Output. (R, 3 H D).
-    pub y: View,
-    /// Input. (R, 3 H D).
-    pub x: View,
-    /// H.
-    pub heads: usize,
-    /// True: head by head is the output.
-    pub back: bool,
-}
-
-impl KernelOperation for RegroupHeads {
-    fn views(&self, views: &mut Views<'_>) {
-        let RegroupHeads { y, x, heads, .. } = *self;
-        views.writes("y", y, y.shape(), y.dtype);
-        views.reads("x", x, y.shape(), y.dtype);
-        let is_whole = y.columns.is_multiple_of(3 * heads);
-        views.rule(is_whole, "heads do not have as many channels each");
-    }
-}
-
 impl KernelOperation for WriteKv<'_> {
     fn views(&self, views: &mut Views<'_>) {
         let WriteKv { kv, qkv, shape } = *self;

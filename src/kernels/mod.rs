@@ -51,7 +51,9 @@ pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{
     ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, ProblemType, Samples,
 };
-pub use columns::{AddColumns, CopyColumns, TakeColumns};
+pub use columns::{
+    AddColumns, ColumnGroups, CopyColumns, GroupedColumns, RegroupColumns, TakeColumns,
+};
 pub use copy::{Cast, Clear};
 pub use cross_entropy::{LogitForm, Logits, STATISTICS, Score, ScoreBackward, label_of};
 pub use custom::{CpuFunction, Custom, CustomKernel};
@@ -61,8 +63,9 @@ pub use experts::{
     BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
     RowDots, RowWeights, SumRows, WeighRows,
 };
-pub use head_norm::{HeadNorm, HeadNormBackward, HeadValues, QueryKey};
-pub use kv_cache::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
+pub(crate) use head_norm::NormParts;
+pub use head_norm::{HeadNorm, HeadNormBackward, HeadValues, QkNorm, QueryKey};
+pub use kv_cache::{CachedAttention, ReadKv, WriteKv};
 pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};
 pub use linear_attention::{
@@ -109,7 +112,7 @@ operations! {
         attention(Attention<'a>);
         write_kv(WriteKv<'a>);
         read_kv(ReadKv<'a>);
-        regroup_heads(RegroupHeads);
+        regroup_columns(RegroupColumns);
         cached_attention(CachedAttention<'a>);
         sink(Sink<'a>);
         sink_backward(SinkBackward<'a>);

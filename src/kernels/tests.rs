@@ -151,8 +151,10 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     found!(Residual { y: narrow, a: narrow, x: narrow, dropout }, [y, a, x]);
     found!(ApplyDropout { y: narrow, x: narrow, dropout }, [y, x]);
     let thirds = element(R, 3 * C);
-    found!(RegroupHeads { y: thirds, x: thirds, heads: 1, back: true }, [y, x]);
-    assert!(panics(|| RegroupHeads { y: thirds, x: thirds, heads: C + 1, back: true }.check()));
+    let mut groups = ColumnGroups::of_heads(1, C);
+    found!(RegroupColumns { y: thirds, x: thirds, groups, back: true }, [y, x]);
+    groups.kinds[2].first += 1;
+    assert!(panics(|| RegroupColumns { y: thirds, x: thirds, groups, back: true }.check()));
     let by = Some(element(1, 1));
     found!(Scale { y: narrow, x: narrow, factor: 2.0, by }, [y, x]);
     let rows = element(R + 1, C);
@@ -190,7 +192,9 @@ fn wrong_views_of_attention_are_found() {
     let gamma_offset = 0.0;
     let epsilon = 1e-5;
     let values = HeadValues::Plain;
-    let op = HeadNorm { y: qkv, statistics, x: qkv, gamma, gamma_offset, epsilon, values, shape };
+    let norm = QkNorm::ByHead;
+    let x = qkv;
+    let op = HeadNorm { y: qkv, statistics, x, gamma, gamma_offset, epsilon, norm, values, shape };
     found!(op, [y, statistics, x, gamma.query, gamma.key]);
     let one = float(1, shape.head_size);
     let op = HeadNormBackward {
@@ -200,6 +204,7 @@ fn wrong_views_of_attention_are_found() {
         statistics,
         gamma,
         gamma_offset,
+        norm,
         values,
         shape,
         accumulate: false,

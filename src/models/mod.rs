@@ -61,4 +61,4 @@ pub use training::Training;
 pub(crate) use training::matches_tensor;
 pub(crate) use visit::{BlockViews, Measured, VisitArgs, run, workspace};
 pub(crate) use walk::{Turn, Walk, chunk_state_len};
-pub use windows::{AllBut, GlobalHeads, Window};
+pub use windows::{BlockPattern, GlobalHeads, Window};

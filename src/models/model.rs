@@ -201,7 +201,7 @@ impl Model {
             let init = Init::Normal(shape.initializer_range);
             let rows = vec![tile.rows, shape.embedding_width()];
             let mut all = vec![Tensor::new(name, rows, Kind::Table, init)];
-            if is_head && shape.masked_head() {
+            if is_head && shape.masked_head() && shape.token_bias {
                 let rows = vec![tile.rows];
                 all.push(Tensor::new(shape.head_bias(), rows, Kind::Bias, Init::Zeros));
             }

@@ -2,7 +2,7 @@
 
 use super::layer::{Init, Kind, Tensor};
 use super::shape::Shape;
-use crate::kernels::{Kernels, Norm, NormBackward};
+use crate::kernels::{Kernels, Norm, NormBackward, QkNorm, QueryKey};
 use crate::tensor::{Scratch, View};
 
 /// Weight and bias of a product, or scale and shift of a norm.
@@ -36,27 +36,39 @@ impl Shape {
         !self.rms_norm && !self.norms_only_scale
     }
 
-    /// The heads of queries and of keys that have a norm each, and the channels of such a norm.
-    pub(crate) fn normed_heads(&self) -> [usize; 3] {
-        match self.joint_qk_norm {
-            true => [1, 1, self.attention_width()],
-            false => [self.heads, self.kv_heads, self.head_size],
-        }
+    /// The statistics of a row's norm of queries and keys.
+    pub(super) fn head_statistics(&self, norm: QkNorm) -> usize {
+        norm.parts(self.head_sizes()).normed(self.values) * norm.statistics()
     }
 
-    /// The statistics of the norms of a row's heads.
-    pub(crate) fn head_statistics(&self) -> usize {
-        let [of_queries, of_keys, _] = self.normed_heads();
-        self.values.normed_heads(of_queries, of_keys)
+    /// The scales of the norm of queries and keys.
+    pub(super) fn head_norm_tensors(&self, norm: QkNorm, names: [String; 2]) -> Vec<Tensor> {
+        let QueryKey { query, key } = norm.scales(&norm.parts(self.head_sizes()));
+        let init = self.initial_scale();
+        let tensor = |(name, [rows, columns]): (String, [usize; 2])| {
+            let shape = match norm {
+                QkNorm::ByHead | QkNorm::Joint => vec![columns],
+                QkNorm::LayerNorm => vec![rows, columns],
+            };
+            Tensor::new(format!("{name}.weight"), shape, Kind::Norm, init)
+        };
+        names.into_iter().zip([query, key]).map(tensor).collect()
+    }
+
+    fn head_sizes(&self) -> [usize; 3] {
+        [self.heads, self.kv_heads, self.head_size]
+    }
+
+    fn initial_scale(&self) -> Init {
+        if self.norm_offset == 1.0 { Init::Zeros } else { Init::Ones }
     }
 
     /// The tensors of a norm of `len` channels: its scale and, with `has_shift`, its shift.
     pub(super) fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
         let tensor =
             |part: &str, init| Tensor::new(format!("{name}.{part}"), vec![len], Kind::Norm, init);
-        let scale = if self.norm_offset == 1.0 { Init::Zeros } else { Init::Ones };
         let shift = has_shift.then(|| tensor("bias", Init::Zeros));
-        [tensor("weight", scale)].into_iter().chain(shift).collect()
+        [tensor("weight", self.initial_scale())].into_iter().chain(shift).collect()
     }
 
     pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine<View>) -> Norm {

@@ -7,10 +7,10 @@ use super::balance::Balance;
 use super::dense::{DenseModule, MOST_DENSE};
 use super::families::Names;
 use super::pooling::EmbeddingPooling;
-use super::windows::{AllBut, GlobalHeads, Window};
+use super::windows::{BlockPattern, GlobalHeads, Window};
 use crate::kernels::{
     Activation, ClampedGate, GateForm, HeadValues, LinearHeads, LogitForm, LongRope, Pooling,
-    ProblemType, Rotary, RotaryScaling, Yarn,
+    ProblemType, QkNorm, Rotary, RotaryScaling, Yarn,
 };
 
 /// Probabilities of dropout.
@@ -185,7 +185,7 @@ pub struct LinearAttention {
     /// Its sizes.
     pub heads: LinearHeads,
     /// The blocks that have it.
-    pub blocks: AllBut,
+    pub blocks: BlockPattern,
 }
 
 /// A transformer of one of the families.
@@ -228,7 +228,7 @@ pub struct Shape {
     /// Rotary positions.
     pub rotary: Option<Rotary>,
     /// The blocks that have rotary positions, if the model has any.
-    pub rotary_blocks: AllBut,
+    pub rotary_blocks: BlockPattern,
     /// True when a position sees no later one.
     pub causal: bool,
     /// Rotary positions of the blocks with a window, if they differ from those of other blocks.
@@ -245,11 +245,8 @@ pub struct Shape {
     pub norm_offset: f32,
     /// Added to the variance, or the mean square, of a norm.
     pub norm_epsilon: f32,
-    /// True when queries and keys are normed by head.
-    pub qk_norm: bool,
-    /// True when this norm spans all heads of the queries, and another one all heads of the keys.
-    /// Queries then have as many heads as keys.
-    pub joint_qk_norm: bool,
+    /// The norms of queries and keys, if they have any.
+    pub qk_norm: Option<QkNorm>,
     /// True when the projection gives queries, keys and values of each head side by side.
     pub qkv_by_head: bool,
     /// True when each head of attention has a sink: a learned score that joins the softmax and has
@@ -266,6 +263,8 @@ pub struct Shape {
     pub biases: [bool; 3],
     /// True when the transform of a head, if it has one, has a bias.
     pub transform_bias: bool,
+    /// True when a head of masked tokens has a bias for each token.
+    pub token_bias: bool,
     /// The feed-forward's activation function.
     pub activation: Activation,
     /// True when the feed-forward multiplies its up projection by a gate (Shazeer 2020).

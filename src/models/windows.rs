@@ -2,38 +2,45 @@
 
 use crate::kernels::HeadValues;
 
-/// All blocks but one of every few.
+/// Some of a model's blocks: a pattern that repeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AllBut {
-    /// Of this many blocks, one is left out. 0: none is.
-    pub every: usize,
-    /// Its number among them.
-    pub at: usize,
+pub struct BlockPattern {
+    /// The blocks of the first period, block 0 in the lowest bit.
+    bits: u128,
+    /// Blocks after which the pattern repeats.
+    period: u32,
 }
 
-impl AllBut {
+impl BlockPattern {
     /// All blocks.
-    pub const NONE: AllBut = AllBut { every: 0, at: 0 };
+    pub const ALL: BlockPattern = BlockPattern { bits: 1, period: 1 };
 
-    /// All but the last of every `every` blocks; all if that is 0.
-    pub fn last_of(every: usize) -> AllBut {
-        AllBut { every, at: every.saturating_sub(1) }
+    /// Blocks that a pattern may have before it repeats.
+    pub const LONGEST: usize = u128::BITS as usize;
+
+    /// The blocks of which a list says so. The list repeats behind its end. `None`: it is too long,
+    /// and does not repeat before.
+    pub fn listed(blocks: &[bool]) -> Option<BlockPattern> {
+        let repeats =
+            |period: &usize| blocks.iter().zip(&blocks[*period..]).all(|(one, next)| one == next);
+        let longest = blocks.len().min(BlockPattern::LONGEST);
+        let Some(period) = (1..=longest).find(repeats) else {
+            return blocks.is_empty().then_some(BlockPattern::ALL);
+        };
+        let bits = (0..period).map(|block| u128::from(blocks[block]) << block).sum();
+        Some(BlockPattern { bits, period: period as u32 })
     }
 
-    /// The blocks of which a list says so, if one of every few is left out.
-    pub(crate) fn listed(blocks: &[bool]) -> Option<AllBut> {
-        let mut left_out = (0..blocks.len()).filter(|block| !blocks[*block]);
-        let all = left_out.next().map_or(AllBut::NONE, |at| {
-            let behind = left_out.next().unwrap_or(blocks.len());
-            AllBut { every: (behind - at).max(at + 1), at }
-        });
-        let is_so = blocks.iter().enumerate().all(|(block, one)| all.has(block) == *one);
-        is_so.then_some(all)
+    /// All blocks but one of every `every`, which is number `at` of them; all blocks if `every` is
+    /// 0. `None`: this is too many.
+    pub fn all_but(every: usize, at: usize) -> Option<BlockPattern> {
+        let blocks = every.min(BlockPattern::LONGEST + 1);
+        BlockPattern::listed(&(0..blocks).map(|block| block != at).collect::<Vec<bool>>())
     }
 
     /// Whether a block is among them.
     pub fn has(&self, block: usize) -> bool {
-        self.every == 0 || block % self.every != self.at
+        self.bits >> (block % self.period as usize) & 1 == 1
     }
 }
 
@@ -46,13 +53,13 @@ pub struct Window {
     /// The first block with the window.
     pub from: usize,
     /// The blocks from there on that have it.
-    pub blocks: AllBut,
+    pub blocks: BlockPattern,
 }
 
 impl Window {
     /// A window of all blocks.
     pub fn of_all(positions: usize) -> Window {
-        Window { positions, from: 0, blocks: AllBut::NONE }
+        Window { positions, from: 0, blocks: BlockPattern::ALL }
     }
 
     /// Whether a block has the window.
@@ -70,4 +77,34 @@ pub struct GlobalHeads {
     pub head_size: usize,
     /// What values are.
     pub values: HeadValues,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_are_those_of_their_lists() {
+        let lists: [&[bool]; 5] = [
+            &[true; 3],
+            &[false; 2],
+            &[true, true, false, true],
+            &[false, false, true, false, true],
+            &[true, false, false, true, true, true],
+        ];
+        for list in lists {
+            let pattern = BlockPattern::listed(list).expect("it is short");
+            let found: Vec<bool> = (0..list.len()).map(|block| pattern.has(block)).collect();
+            assert_eq!(found, list);
+        }
+        assert_eq!(BlockPattern::listed(&[]), Some(BlockPattern::ALL));
+        assert_eq!(BlockPattern::listed(&[true; 300]), Some(BlockPattern::ALL));
+        let last = BlockPattern::all_but(3, 2).expect("3 are few");
+        assert_eq!([1, 2, 3, 4, 5].map(|block| last.has(block)), [true, false, true, true, false]);
+        assert_eq!(BlockPattern::all_but(0, 0), Some(BlockPattern::ALL));
+        assert!(BlockPattern::all_but(128, 127).is_some_and(|most| !most.has(255)));
+        assert_eq!(BlockPattern::all_but(129, 128), None);
+        let late: Vec<bool> = (0..200).map(|block| block > 150).collect();
+        assert_eq!(BlockPattern::listed(&late), None);
+    }
 }

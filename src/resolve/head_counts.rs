@@ -3,7 +3,7 @@
 
 use crate::config::{Config, DeviceKind};
 use crate::error::Error;
-use crate::kernels::{CUDA_HEAD_LIMIT, HEAD_LIMIT, PAIRS};
+use crate::kernels::{CUDA_HEAD_LIMIT, HEAD_LIMIT, PAIRS, QkNorm};
 use crate::models::{Model, NormPlaces, Shape, Training};
 
 /// Refuses heads of any block that do not fit the hidden size, or key-value heads that do not fit
@@ -82,7 +82,7 @@ pub(super) fn check_slices(shape: &Shape) -> Result<(), Error> {
         .or(shape.experts.map(|_| "experts"))
         .or(shape.linear.map(|_| "linear attention"))
         .or(shape.output_gates.then_some("gates of attention's output"))
-        .or(shape.joint_qk_norm.then_some("a norm over all heads of the queries"));
+        .or((shape.qk_norm == Some(QkNorm::Joint)).then_some("a norm over all heads of queries"));
     if let Some(what) = whole {
         let problem = format_args!(
             "is {slices}, and blocks of the family {} are not cut into slices: the model has \

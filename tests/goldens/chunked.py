@@ -19,7 +19,7 @@ from transformers import (
     AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Glm4Config, GlmConfig, GPT2Config,
     GPTNeoXConfig, GptOssConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig,
     Olmo2Config, Olmo3Config, OlmoeConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config,
-    Qwen3MoeConfig, SeedOssConfig, SmolLM3Config, Starcoder2Config,
+    Qwen3MoeConfig, Qwen3NextConfig, SeedOssConfig, SmolLM3Config, Starcoder2Config,
 )
 
 import families
@@ -101,6 +101,10 @@ CASES = {
     "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
         **MOE, head_dim=16, rms_norm_eps=0.02, linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=7,
         linear_value_head_dim=6, layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=14, shared_expert_intermediate_size=10),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, head_dim=16, rms_norm_eps=0.02, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+        linear_value_head_dim=5, layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=14, shared_expert_intermediate_size=10),
 }
 WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss", "ministral", "olmo3", "starcoder2", "gemma4_text"}

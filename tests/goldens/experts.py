@@ -15,7 +15,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig,
+    GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig, Qwen3NextConfig,
 )
 
 import families
@@ -67,9 +67,15 @@ CASES = {
                                              linear_value_head_dim=10, linear_conv_kernel_dim=3, num_experts=6,
                                              num_experts_per_tok=2, moe_intermediate_size=14, shared_expert_intermediate_size=10,
                                              layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    # So is that of this one. Its first block is dense.
+    "qwen3_next": Qwen3NextConfig(**BASE, rms_norm_eps=0.02, num_hidden_layers=3, num_key_value_heads=1, head_dim=16,
+                                  linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+                                  linear_value_head_dim=10, linear_conv_kernel_dim=3, num_experts=6, num_experts_per_tok=2,
+                                  moe_intermediate_size=14, shared_expert_intermediate_size=10, intermediate_size=22,
+                                  mlp_only_layers=[0], layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }
 SEEDS = {"gpt_oss": 0, "gpt_oss-classes": 8, "mixtral": 3, "mixtral-classes": 0, "mixtral-tokens": 5, "olmoe": 0, "qwen3_moe": 13, "qwen3_moe-sparse": 4,
-         "qwen3_moe-idle": 0, "qwen3_moe-window": 3, "qwen2_moe": 8, "qwen2_moe-window": 3, "qwen3_5_moe_text": 44}
+         "qwen3_moe-idle": 0, "qwen3_moe-window": 3, "qwen2_moe": 8, "qwen2_moe-window": 3, "qwen3_5_moe_text": 44, "qwen3_next": 7}
 SHORT = 5  # The idle case has shorter sequences than this.
 families.CLASSES |= {case: config for case, config in CASES.items() if case.endswith("-classes")}
 families.WINDOWED |= {case for case in CASES if case.endswith("-window")}

@@ -164,10 +164,22 @@ FAMILIES["gemma4_text"] = Gemma4TextConfig(
                      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}})
 FAMILIES["gemma4_text-values"] = Gemma4TextConfig(
     **GEMMA4, num_key_value_heads=1, head_dim=16, global_head_dim=8, attention_bias=True, tie_word_embeddings=False)
-WINDOWED = {"modernbert", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices", "gemma4_text", "gemma4_text-values"}
+# One norm over all heads of the queries and one over those of the keys, which are fewer (OLMo 2 and 3 of 32B).
+FAMILIES["olmo2-grouped"] = Olmo2Config(**DECODER, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
+# Each head of queries and of keys has a norm with scales of its own (Command R+).
+FAMILIES["cohere-norms"] = CohereConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, logit_scale=0.3,
+                                        use_qk_norm=True)
+FAMILIES["gpt2-unscaled"] = GPT2Config(
+    vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=3, n_positions=40, initializer_range=0.1, resid_pdrop=0.0, embd_pdrop=0.0,
+    attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, scale_attn_weights=False)
+# Without a bias for each token; two blocks with a window, one without, then one with it.
+FAMILIES["modernbert-unbiased"] = ModernBertConfig(
+    **MODERN, num_hidden_layers=4, local_attention=6, decoder_bias=False,
+    layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"])
+WINDOWED = {"modernbert", "modernbert-unbiased", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices", "gemma4_text", "gemma4_text-values"}
 # By their numbers, one would have a sequence without a label, and the norms of the other would be far off in 16 bits.
 SEEDS = {"gemma3_text": 77, "gemma4_text": 1003}
-CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "gemma4_text", "gemma4_text-values"}
+CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "gemma4_text", "gemma4_text-values", "olmo2-grouped", "cohere-norms", "gpt2-unscaled"}
 
 
 def move_scalars(model):
@@ -221,7 +233,8 @@ def loss_of(family, model, batch):
 def train(family, model, lines):
     parameters = list(model.parameters())
     # gpt-oss has the biases of all experts of a block in one matrix.
-    decays = [p.ndim > 1 and not name.endswith("bias") for name, p in model.named_parameters()]
+    # Command R+ has the scales of all heads of a block in one matrix.
+    decays = [p.ndim > 1 and not name.endswith(("bias", "_norm.weight")) for name, p in model.named_parameters()]
     optimizer = torch.optim.AdamW(
         [{"params": [p for p, is_decayed in zip(parameters, decays) if is_decayed], "weight_decay": DECAY},
          {"params": [p for p, is_decayed in zip(parameters, decays) if not is_decayed], "weight_decay": 0.0}], lr=RATE)
@@ -253,8 +266,8 @@ def main():
             kind = AutoModelForTokenClassification
         model = kind.from_config(config, attn_implementation="eager")
         with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide mistakes
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or name.endswith("_norm.weight"):
                     parameter.add_(0.1 * torch.randn_like(parameter))
             move_scalars(model)
         folder = here / family

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM, Cohere2Config, CohereConfig, Ernie4_5Config, Gemma2Config, Gemma4TextConfig, Glm4Config, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, HeliumConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo3Config, OPTConfig, Qwen2MoeConfig,
-    Qwen3_5TextConfig, Qwen3Config, SeedOssConfig, SmolLM3Config, Starcoder2Config,
+    Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig, SeedOssConfig, SmolLM3Config, Starcoder2Config,
 )
 
 from families import move_scalars
@@ -78,6 +78,10 @@ FAMILIES = {
         **DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=10, global_head_dim=16,
         num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=7,
         layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=9.0, tie_word_embeddings=False),
+    "qwen3_next": Qwen3NextConfig(**DECODER | dict(hidden_size=32), num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+                                  head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+                                  linear_value_head_dim=5, layer_types=["linear_attention", "full_attention"], num_experts=6,
+                                  num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "qwen2_moe": torch.bfloat16, "gpt_oss": torch.bfloat16}

@@ -67,6 +67,7 @@ CASES = {
     "electra-classes": dict(r=2, lora_alpha=6, target_modules=["query", "output.dense"], task_type="SEQ_CLS"),
     "electra-small-classes": dict(r=3, lora_alpha=6, target_modules=["embeddings_project", "key"], task_type="SEQ_CLS"),
     "gemma4_text": dict(r=3, lora_alpha=4, target_modules=ALL),
+    "qwen3_next": dict(r=3, lora_alpha=20, target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"]),
 }
 
 

@@ -24,7 +24,7 @@ use crate::whole;
 
 const CHUNK: usize = 128;
 
-const CASES: [&str; 33] = [
+const CASES: [&str; 34] = [
     "cohere",
     "cohere2",
     "ernie4_5",
@@ -58,6 +58,7 @@ const CASES: [&str; 33] = [
     "smollm3",
     "starcoder2",
     "gemma4_text",
+    "qwen3_next",
 ];
 
 /// A case whose sequences have 300 positions, and its golden.
@@ -87,7 +88,7 @@ async fn every_family_is_that_of_whole_sequences() {
         pipeline.schedule.recompute = Recompute::ATTENTION;
         (pipeline.device.count, pipeline.stash.place) = (Some(2), StashPlace::Host);
         assert_eq!(check(pipeline, &golden).await, relay, "{name}");
-        if name.contains("moe") || ["gpt_oss", "mixtral"].contains(&name) {
+        if name.contains("moe") || ["gpt_oss", "mixtral", "qwen3_next"].contains(&name) {
             let mut apart = config.clone();
             apart.schedule.bundles = Some(1);
             assert_eq!(check(apart, &golden).await, relay, "{name}");

@@ -48,7 +48,7 @@ fn loss(name: &str, folder: &TempDir, model: &Path) -> f64 {
 
 #[test]
 fn adapters_of_experts_are_merged_into_each() {
-    for name in ["mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe-sparse"] {
+    for name in ["mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe-sparse", "qwen3_next"] {
         let folder = tempfile::tempdir().expect("a place for files");
         good(&arguments("train", name, &folder, &[]));
         let checkpoint = folder.path().join("run/step-00000003");

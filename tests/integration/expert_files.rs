@@ -12,8 +12,15 @@ use tempfile::TempDir;
 
 use crate::pytorch::case;
 
-const NAMES: [&str; 6] =
-    ["mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_moe-sparse"];
+const NAMES: [&str; 7] = [
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_moe-sparse",
+    "qwen3_next",
+];
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq)]

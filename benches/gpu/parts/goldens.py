@@ -19,7 +19,7 @@ LIMIT = {"cuda": 100, "cpu": math.inf}
 # Steps of a golden: roundings to 16 bits grow from step to step.
 STEPS = {"f32": None, "bf16": 2, "f16": 2}
 # Families that a GPU refuses.
-ON_THE_CPU_ALONE = ["gemma2", "qwen3_5_text", "qwen3_5_moe_text"]
+ON_THE_CPU_ALONE = ["gemma2"]
 # Layers keep their activations on the device, all of a model as small as these.
 KEPT = {"schedule.recompute": "auto", "device.memory": "2GiB"}
 # What can be trained in other ways, each against the CPU in f32.

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::math::{dot, exp, largest, limit, sum};
 use super::views::{Call, Compute};
-use crate::kernels::{CachedAttention, ReadKv, RegroupHeads, WriteKv};
+use crate::kernels::{CachedAttention, ReadKv, WriteKv};
 use crate::simd::Level;
 
 /// Keys that are scored together.
@@ -26,24 +26,6 @@ impl Compute for ReadKv<'_> {
         let qkv = call.write(qkv).chunks_exact_mut(shape.qkv_width());
         let rows = qkv.zip(call.read(kv).chunks_exact(shape.kv_width()));
         rows.for_each(|(qkv, kv)| qkv[shape.width()..].copy_from_slice(kv));
-    }
-}
-
-impl Compute for RegroupHeads {
-    fn compute(&self, _: Level, call: &Call<'_>) {
-        let RegroupHeads { y, x, heads, back } = *self;
-        let width = y.columns;
-        let d = width / (3 * heads);
-        let rows = call.write(y).par_chunks_mut(width).zip(call.read(x).par_chunks(width));
-        rows.for_each(|(y, x)| {
-            for (head, which) in (0..heads).flat_map(|head| (0..3).map(move |which| (head, which)))
-            {
-                let by_head = (3 * head + which) * d;
-                let by_kind = (which * heads + head) * d;
-                let [to, from] = if back { [by_head, by_kind] } else { [by_kind, by_head] };
-                y[to..to + d].copy_from_slice(&x[from..from + d]);
-            }
-        });
     }
 }
 
@@ -117,21 +99,6 @@ mod tests {
     use super::super::oracle::{Bench, noise};
     use super::*;
     use crate::kernels::{Attention, AttentionShape, BatchMetadata};
-
-    #[test]
-    fn heads_are_regrouped_and_back() {
-        let x: Vec<f32> = (0..24).map(|at| at as f32).collect();
-        let mut bench = Bench::new();
-        let [y, again] = [(); 2].map(|()| bench.nan(2, 12));
-        let input = bench.tensor(12, &x);
-        bench.run(Level::best(), |k, _| {
-            k.regroup_heads(&RegroupHeads { y, x: input, heads: 2, back: false });
-            k.regroup_heads(&RegroupHeads { y: again, x: y, heads: 2, back: true });
-        });
-        let of_row = [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11_u8];
-        assert_eq!(bench.values(y)[..12], of_row.map(f32::from));
-        assert_eq!(bench.values(again), x);
-    }
 
     fn are_near(found: &[f32], expected: &[f32]) -> bool {
         assert_eq!(found.len(), expected.len());

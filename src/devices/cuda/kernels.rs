@@ -14,7 +14,7 @@ use crate::kernels::{
     DeltaRuleBackward, Dequantise, DeviceKernels, Dispatch, Gate, GateBackward, GateRows,
     GateRowsBackward, GatedNorm, GatedNormBackward, GatherRows, HeadNorm, HeadNormBackward,
     JoinGates, LimitExperts, Linear, LinearBackward, Logits, MeasureRoutes, Norm, NormBackward,
-    PackPositive, PooledRows, PooledRowsBackward, ReadKv, RegroupHeads, Residual, Rotate, Route,
+    PackPositive, PooledRows, PooledRowsBackward, ReadKv, RegroupColumns, Residual, Rotate, Route,
     RouteBackward, RowDots, Runs, RunsIn, Scale, Score, ScoreBackward, ShortConvolution,
     ShortConvolutionBackward, SigmoidGate, SigmoidGateBackward, Sink, SinkBackward, SplitGates,
     SumRows, TakeColumns, UnpackPositive, WeighRows, WriteKv,
@@ -155,7 +155,7 @@ launched! {
     attention(Attention<'_>);
     write_kv(WriteKv<'_>);
     read_kv(ReadKv<'_>);
-    regroup_heads(RegroupHeads);
+    regroup_columns(RegroupColumns);
     cached_attention(CachedAttention<'_>);
     sink(Sink<'_>);
     sink_backward(SinkBackward<'_>);

@@ -3,7 +3,7 @@
 use super::attention::check_head;
 use super::kernels::{On, arguments};
 use super::launches::{attention_words, long};
-use crate::kernels::{AttentionShape, CachedAttention, ReadKv, RegroupHeads, WriteKv};
+use crate::kernels::{AttentionShape, CachedAttention, ReadKv, WriteKv};
 use crate::tensor::View;
 
 impl On<'_> {
@@ -25,13 +25,6 @@ impl On<'_> {
         let width = shape.kv_width();
         let arguments = arguments!(self; to, from, long(rows), shape.qkv_width(), width, shares);
         self.queue.columns("recall", [rows, 1], width, arguments);
-    }
-
-    pub(super) fn regroup_heads(&self, &RegroupHeads { y, x, heads, back }: &RegroupHeads) {
-        let [rows, width] = y.shape();
-        let head_size = width / (3 * heads);
-        let arguments = arguments!(self; y, x, long(rows), heads, head_size, back);
-        self.queue.columns("regroup_heads", [rows, 1], width, arguments);
     }
 
     pub(super) fn cached_attention(&self, op: &CachedAttention<'_>) {

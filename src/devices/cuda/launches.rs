@@ -75,8 +75,8 @@ impl Argument for f32 {
 /// A struct of the text, in words of four bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Words<const N: usize> {
-    name: &'static str,
-    words: [u32; N],
+    pub(super) name: &'static str,
+    pub(super) words: [u32; N],
 }
 
 impl<const N: usize> Argument for Words<N> {

@@ -211,6 +211,8 @@ fn kind(parameter: &str, dtype: Dtype) -> Result<Kind, BoxedError> {
         Some("float") => Kind::Float,
         Some("Dropout") => Kind::Of("Dropout"),
         Some("Attention") => Kind::Of("Attention"),
+        Some("ColumnGroups") => Kind::Of("ColumnGroups"),
+        Some("NormParts") => Kind::Of("NormParts"),
         Some("Rotary") => Kind::Of("Rotary"),
         Some("Linear") => Kind::Of("Linear"),
         _ => return Err(format!("it takes {parameter:?}").into()),

@@ -7,7 +7,7 @@ use super::products::{MlpPart, MlpPass, ProductBackward};
 use super::saved::Branch;
 use super::tensors::{FeedForward, Gradients};
 use crate::kernels::{
-    AttentionBackward, Cast, ChunkKv, HeadNormBackward, QueryKey, ReadKv, RegroupHeads, Residual,
+    AttentionBackward, Cast, ChunkKv, HeadNormBackward, QueryKey, ReadKv, RegroupColumns, Residual,
     Rotate, SinkBackward, TakeColumns,
 };
 use crate::models::layer::Save;
@@ -255,7 +255,7 @@ impl ChunkPass<'_> {
         self.sinks_backward(g, doutput);
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
-        } else if block.has_qk_norm() {
+        } else if block.qk_norm().is_some() {
             self.rotated
         } else {
             saved.qkv
@@ -284,8 +284,10 @@ impl ChunkPass<'_> {
         scratch: &Scratch<'_>,
     ) -> View {
         let ChunkPass { block, k, ref saved, ref batch, .. } = *self;
-        let norms = (g.d.qk_norm, self.w.qk_norm(), saved.qk_norm);
-        if let (Some([dquery, dkey]), Some(gamma), Some(statistics)) = norms {
+        let views = (g.d.qk_norm, self.w.qk_norm(), saved.qk_norm);
+        if let ((Some([dquery, dkey]), Some(gamma), Some(statistics)), Some(norm)) =
+            (views, block.qk_norm())
+        {
             let scratch = &scratch.nested();
             let dgamma = QueryKey {
                 query: or_scratch(dquery, gamma.query, scratch),
@@ -298,8 +300,9 @@ impl ChunkPass<'_> {
                 statistics,
                 gamma,
                 gamma_offset: block.shape.norm_offset,
+                norm,
                 values: block.shape.values,
-                shape: block.normed_heads(batch),
+                shape: block.attention(batch),
                 accumulate: g.accumulate,
             };
             k.head_norm_backward(&op, scratch);
@@ -351,10 +354,9 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, .. } = *self;
         let d = &g.d.qkv;
         let mut dy = dqkv;
-        if block.shape.qkv_by_head {
+        if let Some(groups) = block.column_groups() {
             dy = scratch.take_like(dqkv);
-            let heads = block.shape.heads;
-            k.regroup_heads(&RegroupHeads { y: dy, x: dqkv, heads, back: true });
+            k.regroup_columns(&RegroupColumns { y: dy, x: dqkv, groups, back: true });
         }
         let product = ProductBackward {
             dx,

@@ -9,7 +9,7 @@ use super::saved::{Activations, Branch, Positive};
 use super::state::ChunkState;
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
-    Attention, BatchView, CachedAttention, Cast, HeadNorm, Kernels, PackPositive, RegroupHeads,
+    Attention, BatchView, CachedAttention, Cast, HeadNorm, Kernels, PackPositive, RegroupColumns,
     Residual, Rotate, Scale, Sink, SplitGates, UnpackPositive, WriteKv,
 };
 use crate::models::layer::KvCache;
@@ -61,11 +61,10 @@ pub(super) struct ChunkPass<'a> {
     /// [`recompute_feed_forward_input`](ChunkPass::recompute_feed_forward_input): the input of the
     /// feed-forward. (R, C).
     pub(super) hidden: View,
-    /// Queries and keys that were normed and rotated, where their heads are normed; or the
-    /// projection, if it is head by head. (R, (H + 2 K) D). With linear attention: what the delta
-    /// rule reads. (R, M).
+    /// Queries and keys that were normed and rotated, where their heads are normed.
+    /// (R, (H + 2 K) D). With linear attention: what the delta rule reads. (R, M).
     pub(super) rotated: View,
-    /// The projection, where the outputs of attention have gates. (R, (2 H + 2 K) D).
+    /// The projection, where it has gates or lies head by head.
     pub(super) projected: View,
     /// The output of attention or of the delta rule behind its gates, if it has any.
     pub(super) gated: View,
@@ -213,11 +212,10 @@ impl ChunkPass<'_> {
             self.products.linear(x, input, &w.qkv);
             let shape = block.attention(&self.batch);
             k.split_gates(&SplitGates { qkv: saved.qkv, gates, x, shape });
-        } else if block.shape.qkv_by_head {
-            let x = self.rotated;
+        } else if let Some(groups) = block.column_groups() {
+            let x = self.projected;
             self.products.linear(x, input, &w.qkv);
-            let heads = block.shape.heads;
-            k.regroup_heads(&RegroupHeads { y: saved.qkv, x, heads, back: false });
+            k.regroup_columns(&RegroupColumns { y: saved.qkv, x, groups, back: false });
         } else {
             self.products.linear(saved.qkv, input, &w.qkv);
         }
@@ -237,16 +235,24 @@ impl ChunkPass<'_> {
         }
         let shape = block.attention(&self.batch);
         let mut qkv = saved.qkv;
-        if let (Some(gamma), Some(statistics)) = (w.qk_norm(), saved.qk_norm) {
+        let norms = (block.qk_norm(), w.qk_norm(), saved.qk_norm);
+        if let (Some(norm), Some(gamma), Some(statistics)) = norms {
             let y = rotated;
             let x = saved.qkv;
             let epsilon = block.shape.norm_epsilon;
             let gamma_offset = block.shape.norm_offset;
-            let heads = block.normed_heads(&self.batch);
             let values = block.shape.values;
-            let op =
-                HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, values, shape: heads };
-            k.head_norm(&op);
+            k.head_norm(&HeadNorm {
+                y,
+                statistics,
+                x,
+                gamma,
+                gamma_offset,
+                epsilon,
+                norm,
+                values,
+                shape,
+            });
             if let Some(rotary) = block.rotary() {
                 k.rotate(&Rotate { qkv: rotated, rotary, shape, inverse: false });
             }

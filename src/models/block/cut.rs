@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::TransformerBlock;
 use super::tensors::{FeedForward, Mlp, Product, Tensors};
-use crate::kernels::{Cast, Clear, CopyColumns, Kernels};
+use crate::kernels::{Cast, Clear, CopyColumns, Kernels, QkNorm};
 use crate::models::low_rank::Adapter;
 use crate::models::norms::Affine;
 use crate::models::portions::Part;
@@ -148,10 +148,15 @@ impl TransformerBlock {
         whole: &Tensors<V, E>,
         of: &mut dyn FnMut(V, Part) -> W,
     ) -> Tensors<W, F> {
-        let Shape { slices, heads, head_size, .. } = self.shape;
+        let Shape { slices, heads, kv_heads, head_size, qk_norm, .. } = self.shape;
         let columns = share(heads * head_size, slice, slices);
         let of_output = ProductCut::Inputs { range: columns, is_first: slice == 0 };
         let own_heads = Part::Columns(vec![share(heads, slice, slices)]);
+        let of_norm = |heads| match qk_norm {
+            // Each head has scales of its own.
+            Some(QkNorm::LayerNorm) => Part::Rows(vec![share(heads, slice, slices)]),
+            Some(QkNorm::ByHead | QkNorm::Joint) | None => Part::Shared,
+        };
         let mut norm = |norm: Affine<V>| Affine {
             weight: of(norm.weight, Part::Alone),
             bias: norm.bias.map(|shift| of(shift, Part::Alone)),
@@ -160,7 +165,9 @@ impl TransformerBlock {
         Tensors {
             norm1,
             qkv: whole.qkv.cut(&ProductCut::Outputs(self.qkv_of(slice)), of),
-            qk_norm: whole.qk_norm.map(|norms| norms.map(|norm| of(norm, Part::Shared))),
+            qk_norm: whole
+                .qk_norm
+                .map(|[query, key]| [of(query, of_norm(heads)), of(key, of_norm(kv_heads))]),
             projection: whole.projection.cut(&of_output, of),
             norm2,
             feed_forward: FeedForward::Apart,

@@ -6,13 +6,14 @@ use super::backward::ChunkGradients;
 use super::chunk::ChunkPass;
 use super::tensors::Modules;
 use crate::kernels::{
-    Cast, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward, HeadDecay, JoinGates,
-    LinearHeads, LinearShape, ShortConvolution, ShortConvolutionBackward, SigmoidGate,
-    SigmoidGateBackward,
+    Cast, ColumnGroups, DeltaRule, DeltaRuleBackward, GatedNorm, GatedNormBackward, HeadDecay,
+    JoinGates, LinearHeads, LinearShape, QkNorm, ShortConvolution, ShortConvolutionBackward,
+    SigmoidGate, SigmoidGateBackward,
 };
 use crate::models::families::LinearNames;
 use crate::models::layer::{Init, Kind, Tensor};
 use crate::models::norms::or_scratch;
+use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
 
 /// The tensors of linear attention beside its products, or their gradients.
@@ -45,7 +46,7 @@ pub(super) struct LinearPass<'a> {
 
 /// Channels of a block's attention.
 pub(super) struct Widths {
-    /// Its projection.
+    /// Its projection, where that is not saved as it is: it has gates, or lies head by head.
     pub(super) projected: usize,
     /// What is saved of the projection, but for gates: all of it, or queries, keys and values.
     pub(super) qkv: usize,
@@ -65,9 +66,14 @@ impl TransformerBlock {
         self.shape.linear_of(self.number)
     }
 
-    /// True when queries and keys have norms.
-    pub(super) fn has_qk_norm(&self) -> bool {
-        self.shape.qk_norm && self.linear().is_none()
+    /// The norms of queries and keys, if they have any.
+    pub(super) fn qk_norm(&self) -> Option<QkNorm> {
+        self.shape.qk_norm.filter(|_| self.linear().is_none())
+    }
+
+    /// The statistics of a row's norm of queries and keys; 0 if there is none.
+    pub(super) fn head_statistics(&self) -> usize {
+        self.qk_norm().map_or(0, |norm| self.shape.head_statistics(norm))
     }
 
     /// Whether the block's products have biases, in the order of the shape.
@@ -79,11 +85,23 @@ impl TransformerBlock {
         }
     }
 
+    /// How the columns of the projection lie in groups, if they do.
+    pub(super) fn column_groups(&self) -> Option<ColumnGroups> {
+        let Shape { names, heads, head_size, qkv_by_head, .. } = self.shape;
+        match self.linear() {
+            Some(heads) => {
+                names.linear.is_by_head().then(|| ColumnGroups::of_linear_attention(heads))
+            }
+            None => qkv_by_head.then(|| ColumnGroups::of_heads(heads, head_size)),
+        }
+    }
+
     pub(super) fn widths(&self) -> Widths {
         let shape = &self.shape;
+        let is_grouped = self.column_groups().is_some();
         if let Some(heads) = self.linear() {
             return Widths {
-                projected: heads.projected(),
+                projected: if is_grouped { heads.projected() } else { 0 },
                 qkv: heads.projected(),
                 gates: 0,
                 rotated: heads.mixed(),
@@ -92,12 +110,12 @@ impl TransformerBlock {
             };
         }
         let gates = if shape.output_gates { shape.attention_width() } else { 0 };
-        let has_rotated = shape.qk_norm || shape.qkv_by_head;
+        let is_rearranged = is_grouped || gates > 0;
         Widths {
-            projected: shape.projected_qkv() + gates,
+            projected: if is_rearranged { shape.projected_qkv() + gates } else { 0 },
             qkv: shape.projected_qkv(),
             gates,
-            rotated: if has_rotated { shape.qkv() } else { 0 },
+            rotated: if shape.qk_norm.is_some() { shape.qkv() } else { 0 },
             output: shape.attention_width(),
             statistics: shape.heads,
         }
@@ -105,18 +123,21 @@ impl TransformerBlock {
 
     /// The modules of the products of linear attention: its projection, and its output.
     pub(super) fn linear_attention_modules(&self, heads: LinearHeads) -> [Modules; 2] {
-        let LinearNames { qkv, beta, step, gate, output, .. } = self.shape.names.linear;
-        let all = [
-            (qkv, heads.mixed()),
-            (beta, heads.value_heads),
-            (step, heads.value_heads),
-            (gate, heads.values()),
-        ];
+        let LinearNames { projection, output, .. } = self.shape.names.linear;
+        let all: Vec<(&str, usize)> = match *projection {
+            [wide, narrow] => {
+                vec![(wide, heads.mixed() + heads.values()), (narrow, 2 * heads.value_heads)]
+            }
+            _ => {
+                let own = [heads.mixed(), heads.value_heads, heads.value_heads, heads.values()];
+                projection.iter().copied().zip(own).collect()
+            }
+        };
         let hidden = self.shape.hidden;
-        let projection = self.product_of(hidden, false, false);
+        let of_projection = self.product_of(hidden, false, false);
         let of_output = self.product_of(heads.values(), false, true);
         [
-            self.product_modules(&all, None, projection),
+            self.product_modules(&all, None, of_projection),
             self.product_modules(&[(output, hidden)], None, of_output),
         ]
     }

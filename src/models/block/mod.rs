@@ -123,12 +123,6 @@ impl TransformerBlock {
         }
     }
 
-    /// Queries and keys as their norms see them.
-    fn normed_heads<'a>(&self, batch: &BatchView<'a>) -> AttentionShape<'a> {
-        let [heads, kv_heads, head_size] = self.shape.normed_heads();
-        AttentionShape { heads, kv_heads, head_size, ..self.attention(batch) }
-    }
-
     /// The dropout of attention's output.
     fn attention_dropout<'a>(&self, batch: &BatchView<'a>) -> Option<Dropout<'a>> {
         batch.dropout(self.shape.dropout.projection, self.index, 1)
@@ -181,7 +175,7 @@ impl TransformerBlock {
             saved: self.activations(&chunk, saved, scratch),
             hidden: take(self.shape.hidden),
             rotated: take(widths.rotated),
-            projected: take(if widths.gates > 0 { widths.projected } else { 0 }),
+            projected: take(widths.projected),
             gated: take(if is_gated { widths.output } else { 0 }),
             products: self.products_on(k, chunk, scratch),
             kv,

@@ -97,14 +97,14 @@ impl TransformerBlock {
         let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
         let places = Places { rows: chunk.rows(), stashed, scratch };
         let attention = matches!(saved, Some((Save::All, _)));
-        let heads = shape.head_statistics();
+        let heads = self.head_statistics();
         let widths = self.widths();
         let relu_room = self.relu_room.filter(|_| saved.is_some());
         Activations {
             norm1: places.take_floats(true, 2),
             qkv: places.take(attention, widths.qkv),
             gates: (widths.gates > 0).then(|| places.take(attention, widths.gates)),
-            qk_norm: self.has_qk_norm().then(|| places.take_floats(attention, heads)),
+            qk_norm: (heads > 0).then(|| places.take_floats(attention, heads)),
             attention_output: places.take(attention, widths.output),
             lse: places.take_floats(attention, widths.statistics),
             attention_sum: places.take(true, shape.hidden),
@@ -153,14 +153,13 @@ impl TransformerBlock {
         let feeds = of.half != Half::Attend;
         let if_so = |is_so: bool, width: usize| if is_so { width } else { 0 };
         let activations = |slice: &TransformerBlock| {
-            let heads = slice.shape.head_statistics();
+            let heads = if_so(attends, slice.head_statistics());
             let widths = slice.widths();
-            let has_qk_norm = attends && slice.has_qk_norm();
             Activations {
                 norm1,
                 qkv: places.take(attention, if_so(attends, widths.qkv)),
                 gates: None,
-                qk_norm: has_qk_norm.then(|| places.take_floats(attention, heads)),
+                qk_norm: (heads > 0).then(|| places.take_floats(attention, heads)),
                 attention_output: places.take(attention, if_so(attends, widths.output)),
                 lse: places.take_floats(attention, if_so(attends, widths.statistics)),
                 attention_sum,
@@ -184,7 +183,7 @@ impl TransformerBlock {
         chunks: usize,
     ) -> Option<Boundary> {
         let slice = self.slice(0);
-        let heads = if slice.has_qk_norm() { slice.shape.head_statistics() } else { 0 };
+        let heads = slice.head_statistics();
         let widths = slice.widths();
         let [numbers, floats, views] = match (piece.half, save) {
             (Half::Feed, _) => [slice.common_up(), 0, 1],
@@ -214,7 +213,7 @@ impl TransformerBlock {
     /// The saved activations of sequences that are cut into this many chunks at most.
     pub(super) fn saved_activations(&self, save: Save, dtype: Dtype, chunks: usize) -> Boundary {
         let shape = &self.shape;
-        let heads = if self.has_qk_norm() { shape.head_statistics() } else { 0 };
+        let heads = self.head_statistics();
         let widths = self.widths();
         let feed_forward_sum = if shape.norms.are_behind_sums() { shape.hidden } else { 0 };
         let [branches, of_branches] =

@@ -102,6 +102,8 @@ impl TransformerBlock {
         let memory = kv.chunk_state.memory;
         let room = memory.len() / count / ALIGNED * ALIGNED;
         let has_state = of.half != Half::Feed;
+        let if_so = |width: usize| if has_state { width } else { 0 };
+        let projected = scratch.take(chunk.rows(), if_so(blocks[0].widths().projected));
         let state = |(index, (block, saved)): (usize, (TransformerBlock, Activations))| {
             let own = ChunkMemory {
                 memory: memory.part(index * room..(index + 1) * room),
@@ -109,8 +111,7 @@ impl TransformerBlock {
             };
             let chunk_state = block.chunk_state(&chunk, own, scratch.dtype());
             let chunk_state = chunk_state.filter(|_| has_state);
-            let rotated = if has_state { block.widths().rotated } else { 0 };
-            let rotated = scratch.take(chunk.rows(), rotated);
+            let rotated = scratch.take(chunk.rows(), if_so(block.widths().rotated));
             let chunk_state = chunk_state.map(|state| (kv.begin)(state, k));
             SliceState { block, saved, rotated, chunk_state }
         };
@@ -125,7 +126,7 @@ impl TransformerBlock {
             saved: common,
             hidden: scratch.take(chunk.rows(), self.shape.hidden),
             rotated: nothing,
-            projected: nothing,
+            projected,
             gated: nothing,
             products: self.products_on(k, chunk, scratch),
             kv: KvViews::NONE,

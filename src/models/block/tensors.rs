@@ -359,7 +359,6 @@ impl TransformerBlock {
     pub(super) fn base_tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, norms, .. } = self.shape;
         let shifts = self.shape.norms_shift();
-        let [.., of_norm] = self.shape.normed_heads();
         let [qkv, projection] = self.attention_modules();
         let experts = self.experts();
         let shared = experts.filter(|experts| experts.shared > 0);
@@ -384,8 +383,9 @@ impl TransformerBlock {
         all.extend(shared.map(|_| self.routing_tensor(names.shared_gate, 1)));
         let of_branches = names.branch_norms.iter().filter(|_| norms == NormPlaces::Around);
         all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, shifts)));
-        let of_heads = names.qk_norm.iter().filter(|_| self.has_qk_norm());
-        all.extend(of_heads.flat_map(|name| self.norm_tensors(name, of_norm, false)));
+        let of_heads = names.qk_norm.map(|name| self.name(name));
+        let qk_norm = self.qk_norm().into_iter();
+        all.extend(qk_norm.flat_map(|norm| self.shape.head_norm_tensors(norm, of_heads.clone())));
         let sinks =
             || Tensor::new(self.name(names.sinks), vec![self.shape.heads], Kind::Bias, normal);
         all.extend(self.shape.sinks.then(sinks));
@@ -463,7 +463,7 @@ impl TransformerBlock {
             | NormPlaces::BeforeBoth
             | NormPlaces::BeforeEach => None,
         };
-        let qk_norm = self.has_qk_norm().then(|| [next.view(), next.view()]);
+        let qk_norm = self.qk_norm().map(|_| [next.view(), next.view()]);
         let sinks = sinks.then(|| next.view());
         let output_scalar = output_scalars.then(|| next.view());
         let linear = self.linear().map(|_| LinearTensors::next(|| next.view()));

@@ -5,11 +5,20 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, number, only};
-use crate::kernels::{LogitForm, Rotary};
+use super::read::{Keys, flag, number};
+use crate::kernels::{LogitForm, QkNorm, Rotary};
 use crate::models::{NormPlaces, Shape};
 
-pub(super) static NAMES: Names = Names { family: "cohere", read, write, ..ONE_NORM };
+pub(super) static NAMES: Names = Names {
+    family: "cohere",
+    qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
+    read,
+    write,
+    ..ONE_NORM
+};
+
+/// Whether each head of queries and keys has a norm (Command R+).
+const QK_NORM: &str = "use_qk_norm";
 
 /// The names that both Cohere families share.
 pub(super) const ONE_NORM: Names = Names {
@@ -48,10 +57,12 @@ pub(super) fn write_cohere(shape: &Shape, family: &str) -> Value {
 }
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    only(keys, "use_qk_norm", false)?;
-    read_cohere(keys, &NAMES, 500_000.0)
+    let qk_norm = flag(keys, QK_NORM, false)?.then_some(QkNorm::LayerNorm);
+    Ok(Shape { qk_norm, ..read_cohere(keys, &NAMES, 500_000.0)? })
 }
 
 fn write(shape: &Shape) -> Value {
-    write_cohere(shape, "Cohere")
+    let mut config = write_cohere(shape, "Cohere");
+    config[QK_NORM] = shape.qk_norm.is_some().into();
+    config
 }

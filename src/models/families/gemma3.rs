@@ -12,6 +12,7 @@ use super::read::{
     with_sizes, write_layer_types,
 };
 use super::rotary::{ROPE, rotary_by_kind, write_rotary_by_kind};
+use crate::kernels::QkNorm;
 use crate::models::{Head, NormPlaces, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
@@ -77,7 +78,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         causal,
         head: if causal { shape.head } else { Head::EMBEDDING },
         window: window(keys, causal)?,
-        qk_norm: true,
+        qk_norm: Some(QkNorm::ByHead),
         biases: [bias, bias, false],
         activation: activation(keys, "hidden_activation", "gelu_pytorch_tanh")?,
         tied: flag(keys, "tie_word_embeddings", true)?,

@@ -15,7 +15,7 @@ use super::read::{
     window_by_kinds, window_of_most, with_sizes, write_layer_types, wrong,
 };
 use super::rotary::{ROPE, rotary_by_kind, write_rotary_by_kind};
-use crate::kernels::{HeadValues, LogitForm, Rotary, RotaryScaling};
+use crate::kernels::{HeadValues, LogitForm, QkNorm, Rotary, RotaryScaling};
 use crate::models::{GlobalHeads, Head, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
@@ -67,7 +67,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         values: HeadValues::Normed,
         global_heads: Some(global_heads(keys, window)?),
         norm_offset: 0.0,
-        qk_norm: true,
+        qk_norm: Some(QkNorm::ByHead),
         output_scalars: true,
         score_scale: Some(1.0),
         logits: LogitForm { cap: above_zero(keys, CAP)?, ..LogitForm::PLAIN },

@@ -8,7 +8,7 @@ use super::read::{
 };
 use super::{NONE, Names};
 use crate::kernels::{Activation, HeadValues, LogitForm, Pooling};
-use crate::models::{AllBut, Dropouts, Head, NormPlaces, Shape};
+use crate::models::{BlockPattern, Dropouts, Head, NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "gpt2",
@@ -51,7 +51,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         score_cap: None,
         rotary: None,
         causal: true,
-        rotary_blocks: AllBut::NONE,
+        rotary_blocks: BlockPattern::ALL,
         window_rotary: None,
         window: None,
         rms_norm: false,
@@ -59,8 +59,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         norms: NormPlaces::Before,
         norm_offset: 0.0,
         norm_epsilon: 1e-5,
-        qk_norm: false,
-        joint_qk_norm: false,
+        qk_norm: None,
         qkv_by_head: false,
         sinks: false,
         output_scalars: false,
@@ -68,6 +67,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         linear: None,
         biases: [true; 3],
         transform_bias: true,
+        token_bias: true,
         activation: Activation::GeluTanh,
         gated: false,
         clamped: None,
@@ -87,7 +87,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
 }
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    only(keys, "scale_attn_weights", true)?;
+    let is_scaled = flag(keys, "scale_attn_weights", true)?;
     only(keys, "scale_attn_by_inverse_layer_idx", false)?;
     only(keys, "add_cross_attention", false)?;
     let hidden = size(keys, "n_embd")?;
@@ -103,6 +103,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     Ok(Shape {
         activation: activation(keys, "activation_function", "gelu_new")?,
         norm_epsilon: number(keys, "layer_norm_epsilon", 1e-5)?,
+        score_scale: (!is_scaled).then_some(1.0),
         dropout: Dropouts {
             embedding: number(keys, "embd_pdrop", 0.1)?,
             attention: number(keys, "attn_pdrop", 0.1)?,
@@ -125,6 +126,7 @@ fn write(shape: &Shape) -> Value {
     let own = json!({
         "activation_function": shape.activation.name(),
         "layer_norm_epsilon": shape.norm_epsilon,
+        "scale_attn_weights": shape.score_scale.is_none(),
         "embd_pdrop": shape.dropout.embedding,
         "attn_pdrop": shape.dropout.attention,
         "resid_pdrop": shape.dropout.feed_forward,

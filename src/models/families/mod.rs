@@ -36,6 +36,7 @@ mod qwen3;
 mod qwen3_5;
 mod qwen3_5_moe;
 mod qwen3_moe;
+mod qwen3_next;
 mod read;
 mod roberta;
 mod rotary;
@@ -51,14 +52,10 @@ use crate::kernels::Activation;
 /// The names of linear attention's tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearNames {
-    /// The projection to queries, keys and values.
-    pub qkv: &'static str,
-    /// The projection to the factors of new values.
-    pub beta: &'static str,
-    /// The projection to the steps.
-    pub step: &'static str,
-    /// The projection to the gates of the output.
-    pub gate: &'static str,
+    /// The projections: to queries, keys and values; to the factors of new values; to the steps; to
+    /// the gates of the output. Or two, both by heads of keys: to queries, keys, values and gates;
+    /// to factors and steps.
+    pub projection: &'static [&'static str],
     /// The convolution.
     pub convolution: &'static str,
     /// The logarithm of each head's decay. The name is complete.
@@ -69,6 +66,13 @@ pub struct LinearNames {
     pub norm: &'static str,
     /// The output projection.
     pub output: &'static str,
+}
+
+impl LinearNames {
+    /// True when the columns of the projections lie by heads of keys.
+    pub(crate) fn is_by_head(&self) -> bool {
+        self.projection.len() == 2
+    }
 }
 
 /// The tensor names of a family. `{}` stands for the number of a transformer block. Names of layers
@@ -198,8 +202,16 @@ impl Names {
 
     /// Whether a part of each head may rotate, as in transformers.
     pub(crate) fn rotates_parts(&self) -> bool {
-        const WITH: [&str; 7] =
-            ["gemma4_text", "glm", "glm4", "gpt_neox", "phi3", "qwen3_5_text", "qwen3_5_moe_text"];
+        const WITH: [&str; 8] = [
+            "gemma4_text",
+            "glm",
+            "glm4",
+            "gpt_neox",
+            "phi3",
+            "qwen3_5_text",
+            "qwen3_5_moe_text",
+            "qwen3_next",
+        ];
         WITH.contains(&self.family)
     }
 
@@ -215,17 +227,8 @@ impl Names {
     }
 }
 
-const NO_LINEAR: LinearNames = LinearNames {
-    qkv: "",
-    beta: "",
-    step: "",
-    gate: "",
-    convolution: "",
-    log: "",
-    bias: "",
-    norm: "",
-    output: "",
-};
+const NO_LINEAR: LinearNames =
+    LinearNames { projection: &[], convolution: "", log: "", bias: "", norm: "", output: "" };
 
 /// Names of a family without any layers, which each family fills in.
 const NONE: Names = Names {
@@ -270,7 +273,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-static FAMILIES: [&Names; 39] = [
+static FAMILIES: [&Names; 40] = [
     &bert::NAMES,
     &cohere::NAMES,
     &cohere2::NAMES,
@@ -304,6 +307,7 @@ static FAMILIES: [&Names; 39] = [
     &qwen3_5::NAMES,
     &qwen3_5_moe::NAMES,
     &qwen3_moe::NAMES,
+    &qwen3_next::NAMES,
     &roberta::NAMES,
     &roberta::XLM,
     &roberta::CAMEMBERT,
@@ -317,7 +321,7 @@ pub use presets::{PRESETS, preset};
 pub(crate) use read::problem_type;
 
 /// Families that are not built, and why.
-const NOT_BUILT: [(&str, &str); 10] = [
+const NOT_BUILT: [(&str, &str); 9] = [
     ("deepseek_v2", "whose keys and values are of low rank (MLA), which is not built"),
     ("deepseek_v3", "whose keys and values are of low rank (MLA), which is not built"),
     ("dots1", "whose router has sigmoids, groups and a correction bias: none of them is built"),
@@ -334,11 +338,6 @@ const NOT_BUILT: [(&str, &str); 10] = [
     ("llama4", "which also reads images, and whose experts read weighted inputs: not built"),
     ("llama4_text", "whose router has sigmoids and whose experts read weighted inputs: not built"),
     ("mpnet", "whose blocks share a table of biases by relative position, which is not built"),
-    (
-        "qwen3_next",
-        "whose linear attention has projections of other rows: only that of qwen3_5_text and \
-         qwen3_5_moe_text is built",
-    ),
 ];
 
 /// The `config.json` of the text model, where it is a part of a model that also reads images.

@@ -10,7 +10,7 @@ use super::read::{
 use super::rotary::{ROPE, rotary_by_kind, write_rotary_by_kind};
 use super::{NONE, Names, gpt2};
 use crate::kernels::{Activation, Pooling};
-use crate::models::{AllBut, Dropouts, Head, NormPlaces, Shape, Window};
+use crate::models::{BlockPattern, Dropouts, Head, NormPlaces, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
     family: "modernbert",
@@ -45,7 +45,6 @@ const THETAS: [f32; 2] = [160_000.0, 10_000.0];
 const POOLING: &str = "classifier_pooling";
 
 fn read(keys: &Keys) -> Result<Shape, String> {
-    only(keys, "decoder_bias", true)?;
     only(keys, "classifier_activation", "gelu")?;
     if number(keys, "mlp_dropout", 0.0)? != 0.0 {
         return Err(format!("mlp_dropout is {}: only 0 is built", keys["mlp_dropout"]));
@@ -73,6 +72,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         norm_epsilon: number(keys, "norm_eps", 1e-5)?,
         biases: [bias, bias, flag(keys, "mlp_bias", false)?],
         transform_bias: flag(keys, "classifier_bias", false)?,
+        token_bias: flag(keys, "decoder_bias", true)?,
         activation: activation(keys, "hidden_activation", "gelu")?,
         gated: true,
         transposed: true,
@@ -91,7 +91,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     })
 }
 
-/// The window. The first of every few blocks has none.
+/// The window. By default the first of every few blocks has none.
 fn window(keys: &Keys) -> Result<Window, String> {
     const EVERY: &str = "global_attn_every_n_layers";
     let positions = 1 + size_or_none(keys, "local_attention")?.unwrap_or(128) / 2;
@@ -100,7 +100,12 @@ fn window(keys: &Keys) -> Result<Window, String> {
     }
     match size_or_none(keys, EVERY)?.unwrap_or(3) {
         0 => Err(format!("{EVERY} is 0: it must be at least 1")),
-        every => Ok(Window { blocks: AllBut { every, at: 0 }, ..Window::of_all(positions) }),
+        every => match BlockPattern::all_but(every, 0) {
+            Some(blocks) => Ok(Window { blocks, ..Window::of_all(positions) }),
+            None => {
+                Err(format!("{EVERY} is {every}: it must be at most {}", BlockPattern::LONGEST))
+            }
+        },
     }
 }
 
@@ -120,6 +125,7 @@ fn write(shape: &Shape) -> Value {
         "attention_bias": shape.biases[0],
         "mlp_bias": shape.biases[2],
         "classifier_bias": shape.transform_bias,
+        "decoder_bias": shape.token_bias,
         "hidden_activation": shape.activation.name(),
         "embedding_dropout": shape.dropout.embedding,
         "attention_dropout": shape.dropout.attention,

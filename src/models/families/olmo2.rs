@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{Keys, flag, number};
+use crate::kernels::QkNorm;
 use crate::models::{NormPlaces, Shape};
 
 pub(super) static NAMES: Names = Names { family: "olmo2", read, write, ..BEHIND };
@@ -24,27 +25,13 @@ pub(super) const BEHIND: Names = Names {
 pub(super) fn read_behind(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
     let bias = flag(keys, "attention_bias", false)?;
     let shape = read_shared(keys, names, THETA)?;
-    check_joint_norms(&shape)?;
     Ok(Shape {
         norms: NormPlaces::Behind,
         norm_epsilon: number(keys, "rms_norm_eps", 1e-5)?,
-        qk_norm: true,
-        joint_qk_norm: true,
+        qk_norm: Some(QkNorm::Joint),
         biases: [bias, bias, false],
         ..shape
     })
-}
-
-/// Refuses queries and keys of different widths, if one norm spans all heads of each.
-pub(super) fn check_joint_norms(shape: &Shape) -> Result<(), String> {
-    let Shape { heads, kv_heads, .. } = *shape;
-    if kv_heads == heads {
-        return Ok(());
-    }
-    Err(format!(
-        "num_key_value_heads is {kv_heads}, and num_attention_heads {heads}: only equal numbers \
-         are built, because one norm spans all heads"
-    ))
 }
 
 /// The base of rotary positions, if no key gives it.

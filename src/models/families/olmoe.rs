@@ -6,9 +6,9 @@ use serde_json::Value;
 use super::Names;
 use super::experts::{read_experts, write_experts};
 use super::llama::{read_shared, write_shared};
-use super::olmo2::check_joint_norms;
 use super::qwen3_moe::SPARSE;
 use super::read::{Keys, flag, given, number};
+use crate::kernels::QkNorm;
 use crate::models::{Experts, Shape};
 
 pub(super) static NAMES: Names = Names {
@@ -35,8 +35,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     let experts = Some(Experts { normalised, ..read_experts(keys, INTERMEDIATE)? });
     let norm_epsilon = number(keys, "rms_norm_eps", 1e-5)?;
     let shared = read_shared(keys, &NAMES, 10_000.0)?;
-    check_joint_norms(&shared)?;
-    Ok(Shape { biases, experts, norm_epsilon, qk_norm: true, joint_qk_norm: true, ..shared })
+    Ok(Shape { biases, experts, norm_epsilon, qk_norm: Some(QkNorm::Joint), ..shared })
 }
 
 fn write(shape: &Shape) -> Value {

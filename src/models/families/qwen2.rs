@@ -4,7 +4,9 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, layer_types, size_or_none, sliding_window, write_layer_types};
+use super::read::{
+    Keys, flag, layer_types, size_or_none, sliding_window, window_by_kinds, write_layer_types,
+};
 use crate::models::{Shape, Window};
 
 pub(super) static NAMES: Names = Names { family: "qwen2", read, write, ..SHARED };
@@ -22,9 +24,7 @@ pub(super) fn window(keys: &Keys) -> Result<Option<Window>, String> {
     };
     let from = slides.iter().position(|slides| *slides).unwrap_or(slides.len());
     if slides[from..].contains(&false) {
-        return Err(
-            "layer_types alternates: only full_attention, then sliding_attention, is built".into(),
-        );
+        return window_by_kinds("layer_types", &slides, positions).map(Some);
     }
     Ok(Some(Window { from, ..Window::of_all(positions) }))
 }

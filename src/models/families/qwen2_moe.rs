@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{read_shared, write_shared};
-use super::qwen3_moe::{SPARSE, read_sparse, used_window, write_sparse};
+use super::qwen3_moe::{SPARSE, read_sparse, used_window, write_sparse, write_used_window};
 use super::read::{
     Keys, flag, layer_types, only, size, size_or_none, window_by_kinds, write_layer_types,
 };
@@ -13,7 +13,7 @@ use crate::models::{Experts, Shape, Window};
 
 pub(super) static NAMES: Names = Names { family: "qwen2_moe", read, write, ..WITH_SHARED };
 
-/// The names that Qwen2 and Qwen3.5 with experts share.
+/// The names that Qwen2, Qwen3.5 and Qwen3-Next with experts share.
 pub(super) const WITH_SHARED: Names = Names {
     shared: [
         "model.layers.{}.mlp.shared_expert.gate_proj",
@@ -64,7 +64,7 @@ pub(super) fn shared_channels(keys: &Keys) -> Result<usize, String> {
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "attention_bias", false)?;
-    let experts = Some(Experts { shared: shared_channels(keys)?, ..read_sparse(keys)? });
+    let experts = Some(Experts { shared: shared_channels(keys)?, ..read_sparse(keys, false)? });
     let biases = [flag(keys, "qkv_bias", true)?, false, false];
     let window = window(keys)?;
     Ok(Shape { biases, experts, window, ..read_shared(keys, &NAMES, 10_000.0)? })
@@ -73,6 +73,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Qwen2Moe");
     write_sparse(shape, &mut config);
+    write_used_window(shape, &mut config);
     write_layer_types(shape, &mut config);
     config["qkv_bias"] = shape.biases[0].into();
     config[SHARED_CHANNELS] = shape.experts.map_or(0, |experts| experts.shared).into();

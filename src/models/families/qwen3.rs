@@ -7,6 +7,7 @@ use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::qwen2::{window, write_window};
 use super::read::{Keys, flag, size_or_none};
+use crate::kernels::QkNorm;
 use crate::models::Shape;
 
 pub(super) static NAMES: Names = Names {
@@ -23,7 +24,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     let biases = [bias, bias, false];
     let head_size = size_or_none(keys, "head_dim")?.unwrap_or(128); // transformers' default
     let shared = read_shared(keys, &NAMES, 10_000.0)?;
-    Ok(Shape { window, biases, head_size, qk_norm: true, ..shared })
+    Ok(Shape { window, biases, head_size, qk_norm: Some(QkNorm::ByHead), ..shared })
 }
 
 fn write(shape: &Shape) -> Value {

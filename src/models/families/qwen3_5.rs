@@ -6,10 +6,10 @@
 use serde_json::{Value, json};
 
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, given, only, size, size_or_none};
+use super::read::{Keys, all_but_last, flag, given, listed_blocks, only, size, size_or_none};
 use super::{LinearNames, Names};
-use crate::kernels::LinearHeads;
-use crate::models::{AllBut, Head, LinearAttention, Shape};
+use crate::kernels::{LinearHeads, QkNorm};
+use crate::models::{BlockPattern, Head, LinearAttention, Shape};
 
 pub(super) static NAMES: Names = Names { family: "qwen3_5_text", read, write, ..HYBRID };
 
@@ -17,10 +17,12 @@ pub(super) static NAMES: Names = Names { family: "qwen3_5_text", read, write, ..
 pub(super) const HYBRID: Names = Names {
     qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
     linear: LinearNames {
-        qkv: "model.layers.{}.linear_attn.in_proj_qkv",
-        beta: "model.layers.{}.linear_attn.in_proj_b",
-        step: "model.layers.{}.linear_attn.in_proj_a",
-        gate: "model.layers.{}.linear_attn.in_proj_z",
+        projection: &[
+            "model.layers.{}.linear_attn.in_proj_qkv",
+            "model.layers.{}.linear_attn.in_proj_b",
+            "model.layers.{}.linear_attn.in_proj_a",
+            "model.layers.{}.linear_attn.in_proj_z",
+        ],
         convolution: "model.layers.{}.linear_attn.conv1d",
         log: "model.layers.{}.linear_attn.A_log",
         bias: "model.layers.{}.linear_attn.dt_bias",
@@ -64,7 +66,7 @@ pub(super) fn read_hybrid(
     Ok(Shape {
         kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(kv_heads),
         head_size: size_or_none(keys, "head_dim")?.unwrap_or(256),
-        qk_norm: true,
+        qk_norm: Some(QkNorm::ByHead),
         norm_offset: 1.0,
         output_gates: true,
         linear: Some(LinearAttention { heads, blocks }),
@@ -91,13 +93,14 @@ fn linear_heads(keys: &Keys) -> Result<LinearHeads, String> {
     Ok(LinearHeads { key_heads, value_heads, key_size, value_size, taps })
 }
 
-/// The blocks with linear attention: all but one of every few.
-fn linear_blocks(keys: &Keys) -> Result<AllBut, String> {
+/// The blocks with linear attention: by default all but the last of every few.
+fn linear_blocks(keys: &Keys) -> Result<BlockPattern, String> {
     let layers = size(keys, "num_hidden_layers")?;
     let Some(types) = given(keys, "layer_types") else {
-        return match size_or_none(keys, "full_attention_interval")?.unwrap_or(4) {
-            0 => Err("full_attention_interval is 0: it must be at least 1".into()),
-            every => Ok(AllBut::last_of(every)),
+        const EVERY: &str = "full_attention_interval";
+        return match size_or_none(keys, EVERY)?.unwrap_or(4) {
+            0 => Err(format!("{EVERY} is 0: it must be at least 1")),
+            every => all_but_last(EVERY, every),
         };
     };
     let types = types.as_array().filter(|types| types.len() == layers);
@@ -108,21 +111,24 @@ fn linear_blocks(keys: &Keys) -> Result<AllBut, String> {
         _ => Err(format!("layer_types has {kind}: known are full_attention, linear_attention")),
     };
     let linear = types.iter().map(is_linear).collect::<Result<Vec<bool>, String>>()?;
-    AllBut::listed(&linear).ok_or_else(|| {
-        "layer_types: only full_attention in one of every few blocks is built".into()
-    })
+    listed_blocks("layer_types", &linear)
 }
 
 fn write(shape: &Shape) -> Value {
-    write_hybrid(shape, "Qwen3_5")
+    write_hybrid(shape, &of_text(shape, "Qwen3_5"))
+}
+
+/// The beginning of the name of a family's model. Without Text in their names, transformers' models
+/// with some heads have images, too.
+pub(super) fn of_text(shape: &Shape, family: &str) -> String {
+    let is_of_text = matches!(shape.head, Head::Classes { .. } | Head::Embedding { .. });
+    let text = if is_of_text { "Text" } else { "" };
+    format!("{family}{text}")
 }
 
 /// Writes the keys that [`read_hybrid`] reads.
 pub(super) fn write_hybrid(shape: &Shape, family: &str) -> Value {
-    // Without Text in their names, transformers' models with these heads have images, too.
-    let is_of_text = matches!(shape.head, Head::Classes { .. } | Head::Embedding { .. });
-    let text = if is_of_text { "Text" } else { "" };
-    let mut config = write_shared(shape, &format!("{family}{text}"));
+    let mut config = write_shared(shape, family);
     config["attention_bias"] = shape.biases[0].into();
     let kind = |block: usize| match shape.linear_of(block) {
         Some(_) => "linear_attention",

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::Names;
 use super::experts::{read_experts, write_experts};
 use super::qwen2_moe::{SHARED_CHANNELS, WITH_SHARED, shared_channels};
-use super::qwen3_5::{HYBRID, read_hybrid, write_hybrid};
+use super::qwen3_5::{HYBRID, of_text, read_hybrid, write_hybrid};
 use super::qwen3_moe::INTERMEDIATE;
 use super::read::{Keys, size};
 use crate::models::{Experts, Shape};
@@ -35,7 +35,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let mut config = write_hybrid(shape, "Qwen3_5Moe");
+    let mut config = write_hybrid(shape, &of_text(shape, "Qwen3_5Moe"));
     config.as_object_mut().expect("a config is an object").remove(DENSE);
     if let Some(experts) = &shape.experts {
         write_experts(experts, INTERMEDIATE, &mut config);

@@ -6,6 +6,7 @@ use super::Names;
 use super::experts::{read_experts, write_experts};
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{Keys, flag, given, size_or_none, sliding_window};
+use crate::kernels::QkNorm;
 use crate::models::{Experts, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
@@ -30,13 +31,13 @@ pub(super) const SPARSE: Names = Names {
 /// The key with the channels of an expert.
 pub(super) const INTERMEDIATE: &str = "moe_intermediate_size";
 
-/// Reads the keys of experts that Qwen3 and Qwen2 share.
-pub(super) fn read_sparse(keys: &Keys) -> Result<Experts, String> {
+/// Reads the keys of experts that Qwen3 and Qwen2 share. `normalised`: transformers' default.
+pub(super) fn read_sparse(keys: &Keys, normalised: bool) -> Result<Experts, String> {
     let every = size_or_none(keys, "decoder_sparse_step")?.unwrap_or(1);
     if every == 0 {
         return Err("decoder_sparse_step is 0: it must be at least 1".into());
     }
-    let normalised = flag(keys, "norm_topk_prob", false)?;
+    let normalised = flag(keys, "norm_topk_prob", normalised)?;
     let from = dense_blocks(keys)?;
     Ok(Experts { normalised, every, from, ..read_experts(keys, INTERMEDIATE)? })
 }
@@ -66,6 +67,10 @@ pub(super) fn write_sparse(shape: &Shape, config: &mut Value) {
     config["norm_topk_prob"] = experts.normalised.into();
     config["decoder_sparse_step"] = experts.every.into();
     config["mlp_only_layers"] = (0..experts.from).collect();
+}
+
+/// Writes the keys that [`used_window`] reads.
+pub(super) fn write_used_window(shape: &Shape, config: &mut Value) {
     config["use_sliding_window"] = shape.window.is_some().into();
     config["sliding_window"] = shape.window.map(|window| window.positions).into();
 }
@@ -81,16 +86,18 @@ pub(super) fn used_window(keys: &Keys) -> Result<Option<usize>, String> {
 fn read(keys: &Keys) -> Result<Shape, String> {
     let bias = flag(keys, "attention_bias", false)?;
     let biases = [bias, bias, false];
-    let experts = Some(read_sparse(keys)?);
+    let experts = Some(read_sparse(keys, false)?);
     // transformers reads neither layer_types nor max_window_layers of this family.
     let window = used_window(keys)?.map(Window::of_all);
     // Without head_dim the heads share the channels evenly, unlike those of the dense Qwen3.
-    Ok(Shape { biases, experts, window, qk_norm: true, ..read_shared(keys, &NAMES, 10_000.0)? })
+    let qk_norm = Some(QkNorm::ByHead);
+    Ok(Shape { biases, experts, window, qk_norm, ..read_shared(keys, &NAMES, 10_000.0)? })
 }
 
 fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Qwen3Moe");
     config["attention_bias"] = shape.biases[0].into();
     write_sparse(shape, &mut config);
+    write_used_window(shape, &mut config);
     config
 }

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use crate::kernels::{Activation, ProblemType};
-use crate::models::{AllBut, Head, Shape, Window};
+use crate::models::{BlockPattern, Head, Shape, Window};
 
 /// The keys of a `config.json`.
 pub(super) type Keys = Map<String, Value>;
@@ -122,15 +122,35 @@ pub(super) fn layer_types(keys: &Keys) -> Result<Option<Vec<bool>>, String> {
     types.iter().map(slides).collect::<Result<Vec<_>, _>>().map(Some)
 }
 
-/// The window of all blocks but one of every few. Without `layer_types` it is the last of every
-/// `every`.
+/// The blocks that a list names.
+pub(super) fn listed_blocks(key: &str, blocks: &[bool]) -> Result<BlockPattern, String> {
+    BlockPattern::listed(blocks).ok_or_else(|| {
+        let most = BlockPattern::LONGEST;
+        format!(
+            "{key} has {} blocks, and does not repeat before block {most}: that is not built",
+            blocks.len()
+        )
+    })
+}
+
+/// All blocks but the last of every few, whose number `key` gives.
+pub(super) fn all_but_last(key: &str, every: usize) -> Result<BlockPattern, String> {
+    BlockPattern::all_but(every, every.saturating_sub(1))
+        .ok_or_else(|| format!("{key} is {every}: it must be at most {}", BlockPattern::LONGEST))
+}
+
+/// The window of the blocks that slide by `layer_types`; without that key, of all but the last of
+/// every `every`.
 pub(super) fn window_of_most(
     keys: &Keys,
     positions: usize,
     every: usize,
 ) -> Result<Window, String> {
     match layer_types(keys)? {
-        None => Ok(Window { blocks: AllBut::last_of(every), ..Window::of_all(positions) }),
+        None => {
+            let blocks = all_but_last("sliding_window_pattern", every)?;
+            Ok(Window { blocks, ..Window::of_all(positions) })
+        }
         Some(slides) => window_by_kinds("layer_types", &slides, positions),
     }
 }
@@ -141,8 +161,7 @@ pub(super) fn window_by_kinds(
     slides: &[bool],
     positions: usize,
 ) -> Result<Window, String> {
-    let blocks = AllBut::listed(slides)
-        .ok_or_else(|| format!("{key}: only full_attention in one of every few blocks is built"))?;
+    let blocks = listed_blocks(key, slides)?;
     Ok(Window { blocks, ..Window::of_all(positions) })
 }
 

@@ -263,8 +263,8 @@ pub(super) fn check_rotary(shape: &Shape) -> Result<(), String> {
         if part != 1.0 && !shape.names.rotates_parts() {
             return Err(format!(
                 "{PART} is {part}: heads of {family} rotate as a whole, also in transformers; a \
-                 part of each rotates in gemma4_text, glm, glm4, gpt_neox, phi3, qwen3_5_text and \
-                 qwen3_5_moe_text only"
+                 part of each rotates in gemma4_text, glm, glm4, gpt_neox, phi3, qwen3_5_text, \
+                 qwen3_5_moe_text and qwen3_next only"
             ));
         }
         let turned = 2 * rotary.pairs(head_size);

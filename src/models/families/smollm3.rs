@@ -1,11 +1,13 @@
-//! SmolLM3 (Bakouch et al. 2025): Llama without rotary positions in the last of every few blocks.
+//! SmolLM3 (Bakouch et al. 2025): Llama without rotary positions in some blocks.
 
 use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, given, layer_types, only, size_or_none};
-use crate::models::{AllBut, Shape};
+use super::read::{
+    Keys, all_but_last, flag, given, layer_types, listed_blocks, only, size_or_none,
+};
+use crate::models::{BlockPattern, Shape};
 
 pub(super) static NAMES: Names = Names { family: "smollm3", read, write, ..SHARED };
 
@@ -24,10 +26,11 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     })
 }
 
-/// The blocks that rotate: all but the last of every few.
-fn rotary_blocks(keys: &Keys, layers: usize) -> Result<AllBut, String> {
+/// The blocks that rotate: by default all but the last of every few.
+fn rotary_blocks(keys: &Keys, layers: usize) -> Result<BlockPattern, String> {
+    const EVERY: &str = "no_rope_layer_interval";
     let Some(list) = given(keys, "no_rope_layers") else {
-        return Ok(AllBut::last_of(size_or_none(keys, "no_rope_layer_interval")?.unwrap_or(4)));
+        return all_but_last(EVERY, size_or_none(keys, EVERY)?.unwrap_or(4));
     };
     // Each block has a number: 1 if it rotates, else 0.
     let rotates = |one: &Value| match one.as_u64() {
@@ -37,8 +40,7 @@ fn rotary_blocks(keys: &Keys, layers: usize) -> Result<AllBut, String> {
     let list = list.as_array().filter(|list| list.len() >= layers);
     let list = list.ok_or_else(|| format!("no_rope_layers must be a list of {layers} numbers"))?;
     let rotates = list[..layers].iter().map(rotates).collect::<Result<Vec<bool>, String>>()?;
-    AllBut::listed(&rotates)
-        .ok_or_else(|| "no_rope_layers: only 0 in one of every few blocks is built".into())
+    listed_blocks("no_rope_layers", &rotates)
 }
 
 fn write(shape: &Shape) -> Value {

@@ -399,6 +399,15 @@ class Linear(ctypes.Structure):
     ]
 
 
+class ColumnGroups(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int), ("kinds", ctypes.c_int * 24)]
+
+
+class NormParts(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ["queries", "keys", "query_channels", "key_channels"]]
+    _fields_ += [("norm", ctypes.c_int), ("values", ctypes.c_int)]
+
+
 class Rotary(ctypes.Structure):
     _fields_ = [("frequencies", ctypes.c_float * 128), ("scale", ctypes.c_float), ("pairs", ctypes.c_int),
                 ("interleaved", ctypes.c_int), ("distance", ctypes.c_int), ("beta", ctypes.c_float),
@@ -510,7 +519,7 @@ class Device:
             known[name] = argument
             if name == "starts":
                 known[name] = argument and argument.bits
-            if isinstance(argument, (Attention, Linear)):
+            if isinstance(argument, (Attention, Linear, NormParts)):
                 known |= {name: getattr(argument, name) for name, _ in argument._fields_}
             if "*" in parameter:
                 argument = ctypes.c_void_p(argument and argument.address)
@@ -1263,43 +1272,70 @@ def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_p
 
 
 def check_head_norm(device, random, rows, heads, kv_heads, head_size, chunk):
-    """Values are copied, normed without scales, or the keys without their scales."""
-    for values in (0, 1, 2):
-        check_head_norm_with(device, random, rows, heads, kv_heads, head_size, chunk, values)
+    """Values are copied, normed without scales, or the keys without their scales. Norms are of each head, of all heads,
+    or of each head by mean and deviation."""
+    for values, norm in [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 2), (2, 2)]:
+        check_head_norm_with(device, random, rows, heads, kv_heads, head_size, chunk, values, norm)
 
 
-def check_head_norm_with(device, random, rows, heads, kv_heads, head_size, chunk, values):
-    size, epsilon = Attention.of(1, rows, heads, kv_heads, head_size), 1e-5
-    scaled, every = heads + kv_heads, heads + 2 * kv_heads
+def check_head_norm_with(device, random, rows, heads, kv_heads, head_size, chunk, values, norm):
+    epsilon = 1e-5
+    counts = [1, 1] if norm == 1 else [heads, kv_heads]
+    channels = [heads * head_size // counts[0], kv_heads * head_size // counts[1]]
+    parts = NormParts(*counts, *channels, norm, values)
+    queries, keys = heads * head_size, kv_heads * head_size
+    scaled, every = queries + keys, queries + 2 * keys
     normed = every if values == 1 else scaled
-    x = device.elements(noise(random, rows, scaled if values == 2 else every, head_size) + 0.25)
-    gamma = device.elements(noise(random, head_size)), device.elements(noise(random, head_size))
+    x = device.elements(noise(random, rows, scaled if values == 2 else every) + 0.25)
+    own = counts if norm == 2 else [1, 1]
+    gamma = [device.elements(noise(random, count, size)) for count, size in zip(own, channels)]
     offset = float(kv_heads == 1)  # as in Gemma, where scales are stored as their differences from 1
-    of_head = offset + np.stack([gamma[0].wide] * heads + [gamma[1].wide] * kv_heads)
-    of_head = np.concatenate([of_head, np.ones((normed - scaled, head_size))])
-    rstd = 1 / np.sqrt((x.wide[:, :normed] ** 2).mean(2, keepdims=True) + epsilon)
-    n = x.wide[:, :normed] * rstd
+    scales = [np.broadcast_to(one.wide, (count, size)) for one, count, size in zip(gamma, counts, channels)]
+    scale = offset + np.concatenate([one.ravel() for one in scales])
+    scale = np.concatenate([scale, np.ones(normed - scaled)])
 
-    y, statistics = device.out(rows, every, head_size), device.floats_out(rows, normed)
-    device.launch("head_norm", y, statistics, x, *gamma, rows, epsilon, offset, values, size)
-    behind = n[:, heads:] if values == 2 else x.wide[:, normed:]
-    device.expect(y, np.concatenate([n * of_head, behind], 1), 2e-6)
-    device.expect(statistics, rstd[:, :, 0], 2e-6)
+    def split(all):
+        """Of each part, its channels."""
+        of_queries = all[:, :queries].reshape(rows, *([counts[0], channels[0]]))
+        behind = all[:, queries:].reshape(rows, -1, channels[1])
+        return [of_queries, behind]
 
-    dy = noise(random, rows, every, head_size)
+    def join(of_parts):
+        return np.concatenate([part.reshape(rows, -1) for part in of_parts], 1)
+
+    wide = split(x.wide[:, :normed])
+    means = [one.mean(2, keepdims=True) if norm == 2 else 0 * one[:, :, :1] for one in wide]
+    off = [one - mean for one, mean in zip(wide, means)]
+    rstd = [1 / np.sqrt((one**2).mean(2, keepdims=True) + epsilon) for one in off]
+    n = [one * by for one, by in zip(off, rstd)]
+
+    numbers = [rstd, means] if norm == 2 else [rstd]
+    numbers = np.concatenate([join(one) for one in numbers], 1)
+    y, statistics = device.out(rows, every), device.floats_out(*numbers.shape)
+    device.launch("head_norm", y, statistics, x, *gamma, rows, epsilon, offset, parts)
+    behind = join(n)[:, queries:] if values == 2 else x.wide[:, normed:]
+    device.expect(y, np.concatenate([join(n) * scale, behind], 1), 2e-6)
+    device.expect(statistics, numbers, 2e-6)
+
+    dy = noise(random, rows, every)
     dx, dy = device.elements(dy, changes=True), device.elements(dy)
-    statistics, parts = device.floats(statistics.bits), device.floats_out(-(-rows // chunk), 2, head_size)
-    each = dy.wide[:, :scaled] * n[:, :scaled]
-    device.launch("head_norm_parts", parts, dy, x, statistics, rows, chunk, values, size)
-    of_both = [chunks_of(each[:, :heads].sum(1), chunk), chunks_of(each[:, heads:].sum(1), chunk)]
-    device.expect(parts, np.stack(of_both, 1), 2e-6)
+    statistics, kinds = device.floats(statistics.bits), sum(own)
+    of_all = sum(count * size for count, size in zip(own, channels))
+    sums = device.floats_out(-(-rows // chunk), of_all)
+    each = split(dy.wide[:, :scaled] * join(n)[:, :scaled])
+    each = each if norm == 2 else [one.sum(1, keepdims=True) for one in each]
+    device.launch("head_norm_parts", sums, dy, x, statistics, rows, chunk, kinds, parts)
+    device.expect(sums, chunks_of(join(each), chunk), 2e-6)
 
-    g = dy.wide[:, :normed] * of_head
+    g = dy.wide[:, :normed] * scale
     if values == 2:
-        g[:, heads:] += dy.wide[:, scaled:]
-    slope = rstd * (g - n * (g * n).mean(2, keepdims=True))
-    device.launch("head_norm_backward", dx, x, statistics, *gamma, rows, offset, values, size)
-    device.expect(dx, np.concatenate([slope, dy.wide[:, normed:]], 1), 1e-5)
+        g[:, queries:] += dy.wide[:, scaled:]
+    g = split(g)
+    g_mean = [one.mean(2, keepdims=True) if norm == 2 else 0 for one in g]
+    g_n = [(one * of).mean(2, keepdims=True) for one, of in zip(g, n)]
+    slope = [by * (one - mean - of * by_n) for by, one, mean, of, by_n in zip(rstd, g, g_mean, n, g_n)]
+    device.launch("head_norm_backward", dx, x, statistics, *gamma, rows, offset, parts)
+    device.expect(dx, np.concatenate([join(slope), dy.wide[:, normed:]], 1), 1e-5)
 
 
 def make_documents(random, sequences, positions):
@@ -1754,12 +1790,33 @@ def check_remember(device, random, rows, packed, width):
     device.expect(back, np.concatenate([qkv.wide[:, : packed - width], shares.wide.sum(0)], 1), 1e-6)
 
 
-def check_regroup(device, random, rows, heads, head_size):
-    x, y = device.elements(noise(random, rows, heads, 3, head_size)), device.out(rows, 3, heads, head_size)
-    device.launch("regroup_heads", y, x, rows, heads, head_size, 0)
-    device.same(y, x.bits.swapaxes(1, 2))
-    back = device.out(rows, heads, 3, head_size)
-    device.launch("regroup_heads", back, y, rows, heads, head_size, 1)
+def check_regroup(device, random, rows, groups, kinds):
+    """`kinds`: the columns that a group has of each; in groups, those of the first `split` lie before the others."""
+    kinds, split = kinds
+    of_kinds = [(split, 0), (len(kinds), split)]
+    first, at = [0] * len(kinds), 0
+    for end, start in of_kinds:
+        stride = sum(kinds[start:end])
+        for kind in range(start, end):
+            first[kind] = at + sum(kinds[start:kind])
+        at += groups * stride
+    width = at
+    strides = [sum(kinds[:split])] * split + [sum(kinds[split:])] * (len(kinds) - split)
+    # Kind by kind they lie in another order: the last kind comes first.
+    order = [len(kinds) - 1, *range(len(kinds) - 1)]
+    by_kind, columns, at = [0] * len(kinds), [], 0
+    for kind in order:
+        by_kind[kind] = at
+        at += groups * kinds[kind]
+        for group in range(groups):
+            begin = first[kind] + group * strides[kind]
+            columns += range(begin, begin + kinds[kind])
+    sizes = [number for kind in zip(kinds, first, strides, by_kind) for number in kind]
+    of_text = ColumnGroups(groups, (ctypes.c_int * 24)(*sizes))
+    x, y, back = device.elements(noise(random, rows, width)), device.out(rows, width), device.out(rows, width)
+    device.launch("regroup_columns", y, x, rows, width, 0, of_text)
+    device.same(y, x.bits[:, columns])
+    device.launch("regroup_columns", back, y, rows, width, 1, of_text)
     device.same(back, x.bits)
 
 
@@ -1800,6 +1857,7 @@ def checks():
     norms = [dict(without="beta"), dict(without="residual"), dict(in_place=True), dict(chunk=3)]
     heads = [(1, 1, 2), (3, 1, 6), (4, 2, 64), (2, 2, 256), (6, 2, 20)]
     heads = [dict(heads=h, kv_heads=k, head_size=d) for h, k, d in heads]
+    grouped = [([1] * 3, 3), ([12] * 3, 3), ([130] * 3, 3), ([5, 5, 6, 6, 2, 2], 4), ([64, 64, 256, 256, 3, 3], 4)]
     head_rows = [dict(rows=r, chunk=k) for r, k in ((1, 64), (5, 2), (70, 64))]
     kinds = [dict(count=c, chunk=k) for c, k in ((1, 4), (2, 64), (3, 5))]
     folds = [dict(count=c, length=l) for c, l in itertools.product((1, 7, 40), (1, 255, 257))]
@@ -1874,7 +1932,7 @@ def checks():
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),
         ("past", check_remember, remembered),
-        ("past", check_regroup, each(rows=[1, 5], heads=[1, 3], head_size=[1, 12, 130])),
+        ("rows", check_regroup, each(rows=[1, 5], groups=[1, 3], kinds=grouped)),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]
     return own + attention.checks() + linear_attention.checks()

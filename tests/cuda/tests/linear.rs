@@ -18,7 +18,7 @@ fn models_with_linear_attention_are_pytorchs() {
     if !emulated::instead() {
         return;
     }
-    for name in ["qwen3_5_text", "qwen3_5_text-tied", "qwen3_5_moe_text"] {
+    for name in ["qwen3_5_text", "qwen3_5_text-tied", "qwen3_5_moe_text", "qwen3_next"] {
         for of in KINDS {
             let (mut config, expected) = golden(name);
             config.device.dtype = of;

@@ -310,6 +310,8 @@ fn models_are_pytorchs() {
         "qwen3_moe-idle",
         "bert",
         "olmo2",
+        "olmo2-grouped",
+        "cohere-norms",
         "roberta-classes",
         "bert-value",
         "gpt2-classes",

@@ -13,20 +13,6 @@ extern "C" __global__ void remember(T* y, const T* qkv, long long rows, int pack
     }
 }
 
-// Queries, keys and values of each head side by side become the queries of all heads, their keys and their values; or
-// back. (rows, 3 H D).
-// launch: grid (rows, ceil(3 * heads * head_size / 1024)), block (threads(3 * heads * head_size))
-extern "C" __global__ void regroup_heads(T* y, const T* x, long long rows, int heads, int head_size, int back) {
-    const int width = 3 * heads * head_size, column = my_column(), end = min(column + 4, width);
-    y += blockIdx.x * static_cast<long long>(width);
-    x += blockIdx.x * static_cast<long long>(width);
-    for (int by_kind = column; by_kind < end; ++by_kind) {
-        const int piece = by_kind / head_size, which = piece / heads, head = piece % heads;
-        const int by_head = (3 * head + which) * head_size + by_kind % head_size;
-        y[back ? by_head : by_kind] = x[back ? by_kind : by_head];
-    }
-}
-
 // Sums the gradients of keys and values over `shares`, and writes them beside the gradients of the queries.
 // kv: (shares, rows, width).
 // launch: grid (rows, ceil(width / 1024)), block (threads(width))

@@ -117,3 +117,33 @@ extern "C" __global__ void take_columns(T* y, const T* x, int rows, int width, i
     }
     write(y + row * columns + column, values, some);
 }
+
+// Columns of one kind: those that a group has, the first of them in the first group, how far those of the next group lie
+// behind, and the first of this kind where columns lie kind by kind. Without columns there is no such kind.
+struct GroupedColumns {
+    int columns, first, stride, by_kind;
+};
+
+struct ColumnGroups {
+    int count;
+    GroupedColumns kinds[6];
+};
+
+// Columns that lie in groups, each with columns of all kinds, are put kind by kind; or back. (rows, width).
+// launch: grid (rows, ceil(width / 1024)), block (threads(width))
+extern "C" __global__ void regroup_columns(T* y, const T* x, int rows, int width, int back, ColumnGroups groups) {
+    const int column = my_column(), end = min(column + 4, width);
+    y += static_cast<long long>(blockIdx.x) * width;
+    x += static_cast<long long>(blockIdx.x) * width;
+    for (int by_kind = column; by_kind < end; ++by_kind) {
+        int in_group = 0;
+        for (int i = 0; i < 6; ++i) {
+            const GroupedColumns& kind = groups.kinds[i];
+            const int at = by_kind - kind.by_kind;
+            if (0 <= at && at < groups.count * kind.columns) {
+                in_group = kind.first + at / kind.columns * kind.stride + at % kind.columns;
+            }
+        }
+        y[back ? in_group : by_kind] = x[back ? by_kind : in_group];
+    }
+}

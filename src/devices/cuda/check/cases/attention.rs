@@ -2,9 +2,9 @@
 
 use super::Cases;
 use crate::kernels::{
-    Attention, AttentionBackward, AttentionShape, CachedAttention, ChunkKv, HeadNorm,
-    HeadNormBackward, HeadValues, LongRope, PAIRS, QueryGrowth, QueryKey, ReadKv, RegroupHeads,
-    Rotary, RotaryScaling, Rotate, Sink, SinkBackward, WriteKv,
+    Attention, AttentionBackward, AttentionShape, CachedAttention, ChunkKv, ColumnGroups, HeadNorm,
+    HeadNormBackward, HeadValues, LinearHeads, LongRope, PAIRS, QkNorm, QueryGrowth, QueryKey,
+    ReadKv, RegroupColumns, Rotary, RotaryScaling, Rotate, Sink, SinkBackward, WriteKv,
 };
 
 impl<'c> Cases<'c> {
@@ -66,46 +66,62 @@ impl<'c> Cases<'c> {
     }
 
     fn of_regrouped_heads(&mut self, shape: AttentionShape<'c>) {
-        let heads = shape.heads;
-        let all = [shape.rows(), 3 * shape.width()];
-        for back in [false, true] {
-            case!(self.regroup_heads, |p| RegroupHeads {
-                y: p.output(all),
-                x: p.input(all),
-                heads,
-                back,
-            });
+        let [heads, _, head_size] = shape.sizes();
+        let linear = LinearHeads {
+            key_heads: heads,
+            value_heads: 3 * heads,
+            key_size: head_size,
+            value_size: head_size + 1,
+            taps: 4,
+        };
+        let of_heads = (ColumnGroups::of_heads(heads, head_size), 3 * shape.width());
+        let of_linear = (ColumnGroups::of_linear_attention(linear), linear.projected());
+        for (groups, columns) in [of_heads, of_linear] {
+            let all = [shape.rows(), columns];
+            for back in [false, true] {
+                case!(self.regroup_columns, |p| RegroupColumns {
+                    y: p.output(all),
+                    x: p.input(all),
+                    groups,
+                    back,
+                });
+            }
         }
     }
 
     fn of_head_norms(&mut self, shape: AttentionShape<'c>) {
         for values in [HeadValues::Plain, HeadValues::Normed, HeadValues::Keys] {
-            self.of_head_norms_with(shape, values);
+            self.of_head_norms_with(shape, QkNorm::ByHead, values);
         }
+        self.of_head_norms_with(shape, QkNorm::Joint, HeadValues::Plain);
+        self.of_head_norms_with(shape, QkNorm::LayerNorm, HeadValues::Plain);
     }
 
-    fn of_head_norms_with(&mut self, shape: AttentionShape<'c>, values: HeadValues) {
+    fn of_head_norms_with(&mut self, shape: AttentionShape<'c>, norm: QkNorm, values: HeadValues) {
         let all = [shape.rows(), shape.qkv_width()];
         let read = [shape.rows(), values.input_width(&shape)];
-        let d = shape.head_size;
-        let heads = [shape.rows(), values.normed_heads(shape.heads, shape.kv_heads)];
+        let parts = norm.parts(shape.sizes());
+        let QueryKey { query, key } = norm.scales(&parts);
+        let statistics = [shape.rows(), parts.normed(values) * norm.statistics()];
         case!(self.head_norm, |p| HeadNorm {
             y: p.output(all),
-            statistics: p.floats_output(heads),
+            statistics: p.floats_output(statistics),
             x: p.input(read),
-            gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
+            gamma: QueryKey { query: p.about(query, 1.0), key: p.about(key, 1.0) },
             gamma_offset: 1.0,
             epsilon: 1e-5,
+            norm,
             values,
             shape,
         });
         case!(self.head_norm_backward, |p, scratch| HeadNormBackward {
             dx: p.input(all),
-            dgamma: QueryKey { query: p.floats_output([1, d]), key: p.floats_output([1, d]) },
+            dgamma: QueryKey { query: p.floats_output(query), key: p.floats_output(key) },
             x: p.input(read),
-            statistics: p.floats(heads, 1.5),
-            gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
+            statistics: p.floats(statistics, 1.5),
+            gamma: QueryKey { query: p.about(query, 1.0), key: p.about(key, 1.0) },
             gamma_offset: 1.0,
+            norm,
             values,
             shape,
             accumulate: false,
