@@ -1,11 +1,11 @@
 //! Rates that were fitted to short runs on a machine, as a file that people can read.
 //!
 //! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over a time for
-//! each size: the median of its operations, or the fastest of work on the host's threads, which
-//! others wait for while kernels have them. The units are FLOPs of kernels, by layer, phase and whether
-//! the layer keeps its activations; tokens of layers without products, and of gathers; bytes of
-//! everything else. FLOPs grow with rows and with rows × positions before them as attention does,
-//! so one number stands for both.
+//! each size: the median of its operations, or the fastest of work on the host's threads, since
+//! others wait while kernels have them. The units are FLOPs of kernels, by layer, phase and
+//! whether the layer keeps its activations; tokens of layers without products, and of gathers;
+//! bytes of everything else. FLOPs grow with rows and with rows × positions before them as
+//! attention does, so one number stands for both.
 
 use std::collections::{BTreeMap, HashMap};
 use std::iter;
