@@ -82,7 +82,8 @@ pub struct LinearShape<'a> {
 /// floats for each sequence. First (taps − 1, M): the inputs of the convolution on the last rows,
 /// the last one behind the others. Then (H, D_v, D_k): the state of each head of values. The
 /// convolution reads and writes the first part, the delta rule the second. What lies in front of
-/// the first position of a document is not read, and may be anything.
+/// the first position of a document does not count, and must be finite; of a sequence without
+/// earlier rows nothing is read.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Carried {
     /// Input; `None`: no sequence has earlier rows. (B, S).

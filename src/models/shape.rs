@@ -361,7 +361,8 @@ impl Shape {
         self.norms.are_before() && self.has_attention_norm(block)
     }
 
-    /// True when the head has a transform and a bias for each token.
+    /// True when the head scores masked tokens: it has a transform and, with `token_bias`, a bias
+    /// for each token.
     pub fn masked_head(&self) -> bool {
         self.head == Head::Masked
     }

@@ -32,10 +32,10 @@ impl BlockPattern {
     }
 
     /// All blocks but one of every `every`, which is number `at` of them; all blocks if `every` is
-    /// 0. `None`: this is too many.
+    /// 0. `None`: `every` is above [`Self::LONGEST`].
     pub fn all_but(every: usize, at: usize) -> Option<BlockPattern> {
-        let blocks = every.min(BlockPattern::LONGEST + 1);
-        BlockPattern::listed(&(0..blocks).map(|block| block != at).collect::<Vec<bool>>())
+        let blocks = (every <= BlockPattern::LONGEST).then_some(0..every)?;
+        BlockPattern::listed(&blocks.map(|block| block != at).collect::<Vec<bool>>())
     }
 
     /// Whether a block is among them.
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!([1, 2, 3, 4, 5].map(|block| last.has(block)), [true, false, true, true, false]);
         assert_eq!(BlockPattern::all_but(0, 0), Some(BlockPattern::ALL));
         assert!(BlockPattern::all_but(128, 127).is_some_and(|most| !most.has(255)));
-        assert_eq!(BlockPattern::all_but(129, 128), None);
+        assert_eq!([129, 130].map(|every| BlockPattern::all_but(every, every - 1)), [None, None]);
         let late: Vec<bool> = (0..200).map(|block| block > 150).collect();
         assert_eq!(BlockPattern::listed(&late), None);
     }

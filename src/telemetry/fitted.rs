@@ -1,11 +1,11 @@
 //! Rates that were fitted to short runs on a machine, as a file that people can read.
 //!
 //! Each kind of work has a line: `seconds = fixed + units / rate`, by least squares over a time for
-//! each size: the median of its operations, or the fastest of work on the host's threads, since
-//! others wait while kernels have them. The units are FLOPs of kernels, by layer, phase and
-//! whether the layer keeps its activations; tokens of layers without products, and of gathers;
-//! bytes of everything else. FLOPs grow with rows and with rows × positions before them as
-//! attention does, so one number stands for both.
+//! each size: the median of its operations. Beside kernels of the CPU, it is the fastest of
+//! updates, sums and gathers, since others waited while kernels had the host's threads. The units
+//! are FLOPs of kernels, by layer, phase and whether the layer keeps its activations; tokens of
+//! layers without products, and of gathers; bytes of everything else. FLOPs grow with rows and with
+//! rows × positions before them as attention does, so one number stands for both.
 
 use std::collections::{BTreeMap, HashMap};
 use std::iter;
@@ -61,7 +61,8 @@ pub struct FittedLine {
     pub fixed: f64,
     /// Units a second beyond that.
     pub units_per_second: f64,
-    /// The root of the mean square of what the line is off, by the mean time of an operation.
+    /// The root of the mean square of what operations, or the fastest of each size, are off the
+    /// line, by their mean time.
     pub residual: f64,
     /// The operations that it was fitted to.
     pub operations: u64,
@@ -75,15 +76,17 @@ pub(super) type Points = Vec<(f64, f64)>;
 pub(super) enum TimeOfSize {
     /// Of three and more, one that was interrupted does not count.
     Median,
-    /// That of one which did not wait for threads.
+    /// All others may have waited for threads.
     Fastest,
 }
 
 impl TimeOfSize {
-    /// That of a kind of work.
-    pub(super) fn of(kind: WorkKind) -> TimeOfSize {
-        match kind {
-            WorkKind::Gather | WorkKind::Reduce | WorkKind::Update => TimeOfSize::Fastest,
+    /// That of a kind of work, beside kernels of such a device.
+    pub(super) fn of(kind: WorkKind, device: DeviceKind) -> TimeOfSize {
+        match (device, kind) {
+            (DeviceKind::Cpu, WorkKind::Gather | WorkKind::Reduce | WorkKind::Update) => {
+                TimeOfSize::Fastest
+            }
             _ => TimeOfSize::Median,
         }
     }
@@ -120,7 +123,11 @@ impl FittedLine {
         let fixed = seconds - slope * units;
         let is_one = spread > 1e-12 * count * units * units && slope > 0.0 && fixed >= 0.0;
         let [fixed, slope] = if is_one { [fixed, slope] } else { [0.0, seconds / units] };
-        let off = points.iter().map(|(x, y)| (y - fixed - slope * x).powi(2)).sum::<f64>();
+        let off = |x: f64, y: f64| (y - fixed - slope * x).powi(2);
+        let off = match time {
+            TimeOfSize::Median => points.iter().map(|&(x, y)| off(x, y)).sum::<f64>(),
+            TimeOfSize::Fastest => sum(&off),
+        };
         let residual = (off / count).sqrt() / seconds;
         let operations = points.len() as u64;
         Some(FittedLine { fixed, units_per_second: slope.recip(), residual, operations })
@@ -384,9 +391,10 @@ mod tests {
     #[test]
     fn work_that_waits_for_threads_is_as_fast_as_its_fastest_operation() {
         let points = vec![(4.0, 9.0), (4.0, 1.0), (8.0, 2.0), (8.0, 7.0), (8.0, 8.0)];
-        let line = |kind| FittedLine::of(&points, TimeOfSize::of(kind)).expect("a line");
-        let FittedLine { fixed, units_per_second, .. } = line(WorkKind::Update);
-        assert_eq!((fixed, units_per_second), (0.0, 4.0));
+        let line =
+            |kind| FittedLine::of(&points, TimeOfSize::of(kind, DeviceKind::Cpu)).expect("a line");
+        let FittedLine { fixed, units_per_second, residual, .. } = line(WorkKind::Update);
+        assert_eq!((fixed, units_per_second, residual), (0.0, 4.0, 0.0));
         assert!(line(WorkKind::Weights).fixed > 2.0);
     }
 }

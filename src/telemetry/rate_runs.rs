@@ -38,8 +38,8 @@ const SIZES: u32 = 3;
 impl RateRuns {
     /// Small steps of a config: two micro-batches of its size in each group, of half of it and of a
     /// quarter; the first and the last also where layers keep their activations, or recompute them
-    /// if the config keeps them; and one whose updates wait for the norm, so that some find the
-    /// host's threads free.
+    /// if the config keeps them; and one whose updates wait for the norm, so that some updates
+    /// find the host's threads free.
     ///
     /// # Errors
     /// Its schedule is of as many micro-batches as the config has.
@@ -147,7 +147,10 @@ impl RateRuns {
             Some((name.clone(), FittedLine::of(points, TimeOfSize::Median)?))
         };
         let work = |(&kind, points): (&WorkKind, &Points)| {
-            Some((kind.name().to_owned(), FittedLine::of(points, TimeOfSize::of(kind))?))
+            Some((
+                kind.name().to_owned(),
+                FittedLine::of(points, TimeOfSize::of(kind, config.device.kind))?,
+            ))
         };
         let device = config.device_names().swap_remove(0);
         FittedRates {

@@ -1,5 +1,5 @@
-//! Command R7B and Command A (Cohere 2024, 2025): Command R with a window in all blocks but the
-//! last of every few, which have no rotary positions.
+//! Command R7B and Command A (Cohere 2024, 2025): Command R with a window in some blocks, by
+//! default in three of four; the others have no rotary positions.
 
 use serde_json::Value;
 

@@ -40,7 +40,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     })
 }
 
-/// The window. The last of every few blocks has none: by default every other.
+/// The window, in the blocks of `layer_types`; without that key, in every other.
 fn window(keys: &Keys) -> Result<Option<Window>, String> {
     let Some(positions) = sliding_window(keys)? else { return Ok(None) };
     window_of_most(keys, positions, 2).map(Some)

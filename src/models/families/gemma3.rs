@@ -115,8 +115,8 @@ pub(super) fn with_norms_around(shape: Shape) -> Shape {
     }
 }
 
-/// The window. The last of every few blocks has none. To both sides, the key counts the positions
-/// of both.
+/// The window, in the blocks of `layer_types`; without that key, in all but the last of every few.
+/// To both sides, the key counts the positions of both.
 fn window(keys: &Keys, causal: bool) -> Result<Option<Window>, String> {
     let Some(positions) = sliding_window(keys)? else { return Ok(None) };
     let positions = if causal { positions } else { positions / 2 + 1 };

@@ -1,4 +1,4 @@
-//! Ministral (Mistral AI 2024): Mistral with a window in all blocks but the last of every few.
+//! Ministral (Mistral AI 2024): Mistral with a window in some blocks.
 
 use serde_json::Value;
 

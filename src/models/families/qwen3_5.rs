@@ -13,7 +13,7 @@ use crate::models::{BlockPattern, Head, LinearAttention, Shape};
 
 pub(super) static NAMES: Names = Names { family: "qwen3_5_text", read, write, ..HYBRID };
 
-/// The names that Qwen3.5 with and without experts share.
+/// The names that Qwen3.5, with and without experts, and Qwen3-Next share.
 pub(super) const HYBRID: Names = Names {
     qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
     linear: LinearNames {
@@ -48,7 +48,8 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     read_hybrid(keys, &NAMES, 4)
 }
 
-/// Reads the keys that Qwen3.5 with and without experts share. `kv_heads`: transformers' default.
+/// Reads the keys that Qwen3.5, with and without experts, and Qwen3-Next share. `kv_heads`:
+/// transformers' default.
 pub(super) fn read_hybrid(
     keys: &Keys,
     names: &'static Names,

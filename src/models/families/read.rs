@@ -127,7 +127,7 @@ pub(super) fn listed_blocks(key: &str, blocks: &[bool]) -> Result<BlockPattern, 
     BlockPattern::listed(blocks).ok_or_else(|| {
         let most = BlockPattern::LONGEST;
         format!(
-            "{key} has {} blocks, and does not repeat before block {most}: that is not built",
+            "{key} has {} blocks, and does not repeat after {most} or fewer: that is not built",
             blocks.len()
         )
     })
