@@ -15,6 +15,7 @@ use l2l_actors::work::WorkKind;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::Rates;
+use super::machine::Sharing;
 use crate::config::{Config, DeviceKind, EpsTier, OptimizerKind, Transfer};
 use crate::error::Error;
 use crate::machine;
@@ -71,6 +72,11 @@ pub struct FittedLine {
 /// Operations of a kind: units and seconds of each.
 pub(super) type Points = Vec<(f64, f64)>;
 
+/// Whether such work waits while kernels of the CPU have the host's threads.
+pub(super) fn waits_for_threads(kind: WorkKind) -> bool {
+    matches!(kind, WorkKind::Gather | WorkKind::Reduce | WorkKind::Update)
+}
+
 /// Which time stands for the operations of one size.
 #[derive(Clone, Copy)]
 pub(super) enum TimeOfSize {
@@ -83,11 +89,9 @@ pub(super) enum TimeOfSize {
 impl TimeOfSize {
     /// That of a kind of work, beside kernels of such a device.
     pub(super) fn of(kind: WorkKind, device: DeviceKind) -> TimeOfSize {
-        match (device, kind) {
-            (DeviceKind::Cpu, WorkKind::Gather | WorkKind::Reduce | WorkKind::Update) => {
-                TimeOfSize::Fastest
-            }
-            _ => TimeOfSize::Median,
+        match device == DeviceKind::Cpu && waits_for_threads(kind) {
+            true => TimeOfSize::Fastest,
+            false => TimeOfSize::Median,
         }
     }
 
@@ -363,6 +367,9 @@ impl Rates {
             rates.peers = take(WorkKind::Shards)?;
         }
         rates.fixed.work = work;
+        // Kernels that sleep take no threads.
+        let computes = config.device.kind == DeviceKind::Cpu && config.device.flop_rate.is_none();
+        rates.sharing = computes.then(|| Sharing::Threads { devices: config.devices() });
         Ok(rates)
     }
 }

@@ -7,6 +7,7 @@ use l2l_actors::virtual_time::Use;
 use l2l_actors::work::WorkKind;
 use serde::Deserialize;
 
+use super::fitted::waits_for_threads;
 use super::forecast::Rates;
 use super::speeds::Speeds;
 use crate::config::{ByteSize, Config, DeviceKind, Dtype, bytes_per_second, flops_per_second};
@@ -265,7 +266,7 @@ impl Machine {
             link: self.device.link.0,
             host: self.host.stream.0,
         };
-        let mut rates = Rates::of_speeds(config, model, &speeds).with_sharing(Sharing {
+        let mut rates = Rates::of_speeds(config, model, &speeds).with_sharing(Sharing::Memory {
             host: self.host.stream.0,
             root: self.device.root.as_ref().map(|root| (root.devices.get(), root.rate.0)),
         });
@@ -310,12 +311,21 @@ const PASSES: f64 = 31.0;
 
 /// What operations on several lanes share.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Sharing {
-    /// Bytes a second of the host's memory.
-    host: f64,
-    /// Devices of a root, and its bytes a second each way.
-    root: Option<(u32, f64)>,
+pub(super) enum Sharing {
+    /// The host's memory, and roots of devices.
+    Memory {
+        /// Bytes a second of the host's memory.
+        host: f64,
+        /// Devices of a root, and its bytes a second each way.
+        root: Option<(u32, f64)>,
+    },
+    /// The host's threads: all of them compute an update or a sum, and each of these devices of the
+    /// CPU has a part of them.
+    Threads { devices: u32 },
 }
+
+/// The resource of the host's threads.
+const THREADS: u32 = 0;
 
 /// The resource of the host's memory; those of roots follow, two for each.
 const HOST_MEMORY: u32 = 0;
@@ -323,26 +333,46 @@ const HOST_MEMORY: u32 = 0;
 impl Sharing {
     /// The resources that an operation of this kind uses. Alone it moves `rate` bytes a second.
     pub(super) fn uses(&self, kind: WorkKind, device: Option<DeviceId>, rate: f64) -> Vec<Use> {
-        let up = matches!(kind, WorkKind::Weights | WorkKind::Input);
-        let down = matches!(kind, WorkKind::Gradient | WorkKind::Output);
-        let streams = matches!(kind, WorkKind::Update | WorkKind::Reduce | WorkKind::Scatter);
-        let moves =
-            matches!(kind, WorkKind::Read | WorkKind::Write | WorkKind::Fetch | WorkKind::Exchange);
-        let memory = match () {
-            () if streams => 1.0,
-            () if up || down || moves => (rate / self.host).min(1.0),
-            () => return Vec::new(),
-        };
-        let mut uses = vec![Use { resource: HOST_MEMORY, share: memory }];
-        if let (Some((devices, of_root)), Some(device)) = (self.root, device)
-            && (up || down)
-        {
-            let root = u32::from(device) / devices;
-            let resource = HOST_MEMORY + 1 + 2 * root + u32::from(down);
-            uses.push(Use { resource, share: (rate / of_root).min(1.0) });
+        match *self {
+            Sharing::Memory { host, root } => memory_uses(host, root, kind, device, rate),
+            Sharing::Threads { devices } => {
+                let is_kernel =
+                    matches!(kind, WorkKind::Forward | WorkKind::Keys | WorkKind::Backward);
+                let of_all = waits_for_threads(kind).then_some(1.0);
+                let share = of_all.or(is_kernel.then_some(1.0 / f64::from(devices)));
+                share.map(|share| Use { resource: THREADS, share }).into_iter().collect()
+            }
         }
-        uses
     }
+}
+
+/// [`Sharing::uses`] of memory and roots.
+fn memory_uses(
+    host: f64,
+    root: Option<(u32, f64)>,
+    kind: WorkKind,
+    device: Option<DeviceId>,
+    rate: f64,
+) -> Vec<Use> {
+    let up = matches!(kind, WorkKind::Weights | WorkKind::Input);
+    let down = matches!(kind, WorkKind::Gradient | WorkKind::Output);
+    let streams = matches!(kind, WorkKind::Update | WorkKind::Reduce | WorkKind::Scatter);
+    let moves =
+        matches!(kind, WorkKind::Read | WorkKind::Write | WorkKind::Fetch | WorkKind::Exchange);
+    let memory = match () {
+        () if streams => 1.0,
+        () if up || down || moves => (rate / host).min(1.0),
+        () => return Vec::new(),
+    };
+    let mut uses = vec![Use { resource: HOST_MEMORY, share: memory }];
+    if let (Some((devices, of_root)), Some(device)) = (root, device)
+        && (up || down)
+    {
+        let root = u32::from(device) / devices;
+        let resource = HOST_MEMORY + 1 + 2 * root + u32::from(down);
+        uses.push(Use { resource, share: (rate / of_root).min(1.0) });
+    }
+    uses
 }
 
 #[cfg(test)]
@@ -391,12 +421,17 @@ mod tests {
     }
 
     #[test]
-    fn copies_share_a_root_and_the_hosts_memory() {
-        let sharing = Sharing { host: 100.0, root: Some((2, 40.0)) };
-        let shares = |kind, device| {
+    fn lanes_share_a_root_the_hosts_memory_and_its_threads() {
+        let memory = Sharing::Memory { host: 100.0, root: Some((2, 40.0)) };
+        let shares_of = |sharing: Sharing, kind, device| {
             let uses = sharing.uses(kind, device, 25.0).into_iter();
             uses.map(|used| (used.resource, used.share)).collect::<Vec<_>>()
         };
+        let threads = |kind| shares_of(Sharing::Threads { devices: 2 }, kind, None);
+        assert_eq!(threads(WorkKind::Update), [(THREADS, 1.0)]);
+        assert_eq!(threads(WorkKind::Backward), [(THREADS, 0.5)]);
+        assert_eq!(threads(WorkKind::Weights), []);
+        let shares = |kind, device| shares_of(memory, kind, device);
         let memory = (HOST_MEMORY, 0.25);
         assert_eq!(shares(WorkKind::Weights, Some(1)), [memory, (1, 0.625)]);
         assert_eq!(shares(WorkKind::Output, Some(1)), [memory, (2, 0.625)]);
