@@ -82,7 +82,8 @@ pub(super) fn waits_for_threads(kind: WorkKind) -> bool {
 pub(super) enum TimeOfSize {
     /// Of three and more, one that was interrupted does not count.
     Median,
-    /// All others may have waited for threads.
+    /// All others may have waited for threads. Where all have, it is that of a larger size, which
+    /// takes no less.
     Fastest,
 }
 
@@ -104,7 +105,16 @@ impl TimeOfSize {
             TimeOfSize::Median => (all[(all.len() - 1) / 2].1 + all[all.len() / 2].1) / 2.0,
             TimeOfSize::Fastest => all[0].1,
         };
-        of_size.map(|all| (all[0].0, time(all), all.len() as f64)).collect()
+        let mut times: Vec<_> =
+            of_size.map(|all| (all[0].0, time(all), all.len() as f64)).collect();
+        if matches!(self, TimeOfSize::Fastest) {
+            let mut least = f64::INFINITY;
+            for (_, time, _) in times.iter_mut().rev() {
+                least = least.min(*time);
+                *time = least;
+            }
+        }
+        times
     }
 }
 
@@ -403,5 +413,9 @@ mod tests {
         let FittedLine { fixed, units_per_second, residual, .. } = line(WorkKind::Update);
         assert_eq!((fixed, units_per_second, residual), (0.0, 4.0, 0.0));
         assert!(line(WorkKind::Weights).fixed > 2.0);
+        // All operations of the smallest size have waited.
+        let waited = [&[(2.0, 7.0)][..], &points].concat();
+        let found = FittedLine::of(&waited, TimeOfSize::Fastest).expect("a line");
+        assert!(found.fixed < 1.0 && found.units_per_second > 4.0, "{found:?}");
     }
 }
