@@ -63,8 +63,6 @@ pub use experts::{
     BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
     RowDots, RowWeights, SumRows, WeighRows,
 };
-#[cfg(feature = "cuda")]
-pub(crate) use head_norm::NormParts;
 pub use head_norm::{HeadNorm, HeadNormBackward, HeadValues, QkNorm, QueryKey};
 pub use kv_cache::{CachedAttention, ReadKv, WriteKv};
 pub(crate) use linear::LinearSize;

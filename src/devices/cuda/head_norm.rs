@@ -3,15 +3,14 @@
 
 use super::kernels::{On, arguments};
 use super::launches::{PART, Words, parts_of};
-use crate::kernels::{HeadNorm, HeadNormBackward, HeadValues, NormParts, QkNorm, QueryKey};
+use crate::kernels::{HeadNorm, HeadNormBackward, HeadValues, QkNorm, QueryKey};
 use crate::tensor::{Scratch, View};
 
 /// Parts that a block has.
 const OF_BLOCK: usize = 8;
 
 /// The text's `NormParts`.
-fn words_of(parts: &NormParts, norm: QkNorm, values: HeadValues) -> Words<6> {
-    let NormParts { count, channels } = *parts;
+fn words_of([count, channels]: [QueryKey<usize>; 2], norm: QkNorm, values: HeadValues) -> Words<6> {
     let norm = match norm {
         QkNorm::ByHead => 0,
         QkNorm::Joint => 1,
@@ -39,7 +38,7 @@ impl On<'_> {
         let QueryKey { query, key } = gamma;
         let parts = op.parts();
         let rows = x.rows;
-        let words = words_of(&parts, norm, values);
+        let words = words_of([parts.count, parts.channels], norm, values);
         let arguments =
             arguments!(self; y, statistics, x, query, key, rows, epsilon, gamma_offset, words);
         let grid = [(rows * (parts.scaled() + parts.count.key)).div_ceil(OF_BLOCK), 1, 1];
@@ -51,7 +50,7 @@ impl On<'_> {
         let QueryKey { query, key } = gamma;
         let rows = x.rows;
         let parts = op.parts();
-        let words = words_of(&parts, norm, op.values);
+        let words = words_of([parts.count, parts.channels], norm, op.values);
         let kinds = query.rows + key.rows;
         let arguments = arguments!(self; sums, dx, x, statistics, rows, PART, kinds, words);
         self.queue.launch("head_norm_parts", [sums.rows, kinds, 1], [256, 1, 1], 0, arguments);
