@@ -20,6 +20,9 @@ LIMIT = {"cuda": 100, "cpu": math.inf}
 STEPS = {"f32": None, "bf16": 2, "f16": 2}
 # Families that a GPU refuses.
 ON_THE_CPU_ALONE = ["gemma2"]
+# Scores of these have no factor and are sharp: 16 bits change the norms of so small a model by more than NORM_OFF. Tests
+# compare them with PyTorch's own 16 bits.
+IN_F32_ALONE = ["gemma4_text"]
 # Layers keep their activations on the device, all of a model as small as these.
 KEPT = {"schedule.recompute": "auto", "device.memory": "2GiB"}
 # What can be trained in other ways, each against the CPU in f32.
@@ -106,6 +109,9 @@ def check_golden(bench, name, golden, dtype):
     width = next(config[key] for key in ("hidden_size", "n_embd", "dim") if key in config)
     if dtype != "f32" and width % 2:
         bench.row(figure, f"not run: {dtype} takes even widths, and this one is {width}")
+        return True
+    if dtype != "f32" and config["model_type"] in IN_F32_ALONE:
+        bench.row(figure, f"not run: {dtype} changes its norms too much")
         return True
     losses, norms = (golden["float64"][of][:STEPS[dtype]] for of in ("losses", "norms"))
     settings = settings_of(bench, name, golden, dtype)
