@@ -31,6 +31,8 @@ mod simd;
 
 pub mod tensor;
 
+mod product;
+
 pub mod kernels;
 
 pub mod objectives;

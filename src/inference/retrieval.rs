@@ -6,8 +6,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use rayon::prelude::*;
 
+use crate::product::{Matrix, Product, Start};
 use crate::simd::Level;
-use crate::simd::product::{Product, packed_len};
 
 /// Anchors whose texts are found at a time.
 const ANCHORS: usize = 256;
@@ -75,23 +75,14 @@ impl Retrieval {
             return;
         }
         let width = self.texts.len() / count;
-        let mut packed = vec![0.0; packed_len(width, count)];
         let mut scores = vec![0.0; ANCHORS.min(self.positives.len()) * count];
         let blocks = self.anchors.chunks(ANCHORS * width).zip(self.positives.chunks(ANCHORS));
         for (anchors, positives) in blocks {
             let rows = positives.len();
-            let b = &self.texts;
-            let product = Product {
-                a: anchors,
-                b,
-                is_transposed: true,
-                rows,
-                depth: width,
-                columns: count,
-                alpha: 1.0,
-                plus: None,
-            };
-            product.run(Level::best(), &mut scores, &mut packed);
+            let a = Matrix::rows(anchors, width);
+            let b = Matrix::rows(&self.texts, width).transposed();
+            Product { a, b, rows, depth: width, columns: count, start: Start::Zero }
+                .run(Level::best(), &mut scores[..rows * count]);
             let each = scores[..rows * count].par_chunks(count).zip(positives);
             // Texts that are as near come first: embeddings that are all alike find nothing.
             let place = |(scores, &own): (&[f32], &usize)| {

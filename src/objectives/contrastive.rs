@@ -14,8 +14,8 @@ use rayon::prelude::*;
 
 use super::units::Units;
 use super::{Measurements, Measures, Objective, Scope, Slopes};
+use crate::product::{Matrix, Product, Start};
 use crate::simd::Level;
-use crate::simd::product::{Product, packed_len};
 
 /// Anchors whose scores are computed at a time.
 const ANCHORS: usize = 256;
@@ -68,9 +68,10 @@ impl Search<'_> {
         candidate != anchor && is_same && !self.keeps_duplicates
     }
 
-    /// Makes of an anchor's scores the slopes by them, and returns its loss.
+    /// Makes of an anchor's cosines the slopes by its scores, and returns its loss.
     fn row(&self, anchor: usize, scores: &mut [f32]) -> f64 {
         for (candidate, score) in scores.iter_mut().enumerate() {
+            *score *= self.scale as f32;
             if self.is_masked(anchor, candidate) {
                 *score = f32::NEG_INFINITY;
             }
@@ -91,62 +92,35 @@ impl Search<'_> {
         let level = Level::best();
         let width = self.anchors.width;
         let columns = self.candidates.count();
-        let most = ANCHORS.min(self.anchors.count());
-        let mut packed = vec![0.0; packed_len(width, columns).max(packed_len(columns, width))];
-        let mut scores = vec![0.0; most * columns];
-        let mut turned = vec![0.0; columns * most];
-        let mut sums = vec![0.0; columns.max(most) * width];
+        let candidates = Matrix::rows(&self.candidates.unit, width);
+        let mut scores = vec![0.0; ANCHORS.min(self.anchors.count()) * columns];
         let mut losses = vec![0.0; self.anchors.count()];
-        let plain = Product {
-            a: &[],
-            b: &[],
-            is_transposed: false,
-            rows: 0,
-            depth: 0,
-            columns: width,
-            alpha: 1.0,
-            plus: None,
-        };
         for (nth, losses) in losses.chunks_mut(ANCHORS).enumerate() {
-            let first = nth * ANCHORS;
             let rows = losses.len();
-            let anchors = &self.anchors.unit[first * width..(first + rows) * width];
-            let candidates = &self.candidates.unit;
+            let at = nth * ANCHORS * width..(nth * ANCHORS + rows) * width;
+            let anchors = Matrix::rows(&self.anchors.unit[at.clone()], width);
             let scores = &mut scores[..rows * columns];
-            Product {
-                a: anchors,
-                b: candidates,
-                is_transposed: true,
-                rows,
-                depth: width,
-                columns,
-                alpha: self.scale as f32,
-                plus: None,
-            }
-            .run(level, scores, &mut packed);
+            let (a, b) = (anchors, candidates.transposed());
+            Product { a, b, rows, depth: width, columns, start: Start::Zero }.run(level, scores);
             let each = scores.par_chunks_mut(columns).zip(losses.par_iter_mut()).enumerate();
+            let first = nth * ANCHORS;
             each.for_each(|(row, (scores, loss))| *loss = self.row(first + row, scores));
-            let scores = &*scores;
-            let by_anchors = Product { a: scores, b: candidates, rows, depth: columns, ..plain };
-            by_anchors.run(level, &mut sums, &mut packed);
-            add(&mut slopes.anchors[first * width..], &sums[..rows * width]);
-            let turned = &mut turned[..columns * rows];
-            turned.par_chunks_mut(rows).enumerate().for_each(|(column, to)| {
-                to.iter_mut()
-                    .zip(scores.chunks_exact(columns))
-                    .for_each(|(to, of)| *to = of[column]);
-            });
+            let scores = Matrix::rows(scores, columns);
+            let plain = Product {
+                a: scores,
+                b: candidates,
+                rows,
+                depth: columns,
+                columns: width,
+                start: Start::C,
+            };
+            plain.run(level, &mut slopes.anchors[at]);
             let by_candidates =
-                Product { a: turned, b: anchors, rows: columns, depth: rows, ..plain };
-            by_candidates.run(level, &mut sums, &mut packed);
-            add(&mut slopes.candidates, &sums[..columns * width]);
+                Product { a: scores.transposed(), b: anchors, rows: columns, depth: rows, ..plain };
+            by_candidates.run(level, &mut slopes.candidates);
         }
         losses
     }
-}
-
-fn add(to: &mut [f32], from: &[f32]) {
-    to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
 }
 
 impl Contrastive {

@@ -10,10 +10,10 @@ use rayon::prelude::*;
 
 use super::dropout::Row;
 use super::math::{dot, exp, largest, limit, limit_slope, sum};
-use super::product::{Matrix, Product, Start};
-use super::scattered::Scattered;
 use super::views::{Call, Compute, ComputeIn};
 use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT};
+use crate::product::Scattered;
+use crate::product::{Matrix, Product, Start};
 use crate::simd::Level;
 
 const TILE: usize = 64;

@@ -6,11 +6,11 @@
 use rayon::prelude::*;
 
 use super::math::{exp, largest, limit, limit_slope, sum_of};
-use super::product::{Elements, Matrix, Product, Start};
 use super::views::{Call, ComputeIn, CpuKernels};
 use crate::kernels::{
     LogitForm, Logits, RunsIn, STATISTICS, Score, ScoreBackward, Smoothing, label_of,
 };
+use crate::product::{Elements, Matrix, Product, Start};
 use crate::simd::Level;
 use crate::tensor::{Scratch, View};
 

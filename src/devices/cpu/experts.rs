@@ -8,13 +8,13 @@ use rayon::prelude::*;
 
 use super::activation::sigmoid;
 use super::math::{dot, exp, largest, sum_of};
-use super::product::{Matrix, Product, Start};
 use super::routing::{add_slopes, expert_of, is_dropped};
 use super::views::{Call, Compute, ComputeIn, CpuKernels};
 use crate::kernels::{
     BiasRows, CombineRows, Dispatch, GateRows, GateRowsBackward, GatherRows, Route, RouteBackward,
     RowDots, Runs, SumRows, WeighRows,
 };
+use crate::product::{Matrix, Product, Start};
 use crate::simd::Level;
 use crate::tensor::{Dtype, View};
 

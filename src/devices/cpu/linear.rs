@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::product::{Elements, Matrix, Product, Start};
 use super::views::{Call, Compute, ComputeIn, CpuKernels};
 use crate::kernels::{Linear, LinearBackward, LinearSize, Runs, RunsIn};
+use crate::product::{Elements, Matrix, Product, Start};
 use crate::simd::Level;
 use crate::tensor::{Dtype, Scratch, View};
 

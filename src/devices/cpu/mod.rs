@@ -21,15 +21,13 @@ mod linear_attention;
 mod math;
 mod norm;
 #[cfg(test)]
-mod oracle;
+pub(crate) mod oracle;
 mod output_gates;
 mod positive;
-mod product;
 mod quantised;
 mod rates;
 mod rotary;
 mod routing;
-mod scattered;
 mod sinks;
 mod views;
 

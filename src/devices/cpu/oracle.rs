@@ -47,13 +47,13 @@ impl Bench {
 }
 
 /// Random numbers in f32, and in f64 without rounding.
-pub(super) struct Noise {
-    pub(super) narrow: Vec<f32>,
-    pub(super) wide: Vec<f64>,
+pub(crate) struct Noise {
+    pub(crate) narrow: Vec<f32>,
+    pub(crate) wide: Vec<f64>,
 }
 
 /// Random numbers, uniform in [−1, 1).
-pub(super) fn noise(len: usize, seed: u64) -> Noise {
+pub(crate) fn noise(len: usize, seed: u64) -> Noise {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
     let next = || {
         state =

@@ -6,13 +6,13 @@ use std::time::Instant;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::product::{Matrix, Product, Start};
 use super::views::CpuKernels;
 use crate::error::Error;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, Attention, AttentionBackward,
     AttentionShape, BatchMetadata, DropoutKey, Kernels, Norm, NormBackward, Residual,
 };
+use crate::product::{Matrix, Product, Start};
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Scratch, View};
 

@@ -13,11 +13,11 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
 
-use super::product::Elements;
 use crate::kernels::{
     Access, CombineRows, DeviceKernels, Dispatch, KernelOperation, Linear, LinearBackward, Runs,
     RunsIn, Score, ScoreBackward, UnpackPositive, each_view,
 };
+use crate::product::Elements;
 use crate::simd::Level;
 use crate::tensor::{Arena, ArenaPlan, Dtype, Scratch, Slots, View, narrow, widen};
 

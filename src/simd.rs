@@ -4,8 +4,6 @@
 //! level. (The closure must be `#[inline(always)]`; otherwise there is only the portable version.)
 //! No version contracts or reorders float operations, so all give the same bits.
 
-pub(crate) mod product;
-
 #[cfg(target_arch = "x86_64")]
 use pulp::NullaryFnOnce;
 

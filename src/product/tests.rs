@@ -1,7 +1,7 @@
 //! Products against sums in f64, at every level.
 
-use super::super::oracle::noise;
 use super::*;
+use crate::devices::cpu::oracle::noise;
 use crate::tensor::narrow;
 
 /// Rows, depth, columns: edges of every tile, cut, group and stripe.
@@ -211,5 +211,27 @@ fn products_that_run_at_once_have_the_bits_of_each() {
         let all = all.collect();
         pool.install(|| Product::run_all(Level::best(), all));
         assert!(at_once == alone, "{threads} threads");
+    }
+}
+
+/// The lower triangle is that of the plain product, to the bit, and the upper one is its mirror.
+#[test]
+fn symmetric_products_are_mirrored() {
+    for size in [1, 5, EDGE, 2 * EDGE + 3] {
+        let depth = 40;
+        let x = noise(size * depth, 5).narrow;
+        let a = Matrix::rows(&x, depth);
+        let product =
+            Product { a, b: a.transposed(), rows: size, depth, columns: size, start: Start::Zero };
+        for level in Level::all() {
+            let [mut all, mut mirrored] = [(); 2].map(|()| vec![f32::NAN; size * size]);
+            product.run(level, &mut all);
+            product.run_symmetric(level, &mut mirrored);
+            for (at, value) in mirrored.iter().enumerate() {
+                let (row, column) = (at / size, at % size);
+                let expected = all[row.max(column) * size + row.min(column)];
+                assert_eq!(value.to_bits(), expected.to_bits(), "{row}, {column} at {level:?}");
+            }
+        }
     }
 }

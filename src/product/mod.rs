@@ -1,4 +1,5 @@
-//! Matrix products of floats: c = start + a b.
+//! Matrix products of floats on this processor: c = start + a b. The CPU device computes with them,
+//! and so do rules that see a gradient as a matrix, and objectives that compare embeddings.
 //!
 //! The bits of an element follow from the depth and the instruction set alone. Its sum runs over
 //! the depth in order, in cuts of at most [`CUT`] terms: a micro-kernel sums a cut in registers,
@@ -12,13 +13,14 @@
 
 mod micro_kernel;
 mod pack;
+mod scattered;
 mod task;
 
 use rayon::prelude::*;
 
-use super::scattered::Scattered;
 use crate::simd::Level;
 use crate::tensor::{Dtype, widen};
+pub(crate) use scattered::Scattered;
 
 /// The most terms of a sum that are added in registers. The bits of results depend on it.
 const CUT: usize = 384;
@@ -32,6 +34,9 @@ const WIDE: usize = 512;
 /// The fewest columns of c for which products that run at once are split.
 const NARROW: usize = 128;
 
+/// Rows and columns of a task of a symmetric product.
+const EDGE: usize = 96;
+
 /// Tasks of a thread when products run at once: more would be short, fewer of unlike lengths.
 const SHARES: usize = 4;
 
@@ -40,7 +45,7 @@ const GROUP: usize = 72;
 
 /// The elements of a matrix. Those of 16 bits are widened while they are packed.
 #[derive(Clone, Copy)]
-pub(super) enum Elements<'a> {
+pub(crate) enum Elements<'a> {
     Floats(&'a [f32]),
     Bf16(&'a [u16]),
     F16(&'a [u16]),
@@ -48,7 +53,7 @@ pub(super) enum Elements<'a> {
 
 impl<'a> Elements<'a> {
     /// Elements of 16 bits.
-    pub(super) fn of(dtype: Dtype, halves: &'a [u16]) -> Elements<'a> {
+    pub(crate) fn of(dtype: Dtype, halves: &'a [u16]) -> Elements<'a> {
         match dtype {
             Dtype::Bf16 => Elements::Bf16(halves),
             Dtype::F16 => Elements::F16(halves),
@@ -66,7 +71,7 @@ impl<'a> Elements<'a> {
         }
     }
 
-    pub(super) fn len(self) -> usize {
+    pub(crate) fn len(self) -> usize {
         match self {
             Elements::Floats(all) => all.len(),
             Elements::Bf16(all) | Elements::F16(all) => all.len(),
@@ -98,7 +103,7 @@ impl<'a> Elements<'a> {
 
 /// A matrix in a slice: element (i, j) at `i * rows_by + j * columns_by`.
 #[derive(Clone, Copy)]
-pub(super) struct Matrix<'a> {
+pub(crate) struct Matrix<'a> {
     elements: Elements<'a>,
     rows_by: usize,
     columns_by: usize,
@@ -106,17 +111,17 @@ pub(super) struct Matrix<'a> {
 
 impl<'a> Matrix<'a> {
     /// A row-major matrix with rows of `width`.
-    pub(super) fn rows(floats: &'a [f32], width: usize) -> Matrix<'a> {
+    pub(crate) fn rows(floats: &'a [f32], width: usize) -> Matrix<'a> {
         Matrix::rows_of(Elements::Floats(floats), width)
     }
 
     /// A row-major matrix of these elements, with rows of `width`.
-    pub(super) fn rows_of(elements: Elements<'a>, width: usize) -> Matrix<'a> {
+    pub(crate) fn rows_of(elements: Elements<'a>, width: usize) -> Matrix<'a> {
         Matrix { elements, rows_by: width, columns_by: 1 }
     }
 
     /// The transpose.
-    pub(super) fn transposed(self) -> Matrix<'a> {
+    pub(crate) fn transposed(self) -> Matrix<'a> {
         Matrix { rows_by: self.columns_by, columns_by: self.rows_by, ..self }
     }
 
@@ -144,7 +149,7 @@ impl<'a> Matrix<'a> {
 
 /// The value that a product is added to.
 #[derive(Clone, Copy)]
-pub(super) enum Start<'a> {
+pub(crate) enum Start<'a> {
     Zero,
     /// The elements of c.
     C,
@@ -154,27 +159,27 @@ pub(super) enum Start<'a> {
 
 impl Start<'_> {
     /// [`Start::C`] if `accumulate` is true, else zero.
-    pub(super) fn accumulate(accumulate: bool) -> Self {
+    pub(crate) fn accumulate(accumulate: bool) -> Self {
         if accumulate { Start::C } else { Start::Zero }
     }
 }
 
 /// c = start + a b.
 #[derive(Clone, Copy)]
-pub(super) struct Product<'a> {
+pub(crate) struct Product<'a> {
     /// (rows, depth).
-    pub(super) a: Matrix<'a>,
+    pub(crate) a: Matrix<'a>,
     /// (depth, columns).
-    pub(super) b: Matrix<'a>,
-    pub(super) rows: usize,
-    pub(super) depth: usize,
-    pub(super) columns: usize,
-    pub(super) start: Start<'a>,
+    pub(crate) b: Matrix<'a>,
+    pub(crate) rows: usize,
+    pub(crate) depth: usize,
+    pub(crate) columns: usize,
+    pub(crate) start: Start<'a>,
 }
 
 impl Product<'_> {
     /// Computes c on all threads of the pool. c: (rows, columns), dense.
-    pub(super) fn run(self, level: Level, c: &mut [f32]) {
+    pub(crate) fn run(self, level: Level, c: &mut [f32]) {
         let Product { rows, columns, .. } = self;
         assert_eq!(c.len(), rows * columns, "{rows} by {columns}");
         if c.is_empty() {
@@ -192,8 +197,34 @@ impl Product<'_> {
         });
     }
 
+    /// Computes a product that is a symmetric matrix: its lower triangle, of which the upper one is a
+    /// copy. It is added to nothing.
+    pub(crate) fn run_symmetric(self, level: Level, c: &mut [f32]) {
+        let Product { rows, columns, .. } = self;
+        assert!(rows == columns && c.len() == rows * columns, "{rows} by {columns}");
+        assert!(matches!(self.start, Start::Zero), "a symmetric product is added to nothing");
+        let c = Scattered::new(c);
+        let edges = (0..rows).step_by(EDGE);
+        let lower = edges.flat_map(|row| (0..=row).step_by(EDGE).map(move |column| (row, column)));
+        let tiles: Vec<_> = lower.collect();
+        tiles.into_par_iter().with_max_len(1).for_each(|(row, column)| {
+            let (high, wide) = (EDGE.min(rows - row), EDGE.min(columns - column));
+            let part = self.part(row, column, high, wide);
+            // SAFETY: inside c, whose length was checked; no other task has these elements, nor
+            // those that they are copied to.
+            unsafe {
+                task::run(level, part, c.base().add(row * columns + column), columns);
+                for i in row..row + high {
+                    for j in column..(column + wide).min(i) {
+                        *c.base().add(j * columns + i) = *c.base().add(i * columns + j);
+                    }
+                }
+            }
+        });
+    }
+
     /// Computes products on all threads of the pool at once. Each has a c of its own, dense.
-    pub(super) fn run_all(level: Level, products: Vec<(Product<'_>, &mut [f32])>) {
+    pub(crate) fn run_all(level: Level, products: Vec<(Product<'_>, &mut [f32])>) {
         let work = |product: &Product<'_>| product.rows * product.columns * product.depth;
         let total: usize = products.iter().map(|(product, _)| work(product)).sum();
         let share = total.div_ceil(SHARES * rayon::current_num_threads());
@@ -227,7 +258,7 @@ impl Product<'_> {
     }
 
     /// Computes c on this thread. Rows of c are `width` apart.
-    pub(super) fn on_this_thread(self, level: Level, c: &mut [f32], width: usize) {
+    pub(crate) fn on_this_thread(self, level: Level, c: &mut [f32], width: usize) {
         let Product { rows, columns, .. } = self;
         if rows == 0 || columns == 0 {
             return;
@@ -264,7 +295,7 @@ impl Product<'_> {
     ///
     /// # Safety
     /// Only this call uses the product's rows and columns from `c` on. Rows are `width` apart.
-    pub(super) unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
+    pub(crate) unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
         assert!(self.columns <= WIDE, "{} columns", self.columns);
         // SAFETY: the caller's promise.
         unsafe { task::run(level, self, c, width) };
