@@ -5,11 +5,8 @@ use super::dropout::Dropout;
 use super::operation::{KernelOperation, Views};
 use crate::tensor::{Dtype, View};
 
-/// The most channels of a head that kernels of the CPU have room for.
+/// The most channels of a head that kernels have room for.
 pub const HEAD_LIMIT: usize = 512;
-
-/// The most channels of a head that kernels of a GPU have room for.
-pub(crate) const CUDA_HEAD_LIMIT: usize = 256;
 
 /// Positions of the largest tile of keys on any device.
 const KEY_TILE: usize = 128;

@@ -45,7 +45,6 @@ mod tests;
 pub use activation::{
     Activate, ActivateBackward, Activation, ClampedGate, Gate, GateBackward, GateForm,
 };
-pub(crate) use attention::CUDA_HEAD_LIMIT;
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{

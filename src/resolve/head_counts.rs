@@ -1,9 +1,9 @@
 //! Checks of a shape's heads: whether they fit the hidden size, and whether a block can be cut into
 //! slices of heads and channels.
 
-use crate::config::{Config, DeviceKind};
+use crate::config::Config;
 use crate::error::Error;
-use crate::kernels::{CUDA_HEAD_LIMIT, HEAD_LIMIT, PAIRS, QkNorm};
+use crate::kernels::{HEAD_LIMIT, PAIRS, QkNorm};
 use crate::models::{Model, NormPlaces, Shape, Training};
 
 /// Refuses heads of any block that do not fit the hidden size, or key-value heads that do not fit
@@ -12,19 +12,6 @@ pub(super) fn check_heads(shape: &Shape) -> Result<(), Error> {
     let of_windows = Shape { rotary: shape.window_rotary.or(shape.rotary), ..*shape };
     check_heads_of(&of_windows)?;
     check_heads_of(&shape.with_global_heads())
-}
-
-/// Refuses heads that no GPU has kernels for.
-pub(super) fn check_heads_of_gpus(config: &Config, shape: &Shape) -> Result<(), Error> {
-    if config.device.kind != DeviceKind::Cuda || shape.widest_head() <= CUDA_HEAD_LIMIT {
-        return Ok(());
-    }
-    let problem = format_args!(
-        "is cuda: heads of {} channels are built for the cpu alone; those of a gpu have at most \
-         {CUDA_HEAD_LIMIT}",
-        shape.widest_head()
-    );
-    Err(Error::config("device.kind", problem))
 }
 
 fn check_heads_of(shape: &Shape) -> Result<(), Error> {

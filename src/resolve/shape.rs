@@ -1,7 +1,7 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's sizes.
 
 use super::head::head;
-use super::head_counts::{check_heads, check_heads_of_gpus, check_pieces, check_slices};
+use super::head_counts::{check_heads, check_pieces, check_slices};
 use crate::config::{Config, DepthConfig, ExpertsConfig, ModelConfig, NewLayers};
 use crate::error::Error;
 use crate::hf;
@@ -21,7 +21,6 @@ pub fn shape_of(config: &Config) -> Result<Shape, Error> {
         }
         (error, _) => error,
     })?;
-    check_heads_of_gpus(config, &shape)?;
     Ok(shape)
 }
 

@@ -119,8 +119,6 @@ fn shapes_and_budgets() {
     let two_sizes = format!("data.train = \"random\"\nmodel.path = \"{path}\"\nmodel.");
     let grows = format!("{two_sizes}max_layers = 7");
     refused(&folder, &grows, &["model.max_layers is 7", "with heads of two sizes"]);
-    let wide = "model.hidden = 640\nmodel.heads = 2\ndevice.kind = \"cuda\"";
-    refused(&folder, wide, &["device.kind is cuda: heads of 320 channels", "at most 256"]);
     let sparse =
         format!("{experts}layers = 1\nstash.relu_density = 0.5\nschedule.recompute = false");
     refused(&folder, &sparse, &["stash.relu_density is for feed-forwards of ReLU"]);

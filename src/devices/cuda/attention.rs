@@ -4,7 +4,7 @@ use super::driver::{Argument, Place};
 use super::kernels::{On, arguments};
 use super::launches::{attention_words, attention_words_from};
 use super::texts::AMPERE;
-use crate::kernels::{Attention, AttentionBackward, AttentionShape, CUDA_HEAD_LIMIT, ChunkKv};
+use crate::kernels::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 use crate::tensor::{Scratch, View};
 
 /// A kernel with a block for each tile of a head, and the launch that its text expects.
@@ -26,8 +26,7 @@ const fn tiles(kernel: &'static str, positions: usize, threads: u32, shared: usi
 /// Panics for a head that kernels have no room for. Heads of a config are refused before; those of
 /// a layer of one's own are not.
 pub(super) fn check_head(head_size: usize) {
-    let most = CUDA_HEAD_LIMIT;
-    assert!(head_size <= most, "a head has {head_size} channels, and one of a gpu at most {most}");
+    assert!(head_size <= HEAD_LIMIT, "a head has {head_size} channels, more than {HEAD_LIMIT}");
 }
 
 /// Each block has half of a head's channels.
@@ -38,11 +37,18 @@ const fn halves(tiles: Tiles) -> Tiles {
 /// Forward, backward to keys and values, backward to queries.
 type Passes = [Tiles; 3];
 
-/// Without tensor cores, for heads of all sizes.
+/// Without tensor cores, for heads of up to 256 channels.
 const PLAIN: Passes = [
     tiles("attention", 64, 256, 35_840),
     tiles("attention_backward_keys", 64, 256, 35_840),
     tiles("attention_backward_queries", 64, 256, 35_840),
+];
+
+/// Without tensor cores, for heads of 257 to 512 channels.
+const WIDE: Passes = [
+    halves(tiles("attention_wide", 64, 256, 35_840)),
+    halves(tiles("attention_backward_keys_wide", 64, 256, 35_840)),
+    halves(tiles("attention_backward_queries_wide", 64, 256, 35_840)),
 ];
 
 /// In 16 bits on tensor cores, for heads of at most 32, 64, 128 and 256 channels.
@@ -138,12 +144,13 @@ impl On<'_> {
         check_head(head_size);
         let target = self.queue.target();
         let by_size = match target.has_tensor_cores() {
+            _ if head_size > 256 => return WIDE,
             false => return PLAIN,
             true if target.architecture < AMPERE => CORES_IN_64K,
             true => CORES,
         };
         let fits = |(most, _): &(usize, Passes)| head_size <= *most;
-        by_size.into_iter().find(fits).expect("a head was checked").1
+        by_size.into_iter().find(fits).expect("a wide head has its own").1
     }
 
     pub(super) fn attention(&self, op: &Attention<'_>) {

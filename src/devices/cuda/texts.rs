@@ -14,6 +14,7 @@ pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
 const ATTENTION: &str = concat!(
     include_str!("kernels/attention/heads.cu"),
     include_str!("kernels/attention/plain.cu"),
+    include_str!("kernels/attention/plain_kernels.cu"),
     include_str!("kernels/attention/warp.cu"),
     include_str!("kernels/attention/mma.cu"),
     include_str!("kernels/attention/quad_pairs.cu"),
@@ -55,11 +56,11 @@ pub(super) const TEXTS: [(&str, &str); 17] = [
 pub(super) fn parts(text: &str, target: Target) -> Vec<Option<u32>> {
     const DELTA: u32 = 0;
     const PASSES: [u32; 3] = [2000, 1000, 3000];
-    const HEAD_SIZES: [u32; 4] = [128, 256, 64, 32];
+    const HEAD_SIZES: [u32; 5] = [128, 256, 512, 64, 32];
     if text != ATTENTION {
         return vec![None];
     }
-    let sizes = if target.has_tensor_cores() { &HEAD_SIZES[..] } else { &[0] };
+    let sizes = if target.has_tensor_cores() { &HEAD_SIZES[..] } else { &[0, 512] };
     let all = PASSES.iter().flat_map(|pass| sizes.iter().map(move |size| pass + size));
     all.chain([DELTA]).map(Some).collect()
 }
@@ -109,10 +110,11 @@ impl Target {
     }
 }
 
-/// The begins of three parts of attention's text: without tensor cores, with them, and the kernels
-/// for sm_70 and sm_75 that end it.
-const PARTS: [&str; 3] = [
-    "// Attention without tensor cores.",
+/// The begins of four parts of attention's text: for floats alone, for wide heads, with tensor
+/// cores, and the kernels for sm_70 and sm_75 that end it.
+const PARTS: [&str; 4] = [
+    "// The plain way for floats",
+    "// The plain way for all elements",
     "// What products of a warp share on all architectures",
     "#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)",
 ];
@@ -122,11 +124,11 @@ const PARTS: [&str; 3] = [
 /// # Errors
 /// It is not written as the built-in texts are.
 pub(super) fn declared(text: &str, target: Target) -> Result<Vec<Declared>, BoxedError> {
-    let [plain, cores, in_64k] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
+    let [floats, wide, cores, in_64k] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
     let end = if target.architecture < AMPERE { text.len() } else { in_64k };
     let parts = match target.has_tensor_cores() {
         false => [&text[..cores], ""],
-        true => [&text[..plain], &text[cores..end]],
+        true => [&text[..floats], &text[wide..end]],
     };
     let lines = parts.into_iter().flat_map(str::lines);
     let bare: Vec<&str> =

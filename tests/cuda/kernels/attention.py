@@ -138,9 +138,10 @@ def rows(*heads):
 
 
 def names(device, case, way):
-    """The three passes: the plain ones, or those of the smallest padded head size; of these, there are others
-    for 64 KiB of shared memory."""
-    padded = "" if way == "plain" else f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
+    """The three passes: the plain ones, those for wide heads, or those of the smallest padded head size; of these, there
+    are others for 64 KiB of shared memory."""
+    by_size = lambda: f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
+    padded = {"plain": "", "wide": "_wide"}[way] if way in ("plain", "wide") else by_size()
     passes = [f"{name}{padded}" for name in ("attention", "attention_backward_keys", "attention_backward_queries")]
     has_other = lambda name: way == "64k" and f"{name}_64k" in device.launches
     return [f"{name}_64k" if has_other(name) else name for name in passes]
@@ -148,7 +149,7 @@ def names(device, case, way):
 
 def check_attention(device, random, way, **sizes):
     """All at once, and in stretches from the end, with keys and values apart."""
-    if device.element not in {"plain": (32,), "cores": (16, 15), "64k": (15,)}[way]:
+    if device.element not in {"plain": (32,), "wide": (32, 16, 15), "cores": (16, 15), "64k": (15,)}[way]:
         return  # there are tensor cores for elements of 16 bits, and none for floats
     case = Case(**sizes)
     b, t, width = case.sequences, case.positions, case.heads * case.head_size
@@ -365,9 +366,16 @@ def checks():
         case(1, 300, 4, 2, 128, window=20, stretch=64),
         case(1, 200, 1, 1, 256, window=65, stretch=64),
     ]
+    wide = [
+        case(1, 1, 2, 1, 257, causal=False, probability=0.5),
+        case(3, 5, 4, 2, 300, window=3, probability=0.2, stretch=2),
+        case(2, 67, 3, 1, 320, every=documents, causal=False, spread=3.0),
+        case(1, 130, 2, 1, 512, window=65, probability=0.2, stretch=64),
+    ]
     scores = [(1, 1, 1), (3, 7, 7), (6, 11, 3), (40, 20, 8), (5, 1030, 1030), (4, 5003, 2048)]
     return [
         ("attention", check_attention, [one | dict(way="plain") for one in cases]),
+        ("attention", check_attention, [one | dict(way="wide") for one in wide]),
         ("attention", check_attention, [one | dict(way="cores") for one in cases]),
         ("attention", check_attention, [one | dict(way="64k") for one in cases if one["head_size"] > 64]),
         ("attention_sm_70", check_attention, [one | dict(way="64k") for one in cases]),

@@ -111,7 +111,7 @@ LAUNCH = re.compile(r"// launch: (.*)\n(?://.*\n)*[^;{]*?" + KERNEL.pattern)
 
 
 # Files that are compiled as one, in this order.
-TOGETHER = {"attention": ["heads", "plain", "warp", "mma", "quad_pairs", "tiles", "passes", "cores"],
+TOGETHER = {"attention": ["heads", "plain", "plain_kernels", "warp", "mma", "quad_pairs", "tiles", "passes", "cores"],
             "linear_attention": ["rows", "rule", "pieces"]}
 
 
@@ -1857,6 +1857,7 @@ def checks():
     norms = [dict(without="beta"), dict(without="residual"), dict(in_place=True), dict(chunk=3)]
     heads = [(1, 1, 2), (3, 1, 6), (4, 2, 64), (2, 2, 256), (6, 2, 20)]
     heads = [dict(heads=h, kv_heads=k, head_size=d) for h, k, d in heads]
+    wide_heads = [dict(heads=2, kv_heads=1, head_size=512)]
     grouped = [([1] * 3, 3), ([12] * 3, 3), ([130] * 3, 3), ([5, 5, 6, 6, 2, 2], 4), ([64, 64, 256, 256, 3, 3], 4)]
     head_rows = [dict(rows=r, chunk=k) for r, k in ((1, 64), (5, 2), (70, 64))]
     kinds = [dict(count=c, chunk=k) for c, k in ((1, 4), (2, 64), (3, 5))]
@@ -1933,7 +1934,7 @@ def checks():
         ("rows", check_columns, parts),
         ("past", check_remember, remembered),
         ("rows", check_regroup, each(rows=[1, 5], groups=[1, 3], kinds=grouped)),
-        ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
+        ("past", check_attention_to_past, each(pasts, heads[1:] + wide_heads, window=[0, 1, 40])),
     ]
     return own + attention.checks() + linear_attention.checks()
 

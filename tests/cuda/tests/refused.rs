@@ -238,6 +238,26 @@ fn heads_of_64_and_128_are_like_the_cpus() {
     }
 }
 
+/// Heads of more than 256 channels take kernels of their own.
+#[test]
+fn wide_heads_are_like_the_cpus() {
+    if !emulated::instead() {
+        return;
+    }
+    let of = |kind, dtype| {
+        let mut config = config(kind);
+        config.device.dtype = dtype;
+        (config.model.hidden, config.model.heads) = (Some(260), Some(1));
+        (config.model.positions, config.data.sequence_length) = (Some(70), Some(70));
+        (config.model.layers, config.step.batch) = (Some(1), 2);
+        run_on(Trainer::builder(config.clone()), &config, 1).expect("a case of ours").0
+    };
+    let cpu = of(DeviceKind::Cpu, Dtype::F32);
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+        close(&of(DeviceKind::Cuda, dtype), &cpu, dtype, "the CPU");
+    }
+}
+
 /// Whichever call of the driver fails, the run ends, and says so.
 #[test]
 fn a_driver_that_fails_anywhere_ends_the_run() {

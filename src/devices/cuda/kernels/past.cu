@@ -1,6 +1,6 @@
 // The KV cache, and attention to it: for generation, where a few tokens come at a time.
 
-constexpr int HEAD_LIMIT = 256;
+constexpr int HEAD_LIMIT = 512;
 constexpr int WARPS = 8;
 
 // Copies keys and values of each position, which are the last `width` of `packed` channels. y: (rows, width).
@@ -83,7 +83,7 @@ __device__ inline void add_values(Four (&sum)[FOURS], float share, const Remembe
 
 // Causal attention of each query to the cached positions of its sequence and to the new ones, to the last `window` of
 // them if that is not 0. lse: the log-sum-exps, (rows, H), sequence by sequence, head by head. y: (rows, H D); qkv: (rows, (H + 2K) D); past: (B, capacity, 2 K D); each sequence has its own
-// number of cached positions. Heads have up to 256 channels.
+// number of cached positions. Heads have up to 512 channels.
 //
 // A block has one head of one row. Its warps take tiles of 32 keys in turn: each lane computes the score of one key,
 // and then sums four channels of the values. The warps' results are merged in the order of the warps.

@@ -5,18 +5,20 @@
 //
 // Each of the three passes is written in two ways. Elements of 16 bits are multiplied by tensor cores: the kernels'
 // names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that holds a head. Floats are
-// multiplied without tensor cores, in one plain way for heads of all sizes, up to 256.
+// multiplied without tensor cores, in one plain way for heads of all sizes. Heads of more than 256 channels, up to 512,
+// take the plain way with all elements.
 //
-// The files of this folder are compiled as one: heads, plain, warp, mma, quad_pairs, tiles, passes, cores. The kernels
-// take long to compile, so l2l compiles them side by side: each time, ONLY is the number of a kernel. Without ONLY, all
-// kernels are compiled.
+// The files of this folder are compiled as one: heads, plain, plain_kernels, warp, mma, quad_pairs, tiles, passes,
+// cores. The kernels take long to compile, so l2l compiles them side by side: each time, ONLY is the number of a kernel.
+// Without ONLY, all kernels are compiled.
 #ifdef ONLY
 #define COMPILES(kernel) (ONLY == (kernel))
 #else
 #define COMPILES(kernel) 1
 #endif
 
-// Numbers of kernels. To a pass, the head size that its kernel pads to is added; the plain way adds nothing.
+// Numbers of kernels. To a pass, the head size that its kernel pads to is added; the plain way adds nothing, or 512
+// for wide heads.
 #define DELTA_PASS 0
 #define FORWARD_PASS 1000
 #define KEYS_PASS 2000
@@ -192,8 +194,9 @@ __device__ inline float lane_product(const T* y, const T* dy, int lane, int chan
     return sum;
 }
 
-// Σ y dy of each query and head, in the layout of the log-sum-exps. A warp computes one sum. If heads are aligned, it
-// first copies them to shared memory in accesses of 16 bytes; the order of the sum stays the same.
+// Σ y dy of each query and head, in the layout of the log-sum-exps. A warp computes one sum. If heads are aligned and
+// have at most 256 channels, it first copies them to shared memory in accesses of 16 bytes; the order of the sum stays
+// the same.
 // launch: grid (ceil(rows heads / 8)), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     attention_delta(float* delta, const T* y, const T* dy, const int* starts, Attention size) {
@@ -209,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(256)
     y += task * channels;
     dy += task * channels;
     float sum;
-    if (are_packed<WIDE>(y, channels, channels) && is_packed<WIDE>(dy, channels)) {
+    const bool fits = channels <= MOST_CHANNELS;
+    if (fits && are_packed<WIDE>(y, channels, channels) && is_packed<WIDE>(dy, channels)) {
         auto& own = copied[threadIdx.x / WARP];
         const int pieces = channels / WIDE; // of y, and as many of dy
         for (int piece = lane; piece < 2 * pieces; piece += WARP) {

@@ -1,11 +1,10 @@
 // Attention without tensor cores.
 
-#if ELEMENT == 32
-
 // ---- The plain way: a block of 16 × 16 threads, each with 4 × 4 of a tile of 64 × 64. ----
 
 constexpr int SIDE = 64;         // queries or keys of a tile, and channels of a piece of a head
-constexpr int PIECES = 256 / SIDE;
+constexpr int MOST = 256;        // channels of a block's results: those of a wider head are split over PARTS blocks
+constexpr int PIECES = MOST / SIDE;
 constexpr int DEPTH = 32;        // channels that are multiplied at a time
 constexpr int PITCH = SIDE + 4;  // from one row in shared memory to the next: four stay together
 constexpr int PLAIN_THREADS = 256;
@@ -51,6 +50,16 @@ __device__ inline void plain_products(Square& sum, const Rows& a, const Rows& b,
             }
         }
     }
+}
+
+// Rows with the channels of one part of a head.
+template <int PARTS>
+__device__ inline Rows part_of(Rows rows, int first) {
+    if (PARTS > 1) {
+        rows.at += first;
+        rows.channels = min(rows.channels - first, MOST);
+    }
+    return rows;
 }
 
 // sum += p x, piece by piece of the channels: p's columns are x's rows.
@@ -101,15 +110,14 @@ __device__ inline void plain_give(E* to, const Square (&sum)[PIECES], int i, flo
     }
 }
 
-#if COMPILES(FORWARD_PASS)
 // y and the log-sum-exp of the scores. `kv`: keys and values in a tensor of their own; null: beside the queries.
-// launch: grid (heads, ceil(longest / 64), sequences), block (256), shared 35840 bytes
-extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
-    attention(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-              Attention size) {
+template <int PARTS>
+__device__ inline void plain_forward(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                                     const unsigned* documents, const Attention& size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS);
+    const int first = blockIdx.x % PARTS * MOST; // channel of its part of the head
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, SIDE);
@@ -162,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
                 }
             }
         }
-        plain_mix(mixed, p, head.keys(keys_at, 1, keys), shared);
+        plain_mix(mixed, p, part_of<PARTS>(head.keys(keys_at, 1, keys), first), shared);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -170,27 +178,24 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
         if (query >= queries.to) {
             continue;
         }
-        plain_give(y + head.at(query), mixed, i, 1.0f / total[i], size.head_size, false);
-        if (column == 0) {
+        plain_give(y + head.at(query) + first, mixed, i, 1.0f / total[i], size.head_size - first, false);
+        if (column == 0 && first == 0) {
             lse[head.statistic(query)] = most[i] + logf(total[i]);
         }
     }
 }
-#endif
-
-#if COMPILES(KEYS_PASS)
 // dk and dv, summed in order over the query heads that share the key head. They are written to `dkv` (or added to it),
 // or, where it is null, beside the gradients of the queries. With several `shares`, blocks split these query heads, and
 // `dkv` has the gradients of each share, one share after another.
-// launch: grid (shares kv_heads, ceil((past + longest - first_kept) / 64), sequences), block (256), shared 35840 bytes
-extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
-    attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                            const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                            Attention size, int accumulate, int shares) {
+template <int PARTS>
+__device__ inline void plain_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                           const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                           const Attention& size, int accumulate, int shares) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     const int group = size.heads / size.kv_heads / shares;
-    Head head(size, starts, documents, kv != nullptr, blockIdx.x * group);
+    Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS * group);
+    const int first = blockIdx.x % PARTS * MOST;
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span keys = head.tile(size.first_kept, blockIdx.y, SIDE);
     if (keys.count() <= 0) {
@@ -221,14 +226,14 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
                     ds[i][j] = probability * (ds[i][j] * factor - of_delta);
                 }
             }
-            plain_mix(dv, p, dy_rows, shared);
-            plain_mix(dk, ds, q, shared);
+            plain_mix(dv, p, part_of<PARTS>(dy_rows, first), shared);
+            plain_mix(dk, ds, part_of<PARTS>(q, first), shared);
         }
     }
     head.head -= group;
     if (dkv != nullptr) {
         head.is_apart = true;
-        dkv += block_again() % shares * head.all_keys();
+        dkv += block_again() / PARTS % shares * head.all_keys();
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -236,27 +241,26 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
         if (key >= keys.to) {
             continue;
         }
-        const long long to_k = head.at_key(key, 0), to_v = head.at_key(key, 1);
+        const long long to_k = head.at_key(key, 0) + first, to_v = head.at_key(key, 1) + first;
+        const int channels = size.head_size - first;
         if (dkv != nullptr) {
-            plain_give(dkv + to_k, dk, i, size.scale, size.head_size, accumulate != 0);
-            plain_give(dkv + to_v, dv, i, 1.0f, size.head_size, accumulate != 0);
+            plain_give(dkv + to_k, dk, i, size.scale, channels, accumulate != 0);
+            plain_give(dkv + to_v, dv, i, 1.0f, channels, accumulate != 0);
         } else {
-            plain_give(dqkv + to_k, dk, i, size.scale, size.head_size, false);
-            plain_give(dqkv + to_v, dv, i, 1.0f, size.head_size, false);
+            plain_give(dqkv + to_k, dk, i, size.scale, channels, false);
+            plain_give(dqkv + to_v, dv, i, 1.0f, channels, false);
         }
     }
 }
-#endif
-
-#if COMPILES(QUERIES_PASS)
 // dq.
-// launch: grid (heads, ceil(longest / 64), sequences), block (256), shared 35840 bytes
-extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
-    attention_backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
-                               const T* kv, const int* starts, const unsigned* documents, Attention size) {
+template <int PARTS>
+__device__ inline void plain_backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                              const T* kv, const int* starts, const unsigned* documents,
+                                              const Attention& size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS);
+    const int first = blockIdx.x % PARTS * MOST; // channel of its part of the head
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, SIDE);
     if (queries.count() <= 0) {
@@ -284,16 +288,13 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
                 ds[i][j] = probability * (ds[i][j] - of_delta);
             }
         }
-        plain_mix(dq, ds, k, shared);
+        plain_mix(dq, ds, part_of<PARTS>(k, first), shared);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int query = queries.from + row + i;
         if (query < queries.to) {
-            plain_give(dqkv + head.at_query(query), dq, i, size.scale, size.head_size, false);
+            plain_give(dqkv + head.at_query(query) + first, dq, i, size.scale, size.head_size - first, false);
         }
     }
 }
-#endif
-
-#endif
