@@ -442,11 +442,6 @@ impl Shape {
         Shape { kv_heads, head_size, values, ..self }
     }
 
-    /// Channels of the widest head of attention.
-    pub(crate) fn widest_head(&self) -> usize {
-        self.head_size.max(self.with_global_heads().head_size)
-    }
-
     /// Channels of queries, keys and values side by side.
     pub fn qkv(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_size
