@@ -5,29 +5,29 @@ use std::path::{Path, PathBuf};
 
 /// Files with `unsafe` in them. Add one with its reason, or better, do without.
 const MAY_BE_UNSAFE: [&str; 23] = [
-    "src/tensor/arena.rs",          // one allocation, handed out by range
-    "src/tensor/guards.rs",         // calls of AddressSanitizer
-    "src/tensor/lease.rs",          // slots that the ring granted
-    "src/devices/cpu/attention.rs", // columns of a head, written by several threads
-    "src/devices/cpu/mod.rs",       // slots of the ring
-    "src/devices/cpu/product/micro_kernel.rs", // vectors, by pointer
-    "src/devices/cpu/product/mod.rs", // tiles of c, each written by one task
-    "src/devices/cpu/product/pack.rs", // blocks that vectors transpose
-    "src/devices/cpu/product/task.rs", // one tile of c, by pointer
-    "src/devices/cpu/product/tests.rs", // a tile of c, by pointer
-    "src/devices/cpu/scattered.rs", // pieces of a slice
-    "src/devices/cpu/views.rs",     // views, resolved
-    "src/devices/cuda/compile.rs",  // calls of NVRTC
-    "src/devices/cuda/libraries.rs", // what is loaded
-    "src/devices/cuda/mod.rs",      // batch metadata on its way
-    "src/devices/cuda/product.rs",  // calls of cuBLASLt
-    "src/devices/cuda/real.rs",     // calls of the driver
-    "src/fabric/mpi/world.rs",      // calls of MPI
-    "src/hf/weight_file.rs",        // a file as memory
-    "src/worker/memory.rs",         // the one lease of an operation
-    "tests/cuda/emulated/mod.rs",   // memory as a device has it
+    "src/tensor/arena.rs",            // one allocation, handed out by range
+    "src/tensor/guards.rs",           // calls of AddressSanitizer
+    "src/tensor/lease.rs",            // slots that the ring granted
+    "src/devices/cpu/attention.rs",   // columns of a head, written by several threads
+    "src/devices/cpu/mod.rs",         // slots of the ring
+    "src/product/micro_kernel.rs",    // vectors, by pointer
+    "src/product/mod.rs",             // tiles of c, each written by one task
+    "src/product/pack.rs",            // blocks that vectors transpose
+    "src/product/task.rs",            // one tile of c, by pointer
+    "src/product/tests.rs",           // a tile of c, by pointer
+    "src/product/scattered.rs",       // pieces of a slice
+    "src/devices/cpu/views.rs",       // views, resolved
+    "src/devices/cuda/compile.rs",    // calls of NVRTC
+    "src/devices/cuda/libraries.rs",  // what is loaded
+    "src/devices/cuda/mod.rs",        // batch metadata on its way
+    "src/devices/cuda/product.rs",    // calls of cuBLASLt
+    "src/devices/cuda/real.rs",       // calls of the driver
+    "src/fabric/mpi/world.rs",        // calls of MPI
+    "src/hf/weight_file.rs",          // a file as memory
+    "src/worker/memory.rs",           // the one lease of an operation
+    "tests/cuda/emulated/mod.rs",     // memory as a device has it
     "tests/cuda/emulated/product.rs", // matrices in that memory
-    "tests/memory.rs",              // an allocator that counts
+    "tests/memory.rs",                // an allocator that counts
 ];
 
 /// Every Rust file of the workspace, relative to its root.

@@ -17,7 +17,7 @@ mod power_sgd;
 use std::ops::Range;
 use std::sync::LazyLock;
 
-use power_sgd::Matrix;
+use power_sgd::Factored;
 pub(crate) use power_sgd::{Factors, PowerSgd, largest_rank, matrix_of};
 
 use crate::fabric::parts::Parts;
@@ -83,7 +83,7 @@ impl Compression {
         if let Compression::PowerSgd { rank } = self {
             let Factors { matrices, right_len, .. } = Factors::new(tensors, rank);
             let mut all = vec![None; tensors.len()];
-            for Matrix { tensor, columns, right, .. } in matrices {
+            for Factored { tensor, columns, right, .. } in matrices {
                 let shape = vec![rank, columns];
                 let state = RuleState { name: factors, dtype: StateDtype::F32, shape };
                 all[tensor] = Some((state, right));

@@ -26,7 +26,7 @@ pub(crate) struct PowerSgd {
 
 /// A matrix that is compressed.
 #[derive(Clone, Debug)]
-pub(crate) struct Matrix {
+pub(crate) struct Factored {
     /// Its index among the block's trained tensors.
     pub(crate) tensor: usize,
     /// Its place in the block's gradient.
@@ -43,7 +43,7 @@ pub(crate) struct Matrix {
 /// How a block is compressed: the factors of its matrices, and vectors that are not compressed.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Factors {
-    pub(crate) matrices: Vec<Matrix>,
+    pub(crate) matrices: Vec<Factored>,
     /// Ranges of the gradient that are not compressed.
     pub(crate) vectors: Vec<Range<usize>>,
     /// The floats of all P̂ᵀ.
@@ -79,7 +79,7 @@ impl Factors {
                     all.left_len = left.end;
                     all.right_len = right.end;
                     let key = key_of(&each.name);
-                    all.matrices.push(Matrix { tensor, range, columns, left, right, key });
+                    all.matrices.push(Factored { tensor, range, columns, left, right, key });
                 }
                 _ => {
                     all.vectors_len += range.len();
@@ -102,7 +102,7 @@ fn key_of(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-impl Matrix {
+impl Factored {
     fn rows(&self) -> usize {
         self.range.len() / self.columns
     }
@@ -247,7 +247,7 @@ impl PowerSgd {
 /// The product P̂ Qᵀ of a matrix.
 #[derive(Clone, Copy)]
 struct Product<'a> {
-    matrix: &'a Matrix,
+    matrix: &'a Factored,
     left: &'a [f32],
     right: &'a [f32],
     rank: usize,

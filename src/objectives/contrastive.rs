@@ -100,8 +100,9 @@ impl Search<'_> {
             let at = nth * ANCHORS * width..(nth * ANCHORS + rows) * width;
             let anchors = Matrix::rows(&self.anchors.unit[at.clone()], width);
             let scores = &mut scores[..rows * columns];
-            let (a, b) = (anchors, candidates.transposed());
-            Product { a, b, rows, depth: width, columns, start: Start::Zero }.run(level, scores);
+            let b = candidates.transposed();
+            Product { a: anchors, b, rows, depth: width, columns, start: Start::Zero }
+                .run(level, scores);
             let each = scores.par_chunks_mut(columns).zip(losses.par_iter_mut()).enumerate();
             let first = nth * ANCHORS;
             each.for_each(|(row, (scores, loss))| *loss = self.row(first + row, scores));

@@ -77,7 +77,7 @@ impl Sizes {
         self.rows.min(self.columns)
     }
 
-    /// The floats of each part of the workspace: two matrices, and four squares of the shorter side.
+    /// The floats of each part of the workspace: two matrices, four squares of the shorter side.
     fn workspace(self) -> [usize; 6] {
         let all = self.rows * self.columns;
         let square = self.short() * self.short();
@@ -129,9 +129,9 @@ impl Muon {
 }
 
 /// Newton and Schulz's iteration: moves the singular values of `x` to about 1. With the Gram matrix
-/// G of its shorter side, P = a I + b G + c G², x becomes P x (or x P), and so G becomes P² G. All
-/// these polynomials of G are symmetric and commute, so several iterations need products of the
-/// shorter side alone: their P are multiplied, then `x` moves once. `other` has the size of `x`.
+/// G of its shorter side and P = a I + b G + c G², x becomes P x (or x P), and so G becomes P² G.
+/// Polynomials of G are symmetric and commute, so several iterations need products of the shorter
+/// side alone: their P are multiplied, then `x` moves once. `other` has the size of `x`.
 fn orthogonalise<'a>(
     level: Level,
     Sizes { rows, columns }: Sizes,

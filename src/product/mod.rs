@@ -197,8 +197,8 @@ impl Product<'_> {
         });
     }
 
-    /// Computes a product that is a symmetric matrix: its lower triangle, of which the upper one is a
-    /// copy. It is added to nothing.
+    /// Computes a product that is a symmetric matrix, and is added to nothing: its lower triangle, of
+    /// which the upper one is a copy.
     pub(crate) fn run_symmetric(self, level: Level, c: &mut [f32]) {
         let Product { rows, columns, .. } = self;
         assert!(rows == columns && c.len() == rows * columns, "{rows} by {columns}");
@@ -208,7 +208,7 @@ impl Product<'_> {
         let lower = edges.flat_map(|row| (0..=row).step_by(EDGE).map(move |column| (row, column)));
         let tiles: Vec<_> = lower.collect();
         tiles.into_par_iter().with_max_len(1).for_each(|(row, column)| {
-            let (high, wide) = (EDGE.min(rows - row), EDGE.min(columns - column));
+            let [high, wide] = [rows - row, columns - column].map(|rest| EDGE.min(rest));
             let part = self.part(row, column, high, wide);
             // SAFETY: inside c, whose length was checked; no other task has these elements, nor
             // those that they are copied to.

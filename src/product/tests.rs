@@ -228,7 +228,8 @@ fn symmetric_products_are_mirrored() {
             product.run(level, &mut all);
             product.run_symmetric(level, &mut mirrored);
             for (at, value) in mirrored.iter().enumerate() {
-                let (row, column) = (at / size, at % size);
+                let row = at / size;
+                let column = at % size;
                 let expected = all[row.max(column) * size + row.min(column)];
                 assert_eq!(value.to_bits(), expected.to_bits(), "{row}, {column} at {level:?}");
             }
