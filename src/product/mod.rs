@@ -197,8 +197,8 @@ impl Product<'_> {
         });
     }
 
-    /// Computes a product that is a symmetric matrix, and is added to nothing: its lower triangle, of
-    /// which the upper one is a copy.
+    /// Computes a product that is a symmetric matrix, and is added to nothing: its lower triangle,
+    /// of which the upper one is a copy.
     pub(crate) fn run_symmetric(self, level: Level, c: &mut [f32]) {
         let Product { rows, columns, .. } = self;
         assert!(rows == columns && c.len() == rows * columns, "{rows} by {columns}");
