@@ -55,13 +55,17 @@ pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
 }
 
 /// The folder of NVIDIA's wheels in the Python environment of a program: `bin/l2l` beside
-/// `lib/python3.12/site-packages/nvidia`.
+/// `lib/python3.12/site-packages/nvidia`. The pip of Debian and Ubuntu installs into
+/// `/usr/local/lib/python3.12/dist-packages` where there is no virtual environment.
 fn wheels_beside(program: &Path) -> Option<PathBuf> {
     let lib = program.parent()?.parent()?.join("lib");
     let versions = fs::read_dir(lib).ok()?.flatten();
     let is_python =
         |entry: &fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"python");
-    let folders = versions.filter(is_python).map(|entry| entry.path().join("site-packages/nvidia"));
+    let folders = versions.filter(is_python).flat_map(|entry| {
+        ["site-packages", "dist-packages"]
+            .map(|packages| entry.path().join(packages).join("nvidia"))
+    });
     folders.filter(|folder| folder.is_dir()).max()
 }
 
@@ -183,6 +187,9 @@ mod tests {
         let wheels = lib.join("python3.11/site-packages/nvidia");
         fs::create_dir(&wheels).expect("written");
         assert_eq!(wheels_beside(&program), Some(wheels));
+        let of_debian = lib.join("python3.13/dist-packages/nvidia");
+        fs::create_dir_all(&of_debian).expect("written");
+        assert_eq!(wheels_beside(&program), Some(of_debian));
         assert_eq!(wheels_beside(Path::new("l2l")), None);
     }
 }
