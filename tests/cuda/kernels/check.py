@@ -1881,6 +1881,11 @@ def checks():
         axes = [[{name: value} for value in values] for name, values in axes.items()]
         return [dict(itertools.chain(*map(dict.items, one))) for one in itertools.product(*lists, *axes)]
 
+    # A block of each expert emulates every rank of choices: of many experts with many choices, one case.
+    limits = [*routers[:-1], dict(experts=130, per_token=3)]
+    limits = each(limits, sequences=[1, 3], positions=[1, 7], factor=[0, 0.3, 1.25])
+    limits += each(routers[-1:], sequences=[1], positions=[1], factor=[0.3])
+
     own = [
         ("elementwise", check_clear, n),
         ("elementwise", check_casts, n),
@@ -1926,7 +1931,7 @@ def checks():
         ("experts", check_choice, each(routers, rows=[1, 9, 70], normalised=[0, 1])),
         ("experts", check_route, each(rows[2:], routers[:-1], normalised=[0, 1])),
         ("experts", check_experts, each([*rows, dict(rows=1300, channels=3)], routers[:-1])),
-        ("experts", check_limits, each(routers, sequences=[1, 3], positions=[1, 7], factor=[0, 0.3, 1.25])),
+        ("experts", check_limits, limits),
         ("experts", check_limits, [dict(sequences=2, positions=600, experts=5, per_token=2, factor=0.5)]),
         ("experts", check_gated_rows, rows),
         ("sinks", check_sinks, each(sequences=[1, 3], positions=[1, 7, 130], heads=[1, 5], head_size=[3, 64])),

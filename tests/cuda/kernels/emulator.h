@@ -365,9 +365,10 @@ inline void __syncwarp(unsigned mask = 0xFFFFFFFF, int line = __builtin_LINE()) 
     hazards_warp_barrier();
 }
 
-// Each lane gives a value and gets those of all: what shuffles and products of a warp are made of.
+// Each lane gives a value and gets those of all, which stay until its next exchange: what shuffles and products of a
+// warp are made of.
 template <class V>
-void warp_exchange(const V& mine, V (&all)[emulator::LANES], int line = __builtin_LINE()) {
+const V* warp_exchange(const V& mine, int line = __builtin_LINE()) {
     static_assert(sizeof(V) <= emulator::EXCHANGED_BYTES && std::is_trivially_copyable_v<V>);
     const emulator::Own own;
     emulator::Machine& m = emulator::machine();
@@ -377,16 +378,16 @@ void warp_exchange(const V& mine, V (&all)[emulator::LANES], int line = __builti
     unsigned char* const values = &m.exchanged[buffer * emulator::LANES * emulator::EXCHANGED_BYTES];
     std::memcpy(values + lane * sizeof(V), &mine, sizeof(V));
     emulator::wait(emulator::State::AtWarpBarrier, line);
-    std::memcpy(all, values, sizeof all);
+    return reinterpret_cast<const V*>(values);
 }
 
 namespace emulator {
 
 template <class V>
 V shuffle(unsigned mask, V value, unsigned from, int line) {
+    const Own own;
     need_warp(mask);
-    V all[LANES];
-    warp_exchange(value, all, line);
+    const V* const all = warp_exchange(value, line);
     return from < LANES ? all[from] : value;
 }
 
@@ -418,9 +419,9 @@ V __shfl_up_sync(unsigned mask, V value, unsigned by, int line = __builtin_LINE(
 }
 
 inline unsigned __ballot_sync(unsigned mask, int is, int line = __builtin_LINE()) {
+    const emulator::Own own;
     emulator::need_warp(mask);
-    int all[32];
-    warp_exchange(is, all, line);
+    const int* const all = warp_exchange(is, line);
     unsigned bits = 0;
     for (int lane = 0; lane < 32; ++lane) {
         bits |= static_cast<unsigned>(all[lane] != 0) << lane;

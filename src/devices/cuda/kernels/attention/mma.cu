@@ -31,14 +31,19 @@ constexpr bool HOLDS = true;
 // first, second += a b. Each lane shows its elements, numbered as in the PTX ISA.
 template <bool TURNED>
 void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
-    Shown<Left, Right> lanes[WARP];
-    warp_exchange(show(a, b), lanes);
-    for (int i = 0; i < 8; ++i) {
-        const int row = lane_row() + i % 4 / 2 * 8, column = lane_column() + i % 2;
-        float& sum = (i < 4 ? first : second).of[i % 4];
-        for (int k = 0; k < 16; ++k) {
-            const float left = lanes[row % 8 * 4 + k % 8 / 2].a[k / 8 * 4 + row / 8 * 2 + k % 2];
-            sum += left * lanes[column * 4 + k % 8 / 2].b[i / 4 * 4 + k / 8 * 2 + k % 2];
+    const Shown<Left, Right>* const lanes = warp_exchange(show(a, b));
+    const emulator::Own own;
+    const auto* const of_row = lanes + lane_row() * 4;
+    const auto* const of_column = lanes + lane_column() * 4;
+    for (int k = 0; k < 16; ++k) {
+        const int lane = k % 8 / 2, at = k / 8 * 2 + k % 2;
+        for (int row = 0; row < 2; ++row) {
+            const float left = of_row[lane].a[k / 8 * 2 + at + 2 * row];
+            for (int column = 0; column < 2; ++column) {
+                const float* const right = of_column[4 * column + lane].b;
+                first.of[2 * row + column] += left * right[at];
+                second.of[2 * row + column] += left * right[4 + at];
+            }
         }
     }
 }
@@ -47,9 +52,8 @@ void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
 // neighbour of each; turned, [column][row] and the one below.
 template <bool TURNED>
 void load(unsigned (&matrices)[4], const T* row_at) {
-    const T* rows[WARP];
     hazards_read(row_at, 16);
-    warp_exchange(row_at, rows);
+    const T* const* const rows = warp_exchange(row_at);
     const emulator::Own own;
     const int row = lane_row(), column = lane_column();
     for (int i = 0; i < 4; ++i) {

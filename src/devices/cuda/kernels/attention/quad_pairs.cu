@@ -36,19 +36,24 @@ constexpr bool HOLDS = false;
 // first, second += a b. Each lane shows its elements, numbered as in the PTX ISA.
 template <bool TURNED>
 void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
-    Shown<Left, Right> lanes[WARP];
-    warp_exchange(show(a, b), lanes);
-    const int lane = threadIdx.x % WARP;
-    const auto of_pair = [&](int index) -> const Shown<Left, Right>& {
-        return lanes[index / 4 * 16 + lane % 16 / 4 * 4 + index % 4];
-    };
-    for (int i = 0; i < 8; ++i) {
-        const int row = lane / 16 * 4 + (i & 2) + lane % 2, column = (i & 4) + (lane & 2) + i % 2;
-        float& sum = (i < 4 ? first : second).of[i % 4];
-        for (int k = 0; k < 16; ++k) {
-            const int lane_of_b = TURNED ? column / 4 * 4 + k % 4 : column;
-            const int of_lane = TURNED ? k / 4 * 4 + column % 4 : k;
-            sum += of_pair(row).a[k] * of_pair(lane_of_b).b[of_lane];
+    const Shown<Left, Right>* const lanes = warp_exchange(show(a, b));
+    const emulator::Own own;
+    const int lane = threadIdx.x % WARP, first_row = lane / 16 * 4 + lane % 2;
+    const auto* const of_pair = lanes + lane % 16 / 4 * 4; // and so its second four lanes are 16 behind
+    for (int k = 0; k < 16; ++k) {
+        float right[4]; // of two columns of each side
+        for (int i = 0; i < 4; ++i) {
+            const int column = (lane & 2) + i % 2;
+            const int lane_of_b = i / 2 * 16 + (TURNED ? k % 4 : column);
+            right[i] = of_pair[lane_of_b].b[TURNED ? k / 4 * 4 + column : k];
+        }
+        for (int row = 0; row < 2; ++row) {
+            const int at = first_row + 2 * row;
+            const float left = of_pair[at / 4 * 16 + at % 4].a[k];
+            for (int column = 0; column < 2; ++column) {
+                first.of[2 * row + column] += left * right[column];
+                second.of[2 * row + column] += left * right[2 + column];
+            }
         }
     }
 }
