@@ -45,6 +45,8 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
         shape.experts.map(|_| "experts"),
         shape.linear.map(|_| "linear attention"),
         shape.global_heads.map(|_| "heads of two sizes"),
+        shape.block_inputs.map(|_| "inputs of each block"),
+        shape.shared_kv.map(|_| "keys and values of other blocks"),
     ];
     let kind = kinds.into_iter().flatten().next();
     if let Some(kind) = kind.filter(|_| layers > shape.layers) {
