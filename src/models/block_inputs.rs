@@ -14,7 +14,7 @@ use super::norms::{Affine, AffineBackward};
 use super::ports::{LayerStep, StepContext};
 use super::shape::Shape;
 use crate::kernels::{
-    BatchView, Clear, CopyColumns, Kernels, Linear, LinearBackward, Residual, Scale, TakeColumns,
+    BatchView, CopyColumns, Kernels, Linear, LinearBackward, Residual, Scale, TakeColumns,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -127,20 +127,14 @@ impl InputProjection {
         Affine { weight: views[1], bias: None }
     }
 
-    /// The gradient of the sum of both kinds. That of a block that the step leaves out is zero.
-    /// (R, L P).
+    /// The gradient of the sum of both kinds. (R, L P).
     fn gradient(&self, k: &dyn Kernels, pass: &Backward<'_>) -> View {
         let Backward { x, scratch, ref ports, .. } = *pass;
         let y = scratch.take(x.rows, self.all());
         let columns = self.channels();
-        let of_block = |block: usize| ports.read(Role::OwnGradient(number_of(block)));
-        if (0..self.shape.layers).any(|block| of_block(block).is_none()) {
-            k.clear(&Clear { y });
-        }
         for block in 0..self.shape.layers {
-            if let Some(x) = of_block(block) {
-                k.copy_columns(&CopyColumns { y, x, to: block * columns, from: 0, columns });
-            }
+            let x = ports.read(Role::OwnGradient(number_of(block))).expect("each block leaves it");
+            k.copy_columns(&CopyColumns { y, x, to: block * columns, from: 0, columns });
         }
         k.scale(&Scale { y, x: y, factor: OF_SUM, by: None });
         y
@@ -186,10 +180,9 @@ impl Layer for InputProjection {
         k.take_columns(&TakeColumns { y: sum, x, first: self.shape.hidden, scale: 1.0 });
         k.residual(&Residual { y: sum, a: normed, x: sum, dropout: None });
         for block in 0..self.shape.layers {
-            if let Some(y) = ports.written(Role::Own(number_of(block))) {
-                let first = block * self.channels();
-                k.take_columns(&TakeColumns { y, x: sum, first, scale: OF_SUM });
-            }
+            let y = ports.written(Role::Own(number_of(block))).expect("the step declares it");
+            let first = block * self.channels();
+            k.take_columns(&TakeColumns { y, x: sum, first, scale: OF_SUM });
         }
     }
 

@@ -15,7 +15,7 @@ use super::classes::Classes;
 use super::dense::DenseLayer;
 use super::ends::{Final, Stem};
 use super::families::Names;
-use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
+use super::layer::{Cuts, Layer, Save, Tensor, block_len, tensors_of_blocks};
 use super::portions::PortionTensors;
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::projection::EmbeddingProjection;
@@ -187,24 +187,8 @@ impl Model {
     ) -> Model {
         let tiles = tiles([shape.vocabulary, shape.embedding_width()], tile_elements);
         let tables = tables(&shape, &tiles, tile_elements);
-        let names = shape.names;
-        let table = |name: &str, tile: &Tile, is_head: bool| {
-            let init = Init::Normal(shape.initializer_range);
-            let rows = vec![tile.rows, shape.embedding_width()];
-            let mut all = vec![Tensor::new(name, rows, Kind::Table, init)];
-            if is_head && shape.masked_head() && shape.token_bias {
-                let rows = vec![tile.rows];
-                all.push(Tensor::new(shape.head_bias(), rows, Kind::Bias, Init::Zeros));
-            }
-            all
-        };
-        let ties = shape.tied && shape.scores_vocabulary();
-        let embedding = |one: &TableTile| match one.is_of_tokens {
-            true => table(names.embedding, &one.tile, ties),
-            false => vec![one.tensor_of_inputs(&shape)],
-        };
         let mut blocks: Vec<BlockTensors> =
-            tables.iter().map(|one| embedding(one).into()).collect();
+            tables.iter().map(|one| one.tensors(&shape).into()).collect();
         let mut layers = vec![ModelLayer::Embedding];
         let mut layer_blocks = vec![(0..tables.len() as u32).map(BlockId).collect::<Vec<_>>()];
         for layer in stack {
@@ -225,7 +209,7 @@ impl Model {
                 layer_blocks.push(vec![BlockId(index as u32)]);
             } else {
                 layer_blocks.push(vec![BlockId(blocks.len() as u32)]);
-                blocks.push(table(names.head, tile, true).into());
+                blocks.push(tile.tensors(shape.names.head, &shape, true).into());
             }
         }
         let context = StepContext::new(&shape, 1, Dtype::F32, None);

@@ -1,5 +1,5 @@
-//! The tables whose rows the host gathers for tokens, and how they are cut into tiles: blocks of the
-//! embedding, and of a head.
+//! The tables whose rows the host gathers for tokens, and how they are cut into tiles: blocks of
+//! the embedding, and of a head.
 
 use std::ops::Range;
 
@@ -15,8 +15,8 @@ pub struct Tile {
     pub rows: usize,
 }
 
-/// A block of the embedding: a tile of a table, and where its rows stand among what the host gathers
-/// for a token.
+/// A block of the embedding: a tile of a table, and where its rows stand among what the host
+/// gathers for a token.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TableTile {
     pub(crate) tile: Tile,
@@ -27,19 +27,38 @@ pub(crate) struct TableTile {
     pub(crate) is_of_tokens: bool,
 }
 
+impl Tile {
+    /// The tensors of a tile of a vocabulary, which a head has, too, if it `is_head`.
+    pub(super) fn tensors(&self, name: &str, shape: &Shape, is_head: bool) -> Vec<Tensor> {
+        let init = Init::Normal(shape.initializer_range);
+        let rows = vec![self.rows, shape.embedding_width()];
+        let mut all = vec![Tensor::new(name, rows, Kind::Table, init)];
+        if is_head && shape.masked_head() && shape.token_bias {
+            let rows = vec![self.rows];
+            all.push(Tensor::new(shape.head_bias(), rows, Kind::Bias, Init::Zeros));
+        }
+        all
+    }
+}
+
 impl TableTile {
-    /// The tensor of a tile of the table of blocks' inputs.
-    pub(super) fn tensor_of_inputs(&self, shape: &Shape) -> Tensor {
+    /// The tensors of the block.
+    pub(super) fn tensors(&self, shape: &Shape) -> Vec<Tensor> {
+        if self.is_of_tokens {
+            let is_head = shape.tied && shape.scores_vocabulary();
+            return self.tile.tensors(shape.names.embedding, shape, is_head);
+        }
         let rows = vec![self.tile.rows, self.columns.len()];
         let init = Init::Normal(shape.initializer_range);
-        Tensor::new(shape.names.inputs.table, rows, Kind::Table, init)
+        vec![Tensor::new(shape.names.inputs.table, rows, Kind::Table, init)]
     }
 }
 
 /// The least bytes of a vocabulary tile: smaller transfers do not use the whole rate of a link.
 const TILE_BYTES: usize = 4 << 20;
 
-/// Cuts a table of this many rows by shape: a tile is as large as a block, or 4 MiB if that is more.
+/// Cuts a table of this many rows and columns by shape: a tile is as large as a block, or 4 MiB if
+/// that is more.
 pub(super) fn tiles([all, width]: [usize; 2], elements: usize) -> Vec<Tile> {
     let elements = elements.max(TILE_BYTES / size_of::<f32>());
     let rows = (elements / width).clamp(1, all);

@@ -141,8 +141,8 @@ impl ChunkPass<'_> {
         dx
     }
 
-    /// The gradient of the feed-forward's sum: through the norm behind the sum, or through the branch
-    /// of the block's input, if there is one.
+    /// The gradient of the feed-forward's sum: through the norm behind the sum, or through the
+    /// branch of the block's input, if there is one.
     fn last_norm_backward(
         &self,
         g: &ChunkGradients<'_>,

@@ -25,8 +25,8 @@ pub(super) const FEED_FORWARD: usize = 1;
 /// Views of keys and values, beside those in the projection.
 #[derive(Clone, Copy)]
 pub(super) struct KvViews {
-    /// The places for the keys and values of these rows: for the KV cache, for later chunks, and for
-    /// other blocks. (R, 2 K D).
+    /// The places for the keys and values of these rows: for the KV cache, for later chunks, and
+    /// for other blocks. (R, 2 K D).
     pub(super) new: [Option<View>; 3],
     /// Keys and values of earlier positions, in the KV cache. (B P, 2 K D).
     pub(super) cached: Option<View>,

@@ -324,7 +324,8 @@ impl Layer for TransformerBlock {
     }
 
     fn is_optional(&self) -> bool {
-        !self.is_read()
+        // A block that is left out would lack what others read of it, or leave its input unread.
+        self.shape.shared_kv.is_none() && self.shape.block_inputs.is_none()
     }
 
     fn pack_relu(&mut self, density: Option<f64>, trained: &[Tensor]) -> bool {

@@ -1,5 +1,5 @@
-//! What a block reads and writes beside hidden states: its input, and keys and values that it shares
-//! with other blocks.
+//! What a block reads and writes beside hidden states: its input, and keys and values that it
+//! shares with other blocks.
 //!
 //! A block that reads the keys and values of another projects queries alone, and puts them in front
 //! of what it read. All behind that is as in other blocks. In the backward, each reader adds to the
@@ -71,11 +71,6 @@ impl TransformerBlock {
     /// True for a block that has no keys and values of its own.
     pub(super) fn reads_kv(&self) -> bool {
         self.sharing() == Some(Sharing::Reads)
-    }
-
-    /// True for a block whose keys and values others read.
-    pub(super) fn is_read(&self) -> bool {
-        self.sharing() == Some(Sharing::IsRead)
     }
 
     /// The shape with those heads of keys and values alone that the block projects.

@@ -125,14 +125,16 @@ fn block_inputs(keys: &Keys, shape: &Shape) -> Result<Option<BlockInputs>, Strin
     let Shape { layers, vocabulary: tokens, .. } = *shape;
     if channels > 1 << 16 || layers > MOST_BLOCKS {
         return Err(format!(
-            "{INPUTS} is {channels}, and num_hidden_layers {layers}: at most {} channels and              {MOST_BLOCKS} blocks are built",
+            "{INPUTS} is {channels}, and num_hidden_layers {layers}: at most {} channels and \
+             {MOST_BLOCKS} blocks are built",
             1 << 16
         ));
     }
     let vocabulary = size(keys, INPUT_VOCABULARY)?;
     if !(tokens..=1 << 24).contains(&vocabulary) {
         return Err(format!(
-            "{INPUT_VOCABULARY} is {vocabulary}, and vocab_size {tokens}: only as many or more are              built, so that each token has a row, at most {}",
+            "{INPUT_VOCABULARY} is {vocabulary}, and vocab_size {tokens}: only as many or more are \
+             built, so that each token has a row, at most {}",
             1 << 24
         ));
     }
@@ -153,7 +155,8 @@ fn shared_kv(keys: &Keys, shape: &Shape) -> Result<Option<SharedKv>, String> {
     let has_source = |block| (0..from).any(|other| slides(other) == slides(block));
     if count > layers || !(from..layers).all(has_source) {
         return Err(format!(
-            "{SHARED_KV} is {count} of {layers} blocks: in front of these there must be a block of              each of their layer_types, whose keys and values they read"
+            "{SHARED_KV} is {count} of {layers} blocks: in front of these there must be a block of \
+             each of their layer_types, whose keys and values they read"
         ));
     }
     Ok(Some(SharedKv { from, wide }))

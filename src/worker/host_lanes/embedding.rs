@@ -1,5 +1,5 @@
-//! The embedding, which the host computes: rows of tables for the tokens of a batch, and the sums of
-//! their gradients.
+//! The embedding, which the host computes: rows of tables for the tokens of a batch, and the sums
+//! of their gradients.
 
 use l2l_actors::schedule::{BlockId, MicroBatch, Role, Share};
 use l2l_actors::work::{GradientAt, MasterAt};

@@ -156,8 +156,8 @@ pub(super) struct Scattered<'a> {
 }
 
 impl Scattered<'_> {
-    /// Adds the gradients of the tokens that lie in a table to the table's rows, times its scale. Each
-    /// row's gradients are added in the order of the tokens.
+    /// Adds the gradients of the tokens that lie in a table to the table's rows, times its scale.
+    /// Each row's gradients are added in the order of the tokens.
     pub(super) fn add(&self, table: Table<'_>, packing: Packing) {
         match (packing.encoding, packing.dtype) {
             (Encoding::Int8 { block }, _) => {
