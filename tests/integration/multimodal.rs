@@ -151,7 +151,7 @@ async fn the_text_model_of_a_whole_model_is_read() {
     // Some checkpoints have what blocks that read the keys and values of others do not need.
     let unread =
         ["model.layers.4.self_attn.k_proj.weight", "model.layers.6.self_attn.k_norm.weight"];
-    let unread = unread.map(|name| in_whole(name));
+    let unread = unread.map(in_whole);
     let cases = [
         ("qwen3_5_text-tied", "qwen3_5", qwen3_5.map(String::from)),
         ("gemma4_text", "gemma4", gemma4.map(String::from)),
