@@ -25,12 +25,12 @@ from peft_loads import KINDS, compare  # noqa: E402
 MODELS = ["tied", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "smollm3",
           "starcoder2", "gemma2", "granite", "glm", "glm4", "cohere", "cohere2", "ministral", "ministral3", "gpt_neox",
           "bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "mixtral", "qwen2_moe", "qwen3_moe",
-          "qwen3_5_moe_text", "gemma4_text", "qwen3_next"]
+          "qwen3_5_moe_text", "gemma4_text", "gemma4_text-inputs", "qwen3_next"]
 # transformers has no such models.
 NO_TOKENS = ["cohere-tokens", "cohere2-tokens", "gemma3_text-tokens", "granite-tokens", "olmo2-tokens", "olmo3-tokens", "opt-tokens",
-             "qwen3_5_moe_text-tokens", "gemma4_text-tokens"]
+             "qwen3_5_moe_text-tokens", "gemma4_text-tokens", "gemma4_text-inputs-tokens"]
 NO_SEQUENCES = ["cohere-sequences", "cohere2-sequences", "granite-sequences", "qwen3_5_moe_text-sequences",
-                "gemma4_text-sequences"]
+                "gemma4_text-sequences", "gemma4_text-inputs-sequences"]
 # PEFT makes one parameter of a layer's experts, whose adapters l2l does not read. PEFT 0.21.2 leaves those of
 # Qwen2-MoE, Qwen3.5 and Qwen3-Next out.
 EXPERTS = ["mixtral", "qwen3_moe"]

@@ -187,8 +187,17 @@ impl<'l> Bench<'l> {
             let chunk_state = ChunkMemory { memory: self.chunk_state, before: walk.before() };
             let scratch = &scratch.nested();
             if turn == Turn::Keys {
-                let step = 0;
-                let pass = Keys { batch, step, weights, stored, x, saved, chunk_state, scratch };
+                let pass = Keys {
+                    batch,
+                    step: 0,
+                    weights,
+                    stored,
+                    x,
+                    ports: PortViews::NONE,
+                    saved,
+                    chunk_state,
+                    scratch,
+                };
                 self.layer.keys(&kernels, &pass);
                 continue;
             }

@@ -186,9 +186,23 @@ fn is_ignored(name: &str, model: &Model) -> bool {
         "mtp.",
     ];
     is_of_other_head(name, &model.shape)
+        || is_of_shared_kv(name, &model.shape)
         || is_of_other_classes(name, model)
         || ENDS.iter().any(|end| name.ends_with(end))
         || PARTS.iter().any(|part| name.contains(part))
+}
+
+/// Whether a tensor would make keys or values of a block that reads those of another. Some
+/// checkpoints have such tensors.
+fn is_of_shared_kv(name: &str, shape: &Shape) -> bool {
+    let Names { qkv, qk_norm, prefix, .. } = *shape.names;
+    let from = shape.shared_kv.map_or(shape.layers, |shared| shared.from);
+    let mut modules = (from..shape.layers).flat_map(|block| {
+        let of_block = qkv.iter().skip(1).chain(&qk_norm[1..]);
+        of_block.map(move |module| module.replacen("{}", &block.to_string(), 1))
+    });
+    let named = meanings(name, prefix);
+    modules.any(|module| named.iter().any(|name| is_of_module(name, &module)))
 }
 
 /// Whether a tensor is of a head of classes that the model does not have.
@@ -200,9 +214,13 @@ fn is_of_other_classes(name: &str, model: &Model) -> bool {
         Head::TokenClasses { .. } => &[model.shape.class_transform(), token_classes],
     };
     let others = [class_dense, class_out, token_classes].into_iter();
-    others.filter(|layer| !layer.is_empty() && !own.contains(layer)).any(|layer| {
-        name.strip_prefix(layer).is_some_and(|rest| matches!(rest, ".weight" | ".bias"))
-    })
+    others
+        .filter(|layer| !layer.is_empty() && !own.contains(layer))
+        .any(|layer| is_of_module(name, layer))
+}
+
+fn is_of_module(name: &str, module: &str) -> bool {
+    name.strip_prefix(module).is_some_and(|rest| matches!(rest, ".weight" | ".bias"))
 }
 
 /// Compares the tensors of files with the model's. The files may have the tensors that are

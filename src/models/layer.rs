@@ -189,6 +189,8 @@ pub struct Keys<'a> {
     pub stored: &'a [SlotWeight<'a>],
     /// The forward's first input. (R, C).
     pub x: View,
+    /// All boundaries that the visit reads, by role.
+    pub ports: PortViews<'a>,
     /// The activations that were saved; `None`: keys and values are computed from `x`.
     pub saved: Option<(Save, View)>,
     /// Where keys and values go.

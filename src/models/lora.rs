@@ -6,6 +6,7 @@ use l2l_actors::schedule::{BlockId, LayerId};
 
 use super::adapters::{AdaptedModule, Adapters, is_of_adapter};
 use super::block::TransformerBlock;
+use super::block_inputs::InputProjection;
 use super::block_tensors::BlockTensors;
 use super::model::Model;
 use super::projection::EmbeddingProjection;
@@ -241,7 +242,8 @@ impl Model {
         let of_head = Some(of_head).filter(|name| !name.is_empty());
         let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));
         let of_embedding = EmbeddingProjection::of(self.shape).map(|one| one.module());
+        let of_inputs = InputProjection::of(self.shape).map(|one| one.module());
         let of_blocks = blocks.flat_map(|block| block.linear_modules());
-        of_embedding.into_iter().chain(of_blocks).chain(of_head).collect()
+        of_embedding.into_iter().chain(of_inputs).chain(of_blocks).chain(of_head).collect()
     }
 }

@@ -9,30 +9,23 @@ use l2l_actors::schedule::{
 
 use super::adapters::Adapters;
 use super::block::TransformerBlock;
+use super::block_inputs::InputProjection;
 use super::block_tensors::BlockTensors;
 use super::classes::Classes;
 use super::dense::DenseLayer;
 use super::ends::{Final, Stem};
 use super::families::Names;
-use super::layer::{Cuts, Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
+use super::layer::{Cuts, Layer, Save, Tensor, block_len, tensors_of_blocks};
 use super::portions::PortionTensors;
 use super::ports::{FirstPorts, LayerStep, StepContext};
 use super::projection::EmbeddingProjection;
 use super::shape::Shape;
+use super::tables::{TableTile, Tile, tables, tiles};
 use super::walk;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
 use crate::objectives::Objective;
 use crate::tensor::Dtype;
-
-/// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tile {
-    /// The first row.
-    pub first: usize,
-    /// The number of rows.
-    pub rows: usize,
-}
 
 /// A layer of the model, as the ring visits it.
 pub enum ModelLayer {
@@ -90,8 +83,9 @@ impl ModelLayer {
 /// any number between tells them apart.
 const LIGHT: usize = 8;
 
-/// A model. Its blocks are the embedding's tiles, the blocks of the stack in order, and the head's
-/// tiles unless they are tied to the embedding's.
+/// A model. Its blocks are the embedding's tiles, those of the table of blocks' inputs if it has
+/// one, the blocks of the stack in order, and the head's tiles unless they are tied to the
+/// embedding's.
 pub struct Model {
     /// The sizes of the model.
     pub shape: Shape,
@@ -105,6 +99,8 @@ pub struct Model {
     pub(super) portions: Vec<Vec<PortionTensors>>,
     /// Tiles of the vocabulary.
     pub tiles: Vec<Tile>,
+    /// The blocks of the embedding, which are the model's first.
+    pub(crate) tables: Vec<TableTile>,
     /// The first boundaries of each layer's steps.
     pub(crate) first_ports: Vec<Vec<FirstPorts>>,
     /// The loss of a labelled position.
@@ -117,17 +113,6 @@ pub struct Model {
 
 /// Bytes of a logit.
 const FLOAT: usize = size_of::<f32>();
-
-/// The least bytes of a vocabulary tile: smaller transfers do not use the whole rate of a link.
-const TILE_BYTES: usize = 4 << 20;
-
-/// Cuts the vocabulary by shape: a tile is as large as a block, or 4 MiB if that is more.
-fn tiles(shape: &Shape, elements: usize) -> Vec<Tile> {
-    let elements = elements.max(TILE_BYTES / size_of::<f32>());
-    let rows = (elements / shape.embedding_width()).clamp(1, shape.vocabulary);
-    let tile = |first| Tile { first, rows: rows.min(shape.vocabulary - first) };
-    (0..shape.vocabulary).step_by(rows).map(tile).collect()
-}
 
 impl Model {
     /// A model of this shape.
@@ -164,6 +149,11 @@ impl Model {
             let adapters = adapters(vec![module]);
             stack.push(Box::new(EmbeddingProjection { adapters, ..projection }));
         }
+        if let Some(inputs) = InputProjection::of(shape) {
+            let (module, ..) = inputs.module();
+            let adapters = adapters(vec![module]);
+            stack.push(Box::new(InputProjection { adapters, ..inputs }));
+        }
         for number in 0..shape.layers {
             let block = TransformerBlock::new(2 + number as u32, number, shape);
             let modules = block.linear_modules().into_iter().map(|(name, ..)| name).collect();
@@ -195,24 +185,12 @@ impl Model {
         adapters: Option<Adapters>,
         tile_elements: usize,
     ) -> Model {
-        let tiles = tiles(&shape, tile_elements);
-        let names = shape.names;
-        let table = |name: &str, tile: &Tile, is_head: bool| {
-            let init = Init::Normal(shape.initializer_range);
-            let rows = vec![tile.rows, shape.embedding_width()];
-            let mut all = vec![Tensor::new(name, rows, Kind::Table, init)];
-            if is_head && shape.masked_head() && shape.token_bias {
-                let rows = vec![tile.rows];
-                all.push(Tensor::new(shape.head_bias(), rows, Kind::Bias, Init::Zeros));
-            }
-            all
-        };
-        let ties = shape.tied && shape.scores_vocabulary();
-        let embedding = |tile: &Tile| table(names.embedding, tile, ties);
+        let tiles = tiles([shape.vocabulary, shape.embedding_width()], tile_elements);
+        let tables = tables(&shape, &tiles, tile_elements);
         let mut blocks: Vec<BlockTensors> =
-            tiles.iter().map(|tile| embedding(tile).into()).collect();
+            tables.iter().map(|one| one.tensors(&shape).into()).collect();
         let mut layers = vec![ModelLayer::Embedding];
-        let mut layer_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
+        let mut layer_blocks = vec![(0..tables.len() as u32).map(BlockId).collect::<Vec<_>>()];
         for layer in stack {
             let first = blocks.len() as u32;
             blocks.extend(tensors_of_blocks(&*layer).into_iter().map(BlockTensors::from));
@@ -231,7 +209,7 @@ impl Model {
                 layer_blocks.push(vec![BlockId(index as u32)]);
             } else {
                 layer_blocks.push(vec![BlockId(blocks.len() as u32)]);
-                blocks.push(table(names.head, tile, true).into());
+                blocks.push(tile.tensors(shape.names.head, &shape, true).into());
             }
         }
         let context = StepContext::new(&shape, 1, Dtype::F32, None);
@@ -251,6 +229,7 @@ impl Model {
             blocks,
             portions,
             tiles,
+            tables,
             first_ports,
             loss,
             objective,
@@ -435,8 +414,8 @@ impl Model {
             }
         }
         let mut met = BTreeSet::new();
-        let Names { embedding, head, .. } = *self.shape.names;
-        let tables = [embedding, head, &self.shape.head_bias()];
+        let Names { embedding, head, inputs, .. } = *self.shape.names;
+        let tables = [embedding, head, inputs.table, &self.shape.head_bias()];
         for tensor in self.blocks.iter().flat_map(BlockTensors::iter) {
             let is_new = met.insert(&tensor.name)
                 || tensor.stacked

@@ -94,7 +94,7 @@ impl StepContext {
         let Shape { hidden: channels, chunk_positions, .. } = *shape;
         let of_width = |width| Boundary::of_tokens(Role::Hidden, width, dtype.size());
         let hidden = of_width(channels);
-        let embedding = of_width(shape.embedding_width());
+        let embedding = of_width(shape.gathered_width());
         let scores = false;
         let cached = None;
         StepContext {
@@ -136,12 +136,12 @@ impl StepContext {
 
     /// A tensor of the layers' own, (R, `width`), of the device's dtype. The layers of this library
     /// use the numbers from 252 on.
-    pub fn own(&self, number: u8, width: usize) -> Boundary {
+    pub fn own(&self, number: u16, width: usize) -> Boundary {
         Boundary::of_tokens(Role::Own(number), width, self.dtype.size())
     }
 
     /// The tensor of [`own`](Self::own) as a layer reads it: its backward writes the gradient.
-    pub fn own_input(&self, number: u8, width: usize) -> Input {
+    pub fn own_input(&self, number: u16, width: usize) -> Input {
         let boundary = self.own(number, width);
         let gradient = Boundary { role: Role::OwnGradient(number), ..boundary };
         Input::new(boundary, Some(gradient))

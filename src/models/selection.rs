@@ -47,6 +47,9 @@ impl LayerSelection {
         }
         match met.into_iter().chain(self.frozen.iter().copied()).find(|&layer| layer >= count) {
             None => Ok(()),
+            Some(layer) if count == 0 => Err(Error::argument(format_args!(
+                "layer {layer} is selected, and the model has no layers that can be left out"
+            ))),
             Some(layer) => Err(Error::argument(format_args!(
                 "layer {layer} is selected, and the model has layers 0 to {}",
                 count.saturating_sub(1)

@@ -4,10 +4,11 @@
 use serde::{Deserialize, Serialize};
 
 use super::balance::Balance;
+use super::block_inputs::BlockInputs;
 use super::dense::{DenseModule, MOST_DENSE};
 use super::families::Names;
 use super::pooling::EmbeddingPooling;
-use super::windows::{BlockPattern, GlobalHeads, Window};
+use super::windows::{BlockPattern, GlobalHeads, SharedKv, Window};
 use crate::kernels::{
     Activation, ClampedGate, GateForm, HeadValues, LinearHeads, LogitForm, LongRope, Pooling,
     ProblemType, QkNorm, Rotary, RotaryScaling, Yarn,
@@ -209,6 +210,10 @@ pub struct Shape {
     pub values: HeadValues,
     /// Heads of the blocks without a window, if they differ.
     pub global_heads: Option<GlobalHeads>,
+    /// The blocks that read the keys and values of others, if any do.
+    pub shared_kv: Option<SharedKv>,
+    /// Inputs of each block beside hidden states, if blocks have them.
+    pub block_inputs: Option<BlockInputs>,
     /// I: channels of the feed-forward.
     pub intermediate: usize,
     /// Experts in place of the feed-forward of some blocks.
@@ -428,10 +433,23 @@ impl Shape {
         self.embedding_channels.unwrap_or(self.hidden)
     }
 
-    /// The shape with the heads of a block.
-    pub(crate) fn with_heads_of(self, block: usize) -> Shape {
-        let is_global = self.window.is_none_or(|window| !window.is_of(block));
-        if is_global { self.with_global_heads() } else { self }
+    /// Channels that the host gathers for a token: of its embedding, and of all blocks' inputs.
+    pub(crate) fn gathered_width(&self) -> usize {
+        let of_inputs = self.block_inputs.map_or(0, |inputs| self.layers * inputs.channels);
+        self.embedding_width() + of_inputs
+    }
+
+    /// Whether a block has a window.
+    pub(crate) fn has_window(&self, block: usize) -> bool {
+        self.window.is_some_and(|window| window.is_of(block))
+    }
+
+    /// The shape with the heads and the feed-forward of a block.
+    pub(crate) fn of_block(self, block: usize) -> Shape {
+        let is_wide = self.shared_kv.is_some_and(|shared| shared.wide && block >= shared.from);
+        let intermediate = self.intermediate * if is_wide { 2 } else { 1 };
+        let shape = Shape { intermediate, ..self };
+        if self.has_window(block) { shape } else { shape.with_global_heads() }
     }
 
     /// The shape with the heads of blocks without a window.

@@ -214,6 +214,7 @@ impl<'r> VisitRun<'r> {
             weights: &self.weights,
             stored: &self.stored,
             x: part.read(self.first_ports().read),
+            ports: part.ports,
             saved: part.saved,
             chunk_state: part.chunk_state,
             scratch: &part.scratch,

@@ -79,6 +79,15 @@ pub struct GlobalHeads {
     pub values: HeadValues,
 }
 
+/// Blocks that have no keys and values of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedKv {
+    /// The first of them. All blocks from there on are like it.
+    pub from: usize,
+    /// True when their feed-forward has twice the channels.
+    pub wide: bool,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -14,8 +14,8 @@ pub(super) struct Settings {
     pub(super) config: Config,
     /// False for evaluation and generation: they hold no gradients and no optimizer states.
     pub(super) trains: bool,
-    /// The first blocks, which are tiles of the vocabulary whose gradients come from the head and
-    /// from the embedding, and are joined in a region.
+    /// The first blocks, which are tiles of tables whose gradients come from the head and from the
+    /// embedding, and are joined in a region.
     pub(super) joined_tiles: usize,
     /// The pipeline of the file that the config names, if it does.
     pub(super) pipeline: Option<Arc<Pipeline>>,
@@ -26,9 +26,11 @@ impl Settings {
         let mut settings =
             Settings { config: config.clone(), trains, joined_tiles: 0, pipeline: None };
         let is_tied = model.shape.tied && model.shape.scores_vocabulary();
-        if is_tied || !settings.on_file() {
-            settings.joined_tiles = model.tiles.len();
-        }
+        settings.joined_tiles = match settings.on_file() {
+            false => model.tables.len(),
+            true if is_tied => model.tiles.len(),
+            true => 0,
+        };
         settings
     }
 

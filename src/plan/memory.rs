@@ -167,7 +167,7 @@ impl PlanSpec<'_> {
         // On file a block is there twice, as it is and as it was, unless it never changes.
         let copies = if settings.on_file() && settings.trains { 2 } else { 1 };
         let masters: usize = self.own.iter().map(|own| self.on_host(own.host_len())).sum();
-        let tiles = if settings.on_file() { 0 } else { self.model.tiles.len() };
+        let tiles = if settings.on_file() { 0 } else { self.model.tables.len() };
         let blocks = self.own.iter().enumerate().filter(|_| settings.delayed());
         let older = blocks.map(|(block, own)| self.on_host(doubled_len(own, block < tiles)));
         let older: usize = older.sum();
@@ -206,7 +206,7 @@ impl PlanSpec<'_> {
         if self.settings.trains && self.share.ranks > 1 {
             let rows = self.steps[0].sequences * self.steps[0].positions;
             let floats =
-                self.settings.config.device.dtype.floats(rows * self.model.shape.embedding_width());
+                self.settings.config.device.dtype.floats(rows * self.model.shape.gathered_width());
             add(Holder::ReceivedRows, floats);
         }
         Ok(())

@@ -310,6 +310,10 @@ fn context(config: &Config, model: &Model, shape: StepShape) -> StepContext {
             false => boundary,
         }
     };
-    let [hidden, embedding] = [context.hidden, context.embedding].map(packed);
+    let [hidden, mut embedding] = [context.hidden, context.embedding].map(packed);
+    // Tiles of two tables have parts of a row, and integers of a row share scales.
+    if model.shape.block_inputs.is_some() && matches!(encoding, Encoding::Int8 { .. }) {
+        embedding = context.embedding;
+    }
     StepContext { scores: purpose.scores(), cached: purpose.cached(), hidden, embedding, ..context }
 }

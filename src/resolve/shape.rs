@@ -44,6 +44,8 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
         shape.experts.map(|_| "experts"),
         shape.linear.map(|_| "linear attention"),
         shape.global_heads.map(|_| "heads of two sizes"),
+        shape.block_inputs.map(|_| "inputs of each block"),
+        shape.shared_kv.map(|_| "keys and values of other blocks"),
     ];
     let kind = kinds.into_iter().flatten().next();
     if let Some(kind) = kind.filter(|_| layers > shape.layers) {
@@ -54,7 +56,14 @@ pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
         );
         return Err(Error::config("model.max_layers", problem));
     }
-    let DepthConfig { stack_at, new_layers, .. } = &config.depth;
+    let DepthConfig { drop, stack_at, new_layers, .. } = &config.depth;
+    if *drop > 0.0 && (shape.block_inputs.is_some() || shape.shared_kv.is_some()) {
+        let problem = format_args!(
+            "is {drop}, and no block of this model can be left out: it has inputs of each block, \
+             or keys and values of other blocks. Set it to 0"
+        );
+        return Err(Error::config("depth.drop", problem));
+    }
     if !stack_at.is_empty() && layers == shape.layers {
         let problem = format_args!("has no effect: the model has model.max_layers = {layers}");
         return Err(Error::config("depth.stack_at", problem));

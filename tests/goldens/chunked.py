@@ -93,6 +93,11 @@ CASES = {
     "gemma4_text": Gemma4TextConfig(
         **SIZES, head_dim=8, global_head_dim=12, num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=40,
         hidden_size_per_layer_input=0, layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=6.0),
+    "gemma4_text-inputs": Gemma4TextConfig(
+        **{**SIZES, "num_hidden_layers": 5, "initializer_range": 0.1}, rms_norm_eps=0.01, head_dim=8, global_head_dim=12, sliding_window=40, hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=families.VOCABULARY, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+        final_logit_softcapping=6.0),
     # The last block's states pass chunks behind attention, too.
     "qwen3_5_text": Qwen3_5TextConfig(
         **{**SIZES, "num_hidden_layers": 3}, head_dim=16, rms_norm_eps=0.02, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -107,7 +112,7 @@ CASES = {
         linear_value_head_dim=5, layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=14, shared_expert_intermediate_size=10),
 }
-WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss", "ministral", "olmo3", "starcoder2", "gemma4_text"}
+WINDOWED = {"cohere2", "gemma2", "qwen2", "mistral", "gemma3_text", "gpt_oss", "ministral", "olmo3", "starcoder2", "gemma4_text", "gemma4_text-inputs"}
 families.CAUSAL |= CASES.keys()
 
 

@@ -176,10 +176,25 @@ FAMILIES["gpt2-unscaled"] = GPT2Config(
 FAMILIES["modernbert-unbiased"] = ModernBertConfig(
     **MODERN, num_hidden_layers=4, local_attention=6, decoder_bias=False,
     layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"])
-WINDOWED = {"modernbert", "modernbert-unbiased", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices", "gemma4_text", "gemma4_text-values"}
+# Inputs of each block, and keys and values of other blocks, with feed-forwards of two widths (E2B) and of one (E4B).
+SMALL4 = {**DECODER, "initializer_range": 0.1, "rms_norm_eps": 0.01}
+FAMILIES["gemma4_text-inputs"] = Gemma4TextConfig(
+    **SMALL4, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=1, head_dim=12, global_head_dim=20, sliding_window=5,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+                 "full_attention"],
+    hidden_size_per_layer_input=10, vocab_size_per_layer_input=VOCABULARY + 6, num_kv_shared_layers=3, use_double_wide_mlp=True,
+    final_logit_softcapping=5.0)
+FAMILIES["gemma4_text-shared"] = Gemma4TextConfig(
+    **SMALL4, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=10, global_head_dim=16,
+    num_global_key_value_heads=1, attention_k_eq_v=True, attention_bias=True, tie_word_embeddings=False, sliding_window=4,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=2)
+WINDOWED = {"modernbert", "modernbert-unbiased", "modernbert-classes", "modernbert-tokens", "cohere2", "ministral", "gemma2", "gemma3_text", "mistral", "qwen2", "mistral-classes", "olmo3", "phi3", "starcoder2", "qwen2-slices", "modernbert-slices", "gemma4_text", "gemma4_text-values", "gemma4_text-inputs", "gemma4_text-shared"}
 # By their numbers, one would have a sequence without a label, and the norms of the other would be far off in 16 bits.
 SEEDS = {"gemma3_text": 77, "gemma4_text": 1003}
-CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "gemma4_text", "gemma4_text-values", "olmo2-grouped", "cohere-norms", "gpt2-unscaled"}
+# Scores without a factor are sharp, and so amplify rounding: queries of these are shorter.
+SHORT_QUERIES = {"gemma4_text-inputs", "gemma4_text-shared"}
+CAUSAL = {"cohere", "cohere2", "gemma2", "glm", "glm4", "gpt_neox", "granite", "ministral", "ministral3", "gemma3_text", "llama", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_text-tied", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "helium", "qwen3-slices", "gpt_neox-slices", "opt-slices", "qwen2-slices", "gemma4_text", "gemma4_text-values", "gemma4_text-inputs", "gemma4_text-shared", "olmo2-grouped", "cohere-norms", "gpt2-unscaled"}
 
 
 def move_scalars(model):
@@ -269,6 +284,8 @@ def main():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1 or name.endswith("_norm.weight"):
                     parameter.add_(0.1 * torch.randn_like(parameter))
+                if family in SHORT_QUERIES and name.endswith("q_norm.weight"):
+                    parameter.mul_(0.3)
             move_scalars(model)
         folder = here / family
         model.save_pretrained(folder)

@@ -78,6 +78,10 @@ FAMILIES = {
         **DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=10, global_head_dim=16,
         num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=7,
         layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=9.0, tie_word_embeddings=False),
+    "gemma4_text-inputs": Gemma4TextConfig(
+        **DECODER, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=10, global_head_dim=16,
+        hidden_size_per_layer_input=6, vocab_size_per_layer_input=97, sliding_window=7, num_kv_shared_layers=2, use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=9.0),
     "qwen3_next": Qwen3NextConfig(**DECODER | dict(hidden_size=32), num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
                                   head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
                                   linear_value_head_dim=5, layer_types=["linear_attention", "full_attention"], num_experts=6,

@@ -68,6 +68,7 @@ CASES = {
     "electra-small-classes": dict(r=3, lora_alpha=6, target_modules=["embeddings_project", "key"], task_type="SEQ_CLS"),
     "gemma4_text": dict(r=3, lora_alpha=4, target_modules=ALL),
     "qwen3_next": dict(r=3, lora_alpha=20, target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"]),
+    "gemma4_text-inputs": dict(r=3, lora_alpha=4, target_modules=ALL),
 }
 
 

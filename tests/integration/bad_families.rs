@@ -162,12 +162,12 @@ fn configs_of_electra_and_of_cheap_families() {
 fn configs_of_gemma4() {
     let folder = folder();
     let cases: [(Change, &str); 15] = [
-        (|c| c["hidden_size_per_layer_input"] = json!(8), "embeddings of their own (E2B, E4B)"),
+        (|c| c["num_kv_shared_layers"] = json!(3), "in front of these there must be a block of"),
+        (|c| c["num_kv_shared_layers"] = json!(5), "num_kv_shared_layers is 5 of 4 blocks"),
         (
-            |c| drop(c.as_object_mut().map(|keys| keys.remove("hidden_size_per_layer_input"))),
-            "hidden_size_per_layer_input is 256",
+            |c| c["hidden_size_per_layer_input"] = json!(65_537),
+            "hidden_size_per_layer_input is 65537",
         ),
-        (|c| c["num_kv_shared_layers"] = json!(2), "keys and values of other blocks"),
         (|c| c["enable_moe_block"] = json!(true), "experts beside their feed-forward"),
         (|c| c["use_bidirectional_attention"] = json!("all"), "tokens of text see no later ones"),
         (|c| c["sliding_window"] = Value::Null, "sliding_window is null"),
@@ -207,6 +207,13 @@ fn configs_of_gemma4() {
     for (change, says) in cases {
         refused(&folder, &of_family(&folder, "gemma4_text", change), &["config.json", says]);
     }
+    let few: Change = |c| c["vocab_size_per_layer_input"] = json!(60);
+    let config = of_family(&folder, "gemma4_text-inputs", few);
+    refused(
+        &folder,
+        &config,
+        &["vocab_size_per_layer_input is 60, and vocab_size 61: only as many"],
+    );
     for task in ["token-classification", "sequence-classification"] {
         let of_task = format!("model.task = \"{task}\"\n");
         let config = of_family(&folder, "gemma4_text", |_| ()) + &of_task;

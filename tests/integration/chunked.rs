@@ -24,7 +24,7 @@ use crate::whole;
 
 const CHUNK: usize = 128;
 
-const CASES: [&str; 34] = [
+const CASES: [&str; 35] = [
     "cohere",
     "cohere2",
     "ernie4_5",
@@ -58,6 +58,7 @@ const CASES: [&str; 34] = [
     "smollm3",
     "starcoder2",
     "gemma4_text",
+    "gemma4_text-inputs",
     "qwen3_next",
 ];
 

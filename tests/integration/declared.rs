@@ -48,8 +48,8 @@ const LAYERS: usize = 4;
 const LONG: usize = 300;
 
 /// The numbers of boundaries that only these layers know.
-const NARROW: u8 = 3;
-const ADDED: u8 = 8;
+const NARROW: u16 = 3;
+const ADDED: u16 = 8;
 
 impl Bottleneck {
     fn leaves_sum(&self) -> bool {

@@ -13,7 +13,7 @@ use crate::whole;
 /// Cases of PEFT's adapters: a model, and `-linear` where all its linear layers have adapters,
 /// `-patterns` where ranks and alphas differ by module, or `-layers` where only some layers have
 /// adapters.
-pub(crate) const ADAPTED: [&str; 41] = [
+pub(crate) const ADAPTED: [&str; 42] = [
     "tied",
     "llama",
     "mistral",
@@ -54,6 +54,7 @@ pub(crate) const ADAPTED: [&str; 41] = [
     "electra-classes",
     "electra-small-classes",
     "gemma4_text",
+    "gemma4_text-inputs",
     "qwen3_next",
 ];
 

@@ -77,6 +77,7 @@ async fn greedy_text_is_transformers() {
         "smollm3",
         "starcoder2",
         "gemma4_text",
+        "gemma4_text-inputs",
         "qwen3_next",
     ] {
         let (prompts, greedy) = golden(family);

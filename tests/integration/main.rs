@@ -13,6 +13,7 @@ mod bad_objectives;
 mod bad_records;
 mod balanced;
 mod base;
+mod block_inputs;
 #[cfg(feature = "tokenizers")]
 mod chats;
 mod chunked;

@@ -106,7 +106,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 56] = [
+pub(crate) const FAMILIES: [&str; 58] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -159,6 +159,8 @@ pub(crate) const FAMILIES: [&str; 56] = [
     "electra-small-tokens",
     "gemma4_text",
     "gemma4_text-values",
+    "gemma4_text-inputs",
+    "gemma4_text-shared",
     "olmo2-grouped",
     "cohere-norms",
     "gpt2-unscaled",

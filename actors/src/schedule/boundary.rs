@@ -40,9 +40,9 @@ pub enum Role {
     NewKv,
     /// A tensor that only some layers know: the layer that writes it and those that read it agree
     /// on a number.
-    Own(u8),
+    Own(u16),
     /// The gradient of the tensor [`Own`](Role::Own) of the same number.
-    OwnGradient(u8),
+    OwnGradient(u16),
 }
 
 impl Role {

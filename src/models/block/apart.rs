@@ -12,6 +12,7 @@ use super::carried::Turn;
 use super::chunk::KvViews;
 use super::experts::{Closed, ExpertGradients, ExpertPass, Opened, PassedDown};
 use super::routing::RoutingViews;
+use super::shared::OwnViews;
 use super::tensors::FeedForward;
 use super::{ChunkInputs, TransformerBlock};
 use crate::kernels::{Cast, Clear, Kernels};
@@ -21,10 +22,10 @@ use crate::tensor::{Dtype, View};
 
 /// The numbers of the boundaries between the steps. They are the last ones, so that layers of an
 /// application do not use them by chance.
-const INPUT: u8 = 252;
-const CHOSEN: u8 = 253;
-const SUM: u8 = 254;
-const ATTENTION_SUM: u8 = 255;
+const INPUT: u16 = 252;
+const CHOSEN: u16 = 253;
+const SUM: u16 = 254;
+const ATTENTION_SUM: u16 = 255;
 
 /// What the steps pass on, for the search of numbers that are not finite. The hidden states behind
 /// the layer do not say which step computed the first one.
@@ -150,10 +151,11 @@ impl TransformerBlock {
             unreachable!("the block has experts")
         };
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
-        let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)));
+        let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)), None);
         let carried = self.carried(&batch, chunk_state, kv_cache, Turn::Forward);
         let routing = RoutingViews::of_forward(&ports);
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
+        let own = OwnViews::default();
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing, own };
         let pass = self.chunk_pass(k, &inputs, scratch);
         pass.recompute_feed_forward_input(scratch);
         let Opened { sum, chosen } = pass.open_experts(experts, scratch);

@@ -115,7 +115,12 @@ impl ChunkPass<'_> {
         dsum
     }
 
-    fn norm_backward(&self, g: &ChunkGradients<'_>, op: &AffineBackward, scratch: &Scratch<'_>) {
+    pub(super) fn norm_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        op: &AffineBackward,
+        scratch: &Scratch<'_>,
+    ) {
         self.block.shape.norm_backward(self.k, op, g.accumulate, &scratch.nested());
     }
 
@@ -136,7 +141,8 @@ impl ChunkPass<'_> {
         dx
     }
 
-    /// The gradient of the feed-forward's sum: through the norm behind the sum, if there is one.
+    /// The gradient of the feed-forward's sum: through the norm behind the sum, or through the
+    /// branch of the block's input, if there is one.
     fn last_norm_backward(
         &self,
         g: &ChunkGradients<'_>,
@@ -144,14 +150,21 @@ impl ChunkPass<'_> {
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
-        let ChunkPass { block, w, ref saved, hidden, ref batch, .. } = *self;
+        let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
         let mlp = parts[0].w;
-        let Some(sum) = saved.feed_forward_sum else {
+        let sum = saved.feed_forward_sum.unwrap_or(buffers.dbranch);
+        if !block.shape.norms.are_behind_sums() {
+            let x = buffers.dbranch;
             if block.shape.norms.are_behind() && g.save.is_none() {
-                self.branch(buffers.dbranch, activated, &mlp.down, FEED_FORWARD);
+                self.branch(x, activated, &mlp.down, FEED_FORWARD);
             }
-            return g.dy;
-        };
+            let (Some(w), Some(d)) = (&w.input, &g.d.input) else { return g.dy };
+            if g.save.is_none() {
+                let dropout = block.feed_forward_dropout(batch);
+                k.residual(&Residual { y: sum, a: saved.attention_sum, x, dropout });
+            }
+            return self.input_backward_to(g, sum, w, d, scratch);
+        }
         if g.save.is_none() {
             let output = buffers.dbranch;
             self.products.linear(output, activated, &mlp.down);
@@ -255,7 +268,7 @@ impl ChunkPass<'_> {
         self.sinks_backward(g, doutput);
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
-        } else if block.qk_norm().is_some() {
+        } else if block.qk_norm().is_some() || block.reads_kv() {
             self.rotated
         } else {
             saved.qkv
@@ -268,7 +281,9 @@ impl ChunkPass<'_> {
             let kv = dkv.row_range(dkv.rows - dqkv.rows..dkv.rows);
             k.read_kv(&ReadKv { qkv: dqkv, kv, shape });
         }
+        let dqkv = self.share_gradients(dqkv, scratch);
         if let Some(rotary) = block.rotary() {
+            let shape = block.projected_heads(batch);
             k.rotate(&Rotate { qkv: dqkv, rotary, shape, inverse: true });
         }
         let dqkv = self.head_norms_backward(g, dqkv, scratch);
@@ -291,7 +306,7 @@ impl ChunkPass<'_> {
             let scratch = &scratch.nested();
             let dgamma = QueryKey {
                 query: or_scratch(dquery, gamma.query, scratch),
-                key: or_scratch(dkey, gamma.key, scratch),
+                key: or_scratch(dkey.filter(|_| !block.reads_kv()), gamma.key, scratch),
             };
             let op = HeadNormBackward {
                 dx: dqkv,
@@ -301,8 +316,8 @@ impl ChunkPass<'_> {
                 gamma,
                 gamma_offset: block.shape.norm_offset,
                 norm,
-                values: block.shape.values,
-                shape: block.attention(batch),
+                values: block.projected_shape().values,
+                shape: block.projected_heads(batch),
                 accumulate: g.accumulate,
             };
             k.head_norm_backward(&op, scratch);

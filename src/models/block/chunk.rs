@@ -6,6 +6,7 @@ use super::carried::CarriedViews;
 use super::products::Products;
 use super::routing::RoutingViews;
 use super::saved::{Activations, Branch, Positive};
+use super::shared::OwnViews;
 use super::state::ChunkState;
 use super::tensors::{FeedForward, Mlp, Product, Weights};
 use crate::kernels::{
@@ -24,9 +25,9 @@ pub(super) const FEED_FORWARD: usize = 1;
 /// Views of keys and values, beside those in the projection.
 #[derive(Clone, Copy)]
 pub(super) struct KvViews {
-    /// The places for the keys and values of these rows: for the KV cache, and for later chunks.
-    /// (R, 2 K D).
-    pub(super) new: [Option<View>; 2],
+    /// The places for the keys and values of these rows: for the KV cache, for later chunks, and
+    /// for other blocks. (R, 2 K D).
+    pub(super) new: [Option<View>; 3],
     /// Keys and values of earlier positions, in the KV cache. (B P, 2 K D).
     pub(super) cached: Option<View>,
     /// For a chunk: keys and values of the positions that it attends to, its own included.
@@ -36,12 +37,18 @@ pub(super) struct KvViews {
 
 impl KvViews {
     /// None of them.
-    pub(super) const NONE: KvViews = KvViews { new: [None, None], cached: None, chunk: None };
+    pub(super) const NONE: KvViews = KvViews { new: [None; 3], cached: None, chunk: None };
 
-    /// Those of a pass that computes attention. A chunk's are passed on to later chunks.
-    pub(super) fn new(kv_cache: Option<KvCache>, state: Option<ChunkState>) -> KvViews {
+    /// Those of a pass that computes attention. A chunk's are passed on to later chunks, and where
+    /// other blocks read them, `for_others` is their place.
+    pub(super) fn new(
+        kv_cache: Option<KvCache>,
+        state: Option<ChunkState>,
+        for_others: Option<View>,
+    ) -> KvViews {
+        let cache = kv_cache.map(|cache| cache.new);
         KvViews {
-            new: [kv_cache.map(|cache| cache.new), state.map(|state| state.own())],
+            new: [cache, state.map(|state| state.own()), for_others],
             cached: kv_cache.and_then(|cache| cache.cached),
             chunk: state.map(|state| state.seen()),
         }
@@ -74,6 +81,8 @@ pub(super) struct ChunkPass<'a> {
     pub(super) carried: CarriedViews,
     /// With experts: boundaries of the router.
     pub(super) routing: RoutingViews,
+    /// The other boundaries of the block beside hidden states.
+    pub(super) own: OwnViews,
 }
 
 impl ChunkPass<'_> {
@@ -126,11 +135,15 @@ impl ChunkPass<'_> {
         let activated = scratch.take(batch.rows(), block.shape.intermediate);
         self.products.activate(activated, saved.up);
         let dropout = block.feed_forward_dropout(batch);
-        let Some(sum) = saved.feed_forward_sum else {
+        let sum = saved.feed_forward_sum.unwrap_or(y);
+        if !block.shape.norms.are_behind_sums() {
             self.branch(hidden, activated, &mlp.down, FEED_FORWARD);
-            k.residual(&Residual { y, a: saved.attention_sum, x: hidden, dropout });
+            k.residual(&Residual { y: sum, a: saved.attention_sum, x: hidden, dropout });
+            if let Some(w) = &w.input {
+                self.add_input(y, sum, w, scratch);
+            }
             return;
-        };
+        }
         self.products.linear(y, activated, &mlp.down);
         let sum = Residual { y: sum, a: hidden, x: y, dropout };
         self.norm_sum(y, saved.norm2, &sum, w.norm2);
@@ -193,6 +206,10 @@ impl ChunkPass<'_> {
     /// Computes what later chunks read of this one: keys and values, or states. `is_saved`: from
     /// the saved projection.
     pub(super) fn keys(&self, is_saved: bool, scratch: &Scratch<'_>) {
+        if let Some(x) = self.own.kv {
+            self.kv.new.iter().flatten().for_each(|&y| self.k.cast(&Cast { y, x }));
+            return;
+        }
         if is_saved {
             self.qkv_for_attention();
         } else {
@@ -220,7 +237,7 @@ impl ChunkPass<'_> {
             self.products.linear(saved.qkv, input, &w.qkv);
         }
         if let (Some(rotary), None, None) = (block.rotary(), &w.qk_norm, &w.linear) {
-            let shape = block.attention(&self.batch);
+            let shape = block.projected_heads(&self.batch);
             k.rotate(&Rotate { qkv: saved.qkv, rotary, shape, inverse: false });
         }
         self.qkv_for_attention()
@@ -233,15 +250,15 @@ impl ChunkPass<'_> {
         if let Some((w, heads)) = w.linear.as_ref().zip(block.linear()) {
             return self.mixed_channels(w, heads);
         }
-        let shape = block.attention(&self.batch);
+        let shape = block.projected_heads(&self.batch);
         let mut qkv = saved.qkv;
         let norms = (block.qk_norm(), w.qk_norm(), saved.qk_norm);
         if let (Some(norm), Some(gamma), Some(statistics)) = norms {
-            let y = rotated;
+            let y = if block.reads_kv() { self.projected } else { rotated };
             let x = saved.qkv;
             let epsilon = block.shape.norm_epsilon;
             let gamma_offset = block.shape.norm_offset;
-            let values = block.shape.values;
+            let values = block.projected_shape().values;
             k.head_norm(&HeadNorm {
                 y,
                 statistics,
@@ -254,10 +271,14 @@ impl ChunkPass<'_> {
                 shape,
             });
             if let Some(rotary) = block.rotary() {
-                k.rotate(&Rotate { qkv: rotated, rotary, shape, inverse: false });
+                k.rotate(&Rotate { qkv: y, rotary, shape, inverse: false });
             }
-            qkv = rotated;
+            qkv = y;
         }
+        if let Some(kv) = self.own.kv {
+            qkv = self.beside_kv(qkv, kv);
+        }
+        let shape = block.attention(&self.batch);
         for kv in self.kv.new.into_iter().flatten() {
             k.write_kv(&WriteKv { kv, qkv, shape });
         }

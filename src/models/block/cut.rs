@@ -175,6 +175,7 @@ impl TransformerBlock {
             sinks: whole.sinks.map(|sinks| of(sinks, own_heads)),
             output_scalar: None,
             linear: None,
+            input: None,
         }
     }
 

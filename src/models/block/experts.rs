@@ -277,6 +277,21 @@ impl<'a> ExpertPass<'a> {
 }
 
 impl TransformerBlock {
+    /// The block's experts, if each has modules of its own. Only modules have adapters.
+    pub(super) fn experts_apart(&self) -> Option<Experts> {
+        self.experts().filter(|_| self.shape.names.stacked.is_empty())
+    }
+
+    /// The names of the experts' modules, of all experts in one list for each of the two products.
+    pub(crate) fn modules_of_experts(&self) -> Vec<Vec<String>> {
+        let Some(experts) = self.experts_apart() else { return Vec::new() };
+        let named = |product: usize| {
+            let of = |expert| self.expert_modules(experts, expert)[product].names();
+            (0..experts.count).flat_map(of).collect()
+        };
+        vec![named(0), named(1)]
+    }
+
     /// Adds the experts' sum to the residual stream.
     pub(super) fn close_experts(&self, k: &dyn Kernels, batch: &BatchView<'_>, closed: &Closed) {
         let Closed { y, attention_sum, sum, buffer } = *closed;

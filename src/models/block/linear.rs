@@ -46,7 +46,8 @@ pub(super) struct LinearPass<'a> {
 
 /// Channels of a block's attention.
 pub(super) struct Widths {
-    /// Its projection, where that is not saved as it is: it has gates, or lies head by head.
+    /// Its projection, where that is not saved as it is: it has gates, or lies head by head. Of
+    /// queries alone: these as they are rotated.
     pub(super) projected: usize,
     /// What is saved of the projection, but for gates: all of it, or queries, keys and values.
     pub(super) qkv: usize,
@@ -73,7 +74,7 @@ impl TransformerBlock {
 
     /// The statistics of a row's norm of queries and keys; 0 if there is none.
     pub(super) fn head_statistics(&self) -> usize {
-        self.qk_norm().map_or(0, |norm| self.shape.head_statistics(norm))
+        self.qk_norm().map_or(0, |norm| self.projected_shape().head_statistics(norm))
     }
 
     /// Whether the block's products have biases, in the order of the shape.
@@ -110,12 +111,14 @@ impl TransformerBlock {
             };
         }
         let gates = if shape.output_gates { shape.attention_width() } else { 0 };
-        let is_rearranged = is_grouped || gates > 0;
+        let reads_kv = self.reads_kv();
+        let is_rearranged = is_grouped || gates > 0 || reads_kv;
+        let qkv = self.projected_shape().projected_qkv();
         Widths {
-            projected: if is_rearranged { shape.projected_qkv() + gates } else { 0 },
-            qkv: shape.projected_qkv(),
+            projected: if is_rearranged { qkv + gates } else { 0 },
+            qkv,
             gates,
-            rotated: if shape.qk_norm.is_some() { shape.qkv() } else { 0 },
+            rotated: if shape.qk_norm.is_some() || reads_kv { shape.qkv() } else { 0 },
             output: shape.attention_width(),
             statistics: shape.heads,
         }

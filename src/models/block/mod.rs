@@ -7,11 +7,13 @@ mod carried;
 mod chunk;
 mod cut;
 mod experts;
+mod input;
 mod linear;
 mod pieces;
 mod products;
 mod routing;
 mod saved;
+mod shared;
 mod slices;
 mod state;
 mod tensors;
@@ -26,6 +28,7 @@ use self::carried::{CarriedViews, Turn};
 use self::chunk::{ChunkPass, KvViews};
 use self::products::Products;
 use self::routing::RoutingViews;
+use self::shared::OwnViews;
 use self::slices::SlicedKv;
 use self::state::ChunkState;
 use self::tensors::Weights;
@@ -71,6 +74,7 @@ struct ChunkInputs<'a> {
     kv: KvViews,
     carried: CarriedViews,
     routing: RoutingViews,
+    own: OwnViews,
 }
 
 impl<'a> ChunkInputs<'a> {
@@ -83,7 +87,9 @@ impl<'a> ChunkInputs<'a> {
     ) -> ChunkInputs<'a> {
         let kv = KvViews::NONE;
         let carried = CarriedViews::default();
-        ChunkInputs { weights, chunk, x, saved, kv, carried, routing: RoutingViews::NONE }
+        let routing = RoutingViews::NONE;
+        let own = OwnViews::default();
+        ChunkInputs { weights, chunk, x, saved, kv, carried, routing, own }
     }
 }
 
@@ -93,7 +99,7 @@ impl TransformerBlock {
         TransformerBlock {
             index,
             number,
-            shape: shape.with_heads_of(number),
+            shape: shape.of_block(number),
             adapters: None,
             relu_room: None,
             first_head: 0,
@@ -162,7 +168,7 @@ impl TransformerBlock {
         inputs: &ChunkInputs<'a>,
         scratch: &Scratch<'_>,
     ) -> ChunkPass<'a> {
-        let ChunkInputs { weights, chunk, x, saved, kv, carried, routing } = *inputs;
+        let ChunkInputs { weights, chunk, x, saved, kv, carried, routing, own } = *inputs;
         let widths = self.widths();
         let take = |columns| scratch.take(if columns == 0 { 0 } else { chunk.rows() }, columns);
         let is_gated = widths.gates > 0 || self.linear().is_some();
@@ -181,6 +187,7 @@ impl TransformerBlock {
             kv,
             carried,
             routing,
+            own,
         }
     }
 }
@@ -240,7 +247,8 @@ impl Layer for TransformerBlock {
     }
 
     fn key_channels(&self) -> usize {
-        self.linear().map_or(self.kv_width(), |heads| heads.projected())
+        let projected = if self.reads_kv() { 0 } else { self.kv_width() };
+        self.linear().map_or(projected, |heads| heads.projected())
     }
 
     fn attention_channels(&self) -> usize {
@@ -260,6 +268,7 @@ impl Layer for TransformerBlock {
         step.asks = self.experts().map(|experts| experts.question());
         context.add_kv(&mut step, self.kv_width());
         context.add_state(&mut step, self.state_len());
+        self.add_own(context, &mut step);
         match () {
             () if self.is_in_pieces() => self.steps_of_pieces(context, &step),
             () if self.is_apart() => self.steps_apart(context, step),
@@ -314,6 +323,11 @@ impl Layer for TransformerBlock {
         if is_cut { values + gradients } else { 0 }
     }
 
+    fn is_optional(&self) -> bool {
+        // A block that is left out would lack what others read of it, or leave its input unread.
+        self.shape.shared_kv.is_none() && self.shape.block_inputs.is_none()
+    }
+
     fn pack_relu(&mut self, density: Option<f64>, trained: &[Tensor]) -> bool {
         let Shape { gated, activation, intermediate, .. } = self.shape;
         let is_whole = self.shape.slices == 1 && self.experts().is_none();
@@ -350,10 +364,12 @@ impl Layer for TransformerBlock {
             return self.sliced_pass(k, &inputs, &kv, scratch).forward(y, scratch);
         }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
-        let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)));
+        let for_others = self.kv_for_others(&pass.ports);
+        let kv = KvViews::new(kv_cache, state.map(|state| state.move_on(k)), for_others);
         let carried = self.carried(&batch, chunk_state, kv_cache, Turn::Forward);
         let routing = RoutingViews::of_forward(&pass.ports);
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
+        let own = self.own_views(&pass.ports);
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing, own };
         self.chunk_pass(k, &inputs, scratch).forward(y, scratch);
     }
 
@@ -371,10 +387,11 @@ impl Layer for TransformerBlock {
         }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
         let own = state.map(|state| state.move_back(k).own());
-        let kv = KvViews { new: [None, own], cached: None, chunk: None };
+        let kv = KvViews { new: [own, None, None], ..KvViews::NONE };
         let carried = self.carried(&batch, chunk_state, None, Turn::Keys);
         let routing = RoutingViews::NONE;
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
+        let own = self.own_views(&pass.ports);
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing, own };
         let is_saved = matches!(saved, Some((Save::All, _)));
         self.chunk_pass(k, &inputs, scratch).keys(is_saved, scratch);
     }
@@ -402,10 +419,11 @@ impl Layer for TransformerBlock {
             return of_chunk.backward(&gradients, scratch);
         }
         let state = self.chunk_state(&batch, chunk_state, scratch.dtype());
-        let kv = KvViews::new(None, state);
+        let kv = KvViews::new(None, state, None);
         let carried = self.carried(&batch, chunk_state, None, Turn::Backward);
         let routing = RoutingViews::of_backward(&pass.ports);
-        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing };
+        let own = self.own_views(&pass.ports);
+        let inputs = ChunkInputs { weights, chunk: batch, x, saved, kv, carried, routing, own };
         let chunk_kv = state.as_ref().map(ChunkState::seen_in_backward);
         let of_chunk = self.chunk_pass(k, &inputs, scratch);
         let passed = self.is_apart().then(|| {

@@ -37,7 +37,7 @@ pub(super) struct Activations {
     pub(super) experts_up: Option<View>,
     /// The positive numbers of `up`, if they are saved in its place.
     pub(super) positive: Option<Positive>,
-    /// The residual stream behind the feed-forward, if a norm follows. (R, C).
+    /// The residual stream behind the feed-forward, if a norm or another branch follows. (R, C).
     pub(super) feed_forward_sum: Option<View>,
     /// The outputs of attention and of the feed-forward, if they are normed.
     pub(super) branches: Option<[Branch; 2]>,
@@ -118,9 +118,8 @@ impl TransformerBlock {
                 let width = packed_row(shape.intermediate, room, scratch.dtype());
                 Positive { packed: places.take_floats(true, width), room }
             }),
-            feed_forward_sum: shape
-                .norms
-                .are_behind_sums()
+            feed_forward_sum: self
+                .reads_feed_forward_sum()
                 .then(|| places.take(true, shape.hidden)),
             branches: shape.norms.are_behind().then(|| {
                 [(); 2].map(|()| Branch {
@@ -197,6 +196,11 @@ impl TransformerBlock {
         Some(Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned })
     }
 
+    /// True when a norm or another branch reads the sum behind the feed-forward.
+    fn reads_feed_forward_sum(&self) -> bool {
+        self.shape.norms.are_behind_sums() || self.shape.block_inputs.is_some()
+    }
+
     /// Channels before the activation function of the feed-forward that all rows use.
     pub(super) fn common_up(&self) -> usize {
         let shape = &self.shape;
@@ -215,7 +219,7 @@ impl TransformerBlock {
         let shape = &self.shape;
         let heads = self.head_statistics();
         let widths = self.widths();
-        let feed_forward_sum = if shape.norms.are_behind_sums() { shape.hidden } else { 0 };
+        let feed_forward_sum = if self.reads_feed_forward_sum() { shape.hidden } else { 0 };
         let [branches, of_branches] =
             if shape.norms.are_behind() { [2 * shape.hidden, 4] } else { [0, 0] };
         let [attention, statistics] = match save {

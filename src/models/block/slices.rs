@@ -16,6 +16,7 @@ use super::pieces::{Half, PortionViews};
 use super::products::Products;
 use super::routing::RoutingViews;
 use super::saved::Activations;
+use super::shared::OwnViews;
 use super::state::ChunkState;
 use super::tensors::{Mlp, Product, Weights};
 use super::{ChunkInputs, TransformerBlock};
@@ -132,6 +133,7 @@ impl TransformerBlock {
             kv: KvViews::NONE,
             carried: CarriedViews::default(),
             routing: RoutingViews::NONE,
+            own: OwnViews::default(),
         };
         SlicedPass { whole, first, slices, portion: of.portion, kv_cache: kv.kv_cache }
     }
@@ -166,7 +168,7 @@ impl SlicedPass<'_> {
     /// The pass over a slice's attention.
     fn pass<'s>(&'s self, slice: usize, w: &'s Weights<'s>, kv: KvViews) -> ChunkPass<'s> {
         let SliceState { ref block, saved, rotated, .. } = *self.slice(slice);
-        let ChunkPass { k, batch, x, hidden, projected, gated, routing, .. } = self.whole;
+        let ChunkPass { k, batch, x, hidden, projected, gated, routing, own, .. } = self.whole;
         let products = self.products(slice);
         ChunkPass {
             block,
@@ -183,6 +185,7 @@ impl SlicedPass<'_> {
             kv,
             carried: CarriedViews::default(),
             routing,
+            own,
         }
     }
 
@@ -199,7 +202,7 @@ impl SlicedPass<'_> {
             y
         });
         let chunk = chunk_state.map(|state| state.seen());
-        KvViews { new: [new, chunk_state.map(|state| state.own())], cached, chunk }
+        KvViews { new: [new, chunk_state.map(|state| state.own()), None], cached, chunk }
     }
 
     /// A slice's weights of attention, packed.
@@ -340,7 +343,7 @@ impl SlicedPass<'_> {
             let scratch = &scratch.nested();
             let w = &self.attention_weights(slice, scratch);
             let own = self.slice(slice).chunk_state.map(|state| state.own());
-            let kv = KvViews { new: [None, own], ..KvViews::NONE };
+            let kv = KvViews { new: [own, None, None], ..KvViews::NONE };
             let pass = self.pass(slice, w, kv);
             match save {
                 Some(Save::All) => pass.qkv_for_attention(),

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::slice;
 
 use super::TransformerBlock;
+use super::input::InputTensors;
 use super::linear::LinearTensors;
 use crate::kernels::{HeadValues, Kernels, QueryKey};
 use crate::models::adapters::AdaptedModule;
@@ -109,6 +110,8 @@ pub(super) struct Tensors<V, E> {
     pub(super) output_scalar: Option<V>,
     /// Those of linear attention, in place of attention.
     pub(super) linear: Option<LinearTensors<V>>,
+    /// Those of the branch of the block's input.
+    pub(super) input: Option<InputTensors<V>>,
 }
 
 /// Views of a block's weights. Those of an expert are dequantised when it has rows.
@@ -143,7 +146,7 @@ pub(super) struct Modules {
 }
 
 impl Modules {
-    fn names(&self) -> Vec<String> {
+    pub(super) fn names(&self) -> Vec<String> {
         self.named.iter().map(|(name, _)| name.clone()).collect()
     }
 }
@@ -228,12 +231,11 @@ impl TransformerBlock {
         }
         let Shape { names, hidden, heads, kv_heads, head_size: d, values, biases, .. } = self.shape;
         let of_queries = heads * d + self.widths().gates;
+        let outputs = [of_queries, kv_heads * d, kv_heads * d];
+        let own = if self.reads_kv() { 1 } else { 3 - usize::from(values == HeadValues::Keys) };
         let qkv: Vec<(&str, usize)> = match names.qkv {
             [fused] => vec![(*fused, self.shape.qkv())],
-            [queries, keys, _] if values == HeadValues::Keys => {
-                vec![(queries, of_queries), (keys, kv_heads * d)]
-            }
-            three => three.iter().copied().zip([of_queries, kv_heads * d, kv_heads * d]).collect(),
+            three => three.iter().copied().zip(outputs).take(own).collect(),
         };
         let output = [(names.projection, hidden)];
         [
@@ -269,7 +271,7 @@ impl TransformerBlock {
         Some(self.mlp_modules(names, None))
     }
 
-    fn expert_modules(&self, experts: Experts, expert: usize) -> [Modules; 2] {
+    pub(super) fn expert_modules(&self, experts: Experts, expert: usize) -> [Modules; 2] {
         let Names { expert: names, stacked, .. } = self.shape.names;
         if let [up, down] = stacked {
             let names = MlpNames { up: slice::from_ref(up), down, channels: experts.intermediate };
@@ -284,12 +286,9 @@ impl TransformerBlock {
     /// The modules of the first block: attention's, and those of the feed-forward that all rows
     /// use.
     fn base_modules(&self) -> impl Iterator<Item = Modules> {
-        self.attention_modules().into_iter().chain(self.common_modules().into_iter().flatten())
-    }
-
-    /// The block's experts, if each has modules of its own. Only modules have adapters.
-    fn experts_apart(&self) -> Option<Experts> {
-        self.experts().filter(|_| self.shape.names.stacked.is_empty())
+        let of_feed_forward = self.common_modules().into_iter().flatten();
+        let of_input = self.input_modules().into_iter().flatten();
+        self.attention_modules().into_iter().chain(of_feed_forward).chain(of_input)
     }
 
     /// The modules of the block's products that may have adapters.
@@ -308,21 +307,11 @@ impl TransformerBlock {
         self.modules().flat_map(of).collect()
     }
 
-    /// The names of the experts' modules, of all experts in one list for each of the two products.
-    pub(crate) fn modules_of_experts(&self) -> Vec<Vec<String>> {
-        let Some(experts) = self.experts_apart() else { return Vec::new() };
-        let named = |product: usize| {
-            let of = |expert| self.expert_modules(experts, expert)[product].names();
-            (0..experts.count).flat_map(of).collect()
-        };
-        vec![named(0), named(1)]
-    }
-
-    fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
+    pub(super) fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
         self.shape.norm_tensors(&self.name(name), len, has_shift)
     }
 
-    fn product_tensors(&self, modules: &Modules) -> Vec<Tensor> {
+    pub(super) fn product_tensors(&self, modules: &Modules) -> Vec<Tensor> {
         let Modules { ref named, inputs, has_bias, init, stacked } = *modules;
         let is_transposed = self.shape.transposed && !stacked;
         let tensor = |index: usize, end: &str, shape, kind, init| {
@@ -385,7 +374,9 @@ impl TransformerBlock {
         all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, shifts)));
         let of_heads = names.qk_norm.map(|name| self.name(name));
         let qk_norm = self.qk_norm().into_iter();
-        all.extend(qk_norm.flat_map(|norm| self.shape.head_norm_tensors(norm, of_heads.clone())));
+        let of_norms = qk_norm
+            .flat_map(|norm| self.projected_shape().head_norm_tensors(norm, of_heads.clone()));
+        all.extend(of_norms.take(if self.reads_kv() { 1 } else { 2 }));
         let sinks =
             || Tensor::new(self.name(names.sinks), vec![self.shape.heads], Kind::Bias, normal);
         all.extend(self.shape.sinks.then(sinks));
@@ -393,6 +384,7 @@ impl TransformerBlock {
             || Tensor::new(self.name(names.output_scalar), vec![1], Kind::Buffer, Init::Ones);
         all.extend(self.shape.output_scalars.then(scalar));
         all.extend(self.linear_tensors());
+        all.extend(self.input_tensors());
         all.extend(self.adapter_tensors(self.base_modules()));
         all
     }
@@ -463,14 +455,25 @@ impl TransformerBlock {
             | NormPlaces::BeforeBoth
             | NormPlaces::BeforeEach => None,
         };
-        let qk_norm = self.qk_norm().map(|_| [next.view(), next.view()]);
+        let qk_norm = self.qk_norm().map(|_| {
+            let query = next.view();
+            [query, if self.reads_kv() { query } else { next.view() }]
+        });
         let sinks = sinks.then(|| next.view());
         let output_scalar = output_scalars.then(|| next.view());
         let linear = self.linear().map(|_| LinearTensors::next(|| next.view()));
+        let input_modules = self.input_modules();
+        let input = input_modules
+            .as_ref()
+            .map(|_| [(); 3].map(|()| Affine { weight: next.view(), bias: None }));
         let [of_qkv, of_projection] = self.attention_modules();
         let qkv = next.product(qkv, of_qkv);
         let projection = next.product(projection, of_projection);
         let mlp = mlp.zip(common).map(|(affines, modules)| next.mlp(affines, modules));
+        let input = input.zip(input_modules).map(|([gate, output, norm], [of_gate, of_output])| {
+            let gate = next.product(gate, of_gate);
+            InputTensors { gate, output: next.product(output, of_output), norm }
+        });
         let feed_forward = match router {
             Some(router) => FeedForward::Experts(ExpertWeights {
                 router,
@@ -490,6 +493,7 @@ impl TransformerBlock {
             sinks,
             output_scalar,
             linear,
+            input,
         }
     }
 }

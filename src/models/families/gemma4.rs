@@ -1,13 +1,13 @@
 //! Gemma 4, dense models of text (Gemma Team 2026): Gemma 3 with scales of norms as they are, norms
 //! of values, scores without a factor, a number that multiplies the output of each block, and, in
 //! blocks without a window, heads of another size, of which a part rotates with the frequencies of
-//! a whole one. There, values may be the keys before their norm.
+//! a whole one. There, values may be the keys before their norm. The small sizes (E2B, E4B) have
+//! inputs of each block, and their last blocks read keys and values of others.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::Names;
 use super::gemma3::{AROUND, with_norms_around};
 use super::llama::{read_shared, write_shared};
 use super::read::{
@@ -15,13 +15,22 @@ use super::read::{
     window_by_kinds, window_of_most, with_sizes, write_layer_types, wrong,
 };
 use super::rotary::{ROPE, rotary_by_kind, write_rotary_by_kind};
+use super::{InputNames, Names};
 use crate::kernels::{HeadValues, LogitForm, QkNorm, Rotary, RotaryScaling};
-use crate::models::{GlobalHeads, Head, Shape, Window};
+use crate::models::{BlockInputs, GlobalHeads, Head, Shape, SharedKv, Window};
 
 pub(super) static NAMES: Names = Names {
     family: "gemma4_text",
     qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
     output_scalar: "model.layers.{}.layer_scalar",
+    inputs: InputNames {
+        table: "model.embed_tokens_per_layer.weight",
+        projection: "model.per_layer_model_projection",
+        norm: "model.per_layer_projection_norm",
+        gate: "model.layers.{}.per_layer_input_gate",
+        output: "model.layers.{}.per_layer_projection",
+        output_norm: "model.layers.{}.post_per_layer_input_norm",
+    },
     class_out: "", // transformers has no such model
     token_classes: "",
     read,
@@ -30,7 +39,7 @@ pub(super) static NAMES: Names = Names {
 };
 
 /// transformers' defaults of sizes, which files may leave out.
-const ABSENT: [(&str, usize); 10] = [
+const ABSENT: [(&str, usize); 11] = [
     ("vocab_size", 262_144),
     ("hidden_size", 2304),
     ("intermediate_size", 9216),
@@ -40,10 +49,14 @@ const ABSENT: [(&str, usize); 10] = [
     ("head_dim", 256),
     ("max_position_embeddings", 131_072),
     ("sliding_window", 512),
-    (EMBEDDINGS, 256),
+    (INPUTS, 256),
+    (INPUT_VOCABULARY, 262_144),
 ];
 
-const EMBEDDINGS: &str = "hidden_size_per_layer_input";
+const INPUTS: &str = "hidden_size_per_layer_input";
+const INPUT_VOCABULARY: &str = "vocab_size_per_layer_input";
+const SHARED_KV: &str = "num_kv_shared_layers";
+const WIDE: &str = "use_double_wide_mlp";
 const BY_LAYER: &str = "per_layer_config";
 const CAP: &str = "final_logit_softcapping";
 const ONE_PROJECTION: &str = "attention_k_eq_v";
@@ -60,10 +73,12 @@ fn read(keys: &Keys) -> Result<Shape, String> {
     let bias = flag(keys, "attention_bias", false)?;
     let window = window(keys)?;
     let [rotary, window_rotary] = rotary(keys)?.map(Some);
+    let shape = Shape { window, ..shape };
     Ok(Shape {
         rotary,
         window_rotary,
-        window,
+        shared_kv: shared_kv(keys, &shape)?,
+        block_inputs: block_inputs(keys, &shape)?,
         values: HeadValues::Normed,
         global_heads: Some(global_heads(keys, window)?),
         norm_offset: 0.0,
@@ -80,15 +95,6 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 
 /// Refuses what some sizes of Gemma 4 have.
 fn refuse_parts(keys: &Keys) -> Result<(), String> {
-    let parts = [
-        (EMBEDDINGS, "blocks with embeddings of their own (E2B, E4B)"),
-        ("num_kv_shared_layers", "blocks with keys and values of other blocks (E2B, E4B)"),
-    ];
-    for (key, what) in parts {
-        if let Some(size) = size_or_none(keys, key)?.filter(|size| *size > 0) {
-            return Err(format!("{key} is {size}: {what} are not built, only 0 is"));
-        }
-    }
     if flag(keys, "enable_moe_block", false)? {
         return Err(
             "enable_moe_block is true: blocks with experts beside their feed-forward (26B-A4B) \
@@ -105,6 +111,55 @@ fn refuse_parts(keys: &Keys) -> Result<(), String> {
              which tokens of text see no later ones"
         )),
     }
+}
+
+/// The most blocks that may have inputs: more than any model has.
+const MOST_BLOCKS: usize = 1 << 12;
+
+/// The inputs of blocks.
+fn block_inputs(keys: &Keys, shape: &Shape) -> Result<Option<BlockInputs>, String> {
+    let channels = size(keys, INPUTS)?;
+    if channels == 0 {
+        return Ok(None);
+    }
+    let Shape { layers, vocabulary: tokens, .. } = *shape;
+    if channels > 1 << 16 || layers > MOST_BLOCKS {
+        return Err(format!(
+            "{INPUTS} is {channels}, and num_hidden_layers {layers}: at most {} channels and \
+             {MOST_BLOCKS} blocks are built",
+            1 << 16
+        ));
+    }
+    let vocabulary = size(keys, INPUT_VOCABULARY)?;
+    if !(tokens..=1 << 24).contains(&vocabulary) {
+        return Err(format!(
+            "{INPUT_VOCABULARY} is {vocabulary}, and vocab_size {tokens}: only as many or more are \
+             built, so that each token has a row, at most {}",
+            1 << 24
+        ));
+    }
+    Ok(Some(BlockInputs { vocabulary, channels }))
+}
+
+/// The blocks that read keys and values of others. As in transformers, there are blocks of each
+/// kind in front of them.
+fn shared_kv(keys: &Keys, shape: &Shape) -> Result<Option<SharedKv>, String> {
+    let wide = flag(keys, WIDE, false)?;
+    let count = size_or_none(keys, SHARED_KV)?.unwrap_or(0);
+    if count == 0 {
+        return Ok(None);
+    }
+    let layers = shape.layers;
+    let from = layers.saturating_sub(count);
+    let slides = |block| shape.has_window(block);
+    let has_source = |block| (0..from).any(|other| slides(other) == slides(block));
+    if count > layers || !(from..layers).all(has_source) {
+        return Err(format!(
+            "{SHARED_KV} is {count} of {layers} blocks: in front of these there must be a block of \
+             each of their layer_types, whose keys and values they read"
+        ));
+    }
+    Ok(Some(SharedKv { from, wide }))
 }
 
 /// The window. As in transformers, the last block never has it.
@@ -212,7 +267,12 @@ fn write(shape: &Shape) -> Value {
     config["hidden_activation"] = shape.activation.name().into();
     config[CAP] = shape.logits.cap.into();
     config["sliding_window"] = shape.window.map(|window| window.positions).into();
-    config[EMBEDDINGS] = 0.into();
+    config[INPUTS] = shape.block_inputs.map_or(0, |inputs| inputs.channels).into();
+    if let Some(inputs) = shape.block_inputs {
+        config[INPUT_VOCABULARY] = inputs.vocabulary.into();
+    }
+    config[SHARED_KV] = shape.shared_kv.map_or(0, |shared| shape.layers - shared.from).into();
+    config[WIDE] = shape.shared_kv.is_some_and(|shared| shared.wide).into();
     write_layer_types(shape, &mut config);
     if let Some(GlobalHeads { kv_heads, head_size, values }) = shape.global_heads {
         config[ONE_PROJECTION] = (values == HeadValues::Keys).into();
@@ -243,7 +303,7 @@ mod tests {
         older.insert("num_global_key_value_heads".into(), 1.into());
         let shape = read(&newer).expect("it is built");
         assert_eq!(read(&older).expect("it is built"), shape);
-        let [slides, global] = [0, 1].map(|block| shape.with_heads_of(block));
+        let [slides, global] = [0, 1].map(|block| shape.of_block(block));
         assert_eq!([slides.head_size, slides.qkv()], [12, 96]);
         assert_eq!([global.head_size, global.qkv(), global.projected_qkv()], [20, 120, 100]);
         let written = write(&shape);
@@ -269,7 +329,7 @@ mod tests {
                 "num_attention_heads": 2,
                 "num_key_value_heads": 2,
                 "head_dim": 12,
-                EMBEDDINGS: 0,
+                INPUTS: 0,
                 BY_LAYER: by_layer,
             });
             let shape = read(config.as_object().expect("it is an object"));
@@ -291,7 +351,7 @@ mod tests {
             "global_head_dim": 512,
             "head_dim": 256,
             "hidden_size": 5376,
-            EMBEDDINGS: 0,
+            INPUTS: 0,
             "intermediate_size": 21_504,
             "layer_types": layers.collect::<Vec<_>>(),
             "num_attention_heads": 32,
@@ -303,7 +363,7 @@ mod tests {
             "use_bidirectional_attention": "vision",
         });
         let shape = read(config.as_object().expect("it is an object")).expect("it is built");
-        let [slides, global] = [4, 5].map(|block| shape.with_heads_of(block));
+        let [slides, global] = [4, 5].map(|block| shape.of_block(block));
         assert_eq!([slides.kv_heads, slides.head_size], [16, 256]);
         assert_eq!([global.kv_heads, global.head_size], [4, 512]);
         assert_eq!(global.values, HeadValues::Keys);

@@ -41,6 +41,8 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         head_size: hidden / heads.max(1),
         values: HeadValues::Plain,
         global_heads: None,
+        shared_kv: None,
+        block_inputs: None,
         intermediate,
         experts: None,
         vocabulary,

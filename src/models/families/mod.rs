@@ -75,6 +75,23 @@ impl LinearNames {
     }
 }
 
+/// The names of what blocks' inputs need. `{}` stands for the number of a block.
+#[derive(Clone, Copy, Debug)]
+pub struct InputNames {
+    /// The table of tokens. The name is complete.
+    pub table: &'static str,
+    /// The product of embeddings, to the inputs of all blocks.
+    pub projection: &'static str,
+    /// Its norm.
+    pub norm: &'static str,
+    /// The product of hidden states that a block multiplies its input by.
+    pub gate: &'static str,
+    /// The product onto hidden states.
+    pub output: &'static str,
+    /// The norm of that.
+    pub output_norm: &'static str,
+}
+
 /// The tensor names of a family. `{}` stands for the number of a transformer block. Names of layers
 /// have no `.weight` or `.bias`; names of tables and of `head_bias` are complete. A layer that the
 /// family does not have is named "".
@@ -126,6 +143,8 @@ pub struct Names {
     pub sinks: &'static str,
     /// Those of linear attention.
     pub linear: LinearNames,
+    /// Those of blocks' inputs.
+    pub inputs: InputNames,
     /// The gate, the up projection and the down projection of the shared expert.
     pub shared: [&'static str; 3],
     /// The layer whose sigmoid multiplies the output of the shared expert.
@@ -230,6 +249,9 @@ impl Names {
 const NO_LINEAR: LinearNames =
     LinearNames { projection: &[], convolution: "", log: "", bias: "", norm: "", output: "" };
 
+const NO_INPUTS: InputNames =
+    InputNames { table: "", projection: "", norm: "", gate: "", output: "", output_norm: "" };
+
 /// Names of a family without any layers, which each family fills in.
 const NONE: Names = Names {
     family: "",
@@ -253,6 +275,7 @@ const NONE: Names = Names {
     output_scalar: "",
     sinks: "",
     linear: NO_LINEAR,
+    inputs: NO_INPUTS,
     shared: ["", "", ""],
     shared_gate: "",
     final_norm: "",

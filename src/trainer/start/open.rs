@@ -175,7 +175,7 @@ impl CheckedRun {
         let is_delayed = run.config.schedule.delay().is_some();
         let eps = match place {
             Place::Memory => {
-                let tiles = is_delayed.then(|| largest.tiles.len());
+                let tiles = is_delayed.then(|| largest.tables.len());
                 Eps::in_memory(blocks, states, region, tiles)
             }
             Place::Unnamed(path) => {

@@ -1,5 +1,5 @@
-//! The embedding, which the host computes: rows of the vocabulary for the tokens of a batch, and
-//! the sums of their gradients.
+//! The embedding, which the host computes: rows of tables for the tokens of a batch, and the sums
+//! of their gradients.
 
 use l2l_actors::schedule::{BlockId, MicroBatch, Role, Share};
 use l2l_actors::work::{GradientAt, MasterAt};
@@ -38,27 +38,25 @@ impl HostLanes {
         }
     }
 
-    /// Copies the rows of a micro-batch's tokens that lie in a block's tile of the vocabulary.
-    /// `stored` is the published block.
+    /// Copies the rows of a micro-batch's tokens that lie in a block's tile of a table. `stored` is
+    /// the published block.
     fn gather_block(&self, at: &HostVisit<'_>, m: MicroBatch, block: BlockId, stored: &[f32]) {
         let model = &*self.shared.model;
         let schedule = at.schedule();
-        let tile = at.visit.blocks.iter().position(|&id| id == block);
-        let tile = model.tiles[tile.expect("a share is of the visit's blocks")];
+        let place = &model.tables[block.0 as usize];
         let boundary = schedule.with_role(&at.visit.writes, Role::Hidden);
         let boundary = boundary.expect("a gather writes hidden states");
         let x = at.stashed_mut(boundary, m);
-        let channels = model.shape.embedding_width();
+        let channels = place.columns.len();
         let rows = Gathered {
             tokens: &at.state.input.batch.tokens[at.state.range(m).rows],
             table: self.shared.eps.table_rows(&model.blocks[block.0 as usize], stored),
-            tile,
-            channels,
-            scale: model.shape.embedding_scale,
+            place,
+            width: model.shape.gathered_width(),
         };
         let alpha = self.neftune_alpha;
-        let noise = (alpha > 0.0 && at.state.input.purpose.trains())
-            .then(|| at.state.view(m, self.shared.seed));
+        let is_noisy = alpha > 0.0 && at.state.input.purpose.trains() && place.is_of_tokens;
+        let noise = is_noisy.then(|| at.state.view(m, self.shared.seed));
         // Noise depends on the length of the whole sequence.
         let noise = noise.map(|batch| {
             let first = batch.row_range().start;
@@ -110,16 +108,16 @@ impl HostLanes {
                 &mut region[..]
             }
         };
-        let tile = shared.model.tiles[block.0 as usize];
-        let channels = shared.model.shape.embedding_width();
+        let place = &shared.model.tables[block.0 as usize];
         // Each rank has its own part of the table.
         let from = shared.eps.parts().map_or(0, |parts| parts.own(block).start);
-        let floats = (tile.rows * channels).saturating_sub(from).min(gradient.len());
+        let floats = place.tile.rows * place.columns.len();
+        let floats = floats.saturating_sub(from).min(gradient.len());
         let (rows, rest) = gradient.split_at_mut(floats);
         if first {
             rest.fill(0.0);
         }
-        let table = Table { rows, from, first: tile.first, is_new: first };
+        let table = Table { rows, from, place, is_new: first };
         let received = shared.embedding_rows.read().expect("nothing panics inside");
         let of_micro_batch = |m: MicroBatch| (at.stashed(boundary, m), state.range(m).rows.len());
         let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.input.dealt {
@@ -132,8 +130,8 @@ impl HostLanes {
             Some(dealt) => (vec![(&received, dealt.rows.len())], &dealt.tokens),
         };
         let level = shared.threads.level;
-        let scale = shared.model.shape.embedding_scale;
-        let rows = Scattered { level, tokens, dx: &dx, channels, scale };
+        let width = shared.model.shape.gathered_width();
+        let rows = Scattered { level, tokens, dx: &dx, width };
         let packing = shared.packing(schedule.boundary(boundary));
         shared.threads.install(|| rows.add(table, packing));
         self.measure(block, gradient)

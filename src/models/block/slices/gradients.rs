@@ -87,7 +87,7 @@ impl SlicedPass<'_> {
             let state = &self.slice(slice).chunk_state;
             let chunk_kv = state.as_ref().map(ChunkState::seen_in_backward);
             let g = &ChunkGradients { d, chunk_kv, passed: None, ..*g };
-            let kv = KvViews::new(None, *state);
+            let kv = KvViews::new(None, *state, None);
             let pass = self.pass(slice, w, kv);
             let dqkv = pass.heads_backward(g, dy, scratch);
             let partial = self.take_partial(slice, sums.input, scratch);
