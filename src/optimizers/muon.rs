@@ -132,11 +132,11 @@ impl Muon {
 /// G of its shorter side and P = a I + b G + c G², x becomes P x (or x P), and so G becomes P² G.
 /// Polynomials of G are symmetric and commute, so several iterations need products of the shorter
 /// side alone: their P are multiplied, then `x` moves once. `other` has the size of `x`.
-fn orthogonalise<'a>(
+fn orthogonalise(
     level: Level,
     Sizes { rows, columns }: Sizes,
-    [mut x, mut other, gram, polynomial, mut moves, mut room]: [&'a mut [f32]; 6],
-) -> &'a mut [f32] {
+    [mut x, mut other, gram, polynomial, mut moves, mut room]: [&mut [f32]; 6],
+) -> &mut [f32] {
     let is_tall = rows > columns;
     let short = rows.min(columns);
     let square = |a: &[f32], b: &[f32], to: &mut [f32]| {
