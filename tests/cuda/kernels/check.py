@@ -80,6 +80,8 @@ SPILLS = {
     ("attention_backward_keys_256", 15): 32,
     ("attention_backward_queries", 32, 70): 624,
     ("attention_backward_keys", 32, 70): 116,
+    ("attention_backward_keys_wide", 32, 70): 116,
+    ("attention_backward_keys_wide", 15, 70): 116,
     # On sm_70 and sm_75, what is copied to shared memory goes through registers.
     ("attention_64", 15, 70): 352,
     ("attention_128", 15, 70): 64,
