@@ -11,7 +11,7 @@ use l2l_actors::schedule::{Boundary, Input, Role};
 use super::TransformerBlock;
 use super::chunk::ChunkPass;
 use crate::kernels::{
-    AddColumns, AttentionShape, BatchView, Cast, CopyColumns, HeadValues, ReadKv, TakeColumns,
+    AddColumns, AttentionShape, BatchView, Cast, CopyColumns, HeadValues, TakeColumns,
 };
 use crate::models::block_inputs::number_of;
 use crate::models::layer::Layer;
@@ -128,9 +128,9 @@ impl ChunkPass<'_> {
     /// Queries with the keys and values of another block behind them.
     pub(super) fn beside_kv(&self, queries: View, kv: View) -> View {
         let qkv = self.rotated;
-        let columns = queries.columns;
-        self.k.copy_columns(&CopyColumns { y: qkv, x: queries, to: 0, from: 0, columns });
-        self.k.read_kv(&ReadKv { qkv, kv, shape: self.block.attention(&self.batch) });
+        for (to, x) in [(0, queries), (queries.columns, kv)] {
+            self.k.copy_columns(&CopyColumns { y: qkv, x, to, from: 0, columns: x.columns });
+        }
         qkv
     }
 
