@@ -21,7 +21,8 @@ pub struct WriteKv<'a> {
 pub struct ReadKv<'a> {
     /// Output: queries, keys and values side by side. (R, (H + 2 K) D).
     pub qkv: View,
-    /// Input: keys and values side by side; floats, or of the dtype of `qkv`. (R, 2 K D).
+    /// Input: keys and values side by side. Floats; on the CPU also of the dtype of `qkv`.
+    /// (R, 2 K D).
     pub kv: View,
     /// Sizes.
     pub shape: AttentionShape<'a>,

@@ -6,7 +6,8 @@
 //! of each anchor's own positive among them, of scores `scale` · cos.
 //!
 //! Scores are computed for some anchors and all candidates at a time, so no matrix of all anchors
-//! by all candidates is in memory. The order of every sum follows from the records alone.
+//! by all candidates is in memory. The order of every sum follows from the records and
+//! the instruction set alone.
 
 use std::collections::HashMap;
 

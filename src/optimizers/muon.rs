@@ -48,8 +48,8 @@ pub struct Muon {
 const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
 const ITERATIONS: usize = 5;
 
-/// Behind how many iterations the matrix itself moves. In between, rounding of its small singular
-/// values grows by a factor of up to 12 an iteration.
+/// Iterations before each move of the matrix itself. Rounding of its small singular values grows by
+/// a factor of up to 12 in each of them.
 const TURNS: [usize; 2] = [2, ITERATIONS - 2];
 
 /// A matrix is divided by its norm, or by this if the norm is less.
