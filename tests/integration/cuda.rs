@@ -172,7 +172,7 @@ fn a_plan_fills_what_a_gpu_has_free() {
 #[test]
 fn nvrtc_of_python_packages_compiles_all_kernels() {
     let Ok(folders) = std::env::var("L2L_NVRTC") else { return };
-    let mut dtypes = vec![("f32", 4)];
+    let mut dtypes = vec![("f32", 7)];
     dtypes.extend(crate::whole().then_some(("bf16", 13)));
     for of_nvrtc in folders.split(':') {
         let folder = tempfile::tempdir().expect("a place for files");
