@@ -18,6 +18,9 @@ pub(crate) enum Level {
     /// AVX-512 F, BW, DQ, VL and more.
     #[cfg(target_arch = "x86_64")]
     Avx512(pulp::x86::V4),
+    /// AVX-512 with products of bf16: other loops are those of `Avx512`.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(pulp::x86::V4),
     /// NEON, which every processor of AArch64 has: other loops than products are those of
     /// `Portable`.
     #[cfg(target_arch = "aarch64")]
@@ -31,7 +34,11 @@ impl Level {
         #[cfg(target_arch = "x86_64")]
         {
             levels.extend(pulp::x86::V3::try_new().map(Level::Avx2));
-            levels.extend(pulp::x86::V4::try_new().map(Level::Avx512));
+            let avx512 = pulp::x86::V4::try_new();
+            levels.extend(avx512.map(Level::Avx512));
+            if is_x86_feature_detected!("avx512bf16") {
+                levels.extend(avx512.map(Level::Avx512Bf16));
+            }
         }
         #[cfg(target_arch = "aarch64")]
         levels.push(Level::Neon);
@@ -51,6 +58,8 @@ impl Level {
             Level::Avx2(_) => "AVX2",
             #[cfg(target_arch = "x86_64")]
             Level::Avx512(_) => "AVX-512",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Bf16(_) => "AVX-512 with BF16",
             #[cfg(target_arch = "aarch64")]
             Level::Neon => "NEON",
         }
@@ -75,7 +84,7 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(simd) => simd.vectorize(Body(body)),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512(simd) => simd.vectorize(Body(body)),
+            Level::Avx512(simd) | Level::Avx512Bf16(simd) => simd.vectorize(Body(body)),
             #[cfg(target_arch = "aarch64")]
             Level::Neon => body(),
         }

@@ -5,6 +5,8 @@ use std::arch::aarch64::*;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 use std::array;
+#[cfg(target_arch = "x86_64")]
+use std::mem::transmute;
 
 /// The largest tile of all: rows and columns.
 pub(super) const LARGEST: [usize; 2] = [14, 32];
@@ -23,13 +25,15 @@ pub(super) struct Target {
 pub(super) trait MicroKernel {
     const ROWS: usize;
     const COLUMNS: usize;
+    /// Elements along the depth in a slot of 32 bits: a float, or two of bf16 ([`pair`]).
+    const TERMS: usize;
 
-    /// c (+)= a b, for the first `rows` rows of a tile. b: (depth, COLUMNS), dense.
+    /// c (+)= a b, for the first `rows` rows of a tile. b: (steps, COLUMNS) slots, dense.
     ///
     /// # Safety
-    /// The processor has the instructions; a has `rows` rows, from 1 to ROWS, and `depth` columns,
-    /// and b has `depth` rows; no other thread uses the tile c.
-    unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, depth: usize);
+    /// The processor has the instructions; a has `rows` rows, from 1 to ROWS, and `steps` columns,
+    /// and b has `steps` rows; no other thread uses the tile c.
+    unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, steps: usize);
 
     /// Transposes 8 by 8 elements. Rows are `from_by` and `to_by` apart.
     ///
@@ -43,7 +47,14 @@ pub(super) trait MicroKernel {
     }
 }
 
-/// Rows of a.
+/// Two elements of bf16 in a slot. The first is added to a sum first: AVX512-BF16 begins with the
+/// high half.
+#[inline(always)]
+pub(super) fn pair(first: u16, second: u16) -> f32 {
+    f32::from_bits(u32::from(first) << 16 | u32::from(second))
+}
+
+/// Rows of a, in slots.
 #[derive(Clone, Copy)]
 pub(super) enum Left {
     /// Row-major, with rows `by` apart.
@@ -53,30 +64,37 @@ pub(super) enum Left {
 }
 
 /// A tile as arrays, from which the compiler makes vector instructions.
-pub(super) struct Arrays<const ROWS: usize, const COLUMNS: usize>;
+pub(super) struct Arrays<const ROWS: usize, const COLUMNS: usize, const TERMS: usize>;
 
 /// A tile for 16 registers of four floats each.
-pub(super) type Portable = Arrays<4, 8>;
+pub(super) type Portable = Arrays<4, 8, 1>;
 
-impl<const ROWS: usize, const COLUMNS: usize> MicroKernel for Arrays<ROWS, COLUMNS> {
+impl<const ROWS: usize, const COLUMNS: usize, const TERMS: usize> MicroKernel
+    for Arrays<ROWS, COLUMNS, TERMS>
+{
     const ROWS: usize = ROWS;
     const COLUMNS: usize = COLUMNS;
+    const TERMS: usize = TERMS;
 
     /// Of a short tile it computes the last row several times, and writes it once.
-    unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, depth: usize) {
+    unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, steps: usize) {
         let (at, rows_by, columns_by) = match a {
             Left::Rows { at, by } => (at, by, 1),
             Left::Panel { at } => (at, 1, ROWS),
         };
         let offsets: [usize; ROWS] = array::from_fn(|i| i.min(rows - 1) * rows_by);
         let mut tile = [[0.0_f32; COLUMNS]; ROWS];
-        for p in 0..depth {
+        for p in 0..steps {
             // SAFETY: a row of b, which is dense.
             let b = unsafe { *b.add(p * COLUMNS).cast::<[f32; COLUMNS]>() };
             for (row, offset) in tile.iter_mut().zip(offsets) {
                 // SAFETY: an element of a.
                 let one = unsafe { *at.add(offset + p * columns_by) };
-                row.iter_mut().zip(b).for_each(|(sum, b)| *sum += one * b);
+                for term in 0..TERMS {
+                    let one = of_slot::<TERMS>(one, term);
+                    let b = b.iter().map(|slot| of_slot::<TERMS>(*slot, term));
+                    row.iter_mut().zip(b).for_each(|(sum, b)| *sum += one * b);
+                }
             }
         }
         for (i, row) in tile.iter().take(rows).enumerate() {
@@ -87,13 +105,24 @@ impl<const ROWS: usize, const COLUMNS: usize> MicroKernel for Arrays<ROWS, COLUM
     }
 }
 
+/// One element of a slot.
+#[inline(always)]
+fn of_slot<const TERMS: usize>(slot: f32, term: usize) -> f32 {
+    match (TERMS, term) {
+        (1, _) => slot,
+        (_, 0) => f32::from_bits(slot.to_bits() & 0xffff_0000),
+        _ => f32::from_bits(slot.to_bits() << 16),
+    }
+}
+
 /// A micro-kernel of two vectors a row. All loops over the tile run to constants, so that the
 /// compiler unrolls them and keeps the sums in registers. It is compiled for each number of rows,
 /// so a short tile at the end of a few rows costs what its rows cost.
 #[cfg(any(target_arch = "aarch64", target_arch = "x86_64"))]
 macro_rules! two_vectors {
     (
-        $kernel:ident, $rows:literal [$($height:literal)*], $lanes:literal, $features:literal,
+        $kernel:ident, $rows:literal [$($height:literal)*], $lanes:literal, $terms:literal,
+        $features:literal,
         $zero:ident, $load:ident, $splat:ident, $add:ident, $multiply_add:ident, $store:ident
         $(, $transpose_8:ident)?
     ) => {
@@ -107,12 +136,12 @@ macro_rules! two_vectors {
                 mut column: *const f32,
                 by: usize,
                 mut row: *const f32,
-                depth: usize,
+                steps: usize,
             ) {
                 let (rows_by, columns_by) = if PANEL { (1, $rows) } else { (by, 1) };
                 let mut tile = [[$zero(); 2]; HEIGHT];
-                for _ in 0..depth {
-                    // SAFETY: elements of a column of a, and of a row of b.
+                for _ in 0..steps {
+                    // SAFETY: slots of a column of a, and of a row of b.
                     unsafe {
                         let b = [$load(row), $load(row.add($lanes))];
                         for i in 0..HEIGHT {
@@ -139,18 +168,19 @@ macro_rules! two_vectors {
         impl MicroKernel for $kernel {
             const ROWS: usize = $rows;
             const COLUMNS: usize = 2 * $lanes;
+            const TERMS: usize = $terms;
 
             #[inline(always)]
-            unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, depth: usize) {
+            unsafe fn multiply(c: Target, a: Left, b: *const f32, rows: usize, steps: usize) {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match (rows, a) {
                         $(
                             ($height, Left::Rows { at, by }) => {
-                                Self::sum::<false, $height>(c, at, by, b, depth);
+                                Self::sum::<false, $height>(c, at, by, b, steps);
                             }
                             ($height, Left::Panel { at }) => {
-                                Self::sum::<true, $height>(c, at, 1, b, depth);
+                                Self::sum::<true, $height>(c, at, 1, b, steps);
                             }
                         )*
                         _ => unreachable!("{rows} rows of a tile of {}", $rows),
@@ -183,6 +213,7 @@ two_vectors!(
     Avx2,
     6 [1 2 3 4 5 6],
     8,
+    1,
     "avx2,fma",
     _mm256_setzero_ps,
     _mm256_loadu_ps,
@@ -202,6 +233,7 @@ two_vectors!(
     Avx512,
     14 [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
     16,
+    1,
     "avx512f",
     _mm512_setzero_ps,
     _mm512_loadu_ps,
@@ -212,6 +244,38 @@ two_vectors!(
     transpose_8_avx2
 );
 
+/// AVX-512, for pairs of bf16.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Avx512Bf16;
+
+#[cfg(target_arch = "x86_64")]
+two_vectors!(
+    Avx512Bf16,
+    14 [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    16,
+    2,
+    "avx512f,avx512bf16",
+    _mm512_setzero_ps,
+    _mm512_loadu_ps,
+    _mm512_set1_ps,
+    _mm512_add_ps,
+    multiply_add_pairs,
+    _mm512_storeu_ps,
+    transpose_8_avx2
+);
+
+/// c + a b for the high half of each slot, then for the low half. A product of two elements is
+/// exact, so each sum is that of `_mm512_fmadd_ps`; but elements and sums below f32's normal range
+/// count as zero.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+#[inline]
+fn multiply_add_pairs(a: __m512, b: __m512, c: __m512) -> __m512 {
+    // SAFETY: all bits of a vector are elements of bf16.
+    let [a, b] = [a, b].map(|slots| unsafe { transmute::<__m512, __m512bh>(slots) });
+    _mm512_dpbf16_ps(c, a, b)
+}
+
 /// NEON: 24 of 32 registers are sums.
 #[cfg(target_arch = "aarch64")]
 pub(super) struct Neon;
@@ -221,6 +285,7 @@ two_vectors!(
     Neon,
     12 [1 2 3 4 5 6 7 8 9 10 11 12],
     4,
+    1,
     "neon",
     zero_neon,
     vld1q_f32,

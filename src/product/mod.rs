@@ -43,7 +43,8 @@ const SHARES: usize = 4;
 /// The most rows of a that are multiplied with a sliver in turn.
 const GROUP: usize = 72;
 
-/// The elements of a matrix. Those of 16 bits are widened while they are packed.
+/// The elements of a matrix. Those of 16 bits are widened while they are packed, if the
+/// micro-kernel computes with floats.
 #[derive(Clone, Copy)]
 pub(crate) enum Elements<'a> {
     Floats(&'a [f32]),
@@ -98,6 +99,21 @@ impl<'a> Elements<'a> {
         let mut one = [0.0];
         self.copy(at, &mut one);
         one[0]
+    }
+
+    /// Adds the elements from `at` on to as many sums.
+    #[inline(always)]
+    pub(crate) fn add_to(self, sums: &mut [f32], at: usize) {
+        const FEW: usize = 64;
+        if let Elements::Floats(all) = self {
+            return sums.iter_mut().zip(&all[at..]).for_each(|(sum, x)| *sum += x);
+        }
+        let mut few = [0.0; FEW];
+        for (index, sums) in sums.chunks_mut(FEW).enumerate() {
+            let few = &mut few[..sums.len()];
+            self.copy(at + index * FEW, few);
+            sums.iter_mut().zip(few).for_each(|(sum, x)| *sum += *x);
+        }
     }
 }
 
@@ -279,6 +295,11 @@ impl Product<'_> {
         // Two tasks a thread, so that a slow thread does not hold up the others for long.
         let down = (2 * threads).div_ceil(across).min(self.rows.div_ceil(GROUP));
         (self.rows.div_ceil(down), wide)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn is_bf16(self) -> bool {
+        matches!([self.a, self.b].map(|of| of.elements), [Elements::Bf16(_), Elements::Bf16(_)])
     }
 
     fn part(self, row: usize, column: usize, rows: usize, columns: usize) -> Self {

@@ -1,91 +1,170 @@
-//! Copies of a and b in the order in which a micro-kernel reads them.
+//! Copies of a and b in the order in which a micro-kernel reads them, as slots of its elements.
 
-use super::micro_kernel::MicroKernel;
+use super::micro_kernel::{MicroKernel, pair};
 use super::{Elements, Matrix};
 
-/// b as (sliver, depth, COLUMNS), with zeros behind its last column.
+/// b as (sliver, steps, COLUMNS), with zeros behind its last column and row.
 #[inline(always)]
 pub(super) fn slivers<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, depth: usize, columns: usize) {
-    let to = &mut to[..columns.next_multiple_of(K::COLUMNS) * depth];
+    let steps = depth.div_ceil(K::TERMS);
+    let to = &mut to[..columns.next_multiple_of(K::COLUMNS) * steps];
     let whole = columns / K::COLUMNS * K::COLUMNS;
+    let lines = Lines { elements: b.elements, by: [b.rows_by, b.columns_by], depth };
     if b.columns_by == 1 {
-        for p in 0..depth {
+        for step in 0..steps {
             for (sliver, column) in (0..whole).step_by(K::COLUMNS).enumerate() {
-                let to = &mut to[(sliver * depth + p) * K::COLUMNS..][..K::COLUMNS];
-                b.elements.copy(p * b.rows_by + column, to);
+                let to = &mut to[(sliver * steps + step) * K::COLUMNS..][..K::COLUMNS];
+                lines.neighbors::<K>(to, step, column);
             }
         }
     } else {
-        for (sliver, to) in to.chunks_exact_mut(depth * K::COLUMNS).enumerate() {
-            if (sliver + 1) * K::COLUMNS <= whole {
-                transposed::<K>(to, b.from(0, sliver * K::COLUMNS), depth);
-            }
+        let slivers = to[..whole * steps].chunks_exact_mut(steps * K::COLUMNS);
+        for (sliver, to) in slivers.enumerate() {
+            transposed::<K>(to, lines, sliver * K::COLUMNS);
         }
     }
-    if whole < columns {
-        edge::<K>(&mut to[whole * depth..], b.from(0, whole), columns - whole);
+    for (step, to) in to[whole * steps..].chunks_exact_mut(K::COLUMNS).enumerate() {
+        for (column, to) in (whole..).zip(to) {
+            *to = if column < columns { lines.slot::<K>(step, column) } else { 0.0 };
+        }
     }
 }
 
 /// One whole sliver of a b whose columns are not neighbors.
 #[inline(always)]
-fn transposed<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, depth: usize) {
-    let in_eights = if b.rows_by == 1 { depth / 8 * 8 } else { 0 };
+fn transposed<K: MicroKernel>(to: &mut [f32], lines: Lines<'_>, first: usize) {
+    let in_eights = if lines.by[0] == 1 { lines.depth / K::TERMS / 8 * 8 } else { 0 };
     for column in (0..K::COLUMNS).step_by(8) {
-        for p in (0..in_eights).step_by(8) {
-            let at = column * b.columns_by + p;
+        for step in (0..in_eights).step_by(8) {
             let mut eight = [0.0; 64];
-            let (from, by) = match b.elements {
-                Elements::Floats(all) => (&all[at..][..7 * b.columns_by + 8], b.columns_by),
-                elements => {
+            let (from, by) = match lines.elements {
+                Elements::Floats(all) => {
+                    let [_, by] = lines.by;
+                    (&all[lines.at(step, first + column)..][..7 * by + 8], by)
+                }
+                _ => {
                     for (row, to) in eight.chunks_exact_mut(8).enumerate() {
-                        elements.copy(at + row * b.columns_by, to);
+                        lines.along::<K>(to, step, first + column + row);
                     }
                     (&eight[..], 8)
                 }
             };
-            let to = &mut to[p * K::COLUMNS + column..][..7 * K::COLUMNS + 8];
+            let to = &mut to[step * K::COLUMNS + column..][..7 * K::COLUMNS + 8];
             // SAFETY: the slices hold eight rows of eight; this level's instructions are there.
             unsafe { K::transpose_8(to.as_mut_ptr(), K::COLUMNS, from.as_ptr(), by) };
         }
     }
-    for (p, to) in to.chunks_exact_mut(K::COLUMNS).enumerate().skip(in_eights) {
-        for (column, to) in to.iter_mut().enumerate() {
-            *to = b.elements.one(p * b.rows_by + column * b.columns_by);
+    for (step, to) in to.chunks_exact_mut(K::COLUMNS).enumerate().skip(in_eights) {
+        for (column, to) in (first..).zip(to) {
+            *to = lines.slot::<K>(step, column);
         }
     }
 }
 
-/// The last sliver, if it is not whole.
+/// a as (rows, steps). Its columns are neighbors.
 #[inline(always)]
-fn edge<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, columns: usize) {
-    for (p, to) in to.chunks_exact_mut(K::COLUMNS).enumerate() {
-        for (column, to) in to.iter_mut().enumerate() {
-            let inside = column < columns;
-            let at = p * b.rows_by + column * b.columns_by;
-            *to = if inside { b.elements.one(at) } else { 0.0 };
-        }
+pub(super) fn rows<'t, K: MicroKernel>(
+    to: &'t mut [f32],
+    a: Matrix<'_>,
+    depth: usize,
+    rows: usize,
+) -> &'t [f32] {
+    let steps = depth.div_ceil(K::TERMS);
+    let lines = Lines { elements: a.elements, by: [a.columns_by, a.rows_by], depth };
+    let to = &mut to[..rows * steps];
+    for (row, to) in to.chunks_exact_mut(steps).enumerate() {
+        lines.along::<K>(to, 0, row);
     }
+    to
 }
 
-/// a as (panel, depth, ROWS), with zeros behind its last row.
+/// a as (panel, steps, ROWS), with zeros behind its last row and column.
 #[inline(always)]
-pub(super) fn panels<K: MicroKernel>(to: &mut [f32], a: Matrix<'_>, depth: usize, rows: usize) {
-    let to = &mut to[..rows.next_multiple_of(K::ROWS) * depth];
+pub(super) fn panels<'t, K: MicroKernel>(
+    to: &'t mut [f32],
+    a: Matrix<'_>,
+    depth: usize,
+    rows: usize,
+) -> &'t [f32] {
+    let steps = depth.div_ceil(K::TERMS);
+    let lines = Lines { elements: a.elements, by: [a.columns_by, a.rows_by], depth };
+    let to = &mut to[..rows.next_multiple_of(K::ROWS) * steps];
     let whole = if a.rows_by == 1 { rows / K::ROWS * K::ROWS } else { 0 };
-    for p in 0..depth {
+    for step in 0..steps {
         for (panel, row) in (0..whole).step_by(K::ROWS).enumerate() {
-            let to = &mut to[(panel * depth + p) * K::ROWS..][..K::ROWS];
-            a.elements.copy(p * a.columns_by + row, to);
+            lines.neighbors::<K>(&mut to[(panel * steps + step) * K::ROWS..][..K::ROWS], step, row);
         }
     }
-    for (panel, to) in to.chunks_exact_mut(K::ROWS * depth).enumerate().skip(whole / K::ROWS) {
-        for (p, to) in to.chunks_exact_mut(K::ROWS).enumerate() {
-            for (i, to) in to.iter_mut().enumerate() {
-                let row = panel * K::ROWS + i;
-                let at = row * a.rows_by + p * a.columns_by;
-                *to = if row < rows { a.elements.one(at) } else { 0.0 };
+    for (panel, to) in to.chunks_exact_mut(K::ROWS * steps).enumerate().skip(whole / K::ROWS) {
+        for (step, to) in to.chunks_exact_mut(K::ROWS).enumerate() {
+            for (row, to) in (panel * K::ROWS..).zip(to) {
+                *to = if row < rows { lines.slot::<K>(step, row) } else { 0.0 };
             }
+        }
+    }
+    to
+}
+
+/// The rows of a, or the columns of b: each runs along the depth.
+#[derive(Clone, Copy)]
+struct Lines<'a> {
+    elements: Elements<'a>,
+    /// From an element to the next one of its line, and to the same one of the next line.
+    by: [usize; 2],
+    depth: usize,
+}
+
+impl Lines<'_> {
+    fn at(self, term: usize, line: usize) -> usize {
+        term * self.by[0] + line * self.by[1]
+    }
+
+    #[inline(always)]
+    fn slot<K: MicroKernel>(self, step: usize, line: usize) -> f32 {
+        let at = self.at(step * K::TERMS, line);
+        match self.elements {
+            Elements::Bf16(all) if K::TERMS == 2 => {
+                let has_second = 2 * step + 1 < self.depth;
+                pair(all[at], if has_second { all[at + self.by[0]] } else { 0 })
+            }
+            elements => elements.one(at),
+        }
+    }
+
+    /// The slots of a step in lines that are neighbors.
+    #[inline(always)]
+    fn neighbors<K: MicroKernel>(self, to: &mut [f32], step: usize, line: usize) {
+        let at = self.at(step * K::TERMS, line);
+        match self.elements {
+            Elements::Bf16(all) if K::TERMS == 2 => {
+                let first = &all[at..][..to.len()];
+                if 2 * step + 1 == self.depth {
+                    return to.iter_mut().zip(first).for_each(|(to, x)| *to = pair(*x, 0));
+                }
+                let second = &all[at + self.by[0]..][..to.len()];
+                let both = first.iter().zip(second);
+                to.iter_mut().zip(both).for_each(|(to, (x, next))| *to = pair(*x, *next));
+            }
+            elements => elements.copy(at, to),
+        }
+    }
+
+    /// The slots of a line from a step on. Its elements are neighbors.
+    #[inline(always)]
+    fn along<K: MicroKernel>(self, to: &mut [f32], step: usize, line: usize) {
+        let at = self.at(step * K::TERMS, line);
+        match self.elements {
+            Elements::Bf16(all) if K::TERMS == 2 => {
+                let terms = (2 * to.len()).min(self.depth - 2 * step);
+                let (pairs, odd) = all[at..][..terms].as_chunks();
+                for (to, [x, next]) in to.iter_mut().zip(pairs) {
+                    *to = pair(*x, *next);
+                }
+                if let [last] = odd {
+                    to[pairs.len()] = pair(*last, 0);
+                }
+            }
+            elements => elements.copy(at, to),
         }
     }
 }

@@ -8,7 +8,7 @@ use super::micro_kernel::Arrays;
 #[cfg(target_arch = "aarch64")]
 use super::micro_kernel::Neon;
 #[cfg(target_arch = "x86_64")]
-use super::micro_kernel::{Avx2, Avx512};
+use super::micro_kernel::{Avx2, Avx512, Avx512Bf16};
 use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Target};
 use super::{CUT, CUTS, GROUP, Product, Start, WIDE, pack};
 use crate::simd::Level;
@@ -45,7 +45,9 @@ pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width:
                     #[cfg(target_arch = "x86_64")]
                     Level::Avx2(_) => task.run::<Avx2>(packed),
                     #[cfg(target_arch = "x86_64")]
-                    Level::Avx512(_) => task.run::<Avx512>(packed),
+                    Level::Avx512Bf16(_) if product.is_bf16() => task.run::<Avx512Bf16>(packed),
+                    #[cfg(target_arch = "x86_64")]
+                    Level::Avx512(_) | Level::Avx512Bf16(_) => task.run::<Avx512>(packed),
                     #[cfg(target_arch = "aarch64")]
                     Level::Neon => task.run::<Neon>(packed),
                 }
@@ -59,14 +61,14 @@ pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width:
 /// # Safety
 /// As for [`run`].
 #[cfg(test)]
-pub(super) unsafe fn run_in_tiles<const ROWS: usize, const COLUMNS: usize>(
+pub(super) unsafe fn run_in_tiles<const ROWS: usize, const COLUMNS: usize, const TERMS: usize>(
     product: Product<'_>,
     c: *mut f32,
     width: usize,
 ) {
     let task = Task { product, c, width };
     // SAFETY: the caller's promise.
-    PACKED.with_borrow_mut(|packed| unsafe { task.run::<Arrays<ROWS, COLUMNS>>(packed) });
+    PACKED.with_borrow_mut(|packed| unsafe { task.run::<Arrays<ROWS, COLUMNS, TERMS>>(packed) });
 }
 
 #[derive(Clone, Copy)]
@@ -82,8 +84,17 @@ struct Group<'a> {
     bottom: usize,
     from: usize,
     to: usize,
-    /// The rows, packed; `None` if they are read in place.
-    panels: Option<&'a [f32]>,
+    rows: Rows<'a>,
+}
+
+/// The rows of a group, as a micro-kernel reads them.
+#[derive(Clone, Copy)]
+enum Rows<'a> {
+    InPlace,
+    /// Slots, row-major and dense.
+    Copied(&'a [f32]),
+    /// Slots of ROWS rows each, column-major and dense.
+    Panels(&'a [f32]),
 }
 
 /// Columns `from..to` of b, packed.
@@ -100,7 +111,6 @@ impl Task<'_> {
         let high = GROUP / K::ROWS * K::ROWS;
         // Cuts of one length: a short last one would cost nearly as much as a whole one.
         let cut = depth.div_ceil(depth.div_ceil(CUT)).next_multiple_of(8);
-        let packs_rows = a.in_place().is_none();
         for deep in (0..depth).step_by(CUTS * cut) {
             let deep_end = depth.min(deep + CUTS * cut);
             pack::slivers::<K>(&mut packed.b, b.from(deep, 0), deep_end - deep, columns);
@@ -109,12 +119,16 @@ impl Task<'_> {
                 let bottom = rows.min(top + high);
                 for from in (deep..deep_end).step_by(cut) {
                     let to = deep_end.min(from + cut);
-                    if packs_rows {
+                    let rows = if a.in_place().is_some() {
+                        Rows::InPlace
+                    } else if a.columns_by == 1 {
                         let a = a.from(top, from);
-                        pack::panels::<K>(&mut packed.a, a, to - from, bottom - top);
-                    }
-                    let panels = packs_rows.then_some(&packed.a[..]);
-                    let group = Group { top, bottom, from, to, panels };
+                        Rows::Copied(pack::rows::<K>(&mut packed.a, a, to - from, bottom - top))
+                    } else {
+                        let a = a.from(top, from);
+                        Rows::Panels(pack::panels::<K>(&mut packed.a, a, to - from, bottom - top))
+                    };
+                    let group = Group { top, bottom, from, to, rows };
                     // SAFETY: the caller's promise.
                     unsafe { self.pass::<K>(&group, &slivers) };
                 }
@@ -126,22 +140,25 @@ impl Task<'_> {
     #[inline(always)]
     unsafe fn pass<K: MicroKernel>(&self, group: &Group<'_>, slivers: &Slivers<'_>) {
         let Product { a, columns, start, .. } = self.product;
-        let cut = group.to - group.from;
+        let steps = (group.to - group.from).div_ceil(K::TERMS);
+        let before = (group.from - slivers.from) / K::TERMS;
+        let all_steps = (slivers.to - slivers.from).div_ceil(K::TERMS);
         // The first cut is added to the start, each later one to c.
         let start = if group.from == 0 { start } else { Start::C };
         for column in (0..columns).step_by(K::COLUMNS) {
-            let at =
-                column * (slivers.to - slivers.from) + (group.from - slivers.from) * K::COLUMNS;
-            let b = &slivers.packed[at..][..cut * K::COLUMNS];
+            let at = column * all_steps + before * K::COLUMNS;
+            let b = &slivers.packed[at..][..steps * K::COLUMNS];
             let wide = K::COLUMNS.min(columns - column);
             for row in (group.top..group.bottom).step_by(K::ROWS) {
                 let high = K::ROWS.min(group.bottom - row);
                 // SAFETY: inside c.
                 let c = unsafe { self.c.add(row * self.width + column) };
                 prefetch(c, self.width, high, wide);
-                let left = match group.panels {
-                    Some(panels) => Left::Panel { at: panels[(row - group.top) * cut..].as_ptr() },
-                    None => {
+                let first = (row - group.top) * steps;
+                let left = match group.rows {
+                    Rows::Copied(rows) => Left::Rows { at: rows[first..].as_ptr(), by: steps },
+                    Rows::Panels(panels) => Left::Panel { at: panels[first..].as_ptr() },
+                    Rows::InPlace => {
                         let rows = a.from(row, group.from).in_place();
                         let at = rows.expect("rows that are not packed").as_ptr();
                         Left::Rows { at, by: a.rows_by }
@@ -150,8 +167,8 @@ impl Task<'_> {
                 let tile = Tile { c, by: self.width, rows: high, columns: wide };
                 // SAFETY: the tile is inside c, and this task's.
                 let add = unsafe { tile.start(start, column) };
-                // SAFETY: the panel, or the rows of a, and the sliver have `cut` columns and rows.
-                unsafe { tile.multiply::<K>(add, left, b.as_ptr(), cut) };
+                // SAFETY: the rows of a have `steps` slots, and the sliver has as many rows.
+                unsafe { tile.multiply::<K>(add, left, b.as_ptr(), steps) };
             }
         }
     }
@@ -195,16 +212,16 @@ impl Tile {
     /// # Safety
     /// As for [`Tile::row`] and [`MicroKernel::multiply`].
     #[inline(always)]
-    unsafe fn multiply<K: MicroKernel>(&self, add: bool, a: Left, b: *const f32, depth: usize) {
+    unsafe fn multiply<K: MicroKernel>(&self, add: bool, a: Left, b: *const f32, steps: usize) {
         if self.columns == K::COLUMNS {
             let c = Target { at: self.c, by: self.by, add };
             // SAFETY: the caller's promise; the tile has all columns.
-            return unsafe { K::multiply(c, a, b, self.rows, depth) };
+            return unsafe { K::multiply(c, a, b, self.rows, steps) };
         }
         let mut sums = [0.0_f32; LARGEST[0] * LARGEST[1]];
         let to = Target { at: sums.as_mut_ptr(), by: K::COLUMNS, add: false };
         // SAFETY: the caller's promise; the largest tile fits in `sums`.
-        unsafe { K::multiply(to, a, b, self.rows, depth) };
+        unsafe { K::multiply(to, a, b, self.rows, steps) };
         for (row, sums) in sums.chunks_exact(K::COLUMNS).take(self.rows).enumerate() {
             // SAFETY: the caller's promise.
             let c = unsafe { self.row(row) }.iter_mut().zip(sums);

@@ -98,8 +98,8 @@ fn tiles_change_no_bits() {
             let mut fourteen = vec![f32::NAN; plain.len()];
             // SAFETY: the results are as large as the product.
             unsafe {
-                task::run_in_tiles::<6, 16>(product, six.as_mut_ptr(), columns);
-                task::run_in_tiles::<14, 32>(product, fourteen.as_mut_ptr(), columns);
+                task::run_in_tiles::<6, 16, 1>(product, six.as_mut_ptr(), columns);
+                task::run_in_tiles::<14, 32, 1>(product, fourteen.as_mut_ptr(), columns);
             }
             assert!(plain == six && plain == fourteen, "{rows} {depth} {columns} {turns:?}");
         }
@@ -128,21 +128,43 @@ fn short_tiles_have_the_bits_of_whole_ones() {
     }
 }
 
+/// Numbers of a dtype of 16 bits, and their floats.
+fn halves(dtype: Dtype, len: usize, seed: u64) -> (Vec<u16>, Vec<f32>) {
+    let mut halves = vec![0_u16; len];
+    narrow(dtype, &mut halves, &noise(len, seed).narrow);
+    let mut floats = vec![0.0; len];
+    widen(dtype, &mut floats, &halves);
+    (halves, floats)
+}
+
+/// Pairs of bf16, in the tile of AVX512-BF16, on a processor without it.
+#[test]
+fn pairs_change_no_bits() {
+    for [rows, depth, columns] in SIZES {
+        let columns = columns.min(WIDE);
+        let a = halves(Dtype::Bf16, rows * depth, 1).0;
+        let b = halves(Dtype::Bf16, depth * columns, 2).0;
+        for turns in [[false, false], [false, true], [true, false], [true, true]] {
+            let a = turned(Elements::Bf16(&a), [rows, depth], turns[0]);
+            let b = turned(Elements::Bf16(&b), [depth, columns], turns[1]);
+            let product = Product { a, b, rows, depth, columns, start: Start::Zero };
+            let [mut plain, mut pairs] = [(); 2].map(|()| vec![f32::NAN; rows * columns]);
+            product.run(Level::Portable, &mut plain);
+            // SAFETY: the result is as large as the product.
+            unsafe { task::run_in_tiles::<14, 32, 2>(product, pairs.as_mut_ptr(), columns) };
+            assert!(plain == pairs, "{rows} {depth} {columns} {turns:?}");
+        }
+    }
+}
+
 /// Numbers of 16 bits are what they are as floats, on either side.
 #[test]
 fn numbers_of_16_bits_have_the_bits_of_their_floats() {
     for ([rows, depth, columns], dtype) in
         SIZES.iter().flat_map(|size| [Dtype::Bf16, Dtype::F16].map(|dtype| (*size, dtype)))
     {
-        let halves = |len, seed| {
-            let mut halves = vec![0_u16; len];
-            narrow(dtype, &mut halves, &noise(len, seed).narrow);
-            let mut floats = vec![0.0; len];
-            widen(dtype, &mut floats, &halves);
-            (halves, floats)
-        };
-        let a = halves(rows * depth, 1);
-        let b = halves(depth * columns, 2);
+        let a = halves(dtype, rows * depth, 1);
+        let b = halves(dtype, depth * columns, 2);
         for turns in [[false, false], [false, true], [true, false], [true, true]] {
             let of = |left: Elements<'_>, right: Elements<'_>, level| {
                 let a = turned(left, [rows, depth], turns[0]);

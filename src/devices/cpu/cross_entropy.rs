@@ -23,14 +23,14 @@ impl ComputeIn for Score {
     }
 
     fn packed(&self) -> Vec<View> {
-        vec![self.w]
+        vec![self.h, self.w]
     }
 
     fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]) {
         let c = self.h.columns;
         let out = call.write(self.out);
         out.copy_from_slice(call.read(self.statistics));
-        let h = call.read(self.h);
+        let h = call.elements(self.h);
         let head = Head::of(call, self.w, self.bias, self.form);
         let (gathered, logits) = workspace.split_at_mut(CHUNK * c);
         let mut from = 0;
@@ -41,7 +41,7 @@ impl ComputeIn for Score {
                 return;
             }
             let rows = &rows[..count];
-            gather(gathered, h, rows, c);
+            let gathered = gather(gathered, h, rows, c);
             let logits = &mut logits[..count * self.w.rows];
             head.logits(level, logits, gathered, count);
             add_to_statistics(level, out, logits, rows, self.first, self.smoothing);
@@ -55,20 +55,20 @@ impl ComputeIn for Logits {
     }
 
     fn packed(&self) -> Vec<View> {
-        vec![self.w]
+        vec![self.h, self.w]
     }
 
     fn compute(&self, level: Level, call: &Call<'_>, gathered: &mut [f32]) {
         let Logits { y, w, .. } = *self;
         let c = self.h.columns;
-        let h = call.read(self.h);
+        let h = call.elements(self.h);
         let head = Head::of(call, w, self.bias, self.form);
         let mut from = 0;
         let mut rows = [0; CHUNK];
         for y in call.write(y).chunks_mut(CHUNK * w.rows) {
             let count = labelled(call.read(self.statistics), &mut from, &mut rows);
             assert_eq!(count * w.rows, y.len(), "a row of logits for each labelled position");
-            gather(gathered, h, &rows[..count], c);
+            let gathered = gather(gathered, h, &rows[..count], c);
             head.logits(level, y, gathered, count);
         }
     }
@@ -106,7 +106,8 @@ impl CpuKernels<'_> {
         let scratch = scratch.nested();
         let memory = scratch.take_floats(1, CHUNK * (2 * c + v));
         let workspace = [Some(memory), completed];
-        let Some(call) = self.call_in(op, workspace.into_iter().flatten(), &[op.w]) else { return };
+        let workspace = workspace.into_iter().flatten();
+        let Some(call) = self.call_in(op, workspace, &[op.h, op.w]) else { return };
         let dh = call.write(op.dh);
         match op.dh_before {
             Some(before) => dh.copy_from_slice(call.read(before)),
@@ -130,7 +131,7 @@ impl CpuKernels<'_> {
                 break;
             }
             let rows = &rows[..count];
-            gather(gathered, call.read(op.h), rows, c);
+            let gathered = gather(gathered, call.elements(op.h), rows, c);
             let logits = &mut logits[..count * v];
             head.logits(level, logits, gathered, count);
             if let Some(completed) = &mut completed {
@@ -148,7 +149,7 @@ impl CpuKernels<'_> {
             let [dw, dbias] = &mut gradients;
             if let Some(dw) = dw {
                 let a = d.transposed();
-                let b = Matrix::rows(gathered, c);
+                let b = Matrix::rows_of(gathered, c);
                 let start = Start::accumulate(accumulate);
                 Product { a, b, rows: v, depth: count, columns: c, start }.run(level, dw);
             }
@@ -177,9 +178,28 @@ fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> 
 }
 
 /// Copies some rows of h, one behind the other.
-fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
-    for (to, &row) in to.chunks_exact_mut(channels).zip(rows) {
-        to.copy_from_slice(&h[row * channels..][..channels]);
+fn gather<'t>(to: &'t mut [f32], h: Elements<'_>, rows: &[usize], channels: usize) -> Elements<'t> {
+    fn copy<T: Copy>(to: &mut [T], h: &[T], rows: &[usize], channels: usize) {
+        for (to, &row) in to.chunks_exact_mut(channels).zip(rows) {
+            to.copy_from_slice(&h[row * channels..][..channels]);
+        }
+    }
+    let len = rows.len() * channels;
+    match h {
+        Elements::Floats(h) => {
+            copy(to, h, rows, channels);
+            Elements::Floats(&to[..len])
+        }
+        Elements::Bf16(h) => {
+            let to = bytemuck::cast_slice_mut(to);
+            copy(to, h, rows, channels);
+            Elements::Bf16(&to[..len])
+        }
+        Elements::F16(h) => {
+            let to = bytemuck::cast_slice_mut(to);
+            copy(to, h, rows, channels);
+            Elements::F16(&to[..len])
+        }
     }
 }
 
@@ -201,10 +221,10 @@ impl<'a> Head<'a> {
     }
 
     /// Computes the logits of rows of h. h: (rows, C); logits: (rows, V).
-    fn logits(self, level: Level, logits: &mut [f32], h: &[f32], rows: usize) {
+    fn logits(self, level: Level, logits: &mut [f32], h: Elements<'_>, rows: usize) {
         let depth = self.channels;
         let columns = self.w.len() / depth;
-        let a = Matrix::rows(&h[..rows * depth], depth);
+        let a = Matrix::rows_of(h, depth);
         let b = Matrix::rows_of(self.w, depth).transposed();
         let start = self.bias.map_or(Start::Zero, Start::Bias);
         Product { a, b, rows, depth, columns, start }.run(level, logits);

@@ -13,7 +13,7 @@ pub(super) const SUM_ROWS: usize = 64;
 
 impl Compute for Linear {
     fn packed(&self) -> Vec<View> {
-        vec![self.w]
+        vec![self.x, self.w]
     }
 
     fn compute(&self, level: Level, call: &Call<'_>) {
@@ -24,7 +24,7 @@ impl Compute for Linear {
 /// x w + bias.
 fn product<'c>(op: &Linear, call: &'c Call<'_>) -> Product<'c> {
     let LinearSize { rows, inputs, outputs, .. } = op.size();
-    let a = Matrix::rows(call.read(op.x), inputs);
+    let a = Matrix::rows_of(call.elements(op.x), inputs);
     let b = upright(call.elements(op.w), &op.size());
     let start = call.read_if(op.bias).map_or(Start::Zero, Start::Bias);
     Product { a, b, rows, depth: inputs, columns: outputs, start }
@@ -36,15 +36,14 @@ impl ComputeIn for LinearBackward {
     }
 
     fn packed(&self) -> Vec<View> {
-        vec![self.w, self.x]
+        vec![self.dy, self.x, self.w]
     }
 
     /// dx = dy wᵀ, dw (+)= xᵀ dy (transposed: dyᵀ x), db (+)= Σ dy.
     fn compute(&self, level: Level, call: &Call<'_>, workspace: &mut [f32]) {
         let LinearSize { rows, .. } = self.size();
-        let dy = call.read(self.dy);
         if let Some(db) = call.write_if(self.dbias) {
-            sum_rows(level, db, dy, rows, self.accumulate, workspace);
+            sum_rows(level, db, call.elements(self.dy), rows, self.accumulate, workspace);
         }
         if let Some(dw) = call.write_if(self.dw) {
             weights_gradient(self, call).run(level, dw);
@@ -57,7 +56,7 @@ impl ComputeIn for LinearBackward {
 fn weights_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> {
     let LinearSize { rows, inputs, outputs, transposed } = op.size();
     let x = Matrix::rows_of(call.elements(op.x), inputs);
-    let dy = Matrix::rows(call.read(op.dy), outputs);
+    let dy = Matrix::rows_of(call.elements(op.dy), outputs);
     let start = Start::accumulate(op.accumulate);
     if transposed {
         let a = dy.transposed();
@@ -69,7 +68,7 @@ fn weights_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> 
 /// dy wᵀ.
 fn input_gradient<'c>(op: &LinearBackward, call: &'c Call<'_>) -> Product<'c> {
     let LinearSize { rows, inputs, outputs, .. } = op.size();
-    let a = Matrix::rows(call.read(op.dy), outputs);
+    let a = Matrix::rows_of(call.elements(op.dy), outputs);
     let b = upright(call.elements(op.w), &op.size()).transposed();
     Product { a, b, rows, depth: outputs, columns: inputs, start: Start::Zero }
 }
@@ -118,25 +117,23 @@ pub(super) fn sum_scratch(rows: usize, columns: usize) -> usize {
 }
 
 /// sum (+)= Σ over rows of x: first partial sums of 64 rows, then the sum of these in order.
-pub(super) fn sum_rows(
+fn sum_rows(
     level: Level,
     sum: &mut [f32],
-    x: &[f32],
+    x: Elements<'_>,
     rows: usize,
     accumulate: bool,
     scratch: &mut [f32],
 ) {
     let columns = sum.len();
     debug_assert!(x.len() == rows * columns && scratch.len() == sum_scratch(rows, columns));
-    let parts = scratch.par_chunks_mut(columns).zip(x.par_chunks(SUM_ROWS * columns));
-    parts.for_each(|(part, rows)| {
+    scratch.par_chunks_mut(columns).enumerate().for_each(|(index, part)| {
+        let from = index * SUM_ROWS;
         level.run(
             #[inline(always)]
             || {
                 part.fill(0.0);
-                for row in rows.chunks_exact(columns) {
-                    part.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
-                }
+                (from..rows.min(from + SUM_ROWS)).for_each(|row| x.add_to(part, row * columns));
             },
         );
     });

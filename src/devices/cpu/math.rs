@@ -93,10 +93,22 @@ pub(super) fn sum_of(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
             lanes[lane] += of(chunk[lane]);
         }
     }
-    for (lane, value) in rest.iter().enumerate() {
-        lanes[lane] += of(*value);
+    if !rest.is_empty() {
+        let last = padded(rest);
+        for lane in 0..LANES {
+            lanes[lane] += if lane < rest.len() { of(last[lane]) } else { 0.0 };
+        }
     }
     tree(lanes)
+}
+
+/// The last values, with zeros behind them. A loop over all lanes keeps these in registers, which
+/// one to the end of the values does not.
+#[inline(always)]
+fn padded(rest: &[f32]) -> [f32; LANES] {
+    let mut last = [0.0; LANES];
+    last.iter_mut().zip(rest).for_each(|(last, value)| *last = *value);
+    last
 }
 
 /// Sum of products, in the order of [`sum`].
@@ -118,8 +130,11 @@ pub(super) fn dot_with(a: &[f32], b: &[f32], of: impl Fn(f32) -> f32) -> f32 {
             lanes[lane] += a[lane] * of(b[lane]);
         }
     }
-    for (lane, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
-        lanes[lane] += a * of(*b);
+    if !a_rest.is_empty() {
+        let [a_last, b_last] = [a_rest, b_rest].map(padded);
+        for lane in 0..LANES {
+            lanes[lane] += if lane < a_rest.len() { a_last[lane] * of(b_last[lane]) } else { 0.0 };
+        }
     }
     tree(lanes)
 }
