@@ -20,6 +20,7 @@ use rayon::prelude::*;
 
 use crate::simd::Level;
 use crate::tensor::{Dtype, widen};
+use micro_kernel::pair;
 pub(crate) use scattered::Scattered;
 
 /// The most terms of a sum that are added in registers. The bits of results depend on it.
@@ -84,12 +85,7 @@ impl<'a> Elements<'a> {
     fn copy(self, at: usize, to: &mut [f32]) {
         match self {
             Elements::Floats(all) => to.copy_from_slice(&all[at..][..to.len()]),
-            Elements::Bf16(all) => {
-                let all = all[at..][..to.len()].iter();
-                to.iter_mut()
-                    .zip(all)
-                    .for_each(|(to, x)| *to = f32::from_bits(u32::from(*x) << 16));
-            }
+            Elements::Bf16(all) => pack::floats_of(to, [&all[at..]], |[x]| pair(x, 0)),
             Elements::F16(all) => widen(Dtype::F16, to, &all[at..][..to.len()]),
         }
     }

@@ -137,13 +137,12 @@ impl Lines<'_> {
         let at = self.at(step * K::TERMS, line);
         match self.elements {
             Elements::Bf16(all) if K::TERMS == 2 => {
-                let first = &all[at..][..to.len()];
+                let first = &all[at..];
                 if 2 * step + 1 == self.depth {
-                    return to.iter_mut().zip(first).for_each(|(to, x)| *to = pair(*x, 0));
+                    return floats_of(to, [first], |[x]| pair(x, 0));
                 }
-                let second = &all[at + self.by[0]..][..to.len()];
-                let both = first.iter().zip(second);
-                to.iter_mut().zip(both).for_each(|(to, (x, next))| *to = pair(*x, *next));
+                let second = &all[at + self.by[0]..];
+                floats_of(to, [first, second], |[x, next]| pair(x, next));
             }
             elements => elements.copy(at, to),
         }
@@ -167,4 +166,38 @@ impl Lines<'_> {
             elements => elements.copy(at, to),
         }
     }
+}
+
+/// Computes floats from elements of 16 bits, each from one of each source. Arrays of a constant
+/// length become vectors.
+#[inline(always)]
+pub(super) fn floats_of<const SOURCES: usize>(
+    to: &mut [f32],
+    from: [&[u16]; SOURCES],
+    of: impl Fn([u16; SOURCES]) -> f32,
+) {
+    let at = in_arrays::<8, SOURCES>(to, from, 0, &of);
+    let at = in_arrays::<4, SOURCES>(to, from, at, &of);
+    in_arrays::<1, SOURCES>(to, from, at, &of);
+}
+
+/// Computes the whole arrays of N floats from `at` on, and returns their end.
+#[inline(always)]
+fn in_arrays<const N: usize, const SOURCES: usize>(
+    to: &mut [f32],
+    from: [&[u16]; SOURCES],
+    at: usize,
+    of: &impl Fn([u16; SOURCES]) -> f32,
+) -> usize {
+    let to = to[at..].as_chunks_mut::<N>().0;
+    let from = from.map(|from| &from[at..].as_chunks::<N>().0[..to.len()]);
+    for (nth, to) in to.iter_mut().enumerate() {
+        let from = from.map(|from| from[nth]);
+        let mut floats = [0.0; N];
+        for (lane, float) in floats.iter_mut().enumerate() {
+            *float = of(from.map(|from| from[lane]));
+        }
+        *to = floats;
+    }
+    at + to.len() * N
 }

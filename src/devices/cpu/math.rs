@@ -76,6 +76,8 @@ pub(super) fn erf(x: f32) -> f32 {
 
 const LANES: usize = 16;
 
+type Lanes = [f32; LANES];
+
 /// Sum in sixteen lanes and a fixed tree, so that every instruction set gives the same bits.
 #[inline(always)]
 pub(super) fn sum(values: &[f32]) -> f32 {
@@ -85,30 +87,17 @@ pub(super) fn sum(values: &[f32]) -> f32 {
 /// Sum of `of(value)`, in the order of [`sum`].
 #[inline(always)]
 pub(super) fn sum_of(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
-    let mut lanes = [0.0_f32; LANES];
-    let chunks = values.chunks_exact(LANES);
-    let rest = chunks.remainder();
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let mut lanes: Lanes = [0.0; LANES];
     for chunk in chunks {
-        for lane in 0..LANES {
-            lanes[lane] += of(chunk[lane]);
-        }
+        lanes = each_lane(|lane| lanes[lane] + of(chunk[lane]));
     }
     if !rest.is_empty() {
         let last = padded(rest);
-        for lane in 0..LANES {
-            lanes[lane] += if lane < rest.len() { of(last[lane]) } else { 0.0 };
-        }
+        let term = |lane: usize| if lane < rest.len() { of(last[lane]) } else { 0.0 };
+        lanes = each_lane(|lane| lanes[lane] + term(lane));
     }
-    tree(lanes)
-}
-
-/// The last values, with zeros behind them. A loop over all lanes keeps these in registers, which
-/// one to the end of the values does not.
-#[inline(always)]
-fn padded(rest: &[f32]) -> [f32; LANES] {
-    let mut last = [0.0; LANES];
-    last.iter_mut().zip(rest).for_each(|(last, value)| *last = *value);
-    last
+    tree(lanes, |a, b| a + b)
 }
 
 /// Sum of products, in the order of [`sum`].
@@ -117,51 +106,60 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     dot_with(a, b, |b| b)
 }
 
-/// Sum of `a · of(b)`, in the order of [`sum`].
+/// Sum of `a · of(b)`, in the order of [`sum`]. `of(0)` is finite.
 #[inline(always)]
 pub(super) fn dot_with(a: &[f32], b: &[f32], of: impl Fn(f32) -> f32) -> f32 {
-    let mut lanes = [0.0_f32; LANES];
-    let a_chunks = a.chunks_exact(LANES);
-    let b_chunks = b.chunks_exact(LANES);
-    let a_rest = a_chunks.remainder();
-    let b_rest = b_chunks.remainder();
-    for (a, b) in a_chunks.zip(b_chunks) {
-        for lane in 0..LANES {
-            lanes[lane] += a[lane] * of(b[lane]);
-        }
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    let mut lanes: Lanes = [0.0; LANES];
+    for (a, b) in a.iter().zip(b) {
+        lanes = each_lane(|lane| lanes[lane] + a[lane] * of(b[lane]));
     }
     if !a_rest.is_empty() {
-        let [a_last, b_last] = [a_rest, b_rest].map(padded);
-        for lane in 0..LANES {
-            lanes[lane] += if lane < a_rest.len() { a_last[lane] * of(b_last[lane]) } else { 0.0 };
-        }
+        let [a, b] = [a_rest, b_rest].map(padded);
+        lanes = each_lane(|lane| lanes[lane] + a[lane] * of(b[lane]));
     }
-    tree(lanes)
+    tree(lanes, |a, b| a + b)
 }
 
 /// The largest value, found in sixteen lanes; −∞ for an empty slice.
 #[inline(always)]
 pub(super) fn largest(values: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let chunks = values.chunks_exact(LANES);
-    let rest = chunks.remainder();
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let mut lanes: Lanes = [f32::NEG_INFINITY; LANES];
     for chunk in chunks {
-        for lane in 0..LANES {
-            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
-        }
+        lanes = each_lane(|lane| larger(chunk[lane], lanes[lane]));
     }
-    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &value| most.max(value))
+    rest.iter().fold(tree(lanes, larger), |most, &value| larger(value, most))
 }
 
-/// Sums the lanes: adds neighbours at distance 8, 4, 2, 1.
+/// The last values, with zeros behind them. A loop over all lanes keeps these in registers, which
+/// one to the end of the values does not.
 #[inline(always)]
-fn tree(mut lanes: [f32; LANES]) -> f32 {
-    for half in [8, 4, 2, 1] {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
+fn padded(rest: &[f32]) -> Lanes {
+    let mut last = [0.0; LANES];
+    last[..rest.len()].copy_from_slice(rest);
+    last
+}
+
+/// An array of what each lane has: a vector. (`array::from_fn` is a call where `of` is long.)
+#[inline(always)]
+fn each_lane<const N: usize>(of: impl Fn(usize) -> f32) -> [f32; N] {
+    let mut lanes = [0.0; N];
+    for (lane, value) in lanes.iter_mut().enumerate() {
+        *value = of(lane);
     }
-    lanes[0]
+    lanes
+}
+
+/// Joins the lanes: neighbours at distance 8, 4, 2, 1. Each half is an array, which stays a vector.
+#[inline(always)]
+fn tree(lanes: Lanes, join: impl Fn(f32, f32) -> f32) -> f32 {
+    let lanes: [f32; 8] = each_lane(|lane| join(lanes[lane], lanes[lane + 8]));
+    let lanes: [f32; 4] = each_lane(|lane| join(lanes[lane], lanes[lane + 4]));
+    let lanes: [f32; 2] = each_lane(|lane| join(lanes[lane], lanes[lane + 2]));
+    join(lanes[0], lanes[1])
 }
 
 #[cfg(test)]
