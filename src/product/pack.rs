@@ -3,6 +3,10 @@
 use super::micro_kernel::{MicroKernel, pair};
 use super::{Elements, Matrix};
 
+/// Steps that are fetched ahead into the cache, of slivers and of panels: an operand may lie in
+/// memory, and a step of it is too short for the processor to foresee the next.
+const AHEAD: [usize; 2] = [4, 16];
+
 /// b as (sliver, steps, COLUMNS), with zeros behind its last column and row.
 #[inline(always)]
 pub(super) fn slivers<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, depth: usize, columns: usize) {
@@ -14,6 +18,7 @@ pub(super) fn slivers<K: MicroKernel>(to: &mut [f32], b: Matrix<'_>, depth: usiz
         for step in 0..steps {
             for (sliver, column) in (0..whole).step_by(K::COLUMNS).enumerate() {
                 let to = &mut to[(sliver * steps + step) * K::COLUMNS..][..K::COLUMNS];
+                lines.fetch::<K>(step + AHEAD[0], column, K::COLUMNS);
                 lines.neighbors::<K>(to, step, column);
             }
         }
@@ -91,6 +96,7 @@ pub(super) fn panels<'t, K: MicroKernel>(
     let to = &mut to[..rows.next_multiple_of(K::ROWS) * steps];
     let whole = if a.rows_by == 1 { rows / K::ROWS * K::ROWS } else { 0 };
     for step in 0..steps {
+        lines.fetch::<K>(step + AHEAD[1], 0, whole);
         for (panel, row) in (0..whole).step_by(K::ROWS).enumerate() {
             lines.neighbors::<K>(&mut to[(panel * steps + step) * K::ROWS..][..K::ROWS], step, row);
         }
@@ -131,6 +137,20 @@ impl Lines<'_> {
         }
     }
 
+    /// Fetches a step of lines that are neighbors into the cache.
+    #[inline(always)]
+    fn fetch<K: MicroKernel>(self, step: usize, line: usize, lines: usize) {
+        for term in step * K::TERMS..(step + 1) * K::TERMS {
+            let at = self.at(term, line);
+            match self.elements {
+                Elements::Floats(all) => prefetch(all.as_ptr().wrapping_add(at), lines),
+                Elements::Bf16(all) | Elements::F16(all) => {
+                    prefetch(all.as_ptr().wrapping_add(at), lines);
+                }
+            }
+        }
+    }
+
     /// The slots of a step in lines that are neighbors.
     #[inline(always)]
     fn neighbors<K: MicroKernel>(self, to: &mut [f32], step: usize, line: usize) {
@@ -166,6 +186,19 @@ impl Lines<'_> {
             elements => elements.copy(at, to),
         }
     }
+}
+
+/// Fetches neighbors into the cache, wherever they lie.
+#[inline(always)]
+pub(super) fn prefetch<T>(at: *const T, count: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for element in (0..count).step_by(64 / size_of::<T>()) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch of any address is allowed.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(element).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (at, count);
 }
 
 /// Computes floats from elements of 16 bits, each from one of each source. Arrays of a constant

@@ -10,7 +10,8 @@ use super::micro_kernel::Neon;
 #[cfg(target_arch = "x86_64")]
 use super::micro_kernel::{Avx2, Avx512, Avx512Bf16};
 use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Target};
-use super::{CUT, CUTS, GROUP, Product, Start, WIDE, pack};
+use super::pack::{self, prefetch};
+use super::{CUT, CUTS, GROUP, Product, Start, WIDE};
 use crate::simd::Level;
 
 /// Memory for the packed operands of a thread. It lives as long as the thread.
@@ -153,7 +154,8 @@ impl Task<'_> {
                 let high = K::ROWS.min(group.bottom - row);
                 // SAFETY: inside c.
                 let c = unsafe { self.c.add(row * self.width + column) };
-                prefetch(c, self.width, high, wide);
+                // Its sums are computed meanwhile.
+                (0..high).for_each(|row| prefetch(c.wrapping_add(row * self.width), wide));
                 let first = (row - group.top) * steps;
                 let left = match group.rows {
                     Rows::Copied(rows) => Left::Rows { at: rows[first..].as_ptr(), by: steps },
@@ -228,17 +230,4 @@ impl Tile {
             c.for_each(|(c, sum)| *c = if add { *c + sum } else { *sum });
         }
     }
-}
-
-/// Fetches a tile of c into the cache while its sums are computed.
-#[inline(always)]
-fn prefetch(c: *mut f32, width: usize, rows: usize, columns: usize) {
-    #[cfg(target_arch = "x86_64")]
-    for (row, column) in (0..rows).flat_map(|row| (0..columns).step_by(16).map(move |c| (row, c))) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch of any address is allowed.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(c.wrapping_add(row * width + column).cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (c, width, rows, columns);
 }
