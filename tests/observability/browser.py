@@ -93,7 +93,8 @@ def fits_a_phone(driver):
     texts = "return [...document.querySelectorAll('#timeline svg text')].map(t => t.getBoundingClientRect().height)"
     WebDriverWait(driver, 20).until(lambda d: (lambda all: all and min(all) >= 11)(d.execute_script(texts)))
     assert driver.execute_script("return document.documentElement.scrollWidth") <= 375
-    assert "layer 0" in driver.find_element(By.CSS_SELECTOR, "#timeline .legend").text
+    # In one call: a page draws all again when its size has changed.
+    assert "layer 0" in driver.execute_script("return document.querySelector('#timeline .legend').innerText")
     driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     driver.set_window_size(size["width"], size["height"])
 
@@ -157,7 +158,8 @@ def main():
     assert math.isclose(data["view"]["loss"], last["loss"])
     fits_a_phone(driver)
     # The headline is the run's, not the last step's.
-    facts = dict(zip(*[[one.text for one in driver.find_elements(By.CSS_SELECTOR, "#facts " + tag)] for tag in ("dt", "dd")]))
+    texts = "return ['dt', 'dd'].map(tag => [...document.querySelectorAll('#facts ' + tag)].map(one => one.innerText))"
+    facts = dict(zip(*driver.execute_script(texts)))
     step_seconds = [one["seconds"] for one in run.events("step")]
     shown, unit = facts["mean step time"].split(" ")
     shown = float(shown.replace(",", "")) / (1000 if unit == "ms" else 1)
