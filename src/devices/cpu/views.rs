@@ -2,8 +2,8 @@
 //!
 //! Kernels compute in f32. Elements of 16 bits are widened to floats before an operation, in a
 //! region of the device's memory, and what the operation wrote is rounded after it. So results are
-//! rounded where a GPU's kernels round theirs. Views that products alone read stay as they are,
-//! and are packed.
+//! rounded where a GPU's kernels round theirs. Operands of products are not widened here: a
+//! product packs their elements.
 //!
 //! Under AddressSanitizer an operation works on copies of its views, with guard zones between them,
 //! because the tensors of a workspace lie side by side.
