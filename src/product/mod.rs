@@ -35,8 +35,8 @@ const WIDE: usize = 512;
 /// The fewest columns of c for which products that run at once are split.
 const NARROW: usize = 128;
 
-/// Rows and columns of a task of a symmetric product.
-const EDGE: usize = 96;
+/// The least and the most rows and columns of a task of a symmetric product.
+const EDGES: [usize; 2] = [32, 128];
 
 /// Tasks of a thread when products run at once: more would be short, fewer of unlike lengths.
 const SHARES: usize = 4;
@@ -216,21 +216,21 @@ impl Product<'_> {
         assert!(rows == columns && c.len() == rows * columns, "{rows} by {columns}");
         assert!(matches!(self.start, Start::Zero), "a symmetric product is added to nothing");
         let c = Scattered::new(c);
-        let edges = (0..rows).step_by(EDGE);
-        let lower = edges.flat_map(|row| (0..=row).step_by(EDGE).map(move |column| (row, column)));
+        // Ten tasks or more, unless they were too small.
+        let [least, most] = EDGES;
+        let edge = (rows / 4).next_multiple_of(least).clamp(least, most);
+        let edges = (0..rows).step_by(edge);
+        let lower = edges.flat_map(|row| (0..=row).step_by(edge).map(move |column| (row, column)));
         let tiles: Vec<_> = lower.collect();
         tiles.into_par_iter().with_max_len(1).for_each(|(row, column)| {
-            let [high, wide] = [rows - row, columns - column].map(|rest| EDGE.min(rest));
+            let [high, wide] = [rows - row, columns - column].map(|rest| edge.min(rest));
             let part = self.part(row, column, high, wide);
             // SAFETY: inside c, whose length was checked; no other task has these elements, nor
-            // those that they are copied to.
+            // those of the transpose.
             unsafe {
-                task::run(level, part, c.base().add(row * columns + column), columns);
-                for i in row..row + high {
-                    for j in column..(column + wide).min(i) {
-                        *c.base().add(j * columns + i) = *c.base().add(i * columns + j);
-                    }
-                }
+                let to = c.base().add(row * columns + column);
+                let mirror = c.base().add(column * columns + row);
+                task::run_symmetric(level, part, to, mirror, columns);
             }
         });
     }

@@ -239,7 +239,7 @@ fn products_that_run_at_once_have_the_bits_of_each() {
 /// The lower triangle is that of the plain product, to the bit, and the upper one is its mirror.
 #[test]
 fn symmetric_products_are_mirrored() {
-    for size in [1, 5, EDGE, 2 * EDGE + 3] {
+    for size in [1, 5, 32, 67, 4 * EDGES[1] + 3] {
         let depth = 40;
         let x = noise(size * depth, 5).narrow;
         let a = Matrix::rows(&x, depth);
