@@ -10,11 +10,26 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from common import DEVICE_LAYERS, MODEL, OWNERS, ROOT, Prometheus, Run, filled, get, panels, until
 
 WATCHED = 25  # seconds that panels look back on
 OF_EXPERTS = ["Load of experts", "Idle experts and dropped choices", "Routers"]
+
+
+@contextmanager
+def scraped(program, settings):
+    """A run and its Prometheus. Both end, whatever fails."""
+    run = Run(program, settings)
+    try:
+        prometheus = Prometheus(run.port)
+        try:
+            yield run, prometheus
+        finally:
+            prometheus.stop()
+    finally:
+        run.stop()
 
 
 def of_experts(title):
@@ -31,9 +46,8 @@ def series_of(prometheus, title, query):
 
 def panels_of_experts_have_data(program):
     small = {"model.preset": "moe-small", "model.expert_intermediate": 32}
-    run = Run(program, {**small, "experts.balance_loss": 0.01, "experts.z_loss": 0.001})
-    prometheus = Prometheus(run.port)
-    try:
+    settings = {**small, "experts.balance_loss": 0.01, "experts.z_loss": 0.001}
+    with scraped(program, settings) as (_, prometheus):
         until("experts", lambda: prometheus.now("l2l_router_entropy > 0") or None)
         time.sleep(WATCHED)
         shown = [(title, query) for title, query, _ in panels() if of_experts(title)]
@@ -41,18 +55,18 @@ def panels_of_experts_have_data(program):
         for title, query in shown:
             series_of(prometheus, title, query)
         print(f"panels of experts: {len(shown)} queries")
-    finally:
-        run.stop()
-        prometheus.stop()
 
 
 def panels_have_data(program):
-    checkpoints = {"checkpoint.every_steps": 20, "checkpoint.keep": 1}
-    looks = {"validation.every_steps": 10, "validation.batches": 1}
-    with_link = {"device.link": "300MB/s"}
-    run = Run(program, {**checkpoints, **looks, **with_link, "checkpoint.directory": ROOT / "target/observed"})
-    prometheus = Prometheus(run.port)
-    try:
+    settings = {
+        "checkpoint.every_steps": 20,
+        "checkpoint.keep": 1,
+        "checkpoint.directory": ROOT / "target/observed",
+        "validation.every_steps": 10,
+        "validation.batches": 1,
+        "device.link": "300MB/s",
+    }
+    with scraped(program, settings) as (run, prometheus):
         until("checkpoint", lambda: prometheus.now('l2l_checkpoint_last_success_timestamp_seconds > 0') or None)
         until("rules", lambda: prometheus.now('l2l:layer_overlap:ratio') or None)
         time.sleep(WATCHED)
@@ -71,9 +85,6 @@ def panels_have_data(program):
         assert len(groups) >= 15 and all(rule["health"] == "ok" for rule in groups), groups
         values_are_the_runs(run, prometheus)
         print(f"panels: {count} queries, {len(groups)} rules")
-    finally:
-        run.stop()
-        prometheus.stop()
 
 
 def values_are_the_runs(run, prometheus):
@@ -133,9 +144,7 @@ SHALLOW = {
 
 
 def regime(program, name, settings):
-    run = Run(program, settings)
-    prometheus = Prometheus(run.port)
-    try:
+    with scraped(program, settings) as (run, prometheus):
         time.sleep(15)
         named = until("bottleneck", lambda: prometheus.now("l2l:bottleneck:share") or None)
         [(labels, share)] = named
@@ -144,9 +153,6 @@ def regime(program, name, settings):
         assert view["bottleneck"] == name, f"{name}: the step line says {view['bottleneck']}"
         overlap = prometheus.now("l2l:overlap:ratio")[0][1]
         print(f"{name}: rule and step line say so ({share:.2f}), overlap {overlap:.2f}")
-    finally:
-        run.stop()
-        prometheus.stop()
 
 
 def tuned(program, name, settings):
@@ -193,14 +199,9 @@ def main():
 
 
 def regime_overlap(program, settings):
-    run = Run(program, settings)
-    prometheus = Prometheus(run.port)
-    try:
+    with scraped(program, settings) as (_, prometheus):
         time.sleep(12)
         return until("overlap", lambda: prometheus.now("l2l:overlap:ratio") or None)[0][1]
-    finally:
-        run.stop()
-        prometheus.stop()
 
 
 if __name__ == "__main__":

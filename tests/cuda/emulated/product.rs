@@ -34,6 +34,24 @@ unsafe fn number(place: Place) -> f32 {
     }
 }
 
+/// The numbers of a matrix, row by row.
+///
+/// # Safety
+/// As for [`number`], for each of them.
+unsafe fn numbers(matrix: Matrix, rows: usize, columns: usize) -> Vec<f64> {
+    let [by_row, by_column] =
+        if matrix.transposed { [1, matrix.stride] } else { [matrix.stride, 1] };
+    let mut all = Vec::with_capacity(rows * columns);
+    for row in 0..rows {
+        for column in 0..columns {
+            let place = matrix.at.behind(row * by_row + column * by_column);
+            // SAFETY: by the caller.
+            all.push(f64::from(unsafe { number(place) }));
+        }
+    }
+    all
+}
+
 /// Writes a number to a place.
 ///
 /// # Safety
@@ -69,14 +87,13 @@ pub(super) unsafe fn multiply(product: &Product, algorithm: Option<Algorithm>, l
         let seconds = limits.seconds(&product.key(), index).expect("others are refused");
         PRETENDED.set(PRETENDED.get() + Duration::from_secs_f64(seconds));
     }
-    let at = |matrix: Matrix, row: usize, column: usize| {
-        let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
-        // SAFETY: by the caller.
-        f64::from(unsafe { number(matrix.at.behind(row * matrix.stride + column)) })
-    };
+    let b_turned = Matrix { transposed: !b.transposed, ..b };
+    // SAFETY: by the caller.
+    let [a, b] = unsafe { [numbers(a, rows, inner), numbers(b_turned, columns, inner)] };
     for row in 0..rows {
         for column in 0..columns {
-            let sum: f64 = (0..inner).map(|k| at(a, row, k) * at(b, k, column)).sum();
+            let [a, b] = [&a[row * inner..][..inner], &b[column * inner..][..inner]];
+            let sum: f64 = a.iter().zip(b).map(|(a, b)| a * b).sum();
             // SAFETY: as above.
             unsafe {
                 let c = c.behind(row * stride + column);
