@@ -216,7 +216,7 @@ impl Product<'_> {
         assert!(rows == columns && c.len() == rows * columns, "{rows} by {columns}");
         assert!(matches!(self.start, Start::Zero), "a symmetric product is added to nothing");
         let c = Scattered::new(c);
-        // Ten tasks or more, unless they were too small.
+        // About four tasks a side, so that threads have equal shares.
         let [least, most] = EDGES;
         let edge = (rows / 4).next_multiple_of(least).clamp(least, most);
         let edges = (0..rows).step_by(edge);

@@ -52,8 +52,8 @@ pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width:
     unsafe { run_task(level, Task { product, c, width, mirror: None }) };
 }
 
-/// [`run`] for a part of a symmetric product, which is written to `mirror`, too, transposed. With
-/// `mirror` = `c` the part is on the diagonal, and its lower triangle is computed.
+/// Computes a part of a symmetric product at `c`, and writes its transpose to `mirror`. If both are
+/// one place, the part is on the diagonal: then its lower triangle is computed, and mirrored.
 ///
 /// # Safety
 /// As for [`run`], from `c` and from `mirror` on.

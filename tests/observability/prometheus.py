@@ -20,7 +20,7 @@ OF_EXPERTS = ["Load of experts", "Idle experts and dropped choices", "Routers"]
 
 @contextmanager
 def scraped(program, settings):
-    """A run and its Prometheus. Both end, whatever fails."""
+    """A run and its Prometheus, until the block ends. The run ends also if Prometheus does not start."""
     run = Run(program, settings)
     try:
         prometheus = Prometheus(run.port)
