@@ -85,11 +85,6 @@ pub use trainer::{
     state_on_file,
 };
 
-/// The programs in README.md compile.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-pub struct Readme;
-
 /// The programs in docs/embedding.md compile.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/embedding.md")]
