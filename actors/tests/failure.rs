@@ -287,7 +287,7 @@ fn every_hang_is_found_by_the_watchdog() {
     let every = if whole() { 1 } else { 5 };
     let cases: Vec<_> = cases.into_iter().step_by(every).collect();
     // They do nothing but wait, so they may all wait at once.
-    for (batch, cases) in cases.chunks(64).enumerate() {
+    for (batch, cases) in cases.chunks(128).enumerate() {
         thread::scope(|scope| {
             for (case, blame, mode) in cases {
                 scope.spawn(move || check(case, blame, *mode, batch % 2));

@@ -121,7 +121,7 @@ fn interrupted_and_resumed() {
 #[test]
 fn a_hangup_that_was_ignored_stays_ignored() {
     let folder = folder();
-    let config = config(folder.path(), "device = { link = \"2MB/s\" }\n");
+    let config = config(folder.path(), "device = { link = \"10MB/s\" }\n");
     let mut run = Command::new("sh");
     run.args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_l2l")]);
     run.args(["train", &config, "--format", "json", "--set", "step.steps=4"]);

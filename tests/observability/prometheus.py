@@ -20,16 +20,17 @@ OF_EXPERTS = ["Load of experts", "Idle experts and dropped choices", "Routers"]
 
 @contextmanager
 def scraped(program, settings):
-    """A run and its Prometheus, until the block ends. The run ends also if Prometheus does not start."""
+    """A run and its Prometheus, until the block ends. The run ends first: it waits for a last scrape. It also ends if
+    Prometheus does not start."""
     run = Run(program, settings)
+    prometheus = None
     try:
         prometheus = Prometheus(run.port)
-        try:
-            yield run, prometheus
-        finally:
-            prometheus.stop()
+        yield run, prometheus
     finally:
         run.stop()
+        if prometheus:
+            prometheus.stop()
 
 
 def of_experts(title):
@@ -184,8 +185,8 @@ def regime_is_named(program, name):
 def main():
     program = sys.argv[1]
     subprocess.run(["rm", "-rf", str(ROOT / "target/observed")], check=True)
-    panels_have_data(program)
-    panels_of_experts_have_data(program)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda has_data: has_data(program), [panels_have_data, panels_of_experts_have_data]))
     regime_is_named(program, "compute")
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: regime_is_named(program, name), WAITING))
