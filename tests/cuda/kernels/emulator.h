@@ -2,10 +2,10 @@
 // line EMULATED(name) for each kernel of it, compiled as C++20 to a shared library. It proves indices,
 // barriers and arithmetic where there is no GPU; it is slow.
 //
-// Each thread of a block is a fiber with a stack of its own, which runs until it waits at a barrier or ends;
-// a warp runs until it waits for others, and blocks run one after another. Shared memory is static
-// (thread_local, so that threads of the host may emulate side by side), dynamic shared memory is filled with
-// NaN before each block.
+// Each thread of a block is a fiber with a stack of its own, which runs until it waits at a barrier or ends, and
+// then hands over to the next one of its warp; a warp runs until it waits for others, and blocks run one after
+// another. Shared memory is static (thread_local, so that threads of the host may emulate side by side), dynamic
+// shared memory is filled with NaN before each block.
 //
 // With HAZARDS, hazards.cpp looks at each access for what no result may show: races, and accesses outside of
 // buffers.
@@ -13,13 +13,11 @@
 // `emulate` returns 0, or one of Failure. `emulate_backwards` turns the order of blocks, warps and lanes
 // around: a kernel that lacks a barrier will likely give other results.
 
-#undef _FORTIFY_SOURCE // its longjmp takes a change of stacks for an attack
-
 // <algorithm> and <memory> would take most of the time that a text compiles.
 #include <bit>
 #include <cmath>
-#include <csetjmp>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <type_traits>
@@ -44,7 +42,10 @@ struct Dim3 {
     unsigned x, y, z;
 };
 
-inline thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
+#define threadIdx (emulator::self().thread)
+#define blockIdx (emulator::self().machine->block)
+#define blockDim (emulator::self().machine->block_size)
+#define gridDim (emulator::self().machine->grid_size)
 
 // See hazards.cpp, which is linked where HAZARDS is defined.
 #ifdef HAZARDS
@@ -113,32 +114,52 @@ struct Copy {
     int bytes;
 };
 
-// Memory that is not initialised, so that a stack takes the pages it uses and no others.
-struct Stack {
-    char* at = nullptr;
+// Where a fiber or the scheduler goes on, by the compiler's own setjmp: it is faster than the C library's, and may
+// change stacks.
+using Place = void* [5];
 
-    Stack() = default;
-    Stack(Stack&& other) noexcept : at(std::exchange(other.at, nullptr)) {}
-    ~Stack() { delete[] at; }
-};
+struct Machine;
 
+// A thread of a block. It lies at the beginning of its stack: the stack's pointer leads to it.
 struct Fiber {
-    std::jmp_buf place;
+    Machine* machine;
+    unsigned index; // in its block
+    Dim3 thread;
     State state;
     int barrier;        // the line in the text of the barrier it waits at
     unsigned exchanges; // how many it took part in
     std::vector<Copy> copies; // begun and not awaited
-    bool is_begun = false;
-    Stack stack;
+    Place place;
+};
+
+inline Fiber& self() {
+    const auto here = reinterpret_cast<std::uintptr_t>(__builtin_frame_address(0));
+    return *reinterpret_cast<Fiber*>(here & ~(STACK_BYTES - 1));
+}
+
+// A fiber and its stack, which is not initialised: it takes the pages that are used, and no others.
+struct Owned {
+    static constexpr std::align_val_t ALIGNED{STACK_BYTES};
+
+    Fiber* at = new (operator new(STACK_BYTES, ALIGNED)) Fiber{};
+
+    Owned() = default;
+    Owned(Owned&& other) noexcept : at(std::exchange(other.at, nullptr)) {}
+    ~Owned() {
+        if (at != nullptr) {
+            at->~Fiber();
+            operator delete(at, ALIGNED);
+        }
+    }
 };
 
 // What one thread of the host emulates with: fibers stay for the next block.
 struct Machine {
-    std::vector<Fiber> fibers;
-    std::jmp_buf scheduler;
-    Fiber* current;
-    unsigned index; // of the current fiber in its block
+    std::vector<Owned> fibers;
+    Place scheduler;
+    Dim3 block, block_size, grid_size;
     unsigned threads;
+    unsigned from, to; // the threads of the warp that runs
     bool is_backwards = false;
     int failure;
     void (*run)(void* kernel, void** arguments);
@@ -147,6 +168,8 @@ struct Machine {
     // Two buffers a warp: a lane writes the next one while others still read the last.
     std::vector<unsigned char> exchanged;
     alignas(128) unsigned char shared[SHARED_BYTES + GUARD_BYTES];
+
+    Fiber& fiber(unsigned index) { return *fibers[index].at; }
 };
 
 inline Machine& machine() {
@@ -154,66 +177,91 @@ inline Machine& machine() {
     return one;
 }
 
-inline unsigned char* dynamic_shared() {
-    const Own own;
-    return machine().shared;
-}
+inline unsigned char* dynamic_shared() { return self().machine->shared; }
 
 // ---- Fibers. ----
 
+// The next thread of the running warp that is ready, from the `turn`-th on; null if there is none.
+inline Fiber* ready(Machine& m, unsigned turn) {
+    for (; m.from + turn < m.to && m.failure == 0; ++turn) {
+        Fiber& fiber = m.fiber(m.is_backwards ? m.to - 1 - turn : m.from + turn);
+        if (fiber.state == State::Ready) {
+            return &fiber;
+        }
+    }
+    return nullptr;
+}
+
+[[noreturn, gnu::noinline]] inline void enter(Fiber& fiber) {
+    hazards_thread(fiber.index, &fiber, STACK_BYTES);
+    __builtin_longjmp(fiber.place, 1);
+}
+
+// Hands over to the next thread of the warp, or to the scheduler.
+[[noreturn, gnu::noinline]] inline void leave(Fiber& fiber) {
+    Machine& m = *fiber.machine;
+    const unsigned turn = m.is_backwards ? m.to - 1 - fiber.index : fiber.index - m.from;
+    if (Fiber* const next = ready(m, turn + 1)) {
+        enter(*next);
+    }
+    __builtin_longjmp(m.scheduler, 1);
+}
+
 inline void wait(State state, int barrier) {
     const Own own;
-    Machine& m = machine();
-    m.current->state = state;
-    m.current->barrier = barrier;
-    if (_setjmp(m.current->place) == 0) {
-        _longjmp(m.scheduler, 1);
+    Fiber& fiber = self();
+    fiber.state = state;
+    fiber.barrier = barrier;
+    if (__builtin_setjmp(fiber.place) == 0) {
+        leave(fiber);
     }
 }
 
 inline void fiber_main() {
     for (;;) {
+        wait(State::Done, 0);
         hazards_go_on(false);
-        Machine& m = machine();
+        Fiber& fiber = self();
+        Machine& m = *fiber.machine;
         m.run(m.kernel, m.arguments);
-        if (!m.current->copies.empty()) {
+        if (!fiber.copies.empty()) {
             m.failure = COPIES_LEFT;
         }
-        wait(State::Done, 0);
     }
 }
 
-// Runs one fiber until it waits. A new one is entered once by ucontext, which is slow, and left for ever.
-inline void resume(Machine& m, unsigned index) {
-    Fiber& fiber = m.fibers[index];
-    m.current = &fiber;
-    m.index = index;
-    threadIdx = {index % blockDim.x, index / blockDim.x % blockDim.y, index / (blockDim.x * blockDim.y)};
-    if (_setjmp(m.scheduler) != 0) {
-        hazards_go_on(false);
-        return;
-    }
-    hazards_thread(index, fiber.stack.at, STACK_BYTES);
-    if (fiber.is_begun) {
-        _longjmp(fiber.place, 1);
-    }
-    fiber.is_begun = true;
-    fiber.stack.at = new char[STACK_BYTES];
-    hazards_thread(index, fiber.stack.at, STACK_BYTES);
-    static thread_local ucontext_t context, unused;
+// Makes one more fiber. It is entered once by ucontext, which is slow, and waits for its first block.
+inline void add_fiber(Machine& m) {
+    const auto index = static_cast<unsigned>(m.fibers.size());
+    Fiber& fiber = *m.fibers.emplace_back().at;
+    fiber.machine = &m;
+    fiber.index = index;
+    m.from = m.to = index;
+    hazards_thread(index, &fiber, STACK_BYTES);
+    static thread_local ucontext_t context;
     getcontext(&context);
-    context.uc_stack.ss_sp = fiber.stack.at;
-    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_stack.ss_sp = &fiber + 1;
+    context.uc_stack.ss_size = STACK_BYTES - sizeof(Fiber);
     context.uc_link = nullptr;
     makecontext(&context, fiber_main, 0);
-    swapcontext(&unused, &context);
+    if (__builtin_setjmp(m.scheduler) == 0) {
+        setcontext(&context);
+    }
+}
+
+// Runs a fiber until it waits, and those that it hands over to.
+inline void resume(Machine& m, Fiber& fiber) {
+    if (__builtin_setjmp(m.scheduler) == 0) {
+        enter(fiber);
+    }
+    hazards_go_on(false);
 }
 
 // Lets threads from..to go on if all that are left of them wait at the same barrier; true if it did.
 inline bool release(Machine& m, unsigned from, unsigned to, State state) {
     int barrier = -1;
     for (unsigned i = from; i < to; ++i) {
-        const Fiber& fiber = m.fibers[i];
+        const Fiber& fiber = m.fiber(i);
         // A block's barrier does not wait for threads that ended. A warp's needs all 32.
         if (fiber.state == State::Done && state == State::AtBlockBarrier) {
             continue;
@@ -224,7 +272,7 @@ inline bool release(Machine& m, unsigned from, unsigned to, State state) {
         barrier = fiber.barrier;
     }
     for (unsigned i = from; i < to; ++i) {
-        Fiber& fiber = m.fibers[i];
+        Fiber& fiber = m.fiber(i);
         fiber.state = fiber.state == state ? State::Ready : fiber.state;
     }
     return barrier >= 0;
@@ -232,24 +280,23 @@ inline bool release(Machine& m, unsigned from, unsigned to, State state) {
 
 // Runs a warp as far as it can go without others.
 inline void run_warp(Machine& m, unsigned warp) {
-    const unsigned from = warp * LANES, to = from + LANES < m.threads ? from + LANES : m.threads;
+    m.from = warp * LANES;
+    m.to = m.from + LANES < m.threads ? m.from + LANES : m.threads;
     do {
-        for (unsigned i = from; i < to && m.failure == 0; ++i) {
-            const unsigned index = m.is_backwards ? to - 1 - (i - from) : i;
-            if (m.fibers[index].state == State::Ready) {
-                resume(m, index);
-            }
+        if (Fiber* const first = ready(m, 0)) {
+            resume(m, *first);
         }
-    } while (m.failure == 0 && release(m, from, to, State::AtWarpBarrier));
+    } while (m.failure == 0 && release(m, m.from, m.to, State::AtWarpBarrier));
 }
 
 inline void run_block(Machine& m, unsigned shared_bytes) {
     for (unsigned i = 0; i < m.threads; ++i) {
-        m.fibers[i].state = State::Ready;
-        m.fibers[i].exchanges = 0;
+        m.fiber(i).state = State::Ready;
+        m.fiber(i).exchanges = 0;
     }
     std::memset(m.shared, 0xFF, shared_bytes + GUARD_BYTES);
-    hazards_block(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z), m.shared, shared_bytes);
+    const Dim3 at = m.block, of = m.grid_size;
+    hazards_block(at.x + of.x * (at.y + of.y * at.z), m.shared, shared_bytes);
     const unsigned warps = (m.threads + LANES - 1) / LANES;
     do {
         for (unsigned i = 0; i < warps; ++i) {
@@ -258,7 +305,7 @@ inline void run_block(Machine& m, unsigned shared_bytes) {
         hazards_barrier();
         unsigned done = 0;
         for (unsigned i = 0; i < m.threads; ++i) {
-            done += m.fibers[i].state == State::Done;
+            done += m.fiber(i).state == State::Done;
         }
         if (m.failure != 0 || done == m.threads) {
             break;
@@ -278,8 +325,8 @@ inline void run_block(Machine& m, unsigned shared_bytes) {
 
 inline void need_warp(unsigned mask) {
     const Own own;
-    Machine& m = machine();
-    if (mask != 0xFFFFFFFF || m.index / LANES * LANES + LANES > m.threads) {
+    Machine& m = *self().machine;
+    if (mask != 0xFFFFFFFF || m.to - m.from < LANES) {
         m.failure = BAD_WARP;
         wait(State::Done, 0);
     }
@@ -371,10 +418,11 @@ template <class V>
 const V* warp_exchange(const V& mine, int line = __builtin_LINE()) {
     static_assert(sizeof(V) <= emulator::EXCHANGED_BYTES && std::is_trivially_copyable_v<V>);
     const emulator::Own own;
-    emulator::Machine& m = emulator::machine();
     emulator::need_warp(0xFFFFFFFF);
-    const unsigned warp = m.index / emulator::LANES, lane = m.index % emulator::LANES;
-    const unsigned buffer = 2 * warp + m.current->exchanges++ % 2;
+    emulator::Fiber& fiber = emulator::self();
+    emulator::Machine& m = *fiber.machine;
+    const unsigned warp = fiber.index / emulator::LANES, lane = fiber.index % emulator::LANES;
+    const unsigned buffer = 2 * warp + fiber.exchanges++ % 2;
     unsigned char* const values = &m.exchanged[buffer * emulator::LANES * emulator::EXCHANGED_BYTES];
     std::memcpy(values + lane * sizeof(V), &mine, sizeof(V));
     emulator::wait(emulator::State::AtWarpBarrier, line);
@@ -391,10 +439,7 @@ V shuffle(unsigned mask, V value, unsigned from, int line) {
     return from < LANES ? all[from] : value;
 }
 
-inline unsigned lane() {
-    const Own own;
-    return machine().index % LANES;
-}
+inline unsigned lane() { return self().index % LANES; }
 
 } // namespace emulator
 
@@ -483,12 +528,12 @@ inline void begin_copy(void* to, const void* from, int bytes, bool is_real) {
     hazards_in_flight(to, bytes);
     const emulator::Own own;
     std::memset(to, 0xFF, bytes);
-    emulator::machine().current->copies.push_back({to, is_real ? from : nullptr, bytes});
+    emulator::self().copies.push_back({to, is_real ? from : nullptr, bytes});
 }
 
 inline void await_copies() {
     const emulator::Own own;
-    std::vector<emulator::Copy>& copies = emulator::machine().current->copies;
+    std::vector<emulator::Copy>& copies = emulator::self().copies;
     for (const emulator::Copy& copy : copies) {
         hazards_landed(copy.to, copy.bytes);
         if (copy.from != nullptr) {
@@ -523,8 +568,6 @@ EXPORTED int emulate(const char* kernel, const unsigned grid[3], const unsigned 
     if (known == nullptr) {
         return UNKNOWN_KERNEL;
     }
-    gridDim = {grid[0], grid[1], grid[2]};
-    blockDim = {block[0], block[1], block[2]};
     const unsigned long long blocks = 1ULL * grid[0] * grid[1] * grid[2];
     const unsigned long long threads = 1ULL * block[0] * block[1] * block[2];
     const bool is_grid = blocks > 0 && grid[0] < 1U << 31 && grid[1] < 1U << 16 && grid[2] < 1U << 16;
@@ -532,24 +575,29 @@ EXPORTED int emulate(const char* kernel, const unsigned grid[3], const unsigned 
         return BAD_SIZES;
     }
     Machine& m = machine();
+    m.grid_size = {grid[0], grid[1], grid[2]};
+    m.block_size = {block[0], block[1], block[2]};
     m.threads = static_cast<unsigned>(threads);
     m.failure = 0;
     m.run = known->run;
     m.kernel = known->kernel;
     m.arguments = arguments;
     hazards_launch(kernel, m.threads);
-    for (const Dim3* one : {&threadIdx, &blockIdx, &blockDim, &gridDim}) {
+    for (const Dim3* one : {&m.block, &m.block_size, &m.grid_size}) {
         hazards_built_in(one, sizeof *one);
     }
     const std::size_t warps = (threads + LANES - 1) / LANES;
     m.exchanged.resize(2 * warps * LANES * EXCHANGED_BYTES);
-    if (m.fibers.size() < threads) {
-        m.fibers.resize(threads);
+    while (m.fibers.size() < threads) {
+        add_fiber(m);
+    }
+    for (unsigned i = 0; i < m.threads; ++i) {
+        m.fiber(i).thread = {i % block[0], i / block[0] % block[1], i / (block[0] * block[1])};
     }
     for (unsigned long long i = 0; i < blocks && m.failure == 0; ++i) {
         const unsigned long long index = m.is_backwards ? blocks - 1 - i : i;
-        blockIdx = {static_cast<unsigned>(index % grid[0]), static_cast<unsigned>(index / grid[0] % grid[1]),
-                    static_cast<unsigned>(index / grid[0] / grid[1])};
+        m.block = {static_cast<unsigned>(index % grid[0]), static_cast<unsigned>(index / grid[0] % grid[1]),
+                   static_cast<unsigned>(index / grid[0] / grid[1])};
         run_block(m, shared_bytes);
     }
     return m.failure;
