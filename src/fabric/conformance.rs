@@ -41,14 +41,17 @@ fn others(fabric: &dyn Fabric) -> Vec<Rank> {
     (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect()
 }
 
-/// The byte at a place of the message of one rank to another.
-fn byte(tag: Tag, from: Rank, to: Rank, at: usize) -> u8 {
-    let all = [tag.number as usize, tag.channel as usize, from as usize, to as usize, at, at >> 8];
-    all.iter().fold(17, |sum, &of| sum.wrapping_mul(31).wrapping_add(of as u8))
-}
-
+/// The message of one rank to another. It repeats itself after 64 KiB.
 fn message(tag: Tag, from: Rank, to: Rank, bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|at| byte(tag, from, to, at)).collect()
+    let byte = |at: usize| {
+        let of =
+            [tag.number as usize, tag.channel as usize, from as usize, to as usize, at, at >> 8];
+        of.iter().fold(17_u8, |sum, &of| sum.wrapping_mul(31).wrapping_add(of as u8))
+    };
+    let all: Vec<u8> = (0..1 << 16).map(byte).collect();
+    let mut all = all.repeat(bytes.div_ceil(1 << 16));
+    all.truncate(bytes);
+    all
 }
 
 /// Sends messages to some ranks, receives messages from others, and checks them.

@@ -11,7 +11,7 @@ pub(crate) const NEVER_BEGAN: &str = "not all ranks started within";
 
 /// Slow enough to be hit on its way; with a checkpoint after each step, if one is to be hit.
 pub(crate) fn slow(seconds: &str, moment: Moment) -> Vec<&str> {
-    let mut settings = vec!["device.flop_rate=150MFLOP/s", seconds];
+    let mut settings = vec!["device.flop_rate=90MFLOP/s", seconds];
     if moment == Moment::InCheckpoint {
         settings.push("checkpoint.every_steps=1");
     }

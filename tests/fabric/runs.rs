@@ -11,15 +11,18 @@ use serde_json::Value;
 
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_l2l");
 
-/// Of a small run, in the order of `--set`.
+/// Of a small run.
+pub(crate) const STEPS: u64 = 24;
+
+/// The others, in the order of `--set`.
 const SETTINGS: [&str; 12] = [
     "model.layers=2",
     "model.hidden=32",
     "model.heads=2",
+    concat!("data.train=", env!("CARGO_MANIFEST_DIR"), "/README.md"),
     "data.sequence_length=32",
     "step.batch=8",
     "step.micro_batch=1",
-    "step.steps=40",
     "parallel.groups=4",
     "optimizer.clip_norm=1",
     "validation.batches=1",
@@ -47,7 +50,8 @@ pub(crate) fn mpirun(ranks: u32) -> Command {
 /// The arguments of `l2l train` with this checkpoint directory.
 pub(crate) fn settings(directory: &Path, more: &[&str]) -> Vec<String> {
     let directory = format!("checkpoint.directory={}", directory.display());
-    let all = SETTINGS.into_iter().chain([&*directory]).chain(more.iter().copied());
+    let steps = format!("step.steps={STEPS}");
+    let all = SETTINGS.into_iter().chain([&*directory, &*steps]).chain(more.iter().copied());
     let set = all.flat_map(|setting| ["--set".into(), setting.into()]);
     ["train".into()].into_iter().chain(set).collect()
 }
@@ -105,7 +109,7 @@ pub(crate) fn resumes(ranks: u32, directory: &Path, expected: &str) {
     let text = String::from_utf8_lossy(&resumed.stdout);
     let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let first = events.filter(|event| event["event"] == "step").find_map(|e| e["step"].as_u64());
-    assert_eq!(first, (newest < 40).then_some(newest + 1), "the first step after {newest}");
+    assert_eq!(first, (newest < STEPS).then_some(newest + 1), "the first step after {newest}");
     assert!(!has_partial(directory), "what was half written is removed");
 }
 
