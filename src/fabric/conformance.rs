@@ -41,17 +41,20 @@ fn others(fabric: &dyn Fabric) -> Vec<Rank> {
     (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect()
 }
 
-/// The message of one rank to another. It repeats itself after 64 KiB.
+/// Bytes after which a message repeats itself.
+const PERIOD: usize = 64 << 10;
+
+/// The message of one rank to another.
 fn message(tag: Tag, from: Rank, to: Rank, bytes: usize) -> Vec<u8> {
+    let head = [tag.number as usize, tag.channel as usize, from as usize, to as usize];
     let byte = |at: usize| {
-        let of =
-            [tag.number as usize, tag.channel as usize, from as usize, to as usize, at, at >> 8];
-        of.iter().fold(17_u8, |sum, &of| sum.wrapping_mul(31).wrapping_add(of as u8))
+        let all = head.into_iter().chain([at, at >> 8]);
+        all.fold(17_u8, |sum, of| sum.wrapping_mul(31).wrapping_add(of as u8))
     };
-    let all: Vec<u8> = (0..1 << 16).map(byte).collect();
-    let mut all = all.repeat(bytes.div_ceil(1 << 16));
-    all.truncate(bytes);
-    all
+    let period: Vec<u8> = (0..bytes.min(PERIOD)).map(byte).collect();
+    let mut message = period.repeat(bytes.div_ceil(PERIOD));
+    message.truncate(bytes);
+    message
 }
 
 /// Sends messages to some ranks, receives messages from others, and checks them.

@@ -61,7 +61,7 @@ fn launch(case: &str, ranks: u32) -> (bool, String) {
 
 fn launch_all() {
     thread::scope(|scope| {
-        // These two wait for many seconds, and compute nothing.
+        // These two compute nothing, and take many seconds.
         scope.spawn(|| ends("absent", "MPI: not all ranks started within 10 s"));
         scope.spawn(|| ends("stays", "left"));
         for ranks in [1, 2, 4] {

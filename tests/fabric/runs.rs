@@ -11,10 +11,10 @@ use serde_json::Value;
 
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_l2l");
 
-/// Of a small run.
+/// The steps of a small run.
 pub(crate) const STEPS: u64 = 24;
 
-/// The others, in the order of `--set`.
+/// Its other settings.
 const SETTINGS: [&str; 12] = [
     "model.layers=2",
     "model.hidden=32",

@@ -110,6 +110,7 @@ fn interrupted_and_resumed() {
         let summary = first.last().expect("a summary");
         let steps = summary["steps"].as_u64().expect("a number");
         assert!(summary["event"] == "summary" && (1..12).contains(&steps), "{summary}");
+        // The slow link was there for the signal.
         let resume = ["train", &config, "--resume", "--format", "json"];
         let rest = events(&good(&[&resume[..], &["--set", "device.link=1GB/s"]].concat()));
         let mut both = losses(&first);
